@@ -1,0 +1,41 @@
+"""Errors of devices, with the code's name, the operation and the remedy."""
+
+from __future__ import annotations
+
+
+class DeviceError(RuntimeError):
+    """A device could not do what it was asked.
+
+    `device` is the backend's name, `operation` what was tried, `code` the native status code by
+    name (for example `CL_OUT_OF_RESOURCES`) and `remedy` what the user can do about it.
+    """
+
+    def __init__(self, device: str, operation: str, code: str, remedy: str = "") -> None:
+        self.device = device
+        self.operation = operation
+        self.code = code
+        self.remedy = remedy
+        tail = f"; {remedy}" if remedy else ""
+        super().__init__(f"{device}: {operation} failed: {code}{tail}")
+
+
+class DeviceUnavailableError(DeviceError):
+    """The device cannot be opened on this machine (no driver, no library, no hardware)."""
+
+
+class DeviceLostError(DeviceError):
+    """The device failed earlier, or was closed, and takes no further calls."""
+
+
+class WaitTimeoutError(DeviceError):
+    """A wait passed its deadline; names the kernel that did not complete."""
+
+    def __init__(self, device: str, kernel: str, deadline_s: float) -> None:
+        super().__init__(
+            device,
+            f"waiting for {kernel}",
+            f"not complete after {deadline_s:.3g} s",
+            "the driver may have hung; close the model and open it again",
+        )
+        self.kernel = kernel
+        self.deadline_s = deadline_s

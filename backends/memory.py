@@ -1,0 +1,81 @@
+"""Shared memory: page-aligned host buffers that every device of a model maps.
+
+The pool belongs to the backend with the stricter needs (the NPU's); on a PC that is plain pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class HostBuffer:
+    """Page-aligned, zero-filled host memory. Pages are taken from the system when first touched.
+
+    The memory lives as long as any array, tensor or device mapping that refers to this object.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 1:
+            raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._memory = mmap.mmap(-1, self.nbytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+        self.address: int = self.bytes.ctypes.data
+
+    def array(
+        self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset_bytes: int = 0
+    ) -> npt.NDArray[Any]:
+        """A view of `shape` that starts `offset_bytes` into the buffer."""
+        count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if offset_bytes < 0 or offset_bytes + count > self.nbytes:
+            raise ValueError(
+                f"a view of {count} bytes at {offset_bytes} does not fit a buffer of {self.nbytes}"
+            )
+        return self.bytes[offset_bytes : offset_bytes + count].view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A contiguous row-major array inside a `HostBuffer`; what `Kernel.bind` takes."""
+
+    buffer: HostBuffer
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] = np.dtype(np.float32)
+    offset_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def address(self) -> int:
+        """Host address of the first element."""
+        return self.buffer.address + self.offset_bytes
+
+    @property
+    def array(self) -> npt.NDArray[Any]:
+        """The elements as a numpy view (no copy)."""
+        return self.buffer.array(self.dtype, self.shape, self.offset_bytes)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Tokens [start, stop) of the same memory."""
+        if not 0 <= start < stop <= self.shape[0]:
+            raise ValueError(f"rows [{start}, {stop}) are outside a tensor of shape {self.shape}")
+        row_bytes = self.nbytes // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return Tensor(self.buffer, shape, self.dtype, self.offset_bytes + start * row_bytes)
+
+
+def new_tensor(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Tensor:
+    """A tensor in a buffer of its own."""
+    kind = np.dtype(dtype)
+    count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    return Tensor(HostBuffer(count), shape, kind)

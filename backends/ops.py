@@ -1,0 +1,265 @@
+"""Operation records: what a kernel computes, as plain data.
+
+Notation, used everywhere:
+
+    m   tokens of this call            k   input features       n   output features (weight rows)
+    H   query heads                    G   key/value heads      D   head size
+    C   capacity of a KV cache, tokens d   hidden size          f   feed-forward size
+
+Every record lists its ports: the tensors that `Kernel.bind` takes by name. Tensors are float32 and
+row-major [tokens, features] unless a record says otherwise. Inputs and outputs never overlap; the
+KV caches are the only tensors that are updated in place. Weights are passed to `Device.prepare` by
+the names in `weight_names`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar, Literal, TypeAlias
+
+
+class WeightFormat(StrEnum):
+    """Weight and activation precision of a matmul.
+
+    `w4`: 4-bit symmetric, groups of 32 along k, one fp16 scale each. `w8`: 8-bit, same groups.
+    `a16`: floating-point activations (fp32 where the device has no fp16 arithmetic).
+    `a8`: activations quantised to int8 per token and block of 32 on the fly, as llama.cpp does.
+    """
+
+    W4A16 = "w4a16"
+    W4A8 = "w4a8"
+    W8A16 = "w8a16"
+    F16 = "f16"
+    F32 = "f32"
+
+    @property
+    def storage(self) -> StorageFormat:
+        """How the weights lie in memory, whatever the activations are."""
+        return StorageFormat(_STORAGE[self.value])
+
+
+class StorageFormat(StrEnum):
+    """How weights are stored (see `hetero.backends.weights.PackedWeight`)."""
+
+    Q4 = "q4"
+    Q8 = "q8"
+    F16 = "f16"
+    F32 = "f32"
+
+
+_STORAGE = {"w4a16": "q4", "w4a8": "q4", "w8a16": "q8", "f16": "f16", "f32": "f32"}
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
+OperandOrder: TypeAlias = Literal["plain", "transposed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatMul:
+    """`y[m, n] = x[m, k] · W[n, k]ᵀ (+ bias[n])`.
+
+    Ports: `x` [m, k], `y` [m, n]. Weights: `weight` (PackedWeight of n × k), `bias` [n] float32 if
+    `bias`. `order` is the NPU's operand order (paper section 4, layer-level optimisation): it
+    changes speed, never the result or the layout of x and y.
+    """
+
+    n: int
+    k: int
+    weight_format: WeightFormat
+    order: OperandOrder = "plain"
+    bias: bool = False
+    ports: ClassVar[tuple[str, ...]] = ("x", "y")
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.k < 1:
+            raise ValueError(f"a matmul needs n >= 1 and k >= 1, got n={self.n}, k={self.k}")
+
+    def flops(self, m: int) -> int:
+        """Multiply-adds counted twice, for m tokens."""
+        return 2 * m * self.n * self.k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed:
+    """`y[t] = scale · W[tokens[t]]`. Ports: `tokens` int32 [m], `y` [m, d].
+
+    Weights: `weight` (PackedWeight of vocab × d; activations do not matter here). Token ids outside
+    [0, vocab) are undefined behaviour: the caller checks them.
+    """
+
+    vocab: int
+    d: int
+    weight_format: WeightFormat
+    scale: float = 1.0
+    ports: ClassVar[tuple[str, ...]] = ("tokens", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNorm:
+    """`y = x / sqrt(mean(x²) + eps) · weight`, per token.
+
+    Ports: `x` [m, d], `y` [m, d]; with `add` also `residual` [m, d] and `sum` [m, d]: the input of
+    the norm is `sum = x + residual`, which is written out. Weights: `weight` [d] float32.
+    """
+
+    d: int
+    eps: float
+    add: bool = False
+
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """Tensor names that `bind` takes."""
+        return ("x", "residual", "sum", "y") if self.add else ("x", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm:
+    """`y = (x - mean) / sqrt(var + eps) · weight + bias`. Ports and `add` as in `RMSNorm`.
+
+    Weights: `weight` [d], `bias` [d] float32.
+    """
+
+    d: int
+    eps: float
+    add: bool = False
+
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """Tensor names that `bind` takes."""
+        return ("x", "residual", "sum", "y") if self.add else ("x", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`."""
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotate queries and keys by their positions ("rotate half", as Hugging Face stores weights).
+
+    Ports: `qkv` [m, (H + 2G)·D] (queries, keys, values of a token side by side), `position` int32
+    [1] (position of the call's first token), `out` (like `qkv`; values are copied). With `qk_norm`,
+    each head of q and k first goes through RMSNorm with weights `q_norm` [D], `k_norm` [D] and
+    that eps. `max_position` bounds position + m. `rotary_dim` ≤ D dimensions are rotated.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    theta: float
+    max_position: int
+    rotary_dim: int = 0
+    scaling: RopeScaling = RopeScaling()
+    qk_norm_eps: float | None = None
+    ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "out")
+
+    @property
+    def width(self) -> int:
+        """Features of one token of `qkv`."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of each head that are rotated."""
+        return self.rotary_dim or self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Append this call's keys and values to the caches, then attend causally.
+
+    Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache`
+    [G, C, D] float32 (updated in place at positions position … position + m - 1), `out` [m, H·D].
+    Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
+    `scale` defaults to D^-0.5. Cache contents beyond position + m are never read.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    window: int = 0
+    scale: float | None = None
+    ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of key/value heads, got {self.heads} and "
+                f"{self.kv_heads}"
+            )
+
+    @property
+    def width(self) -> int:
+        """Features of one token of `qkv`."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the scores before the softmax."""
+        return self.scale if self.scale is not None else 1.0 / math.sqrt(self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAct:
+    """`y = act(x[:, :f]) · x[:, f:]`. Ports: `x` [m, 2f] (gate, then up), `y` [m, f]."""
+
+    f: int
+    activation: Activation = "silu"
+    ports: ClassVar[tuple[str, ...]] = ("x", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add:
+    """`y = x + residual`. Ports: `x`, `residual`, `y`, all [m, d]."""
+
+    d: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "residual", "y")
+
+
+Op: TypeAlias = MatMul | Embed | RMSNorm | LayerNorm | Rope | Attention | GatedAct | Add
+
+
+def weight_names(op: Op) -> tuple[str, ...]:
+    """Names of the weights that `Device.prepare` takes for `op`."""
+    match op:
+        case MatMul():
+            return ("weight", "bias") if op.bias else ("weight",)
+        case Embed() | RMSNorm():
+            return ("weight",)
+        case LayerNorm():
+            return ("weight", "bias")
+        case Rope():
+            return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
+        case _:
+            return ()
+
+
+def describe(op: Op) -> str:
+    """Short name for messages and traces, such as `MatMul(n=2048, k=8192, w4a16)`."""
+    match op:
+        case MatMul():
+            return f"MatMul(n={op.n}, k={op.k}, {op.weight_format})"
+        case Embed():
+            return f"Embed(vocab={op.vocab}, d={op.d}, {op.weight_format})"
+        case Rope() | Attention():
+            kind = type(op).__name__
+            return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"
+        case GatedAct():
+            return f"GatedAct(f={op.f}, {op.activation})"
+        case _:
+            return f"{type(op).__name__}(d={op.d})"

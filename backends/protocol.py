@@ -1,0 +1,245 @@
+"""The four nouns that every processor is behind.
+
+A `Device` owns one processor. `prepare` compiles one operation on one set of weights into a
+`Kernel`; `Kernel.bind` fixes addresses and token count into a `BoundCall`, the only thing that the
+hot loop touches; launching one on an asynchronous device gives a `Completion`.
+
+Threads: a device, its kernels and calls are used from one thread at a time (the model's control
+thread). `close` may be called from any thread once no call is running.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.weights import PackedWeight
+
+DeviceKind: TypeAlias = Literal["gpu", "npu"]
+WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32]
+
+DEFAULT_DEADLINE_S = 60.0
+
+
+class Acceptance(NamedTuple):
+    """Answer of `Device.accepts`; `reason` is empty when accepted."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a device can do, as data that is asked before planning.
+
+    kind                 which of the two roles it plays
+    unified_memory       kernels work on `HostBuffer` memory in place; else copies are real work
+    asynchronous         calls are submitted (`submit`); else they block (`run`)
+    static_shapes        token counts must be one of `graph_sizes`; others are refused by `bind`
+    graph_sizes          token counts that were prepared ahead of time (empty: any)
+    weight_formats       formats that `MatMul` takes
+    row_alignment        rows of a segment of a cut weight are a multiple of this
+    token_alignment      tokens of a tile of a cut sequence are a multiple of this
+    fused_groups         groups that it takes as one graph beyond single operations
+    operand_orders       orders of `MatMul` that differ in speed here
+    early_visibility     a flag and the data written before it are seen by the host while the kernel
+                         still runs: True or False as probed, None when not probed yet
+    memory_limit_bytes   memory the device can hold, None when it is the host's
+    """
+
+    kind: DeviceKind
+    unified_memory: bool = True
+    asynchronous: bool = False
+    static_shapes: bool = False
+    graph_sizes: tuple[int, ...] = ()
+    weight_formats: tuple[WeightFormat, ...] = ()
+    row_alignment: int = 16
+    token_alignment: int = 1
+    fused_groups: tuple[str, ...] = ()
+    operand_orders: tuple[str, ...] = ("plain",)
+    early_visibility: bool | None = None
+    memory_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """Identity of an opened device, for reports and cache keys. All strings are for people."""
+
+    backend: str
+    name: str
+    driver: str
+    details: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """One line that changes whenever timings or compiled kernels may change."""
+        extra = ";".join(f"{key}={value}" for key, value in sorted(self.details.items()))
+        return f"{self.backend}|{self.name}|{self.driver}|{extra}"
+
+
+class Completion(ABC):
+    """One submitted launch."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the launch and everything before it has completed; never blocks.
+
+        Raises `DeviceError` when the launch failed.
+        """
+
+    @abstractmethod
+    def wait(self, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        """Block until done. Raises `WaitTimeoutError` after `deadline_s`, `DeviceError` on failure.
+
+        When it returns, every write of the launch is visible to the host and to other devices.
+        """
+
+
+class BoundCall(ABC):
+    """A pre-bound launch. Holds references to everything that it uses.
+
+    `name` is for traces and errors; `m` the token count it computes (the graph size on a device
+    with static shapes).
+    """
+
+    name: str
+    m: int
+
+    @abstractmethod
+    def run(self) -> None:
+        """Execute and return when the result is visible to the host. Releases the GIL meanwhile."""
+
+    def submit(self) -> Completion:
+        """Enqueue and flush; asynchronous devices only. Calls complete in submission order."""
+        raise TypeError(f"{self.name}: a blocking device has no submit(), use run()")
+
+
+class Kernel(ABC):
+    """One operation on one set of weights, compiled. Several token counts may share it.
+
+    `nbytes` counts weight memory that the kernel holds beyond the `PackedWeight` it was given.
+    """
+
+    op: Op
+    nbytes: int = 0
+
+    @abstractmethod
+    def bind(self, tensors: Mapping[str, Tensor], m: int) -> BoundCall:
+        """Fix the tensors (named by `op.ports`) and the token count.
+
+        Every [m, …] tensor has at least m rows; a row of `tensors` has exactly the record's width.
+        Raises `ValueError` for a missing or misshapen tensor, or for a token count that a device
+        with static shapes has no graph for.
+        """
+
+
+class Device(ABC):
+    """One processor of a kind: its queue or sessions, compiled-kernel cache, share of the pool.
+
+    Opening may raise `DeviceUnavailableError`. After a failure that the device cannot recover from,
+    every later call raises `DeviceLostError` with the first failure's reason.
+    """
+
+    info: DeviceInfo
+    capabilities: Capabilities
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        """Pool memory that this device and every mapping device can use in place."""
+        return HostBuffer(nbytes)
+
+    @abstractmethod
+    def map(self, buffer: HostBuffer) -> Any:
+        """Make pool memory usable by this device; idempotent. Returns the native handle, if any."""
+
+    @abstractmethod
+    def accepts(self, op: Op) -> Acceptance:
+        """Whether `prepare` would succeed, decided from data alone."""
+
+    @abstractmethod
+    def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
+        """Compile `op` on `weights` (`ops.weight_names`). Raises `DeviceError` or `ValueError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; idempotent. Later calls raise `DeviceLostError`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def check_tensors(op: Op, tensors: Mapping[str, Tensor], m: int) -> None:
+    """Validate names, widths, row counts and dtypes of a binding. Raises `ValueError`."""
+    if m < 1:
+        raise ValueError(f"a call needs at least one token, got m={m}")
+    missing = [port for port in op.ports if port not in tensors]
+    unknown = [port for port in tensors if port not in op.ports]
+    if missing or unknown:
+        raise ValueError(
+            f"{type(op).__name__} takes the tensors {op.ports}, missing {missing}, "
+            f"unknown {unknown}"
+        )
+    for port in op.ports:
+        expected, dtype = port_shape(op, port, m), port_dtype(port)
+        tensor = tensors[port]
+        rows_ok = tensor.shape[:1] == expected[:1] or (
+            port not in FIXED_PORTS and tensor.shape[0] >= expected[0]
+        )
+        if not rows_ok or tensor.shape[1:] != expected[1:] or tensor.dtype != dtype:
+            raise ValueError(
+                f"{type(op).__name__} takes {port} as {dtype} {expected}, "
+                f"got {tensor.dtype} {tensor.shape}"
+            )
+
+
+FIXED_PORTS = frozenset({"position", "k_cache", "v_cache"})
+
+
+def port_dtype(port: str) -> np.dtype[Any]:
+    """Element type of a port's tensor."""
+    return np.dtype(np.int32 if port in ("tokens", "position") else np.float32)
+
+
+def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
+    """Shape of a port's tensor for m tokens."""
+    match port:
+        case "tokens":
+            return (m,)
+        case "position":
+            return (1,)
+    return (m, *_width(op, port)) if port not in FIXED_PORTS else _width(op, port)
+
+
+def _width(op: Op, port: str) -> tuple[int, ...]:
+    match op:
+        case ops.MatMul():
+            return (op.k,) if port == "x" else (op.n,)
+        case ops.Rope():
+            return (op.width,)
+        case ops.Attention():
+            if port in FIXED_PORTS:
+                return (op.kv_heads, op.capacity, op.head_dim)
+            return (op.width,) if port == "qkv" else (op.heads * op.head_dim,)
+        case ops.GatedAct():
+            return (2 * op.f,) if port == "x" else (op.f,)
+        case _:
+            return (op.d,)

@@ -1,0 +1,63 @@
+"""Backends by name. Names are spelled with `-`, folders with `_`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.protocol import Device, DeviceKind
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One entry of the table: module with `open(**options) -> Device`, kind, vendor packages."""
+
+    name: str
+    kind: DeviceKind
+    requires: tuple[str, ...] = ()
+    install_hint: str = ""
+
+    @property
+    def module(self) -> str:
+        """Import path of the sub-package."""
+        return f"hetero.backends.{self.name.replace('-', '_')}"
+
+    def missing_packages(self) -> tuple[str, ...]:
+        """Vendor packages that are not installed, found without importing them."""
+        return tuple(p for p in self.requires if importlib.util.find_spec(p) is None)
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("opencl", "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
+        Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
+        Backend("reference", "npu"),
+        Backend("null", "npu"),
+    )
+}
+
+
+def find(name: str) -> Backend:
+    """The backend of that name. Raises `ValueError` with the nearest known name."""
+    if name in BACKENDS:
+        return BACKENDS[name]
+    near = difflib.get_close_matches(name, BACKENDS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown backend {name!r}: {hint}known are {', '.join(BACKENDS)}")
+
+
+def open_device(name: str, **options: Any) -> Device:
+    """Open a device by backend name. Raises `DeviceUnavailableError` with the remedy."""
+    backend = find(name)
+    missing = backend.missing_packages()
+    if missing:
+        raise DeviceUnavailableError(
+            name, "opening", f"package {', '.join(missing)} is not installed", backend.install_hint
+        )
+    device: Device = importlib.import_module(backend.module).open(**options)
+    return device

@@ -1,0 +1,208 @@
+"""Weights as they lie in memory: packed for the GPU, sliced into segments of rows.
+
+The packed layout is the GPU's (BACKENDS: the raw bytes in the model file have the GPU's layout, so
+that the GPU maps them); the NPU's backend makes its own packed copy of the rows it computes.
+
+Layout, with rows in blocks of R = 16 (lane = row, so that one vector or 16 neighbouring work-items
+read 16 rows at once), K = k rounded up to 32, N = n rounded up to 16, G = 32:
+
+    q4   data   uint32  [N/16, K/32, 4, 16]   nibble i of word w is feature 32·g + 8·w + i, value
+                                              nibble - 8
+         scales float16 [N/16, K/32, 16]
+    q8   data   int8    [N/16, K/32, 8, 16, 4]  feature 32·g + 4·w + i
+         scales float16 [N/16, K/32, 16]
+    f16  data   float16 [N/16, k, 16]         no scales, k not padded
+    f32  data   float32 [N/16, k, 16]         no scales, k not padded
+
+Padded rows and features are zero (q4: nibble 8 or scale 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import StorageFormat
+
+ROW_BLOCK = 16
+GROUP_SIZE = 32
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight of n rows and k features in the packed layout of this module.
+
+    `data` and `scales` may be views of a memory-mapped file; they are never written.
+    """
+
+    storage: StorageFormat
+    n: int
+    k: int
+    data: npt.NDArray[Any]
+    scales: npt.NDArray[np.float16] | None = None
+
+    def __post_init__(self) -> None:
+        expected = data_shape(self.storage, self.n, self.k)
+        if self.data.shape != expected:
+            raise ValueError(
+                f"{self.storage} data of a {self.n}×{self.k} weight has shape {expected}, "
+                f"got {self.data.shape}"
+            )
+        if (self.scales is not None) != (self.storage in (StorageFormat.Q4, StorageFormat.Q8)):
+            raise ValueError(f"{self.storage} weights have scales exactly if they are quantised")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight, padding included."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def rows(self, start: int, stop: int) -> PackedWeight:
+        """Segment of rows [start, stop): a view. `start` is a multiple of 16."""
+        if start % ROW_BLOCK or not 0 <= start < stop <= self.n:
+            raise ValueError(
+                f"a segment of {self.n} rows starts at a multiple of {ROW_BLOCK}, "
+                f"got [{start}, {stop})"
+            )
+        first, last = start // ROW_BLOCK, -(-stop // ROW_BLOCK)
+        scales = None if self.scales is None else self.scales[first:last]
+        return PackedWeight(self.storage, stop - start, self.k, self.data[first:last], scales)
+
+    def dequantize(self) -> Float32Array:
+        """The weight as float32 [n, k]: the numbers that every kernel must compute with."""
+        blocks = self.data.shape[0]
+        if self.storage in (StorageFormat.F16, StorageFormat.F32):
+            full = self.data.transpose(0, 2, 1).reshape(blocks * ROW_BLOCK, self.k)
+            return np.ascontiguousarray(full[: self.n], dtype=np.float32)
+        assert self.scales is not None
+        values = _q4_values(self.data) if self.storage is StorageFormat.Q4 else _q8_values(self.data)
+        scaled = values * self.scales.astype(np.float32).transpose(0, 2, 1)[..., None]
+        full = scaled.reshape(blocks * ROW_BLOCK, -1)
+        return np.ascontiguousarray(full[: self.n, : self.k])
+
+
+def padded(value: int, multiple: int) -> int:
+    """`value` rounded up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
+def data_shape(storage: StorageFormat, n: int, k: int) -> tuple[int, ...]:
+    """Shape of `PackedWeight.data`."""
+    blocks, groups = padded(n, ROW_BLOCK) // ROW_BLOCK, padded(k, GROUP_SIZE) // GROUP_SIZE
+    if storage is StorageFormat.Q4:
+        return (blocks, groups, 4, ROW_BLOCK)
+    if storage is StorageFormat.Q8:
+        return (blocks, groups, 8, ROW_BLOCK, 4)
+    return (blocks, k, ROW_BLOCK)
+
+
+def data_dtype(storage: StorageFormat) -> np.dtype[Any]:
+    """Element type of `PackedWeight.data`."""
+    kinds = {"q4": np.uint32, "q8": np.int8, "f16": np.float16, "f32": np.float32}
+    return np.dtype(kinds[storage.value])
+
+
+def scales_shape(n: int, k: int) -> tuple[int, ...]:
+    """Shape of `PackedWeight.scales`."""
+    return (padded(n, ROW_BLOCK) // ROW_BLOCK, padded(k, GROUP_SIZE) // GROUP_SIZE, ROW_BLOCK)
+
+
+def pack(weight: npt.NDArray[Any], storage: StorageFormat) -> PackedWeight:
+    """Quantise (q4, q8) or convert a [n, k] weight and lay it out. Non-finite values are refused.
+
+    q4 is llama.cpp's Q4_0: the scale is fp16(v / -8) with v the group's value of largest magnitude,
+    signed. q8 is its Q8_0: fp16(max |w| / 127).
+    """
+    n, k = weight.shape
+    values = np.asarray(weight, dtype=np.float32)
+    if not np.isfinite(values).all():
+        raise ValueError(f"a weight of shape {weight.shape} holds values that are not finite")
+    if storage in (StorageFormat.F16, StorageFormat.F32):
+        return PackedWeight(storage, n, k, _interleave(values.astype(data_dtype(storage))))
+    full = np.zeros((padded(n, ROW_BLOCK), padded(k, GROUP_SIZE)), dtype=np.float32)
+    full[:n, :k] = values
+    grouped = full.reshape(full.shape[0], -1, GROUP_SIZE)
+    if storage is StorageFormat.Q4:
+        codes, scales = _quantize_q4(grouped)
+        return pack_q4(codes, scales, n, k)
+    codes8, scales = _quantize_q8(grouped)
+    return pack_q8(codes8, scales, n, k)
+
+
+def pack_q4(
+    codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float16], n: int, k: int
+) -> PackedWeight:
+    """Lay out 4-bit codes [N, K/32, 32] (0…15, value code - 8) and scales [N, K/32]."""
+    rows, groups, _ = codes.shape
+    nibbles = codes.reshape(rows, groups, 4, 8).astype(np.uint32)
+    words = np.zeros((rows, groups, 4), dtype=np.uint32)
+    for i in range(8):
+        words |= nibbles[..., i] << np.uint32(4 * i)
+    blocks = words.reshape(-1, ROW_BLOCK, groups, 4).transpose(0, 2, 3, 1)
+    return PackedWeight(
+        StorageFormat.Q4, n, k, np.ascontiguousarray(blocks), _interleave_scales(scales)
+    )
+
+
+def pack_q8(
+    codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float16], n: int, k: int
+) -> PackedWeight:
+    """Lay out 8-bit codes [N, K/32, 32] and scales [N, K/32]."""
+    _, groups, _ = codes.shape
+    blocks = codes.reshape(-1, ROW_BLOCK, groups, 8, 4).transpose(0, 2, 3, 1, 4)
+    return PackedWeight(
+        StorageFormat.Q8, n, k, np.ascontiguousarray(blocks), _interleave_scales(scales)
+    )
+
+
+def _interleave(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    n, k = values.shape
+    full = np.zeros((padded(n, ROW_BLOCK), k), dtype=values.dtype)
+    full[:n] = values
+    return np.ascontiguousarray(full.reshape(-1, ROW_BLOCK, k).transpose(0, 2, 1))
+
+
+def _interleave_scales(scales: npt.NDArray[np.float16]) -> npt.NDArray[np.float16]:
+    groups = scales.shape[1]
+    return np.ascontiguousarray(scales.reshape(-1, ROW_BLOCK, groups).transpose(0, 2, 1))
+
+
+def _quantize_q4(
+    grouped: Float32Array,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
+    at = np.abs(grouped).argmax(axis=-1, keepdims=True)
+    scales = (np.take_along_axis(grouped, at, axis=-1)[..., 0] / -8.0).astype(np.float16)
+    inverse = _inverse(scales)
+    codes = np.floor(grouped * inverse[..., None] + 8.5).clip(0, 15)
+    return codes.astype(np.uint8), scales
+
+
+def _quantize_q8(
+    grouped: Float32Array,
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+    scales = (np.abs(grouped).max(axis=-1) / 127.0).astype(np.float16)
+    codes = np.rint(grouped * _inverse(scales)[..., None]).clip(-127, 127)
+    return codes.astype(np.int8), scales
+
+
+def _inverse(scales: npt.NDArray[np.float16]) -> Float32Array:
+    wide = scales.astype(np.float32)
+    return np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0)
+
+
+def _q4_values(data: npt.NDArray[Any]) -> Float32Array:
+    """[N/16, K/32, 4, 16] words to [N/16, 16, K/32, 32] values."""
+    nibbles = (data[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & np.uint32(15)
+    values = nibbles.transpose(0, 3, 1, 2, 4).astype(np.float32) - 8.0
+    blocks, _, groups = values.shape[:3]
+    return np.ascontiguousarray(values).reshape(blocks, ROW_BLOCK, groups, GROUP_SIZE)
+
+
+def _q8_values(data: npt.NDArray[Any]) -> Float32Array:
+    values = data.transpose(0, 3, 1, 2, 4).astype(np.float32)
+    blocks, _, groups = values.shape[:3]
+    return np.ascontiguousarray(values).reshape(blocks, ROW_BLOCK, groups, GROUP_SIZE)

@@ -1,0 +1,1 @@
+"""hetero: LLM inference that splits every matmul between the GPU and the NPU of one chip."""
