@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
+from hetero.errors import UserError
 from hetero.models.tokenizer import StreamDecoder, Tokenizer
 from hetero.runtime.engine import Engine
 from hetero.sampling import Sampler, SamplingParams
@@ -26,7 +27,7 @@ class DeviceShare:
 class Stats:
     """Measured on this machine. Speeds in tokens/s; `ttft_s` is the time to the first token.
 
-    `decode_tokens_per_s` counts the tokens after the first; 0 when there are none.
+    `decode_tokens_per_s` counts decode steps (one token each after the first); 0 without any.
     """
 
     prompt_tokens: int
@@ -67,7 +68,7 @@ class StopFilter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
-            raise ValueError("a stop text must not be empty")
+            raise UserError("a stop text must not be empty")
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
@@ -114,7 +115,7 @@ class Generation:
         clock: Clock = time.perf_counter,
     ) -> None:
         if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+            raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
         self._engine = engine
         self._sampler = Sampler(params)
         self._decoder: StreamDecoder = tokenizer.stream_decoder()
@@ -127,6 +128,7 @@ class Generation:
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._reason: FinishReason | None = None
+        self._decode_steps = 0
         self._times: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -142,6 +144,7 @@ class Generation:
             if piece.finish_reason is not None:
                 return
             logits = self._engine.decode(token)
+            self._decode_steps += 1
             token = self._sampler.choose(logits, self._prompt + self._tokens)
             last = self._clock()
 
@@ -183,13 +186,12 @@ class Generation:
         }
         if self._fallback:
             placement["fallback"] = self._fallback
-        decoded = max(len(self._tokens) - 1, 0)
         ttft = first - start
         return Stats(
             prompt_tokens=len(self._prompt),
             completion_tokens=len(self._tokens),
             ttft_s=ttft,
             prefill_tokens_per_s=len(self._prompt) / ttft if ttft else 0.0,
-            decode_tokens_per_s=decoded / (last - first) if last > first else 0.0,
+            decode_tokens_per_s=self._decode_steps / (last - first) if last > first else 0.0,
             placement=placement,
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hetero.errors import UserError
+
 Logits = npt.NDArray[np.float32]
 
 
@@ -41,7 +43,7 @@ class SamplingParams:
         )
         for name, holds, rule in rules:
             if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+                raise UserError(f"{name} must be {rule}, got {getattr(self, name)}")
 
 
 class Sampler:

@@ -14,6 +14,7 @@ from hetero.backends.errors import DeviceLostError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import BoundCall, DeviceKind
+from hetero.errors import UserError
 from hetero.models.checkpoint import ModelWeights
 from hetero.runtime.affinity import pinned
 from hetero.runtime.decoder import Node, decoder_nodes
@@ -28,7 +29,7 @@ SCORING_PIECE = 32
 STEPS_KEPT = 24
 
 
-class ContextFullError(ValueError):
+class ContextFullError(UserError):
     """More tokens than the context holds."""
 
 
@@ -165,7 +166,7 @@ class Engine:
         if self._closed:
             raise DeviceLostError("engine", "running the model", "the model was closed")
         if not len(tokens):
-            raise ValueError("the prompt is empty: give at least one token")
+            raise UserError("the prompt is empty: give at least one token")
         if self.position + len(tokens) > self.max_seq_len:
             raise ContextFullError(
                 f"{self.position + len(tokens)} tokens do not fit the context of "
@@ -174,7 +175,7 @@ class Engine:
             )
         bad = next((t for t in tokens if not 0 <= t < self.config.vocab_size), None)
         if bad is not None:
-            raise ValueError(
+            raise UserError(
                 f"token id {bad} is outside the vocabulary of {self.config.vocab_size}"
             )
 
