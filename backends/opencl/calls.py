@@ -18,8 +18,8 @@ import pyopencl as cl
 
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.memory import Tensor
+from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.ops import Op, describe
-from hetero.backends.opencl.failures import BACKEND, decoded, device_error
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
     BoundCall,
@@ -48,6 +48,12 @@ class Launch:
     global_size: Size
     local_size: Size
     args: tuple[Argument, ...]
+
+    @property
+    def count(self) -> int:
+        """Work of this launch, the kernel's argument 0."""
+        assert isinstance(self.args[0], int)
+        return self.args[0]
 
 
 class OpenCLKernel(Kernel):
@@ -142,7 +148,7 @@ class OpenCLCall(BoundCall):
         self.device.warm_up(launch, kernel)
         return kernel, launch.global_size, launch.local_size
 
-    def _native(self, argument: Argument) -> tuple[object, ...]:
+    def _native(self, argument: Argument) -> tuple[cl.Buffer | np.generic, ...]:
         match argument:
             case Tensor():
                 buffer = self.device.map(argument.buffer)

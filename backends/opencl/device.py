@@ -1,4 +1,4 @@
-"""The OpenCL device: context, in-order queue, mapped buffers, programs, and the table of kernels."""
+"""The OpenCL device: context, in-order queue, mapped buffers, programs, the table of kernels."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class OpenCLDevice(Device):
         kernel.set_arg(0, np.int32(0))
         cl.enqueue_nd_range_kernel(self.queue, kernel, launch.global_size, launch.local_size)
         self.queue.finish()
-        kernel.set_arg(0, np.int32(launch.args[0]))
+        kernel.set_arg(0, np.int32(launch.count))
 
     def check(self) -> None:
         """Raise `DeviceLostError` if the device was closed or failed earlier."""

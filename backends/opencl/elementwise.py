@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
 
 
-def prepare_add(device: OpenCLDevice, op: Add, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
+def prepare_add(device: OpenCLDevice, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """`y = x + residual`: a flat loop over m·d floats."""
     program = device.programs.get("elementwise.cl", {"VEC": device.tuning.vector})
 

@@ -28,9 +28,10 @@ FATAL = frozenset({"CL_OUT_OF_RESOURCES", "CL_DEVICE_NOT_AVAILABLE"})
 def code_name(code: int) -> str:
     """Name of a status code, such as `CL_OUT_OF_RESOURCES`."""
     try:
-        return f"CL_{cl.status_code.to_string(code)}"
+        name: str = cl.status_code.to_string(code)  # type: ignore[operator]
     except ValueError:
         return f"OpenCL status {code}"
+    return f"CL_{name}"
 
 
 def device_error(operation: str, code: int, detail: str = "") -> DeviceError:

@@ -73,7 +73,7 @@ class ProgramCache:
         with decoded(f"building {name} for {self._device.name}"):
             program.build(options=flags)
         if self._directory is not None:
-            binary = bytes(program.get_info(cl.program_info.BINARIES)[0])
+            binary = bytes(program.binaries[0])
             _write(self._directory / f"{digest}.bin", binary)
         return program
 
@@ -85,9 +85,11 @@ class ProgramCache:
         if binary is None:
             return None
         try:
-            return cl.Program(self._context, [self._device], [binary]).build()
+            program = cl.Program(self._context, [self._device], [binary])
+            program.build()
         except cl.Error:  # another driver than the key says: rebuilt from source
             return None
+        return program
 
 
 def uncached(context: cl.Context, text: str) -> cl.Program:
