@@ -1,0 +1,41 @@
+"""The GPU backend: OpenCL through pyopencl (PoCL on one CPU core plays the GPU on a PC)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero.backends.errors import DeviceUnavailableError
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+
+def open(
+    *,
+    cpu: int | None = None,
+    platform: str | None = None,
+    family: str | None = None,
+    unified_memory: bool | None = None,
+    cache_dir: Path | None = None,
+) -> OpenCLDevice:
+    """Open an OpenCL device. Raises `DeviceUnavailableError` with the remedy.
+
+    `cpu` is the core that PoCL's worker runs on (default: the first one allowed to this process);
+    `platform` a part of the wanted platform's or device's name. For tests, `family` forces a
+    tuning record and `unified_memory=False` makes every call copy its tensors as on a discrete GPU.
+    `cache_dir` holds compiled kernels (default: the user's cache directory).
+    """
+    try:
+        from hetero.backends.opencl.device import OpenCLDevice  # noqa: PLC0415 (optional package)
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            "opencl", "importing pyopencl", str(error), "pip install 'pyopencl[pocl]'"
+        ) from error
+    return OpenCLDevice(
+        cpu=cpu,
+        platform=platform,
+        family=family,
+        unified_memory=unified_memory,
+        cache_dir=cache_dir,
+    )

@@ -1,0 +1,205 @@
+"""Pre-bound launches and their completion.
+
+Every kernel's argument 0 is an int32 count of work, and a launch with count 0 writes nothing: that
+is how a launch is warmed up when it is bound (PoCL specialises a kernel for its local size at the
+first launch, 30 ms). A `Tensor` argument becomes two kernel arguments, `__global T *x, uint x_at`:
+its buffer and the offset of its first element.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import pyopencl as cl
+
+from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.failures import BACKEND, decoded
+from hetero.backends.ops import Op, describe
+from hetero.backends.protocol import (
+    DEFAULT_DEADLINE_S,
+    BoundCall,
+    Completion,
+    Kernel,
+    check_tensors,
+)
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+Argument: TypeAlias = Tensor | cl.Buffer | int | float
+Size: TypeAlias = tuple[int, ...]
+
+INPUT_PORTS = frozenset({"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache"})
+OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache"})
+SPIN_S = 200e-6
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a program with its sizes and arguments. `args[0]` is the count of work."""
+
+    program: cl.Program
+    name: str
+    global_size: Size
+    local_size: Size
+    args: tuple[Argument, ...]
+
+    @property
+    def count(self) -> int:
+        """Work of this launch, the kernel's argument 0."""
+        assert isinstance(self.args[0], int)
+        return self.args[0]
+
+
+class OpenCLKernel(Kernel):
+    """A compiled operation: `launches(tensors, m)` lists what a binding enqueues.
+
+    `keep` are the weight buffers that the launches use; `nbytes` counts device copies of weights.
+    """
+
+    def __init__(
+        self,
+        device: OpenCLDevice,
+        op: Op,
+        launches: Callable[[Mapping[str, Tensor], int], Sequence[Launch]],
+        *,
+        keep: Sequence[object] = (),
+        nbytes: int = 0,
+    ) -> None:
+        self.op = op
+        self.nbytes = nbytes
+        self._device = device
+        self._launches = launches
+        self._keep = tuple(keep)
+
+    def bind(self, tensors: Mapping[str, Tensor], m: int) -> OpenCLCall:
+        """See `Kernel.bind`. Kernels are specialised here, not at the first run."""
+        self._device.check()
+        check_tensors(self.op, tensors, m)
+        name = describe(self.op)
+        with decoded(f"binding {name}"):
+            return OpenCLCall(
+                self._device, name, m, self._launches(tensors, m), tensors, keep=self._keep
+            )
+
+
+class OpenCLCall(BoundCall):
+    """A flat list of launches with every argument set. `clSetKernelArg` retains nothing, so the
+    call keeps what its launches point to.
+    """
+
+    def __init__(
+        self,
+        device: OpenCLDevice,
+        name: str,
+        m: int,
+        launches: Sequence[Launch],
+        tensors: Mapping[str, Tensor],
+        *,
+        keep: tuple[object, ...] = (),
+    ) -> None:
+        self.name = name
+        self.m = m
+        self.device = device
+        self._keep: list[object] = [*keep, *tensors.values()]
+        self._bound = [self._bind(launch) for launch in launches]
+        unified = device.capabilities.unified_memory
+        self._uploads = [] if unified else _copies(device, tensors, INPUT_PORTS, m)
+        self._downloads = [] if unified else _copies(device, tensors, OUTPUT_PORTS, m)
+
+    def submit(self) -> OpenCLCompletion:
+        """Enqueue every launch in order and flush."""
+        device = self.device
+        device.check()
+        queue = device.queue
+        try:
+            for buffer, offset, host in self._uploads:
+                device.copies += 1
+                cl.enqueue_copy(queue, buffer, host, dst_offset=offset, is_blocking=False)
+            for kernel, global_size, local_size in self._bound:
+                event = cl.enqueue_nd_range_kernel(queue, kernel, global_size, local_size)
+            events = [event]
+            for buffer, offset, host in self._downloads:
+                device.copies += 1
+                copy = cl.enqueue_copy(queue, host, buffer, src_offset=offset, is_blocking=False)
+                events.append(copy)
+            queue.flush()
+        except cl.Error as error:
+            raise device.failed(f"launching {self.name}", error.code) from error
+        return OpenCLCompletion(self, events)
+
+    def run(self) -> None:
+        """Submit and wait."""
+        self.submit().wait()
+
+    def _bind(self, launch: Launch) -> tuple[cl.Kernel, Size, Size]:
+        """A kernel object of its own with its arguments set, specialised by an empty launch."""
+        kernel = cl.Kernel(launch.program, launch.name)
+        at = 0
+        for argument in launch.args:
+            for value in self._native(argument):
+                kernel.set_arg(at, value)
+                at += 1
+        self.device.warm_up(launch, kernel)
+        return kernel, launch.global_size, launch.local_size
+
+    def _native(self, argument: Argument) -> tuple[cl.Buffer | np.generic, ...]:
+        match argument:
+            case Tensor():
+                buffer = self.device.map(argument.buffer)
+                self._keep.append(buffer)
+                return buffer, np.uint32(argument.offset_bytes // argument.dtype.itemsize)
+            case int():
+                return (np.int32(argument),)
+            case float():
+                return (np.float32(argument),)
+            case _:
+                self._keep.append(argument)
+                return (argument,)
+
+
+class OpenCLCompletion(Completion):
+    """Rests on the event of the call's last command; keeps the call alive until then."""
+
+    def __init__(self, call: OpenCLCall, events: Sequence[cl.Event]) -> None:
+        self._call = call
+        self._events = events
+        self._last = events[-1]
+
+    def done(self) -> bool:
+        """See `Completion.done`."""
+        try:
+            status: int = self._last.command_execution_status
+        except cl.Error as error:
+            raise self._call.device.failed(f"running {self._call.name}", error.code) from error
+        if status < 0:
+            raise self._call.device.failed(f"running {self._call.name}", status)
+        return status == cl.command_execution_status.COMPLETE
+
+    def wait(self, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        """Poll the event: busily at first, then in naps of a twentieth of the time waited."""
+        start_s = time.perf_counter()
+        while not self.done():
+            waited_s = time.perf_counter() - start_s
+            if waited_s > deadline_s:
+                raise WaitTimeoutError(BACKEND, self._call.name, deadline_s)
+            if waited_s > SPIN_S:
+                time.sleep(min(waited_s / 20, 1e-3))
+
+
+def _copies(
+    device: OpenCLDevice, tensors: Mapping[str, Tensor], ports: frozenset[str], m: int
+) -> list[tuple[cl.Buffer, int, np.ndarray]]:
+    """(device buffer, offset in bytes, host array) of the rows of each port that a call touches."""
+    copies = []
+    for port, tensor in tensors.items():
+        if port in ports:
+            whole = port in ("k_cache", "v_cache", "position")
+            used = tensor if whole else tensor.rows(0, m)
+            copies.append((device.map(used.buffer), used.offset_bytes, used.array))
+    return copies

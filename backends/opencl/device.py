@@ -1,0 +1,196 @@
+"""The OpenCL device: context, in-order queue, mapped buffers, programs, the table of kernels."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+
+from hetero.backends import ops
+from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.memory import HostBuffer
+from hetero.backends.opencl import elementwise, matmul, pocl_repair, tuning
+from hetero.backends.opencl import platform as _platform
+from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
+from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.ops import Op, describe, weight_names
+from hetero.backends.protocol import (
+    Acceptance,
+    Capabilities,
+    Device,
+    DeviceInfo,
+    WeightValue,
+)
+
+Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], OpenCLKernel]
+
+PREPARE: dict[type[Op], Prepare] = {
+    ops.MatMul: matmul.prepare_matmul,
+    ops.Add: elementwise.prepare_add,
+}
+
+
+class OpenCLDevice(Device):
+    """One OpenCL device. Options are those of `hetero.backends.opencl.open`.
+
+    For kernels: `queue`, `context`, `programs` and `tuning`; `copies` counts copies enqueued for
+    tensors, which stays 0 on unified memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu: int | None = None,
+        platform: str | None = None,
+        family: str | None = None,
+        unified_memory: bool | None = None,
+        cache_dir: Path | None = None,
+    ) -> None:
+        forced = tuning.find(family) if family is not None else None
+        directory = cache_dir or _platform.default_cache_dir()
+        found = _platform.find_device(wanted=platform, cpu=cpu, cache_dir=directory)
+        flags = pocl_repair.cpu_flags() if found.is_pocl else frozenset[str]()
+        native = found.device
+        self.tuning = forced or tuning.detect(native.platform.name, native.name, flags)
+        self.info = _info(found, self.tuning.family)
+        with decoded(f"opening {native.name}"):
+            self.context = cl.Context([native])
+            self.queue = cl.CommandQueue(self.context)
+        self.programs = ProgramCache(
+            self.context,
+            native,
+            key=self.info.fingerprint,
+            directory=None if found.is_pocl else directory / "programs",
+        )
+        unified = bool(native.host_unified_memory)
+        self.capabilities = _capabilities(
+            native, unified if unified_memory is None else unified_memory
+        )
+        self.copies = 0
+        self._native = native
+        self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
+        self._warm: set[tuple[object, ...]] = set()
+        self._lost = ""
+
+    def map(self, buffer: HostBuffer) -> cl.Buffer:
+        """The buffer's pages on unified memory, else device memory of the same size."""
+        self.check()
+        if buffer not in self._mapped:
+            with decoded(f"mapping {buffer.nbytes} bytes"):
+                self._mapped[buffer] = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
+        return self._mapped[buffer]
+
+    def constant(self, array: npt.NDArray[Any]) -> cl.Buffer:
+        """Read-only memory with the array's contents: the array itself on unified memory."""
+        self.check()
+        contiguous = np.ascontiguousarray(array)
+        with decoded(f"mapping {contiguous.nbytes} bytes of weights"):
+            if self.capabilities.unified_memory:
+                return self._buffer(contiguous, cl.mem_flags.READ_ONLY)
+            copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+            return cl.Buffer(self.context, copied, hostbuf=contiguous)
+
+    def scratch(self, nbytes: int) -> cl.Buffer:
+        """Device memory for the intermediate results of one kernel."""
+        with decoded(f"allocating {nbytes} bytes"):
+            return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4))
+
+    def accepts(self, op: Op) -> Acceptance:
+        """See `Device.accepts`."""
+        if type(op) not in PREPARE:
+            return Acceptance(False, f"{BACKEND} has no kernel for {type(op).__name__}")
+        if isinstance(op, ops.MatMul):
+            return matmul.accepts_matmul(op)
+        return Acceptance(True)
+
+    def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
+        """See `Device.prepare`."""
+        self.check()
+        accepted = self.accepts(op)
+        if not accepted:
+            raise ValueError(f"{describe(op)}: {accepted.reason}")
+        if set(weights) != set(weight_names(op)):
+            raise ValueError(
+                f"{describe(op)} takes the weights {weight_names(op)}, got {tuple(weights)}"
+            )
+        with decoded(f"preparing {describe(op)}"):
+            return PREPARE[type(op)](self, op, weights)
+
+    def warm_up(self, launch: Launch, kernel: cl.Kernel) -> None:
+        """Launch with count 0, once per program, kernel and sizes, so that PoCL specialises it."""
+        key = (id(launch.program), launch.name, launch.global_size, launch.local_size)
+        if key in self._warm:
+            return
+        self._warm.add(key)
+        kernel.set_arg(0, np.int32(0))
+        cl.enqueue_nd_range_kernel(self.queue, kernel, launch.global_size, launch.local_size)
+        self.queue.finish()
+        kernel.set_arg(0, np.int32(launch.count))
+
+    def check(self) -> None:
+        """Raise `DeviceLostError` if the device was closed or failed earlier."""
+        if self._lost:
+            raise DeviceLostError(
+                BACKEND, "using the device", self._lost, "close the model and open it again"
+            )
+
+    def failed(self, operation: str, code: int) -> DeviceError:
+        """The error of a failed command; a device that cannot recover is lost from here on."""
+        error = device_error(operation, code)
+        if code_name(code) in FATAL or code < cl.status_code.INVALID_VALUE:
+            self._lost = str(error)
+        return error
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        if self._lost == CLOSED:
+            return
+        if not self._lost:
+            self.queue.finish()
+        self._lost = CLOSED
+        self._mapped.clear()
+        self.programs.close()
+
+    def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
+        if not self.capabilities.unified_memory:
+            return cl.Buffer(self.context, access, array.nbytes)
+        return cl.Buffer(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+
+
+CLOSED = "it was closed"
+
+
+def _info(found: _platform.Found, family: str) -> DeviceInfo:
+    native = found.device
+    details = {
+        "platform": native.platform.version.strip(),
+        "version": native.version.strip(),
+        "tuning": family,
+    }
+    if found.is_pocl:
+        details["cpu"] = pocl_repair.known_cpu_name(pocl_repair.cpu_flags())
+        details["repaired"] = found.compiler_cpu or "no"
+        details["worker_core"] = "any" if found.worker_cpu is None else str(found.worker_cpu)
+    return DeviceInfo(
+        backend=BACKEND,
+        name=native.name.strip(),
+        driver=native.driver_version.strip(),
+        details=details,
+    )
+
+
+def _capabilities(native: cl.Device, unified: bool) -> Capabilities:
+    return Capabilities(
+        kind="gpu",
+        unified_memory=unified,
+        asynchronous=True,
+        weight_formats=matmul.WEIGHT_FORMATS,
+        row_alignment=16,
+        memory_limit_bytes=None if unified else int(native.global_mem_size),
+    )

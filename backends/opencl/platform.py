@@ -1,0 +1,177 @@
+"""Finding an OpenCL device, and PoCL's environment: one worker thread on one chosen core."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+import pyopencl as cl
+
+from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.opencl import pocl_repair
+from hetero.backends.opencl.failures import BACKEND, code_name
+
+NO_DRIVER = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
+TASKS = Path("/proc/self/task")
+TRIVIAL = "__kernel void trivial(__global int *x) { x[0] = 1; }"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A device that builds programs. `compiler_cpu` is PoCL's `-target-cpu` if it was repaired."""
+
+    device: cl.Device
+    is_pocl: bool
+    compiler_cpu: str = ""
+    worker_cpu: int | None = None
+
+
+_workers: list[int] = []  # thread ids of PoCL's workers in this process; they live as long as it
+_repaired: dict[int, str] = {}  # device struct -> CPU name
+
+
+def default_cache_dir() -> Path:
+    """Where derived files of this backend lie."""
+    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "opencl"
+
+
+def find_device(*, wanted: str | None, cpu: int | None, cache_dir: Path) -> Found:
+    """Set PoCL's environment, pick a device, repair and pin PoCL, and prove that it builds."""
+    prepare_environment(cache_dir)
+    before = _tasks()
+    device = _choose(_devices(), wanted)
+    is_pocl = device.platform.name == "Portable Computing Language"
+    if not is_pocl:
+        return Found(device, is_pocl=False)
+    _check_one_worker(device)
+    name = _repair(device)
+    _build_trivial(device)
+    _workers.extend(_tasks() - before)
+    return Found(device, is_pocl=True, compiler_cpu=name, worker_cpu=_pin(cpu))
+
+
+def prepare_environment(cache_dir: Path) -> None:
+    """PoCL reads these once, when its device is first asked for; the user's own values win.
+
+    POCL_AFFINITY is left alone: it pins worker i to core i, which a container may not allow.
+    """
+    os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", "1")
+    if "POCL_CACHE_DIR" not in os.environ:
+        # The kernels' hash may not name the CPU they were compiled for, so the folder does.
+        name = pocl_repair.known_cpu_name(pocl_repair.cpu_flags())
+        os.environ["POCL_CACHE_DIR"] = str(writable_dir(cache_dir / "pocl" / name))
+
+
+def writable_dir(path: Path) -> Path:
+    """`path`, made if missing; a temporary folder and one warning where that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        other = Path(tempfile.mkdtemp(prefix="hetero-opencl-"))
+        warnings.warn(
+            f"kernel cache {path} is not writable ({error.strerror}), using {other}", stacklevel=2
+        )
+        return other
+
+
+def _devices() -> list[cl.Device]:
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error as error:
+        raise DeviceUnavailableError(
+            BACKEND, "looking for OpenCL platforms", code_name(error.code), NO_DRIVER
+        ) from error
+    found = []
+    for platform in platforms:
+        try:
+            found += platform.get_devices()
+        except cl.Error:  # a platform without devices answers with an error
+            continue
+    if not found:
+        raise DeviceUnavailableError(
+            BACKEND, "looking for OpenCL devices", "CL_DEVICE_NOT_FOUND", NO_DRIVER
+        )
+    return found
+
+
+def _choose(devices: list[cl.Device], wanted: str | None) -> cl.Device:
+    """The wanted device, else the first GPU, else the first device."""
+    names = [f"{device.platform.name} / {device.name}" for device in devices]
+    if wanted is not None:
+        for device, name in zip(devices, names, strict=True):
+            if wanted.lower() in name.lower():
+                return device
+        raise DeviceUnavailableError(
+            BACKEND, f"looking for {wanted!r}", "not found", f"there is: {'; '.join(names)}"
+        )
+    gpus = [device for device in devices if device.type & cl.device_type.GPU]
+    return (gpus or devices)[0]
+
+
+def _check_one_worker(device: cl.Device) -> None:
+    """PoCL's thread count is fixed when its device is first asked for in the process."""
+    expected = int(os.environ["POCL_MAX_PTHREAD_COUNT"])
+    if device.max_compute_units != expected:
+        raise DeviceUnavailableError(
+            BACKEND,
+            "limiting PoCL to its worker threads",
+            f"OpenCL was already initialised with {device.max_compute_units} threads, "
+            f"{expected} wanted",
+            "open the device before any other OpenCL call of the process, or set "
+            f"POCL_MAX_PTHREAD_COUNT={expected} in its environment",
+        )
+
+
+def _repair(device: cl.Device) -> str:
+    if not pocl_repair.applies(device.platform.version, device.version):
+        return ""
+    if device.int_ptr not in _repaired:
+        name = pocl_repair.known_cpu_name(pocl_repair.cpu_flags())
+        if pocl_repair.repair(device.int_ptr, name):
+            _repaired[device.int_ptr] = name
+    return _repaired.get(device.int_ptr, "")
+
+
+def _build_trivial(device: cl.Device) -> None:
+    try:
+        context = cl.Context([device])
+        program = cl.Program(context, TRIVIAL).build()
+        buffer = cl.Buffer(context, cl.mem_flags.READ_WRITE, 4)
+        program.trivial(cl.CommandQueue(context), (1,), (1,), buffer).wait()
+    except cl.Error as error:
+        raise DeviceUnavailableError(
+            BACKEND,
+            f"building a kernel with {device.platform.version.strip()} ({device.version})",
+            f"{code_name(error.code)}: {str(error)[:300]}",
+            "PoCL's compiler does not know this CPU; install a newer PoCL or another driver",
+        ) from error
+
+
+def _tasks() -> set[int]:
+    return {int(task.name) for task in TASKS.iterdir()} if TASKS.exists() else set()
+
+
+def _pin(cpu: int | None) -> int | None:
+    """Move PoCL's worker to one core; None where its thread is not known or cannot be moved."""
+    alive = [worker for worker in _workers if worker in _tasks()]
+    if not alive or not hasattr(os, "sched_setaffinity"):
+        return None
+    allowed = os.sched_getaffinity(0)
+    core = min(allowed) if cpu is None else cpu
+    try:
+        for worker in alive:
+            os.sched_setaffinity(worker, {core})
+    except OSError as error:
+        raise DeviceUnavailableError(
+            BACKEND,
+            f"moving PoCL's worker to core {core}",
+            str(error.strerror),
+            f"cores allowed to this process: {sorted(allowed)}",
+        ) from error
+    return core

@@ -1,0 +1,60 @@
+"""Kernel shapes per device family: one small frozen record each."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How kernels are cut on one family of devices.
+
+    lanes             work-items that share one row in norms and one (head, token tile) in attention
+    vector            floats per vector operation of one work-item (1, 4, 8 or 16)
+    attention_tokens  query tokens per tile of prefill attention
+    attention_keys    keys per block of the online softmax
+    decode_splits     pieces of the context that decode attention computes side by side
+    """
+
+    family: str
+    lanes: int
+    vector: int
+    attention_tokens: int = 16
+    attention_keys: int = 64
+    decode_splits: int = 1
+
+
+FAMILIES: dict[str, Tuning] = {
+    tuning.family: tuning
+    for tuning in (
+        Tuning(family="pocl-avx512-vnni", lanes=1, vector=16),
+        Tuning(family="pocl-avx512", lanes=1, vector=16),
+        Tuning(family="pocl", lanes=1, vector=8),
+        Tuning(family="adreno", lanes=64, vector=4, decode_splits=8),
+        Tuning(family="nvidia", lanes=64, vector=4, decode_splits=16),
+        Tuning(family="other", lanes=64, vector=4, decode_splits=8),
+    )
+}
+
+
+def find(family: str) -> Tuning:
+    """The record of a family. Raises `ValueError` with the nearest known name."""
+    if family in FAMILIES:
+        return FAMILIES[family]
+    near = difflib.get_close_matches(family, FAMILIES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown tuning family {family!r}: {hint}known are {', '.join(FAMILIES)}")
+
+
+def detect(platform_name: str, device_name: str, cpu_flags: frozenset[str]) -> Tuning:
+    """The record for a device by its OpenCL names and, for PoCL, the flags of the host's CPU."""
+    names = f"{platform_name} {device_name}".lower()
+    if "portable computing language" in names or "pocl" in names:
+        if "avx512bw" not in cpu_flags:
+            return FAMILIES["pocl"]
+        return FAMILIES["pocl-avx512-vnni" if "avx512_vnni" in cpu_flags else "pocl-avx512"]
+    for family, words in (("adreno", ("adreno", "qualcomm")), ("nvidia", ("nvidia",))):
+        if any(word in names for word in words):
+            return FAMILIES[family]
+    return FAMILIES["other"]
