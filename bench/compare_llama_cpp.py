@@ -236,7 +236,9 @@ def main() -> None:
         memory = {worker.name: worker.memory_bytes() for worker in workers}
         for worker in workers:
             worker.stop()
-    print(f"{options.model}, prompt {options.p}, decode {options.n}, {options.r} rounds, measured\n")
+    print(
+        f"{options.model}, prompt {options.p}, decode {options.n}, {options.r} rounds, measured\n"
+    )
     print(table(workers, memory))
     print("\n" + json.dumps(environment()))
 

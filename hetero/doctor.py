@@ -60,9 +60,7 @@ def _diagnose(backend: Backend) -> Finding:
 
 def _failed(backend: Backend, error: DeviceError) -> Finding:
     detail = f"{error.operation}: {error.code}"
-    return Finding(
-        backend.name, backend.kind, False, detail, error.remedy or backend.install_hint
-    )
+    return Finding(backend.name, backend.kind, False, detail, error.remedy or backend.install_hint)
 
 
 def _describe(device: Device) -> str:

@@ -7,9 +7,9 @@ from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase, Rest, Tile
 
 
-def single_device(spec: ModelSpec, device: DeviceKind, graph_sizes: tuple[int, ...] = ()) -> (
-    ExecutionPlan
-):
+def single_device(
+    spec: ModelSpec, device: DeviceKind, graph_sizes: tuple[int, ...] = ()
+) -> ExecutionPlan:
     """Everything on one device, for any token count."""
     return layer_level(spec, prefill=device, decode=device, rest=device, graph_sizes=graph_sizes)
 
@@ -29,7 +29,7 @@ def layer_level(
     """
     devices: dict[Phase, DeviceKind] = {"prefill": prefill, "decode": decode}
     entries = [
-        _whole(phase, matmul.op, matmul.n, matmul.k, devices[phase])
+        _whole(phase, matmul.name, matmul.n, matmul.k, devices[phase])
         for phase in PHASES
         for matmul in spec.matmuls
     ]

@@ -59,7 +59,8 @@ def test_repetition_penalty_lowers_seen_tokens_only() -> None:
 def test_a_seed_repeats(seed: int) -> None:
     params = SamplingParams(temperature=1.0, seed=seed)
     first, second = (
-        [sampler.choose(LOGITS) for _ in range(10)] for sampler in (Sampler(params), Sampler(params))
+        [sampler.choose(LOGITS) for _ in range(10)]
+        for sampler in (Sampler(params), Sampler(params))
     )
     assert first == second
 

@@ -36,9 +36,7 @@ def decoder_nodes(config: ModelConfig, weight_format: WeightFormat, capacity: in
     nodes = [
         Node(
             name="embed",
-            op=Embed(
-                vocab=config.vocab_size, d=config.hidden_size, weight_format=weight_format
-            ),
+            op=Embed(vocab=config.vocab_size, d=config.hidden_size, weight_format=weight_format),
             slots={"tokens": "tokens", "y": "x"},
         ),
         Node(
@@ -86,7 +84,7 @@ def _attention_nodes(
         scaling=config.rope_scaling,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
     )
-    attention = Attention(**heads, capacity=capacity, window=config.window(layer))
+    attention = Attention(**heads, capacity=capacity, window=config.windows[layer] if config.windows else 0)
     caches = {"k_cache": f"k_cache.{layer}", "v_cache": f"v_cache.{layer}"}
     return [
         _matmul("qkv", layer, "h", "qkv", config, weight_format),
@@ -107,9 +105,7 @@ def _attention_nodes(
     ]
 
 
-def _feed_forward_nodes(
-    config: ModelConfig, weight_format: WeightFormat, layer: int
-) -> list[Node]:
+def _feed_forward_nodes(config: ModelConfig, weight_format: WeightFormat, layer: int) -> list[Node]:
     activation = GatedAct(f=config.intermediate_size, activation=config.activation)
     last = layer == config.num_layers - 1
     following = _norm(
@@ -146,7 +142,7 @@ def _matmul(
     config: ModelConfig,
     weight_format: WeightFormat,
 ) -> Node:
-    shape = next(m for m in config.spec(weight_format).matmuls if m.op == op)
+    shape = next(m for m in config.spec(weight_format).matmuls if m.name == op)
     return Node(
         name=op if layer is None else f"layer{layer}.{op}",
         op=MatMul(n=shape.n, k=shape.k, weight_format=weight_format, bias=shape.bias),

@@ -15,7 +15,7 @@ from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import BoundCall, DeviceKind
 from hetero.errors import UserError
-from hetero.models.checkpoint import ModelWeights
+from hetero.models.weights import ModelWeights
 from hetero.runtime.affinity import pinned
 from hetero.runtime.decoder import Node, decoder_nodes
 from hetero.runtime.executor import Executor, Step, Usage, make_segments
@@ -175,9 +175,7 @@ class Engine:
             )
         bad = next((t for t in tokens if not 0 <= t < self.config.vocab_size), None)
         if bad is not None:
-            raise UserError(
-                f"token id {bad} is outside the vocabulary of {self.config.vocab_size}"
-            )
+            raise UserError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
     def _find_static_sizes(self) -> dict[DeviceKind, tuple[int, ...]]:
         """Graph sizes of devices with static shapes; an empty tuple for the others."""

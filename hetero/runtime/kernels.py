@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import weight_names
 from hetero.backends.protocol import Device, DeviceKind, Kernel, WeightValue
-from hetero.models.checkpoint import BlockWeights, ModelWeights
+from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.decoder import Node
 from hetero.solver.plan import PHASES, ExecutionPlan, Phase
 
@@ -53,9 +53,7 @@ def node_devices(plan: ExecutionPlan, node: Node) -> frozenset[DeviceKind]:
     for entry in plan.ops:
         if entry.op == node.plan_op:
             counts[entry.phase].add(entry.m or 1)
-    return frozenset(
-        node_device(plan, node, phase, m) for phase, ms in counts.items() for m in ms
-    )
+    return frozenset(node_device(plan, node, phase, m) for phase, ms in counts.items() for m in ms)
 
 
 def prepare_kernels(

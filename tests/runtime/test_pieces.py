@@ -23,7 +23,15 @@ def test_pieces_add_up_and_fit(tokens: int, sizes: set[int], longest: int) -> No
 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
-    [(1, [1]), (32, [32]), (33, [32, 1]), (60, [60]), (300, [256, 44]), (500, [500]), (600, [512, 32, 56])],
+    [
+        (1, [1]),
+        (32, [32]),
+        (33, [32, 1]),
+        (60, [60]),
+        (300, [256, 44]),
+        (500, [500]),
+        (600, [512, 32, 56]),
+    ],
 )
 def test_known_cuts(tokens: int, expected: list[int]) -> None:
     assert split(tokens, SIZES, 512) == expected
