@@ -14,7 +14,7 @@ import pyopencl as cl
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.backends.memory import HostBuffer
-from hetero.backends.opencl import elementwise, matmul, pocl_repair, tuning
+from hetero.backends.opencl import attention, elementwise, matmul, pocl_repair, tuning
 from hetero.backends.opencl import platform as _platform
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
@@ -33,6 +33,7 @@ Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], 
 PREPARE: dict[type[Op], Prepare] = {
     ops.MatMul: matmul.prepare_matmul,
     ops.Add: elementwise.prepare_add,
+    ops.Attention: attention.prepare_attention,
 }
 
 
@@ -76,6 +77,7 @@ class OpenCLDevice(Device):
         self._native = native
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
         self._warm: set[tuple[object, ...]] = set()
+        self._scratch: cl.Buffer | None = None
         self._lost = ""
 
     def map(self, buffer: HostBuffer) -> cl.Buffer:
@@ -97,9 +99,14 @@ class OpenCLDevice(Device):
             return cl.Buffer(self.context, copied, hostbuf=contiguous)
 
     def scratch(self, nbytes: int) -> cl.Buffer:
-        """Device memory for the intermediate results of one kernel."""
-        with decoded(f"allocating {nbytes} bytes"):
-            return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4))
+        """Device memory for results between the launches of one call.
+
+        All calls share it: the queue is in order, so no two calls use it at once.
+        """
+        if self._scratch is None or self._scratch.size < nbytes:
+            with decoded(f"allocating {nbytes} bytes"):
+                self._scratch = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4096))
+        return self._scratch
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""
@@ -155,6 +162,7 @@ class OpenCLDevice(Device):
             self.queue.finish()
         self._lost = CLOSED
         self._mapped.clear()
+        self._scratch = None
         self.programs.close()
 
     def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
