@@ -14,7 +14,16 @@ import pyopencl as cl
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.backends.memory import HostBuffer
-from hetero.backends.opencl import attention, elementwise, matmul, pocl_repair, tuning
+from hetero.backends.opencl import (
+    attention,
+    elementwise,
+    embed,
+    matmul,
+    norm,
+    pocl_repair,
+    rope,
+    tuning,
+)
 from hetero.backends.opencl import platform as _platform
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
@@ -27,13 +36,19 @@ from hetero.backends.protocol import (
     DeviceInfo,
     WeightValue,
 )
+from hetero.backends.weights import PackedWeight
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], OpenCLKernel]
 
 PREPARE: dict[type[Op], Prepare] = {
     ops.MatMul: matmul.prepare_matmul,
-    ops.Add: elementwise.prepare_add,
+    ops.Embed: embed.prepare_embed,
+    ops.RMSNorm: norm.prepare_norm,
+    ops.LayerNorm: norm.prepare_norm,
+    ops.Rope: rope.prepare_rope,
     ops.Attention: attention.prepare_attention,
+    ops.GatedAct: elementwise.prepare_gated_act,
+    ops.Add: elementwise.prepare_add,
 }
 
 
@@ -77,6 +92,7 @@ class OpenCLDevice(Device):
         self._native = native
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
         self._warm: set[tuple[object, ...]] = set()
+        self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
         self._scratch: cl.Buffer | None = None
         self._lost = ""
 
@@ -97,6 +113,15 @@ class OpenCLDevice(Device):
                 return self._buffer(contiguous, cl.mem_flags.READ_ONLY)
             copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
             return cl.Buffer(self.context, copied, hostbuf=contiguous)
+
+    def vector_weight(
+        self, op: Op, weights: Mapping[str, WeightValue], name: str, length: int
+    ) -> cl.Buffer:
+        """A weight that is a vector of `length` floats."""
+        value = weights[name]
+        if isinstance(value, PackedWeight) or value.shape != (length,):
+            raise ValueError(f"{describe(op)} takes {name} as a vector of {length} floats")
+        return self.constant(np.asarray(value, dtype=np.float32))
 
     def scratch(self, nbytes: int) -> cl.Buffer:
         """Device memory for results between the launches of one call.
@@ -163,6 +188,7 @@ class OpenCLDevice(Device):
         self._lost = CLOSED
         self._mapped.clear()
         self._scratch = None
+        self.rope_tables.clear()
         self.programs.close()
 
     def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:

@@ -77,3 +77,26 @@ inline float VMAX(float16 v) {
   return larger(larger(b.s0, b.s1), larger(b.s2, b.s3));
 }
 #endif
+
+// One row of n floats is shared by LANES work-items (1 on CPUs): full vectors first, then the rest.
+#define LANE ((int)get_local_id(0))
+#define EACH_VECTOR(i, n) for (int i = LANE * VEC; i + VEC <= (n); i += LANES * VEC)
+#define EACH_REST(i, n) for (int i = (n) / VEC * VEC + LANE; i < (n); i += LANES)
+
+// Sum over the work-items of a row; `scratch` has LANES floats. Every work-item gets the sum.
+#if LANES == 1
+#define LANES_SCRATCH(name) float *name = 0
+inline float lanes_sum(float x, float *scratch) { return x; }
+#else
+#define LANES_SCRATCH(name) __local float name[LANES]
+inline float lanes_sum(float x, __local float *scratch) {
+  barrier(CLK_LOCAL_MEM_FENCE);
+  scratch[LANE] = x;
+  for (int half_lanes = LANES / 2; half_lanes > 0; half_lanes /= 2) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (LANE < half_lanes) scratch[LANE] += scratch[LANE + half_lanes];
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+  return scratch[0];
+}
+#endif
