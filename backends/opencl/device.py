@@ -14,7 +14,16 @@ import pyopencl as cl
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.backends.memory import HostBuffer
-from hetero.backends.opencl import elementwise, matmul, pocl_repair, tuning
+from hetero.backends.opencl import (
+    attention,
+    elementwise,
+    embed,
+    matmul,
+    norm,
+    pocl_repair,
+    rope,
+    tuning,
+)
 from hetero.backends.opencl import platform as _platform
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
@@ -27,11 +36,18 @@ from hetero.backends.protocol import (
     DeviceInfo,
     WeightValue,
 )
+from hetero.backends.weights import PackedWeight
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], OpenCLKernel]
 
 PREPARE: dict[type[Op], Prepare] = {
     ops.MatMul: matmul.prepare_matmul,
+    ops.Embed: embed.prepare_embed,
+    ops.RMSNorm: norm.prepare_norm,
+    ops.LayerNorm: norm.prepare_norm,
+    ops.Rope: rope.prepare_rope,
+    ops.Attention: attention.prepare_attention,
+    ops.GatedAct: elementwise.prepare_gated_act,
     ops.Add: elementwise.prepare_add,
 }
 
@@ -76,6 +92,8 @@ class OpenCLDevice(Device):
         self._native = native
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
         self._warm: set[tuple[object, ...]] = set()
+        self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
+        self._scratch: cl.Buffer | None = None
         self._lost = ""
 
     def map(self, buffer: HostBuffer) -> cl.Buffer:
@@ -96,10 +114,24 @@ class OpenCLDevice(Device):
             copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
             return cl.Buffer(self.context, copied, hostbuf=contiguous)
 
+    def vector_weight(
+        self, op: Op, weights: Mapping[str, WeightValue], name: str, length: int
+    ) -> cl.Buffer:
+        """A weight that is a vector of `length` floats."""
+        value = weights[name]
+        if isinstance(value, PackedWeight) or value.shape != (length,):
+            raise ValueError(f"{describe(op)} takes {name} as a vector of {length} floats")
+        return self.constant(np.asarray(value, dtype=np.float32))
+
     def scratch(self, nbytes: int) -> cl.Buffer:
-        """Device memory for the intermediate results of one kernel."""
-        with decoded(f"allocating {nbytes} bytes"):
-            return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4))
+        """Device memory for results between the launches of one call.
+
+        All calls share it: the queue is in order, so no two calls use it at once.
+        """
+        if self._scratch is None or self._scratch.size < nbytes:
+            with decoded(f"allocating {nbytes} bytes"):
+                self._scratch = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4096))
+        return self._scratch
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""
@@ -155,6 +187,8 @@ class OpenCLDevice(Device):
             self.queue.finish()
         self._lost = CLOSED
         self._mapped.clear()
+        self._scratch = None
+        self.rope_tables.clear()
         self.programs.close()
 
     def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
