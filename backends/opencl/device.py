@@ -77,6 +77,7 @@ class OpenCLDevice(Device):
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
         self._warm: set[tuple[object, ...]] = set()
         self._lost = ""
+        self._shared: cl.Buffer | None = None
 
     def map(self, buffer: HostBuffer) -> cl.Buffer:
         """The buffer's pages on unified memory, else device memory of the same size."""
@@ -100,6 +101,14 @@ class OpenCLDevice(Device):
         """Device memory for the intermediate results of one kernel."""
         with decoded(f"allocating {nbytes} bytes"):
             return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4))
+
+    def shared_scratch(self, nbytes: int) -> cl.Buffer:
+        """Device memory that holds data between two launches of one call only: every call uses the
+        same memory, since the queue is in order.
+        """
+        if self._shared is None or self._shared.size < nbytes:
+            self._shared = self.scratch(max(nbytes, SHARED_SCRATCH_BYTES, 2 * _size(self._shared)))
+        return self._shared
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""
@@ -164,6 +173,11 @@ class OpenCLDevice(Device):
 
 
 CLOSED = "it was closed"
+SHARED_SCRATCH_BYTES = 1 << 20
+
+
+def _size(buffer: cl.Buffer | None) -> int:
+    return 0 if buffer is None else int(buffer.size)
 
 
 def _info(found: _platform.Found, family: str) -> DeviceInfo:
