@@ -3,5 +3,9 @@
 from __future__ import annotations
 
 
-class ModelError(ValueError):
+class UserError(ValueError):
+    """Something that the user can mend; the message is one sentence for people."""
+
+
+class ModelError(UserError):
     """A model, its files or the name it was asked by cannot be used."""

@@ -110,6 +110,7 @@ class Generation:
         params: SamplingParams,
         *,
         max_tokens: int,
+        eos_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         fallback: str = "",
         clock: Clock = time.perf_counter,
@@ -118,8 +119,8 @@ class Generation:
             raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
         self._engine = engine
         self._sampler = Sampler(params)
-        self._decoder: StreamDecoder = tokenizer.stream_decoder()
-        self._end = frozenset(tokenizer.eos_ids)
+        self._decoder: StreamDecoder = tokenizer.decoder(prompt)
+        self._end = frozenset(eos_ids)
         self._prompt = list(prompt)
         self._max_tokens = max_tokens
         self._filter = StopFilter(stop)
@@ -160,7 +161,7 @@ class Generation:
     def _take(self, token: int) -> Piece:
         """Account for a chosen token; decide whether it ends the answer."""
         if token in self._end:
-            text, self._reason = self._decoder.flush(), "stop"
+            text, self._reason = self._decoder.finish(), "stop"
         else:
             self._tokens.append(token)
             text = self._decoder.push(token)
@@ -169,7 +170,7 @@ class Generation:
             elif self._engine.position >= self._engine.max_seq_len:
                 self._reason = "context"
             if self._reason is not None:
-                text += self._decoder.flush()
+                text += self._decoder.finish()
         shown = self._filter.push(text)
         if self._filter.stopped:
             self._reason = "stop"

@@ -10,7 +10,6 @@ from typing import Self, TypedDict, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.errors import ModelError
@@ -70,7 +69,7 @@ class LLM:
         self._lock = threading.Lock()
         self._loaded: LoadedModel = open_model(model, weights=weights)
         self.max_seq_len = self._context_length(max_seq_len)
-        spec = self._loaded.config.spec(WeightFormat(weights), name=self._loaded.name)
+        spec = self._loaded.spec()
         given = ExecutionPlan.load(plan) if isinstance(plan, str) else plan
         if given is not None:
             device = _mode_of(given)
@@ -189,6 +188,7 @@ class LLM:
             tokens,
             sampling,
             max_tokens=max_tokens,
+            eos_ids=self._loaded.eos_ids,
             stop=stop,
             fallback=self.devices.fallback,
         )

@@ -60,7 +60,7 @@ class Engine:
         self.executor = Executor()
         self._control_core = control_core
         self._static_sizes = self._find_static_sizes()
-        self._longest = min(LONGEST_PIECE, *(max(s) for s in self._static_sizes.values() if s))
+        self._longest = min([LONGEST_PIECE, *(max(s) for s in self._static_sizes.values() if s)])
         # A padded last piece writes rows behind the last token; they lie beyond every context.
         capacity = max_seq_len + self._longest
         self.nodes = decoder_nodes(config, WeightFormat(weights.weight_format), capacity)

@@ -71,8 +71,7 @@ def prepare_kernels(
     by_layer: dict[int | None, list[Node]] = {}
     for node in nodes:
         by_layer.setdefault(node.layer, []).append(node)
-    done, total = 0, len(by_layer)
-    for layer, members in by_layer.items():
+    for done, (layer, members) in enumerate(by_layer.items(), start=1):
         block = None if layer is None else weights.block(layer)
         for node in members:
             values = node_weights(node, block, weights)
@@ -80,9 +79,9 @@ def prepare_kernels(
                 kernels[node.name, kind] = _prepare(devices[kind], node, values)
         if layer is not None:
             weights.release(layer)
-        done += 1
         if progress is not None:
-            progress(done, total)
+            progress(done, len(by_layer))
+    weights.release_ends()
     return KernelSet(kernels)
 
 
