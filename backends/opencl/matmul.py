@@ -138,9 +138,7 @@ def simt_launches(
     raise NotImplementedError
 
 
-def _operands(
-    device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None
-) -> _Operands:
+def _operands(device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None) -> _Operands:
     """Map weights, scales and bias; what is absent is stood in for by the weights."""
     data = _mapped(device, weight.data, itemsize=4 if weight.storage == "q8" else None)
     scales = data if weight.scales is None else _mapped(device, weight.scales)
@@ -164,4 +162,6 @@ def _mapped(
     if before == 0 or not device.capabilities.unified_memory or not array.flags.c_contiguous:
         return device.constant(array), 0
     whole = (ctypes.c_uint8 * (before + array.nbytes)).from_address(address - before)
-    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (itemsize or array.itemsize)
+    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (
+        itemsize or array.itemsize
+    )

@@ -84,7 +84,9 @@ def _attention_nodes(
         scaling=config.rope_scaling,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
     )
-    attention = Attention(**heads, capacity=capacity, window=config.windows[layer] if config.windows else 0)
+    attention = Attention(
+        **heads, capacity=capacity, window=config.windows[layer] if config.windows else 0
+    )
     caches = {"k_cache": f"k_cache.{layer}", "v_cache": f"v_cache.{layer}"}
     return [
         _matmul("qkv", layer, "h", "qkv", config, weight_format),
