@@ -54,7 +54,7 @@ def open_devices(mode: DeviceMode, *, gpu: str = "auto", npu: str = "auto") -> D
         raise ModelError(f"unknown device {mode!r}: choose gpu, npu, hetero or auto")
     names = {"gpu": _backend_name("gpu", gpu), "npu": _backend_name("npu", npu)}
     cores = assign_cores()
-    wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else ["gpu", "npu"]  # type: ignore[list-item]
+    wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else ["gpu", "npu"]
     opened: dict[DeviceKind, Device] = {}
     failures: dict[DeviceKind, DeviceError] = {}
     for kind in wanted:

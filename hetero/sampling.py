@@ -83,10 +83,8 @@ class Sampler:
         params = self.params
         wide = scores.astype(np.float64) / params.temperature
         keep = min(params.top_k or len(wide), len(wide))
-        if keep < len(wide):
-            ids = np.argpartition(-wide, keep - 1)[:keep]
-        else:
-            ids = np.arange(len(wide))
+        cut = keep < len(wide)
+        ids = np.argpartition(-wide, keep - 1)[:keep] if cut else np.arange(len(wide))
         ids = ids[np.lexsort((ids, -wide[ids]))]
         probabilities = np.exp(wide[ids] - wide[ids[0]])
         probabilities /= probabilities.sum()

@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hetero.backends.protocol import DeviceKind
 
-SCHEMA_VERSION = 1
-
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"
@@ -106,7 +104,7 @@ class Rest(_Record):
 class ExecutionPlan(_Record):
     """What the solver decides and the runtime executes (INTERFACES: the document of `plan`)."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     model: str
     profile: str | None = None
     objective: Literal["latency", "energy"] = "latency"

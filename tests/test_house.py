@@ -75,7 +75,9 @@ def test_importing_hetero_is_cheap_and_probes_nothing() -> None:
         "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'pydantic', 'typer'} & set(sys.modules); "
         "print(sorted(heavy), hetero.LLM.__name__)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert (result.returncode, result.stdout.strip()) == (0, "[] LLM"), result.stderr
 
 

@@ -86,13 +86,13 @@ class Engine:
             rows = 1 if i == len(pieces) - 1 else 0
             self._run("prefill", tokens[start : start + count], rows)
             start += count
-        return self._logits(1)[0]
+        return self._last_logits()
 
     def decode(self, token: int) -> npt.NDArray[np.float32]:
         """Append one token to the context; logits [vocab] after it."""
         self._check((token,))
         self._run("decode", (token,), 1)
-        return self._logits(1)[0]
+        return self._last_logits()
 
     def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
@@ -157,6 +157,10 @@ class Engine:
         with pinned(self._control_core):
             self.executor.run(step)
         self.position += len(tokens)
+
+    def _last_logits(self) -> npt.NDArray[np.float32]:
+        logits: npt.NDArray[np.float32] = self.pool["logits"].array[0]
+        return logits
 
     def _logits(self, rows: int) -> npt.NDArray[np.float32]:
         logits: npt.NDArray[np.float32] = self.pool["logits"].array[:rows]

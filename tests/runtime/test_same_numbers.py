@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ QUANTISED = ("w4a16", "w4a8", "w8a16")
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any]:
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Any:
     case: Case = request.param
     folder: Path = tmp_path_factory.mktemp(case.name)
-    yield folder, make_checkpoint(case, folder)
+    return folder, make_checkpoint(case, folder)
 
 
 @pytest.mark.parametrize("weights", TOLERANCE)
