@@ -33,6 +33,6 @@ def assert_close(
     bad = int(np.size(actual) - np.isfinite(actual).sum())
     raise AssertionError(
         f"{what}: relative difference {found:.3g} > {tolerance:.3g}; shape {actual.shape}, "
-        f"dtype {actual.dtype} against {expected.dtype}, largest difference {difference.max():.3g}, "
-        f"mean {difference.mean():.3g}, {bad} values not finite"
+        f"dtype {actual.dtype} against {expected.dtype}, largest difference "
+        f"{difference.max():.3g}, mean {difference.mean():.3g}, {bad} values not finite"
     )

@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from hetero.backends import checks, ops, rope
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import Op, describe
+from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import (
     BACKEND,
     NATIVE_ERRORS,
@@ -33,7 +33,6 @@ Array: TypeAlias = npt.NDArray[Any]
 # Graphs to run, what to compute before each run, and what to keep alive.
 Prepared: TypeAlias = tuple[list[Launch], Callable[[], None] | None, object]
 
-OUTPUT_PORTS = frozenset({"y", "sum", "out"})
 CACHE_FRIENDLY_BYTES = 1 << 18
 ATTENTION_ROWS = 64
 

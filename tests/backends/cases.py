@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import Op, WeightFormat, describe, weight_names
+from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe, weight_names
 from hetero.backends.protocol import (
     FIXED_PORTS,
     BoundCall,
@@ -27,7 +27,6 @@ from hetero.backends.reference.compute import program
 from hetero.backends.weights import pack
 from tests.helpers import assert_close
 
-OUTPUTS = ("y", "sum", "out")
 CACHES = ("k_cache", "v_cache")
 
 MATMUL_TOLERANCE = {
@@ -91,7 +90,7 @@ def make_tensors(
             array[:, :position] = rng.standard_normal(array[:, :position].shape)
         else:
             array[:] = np.nan
-            if port not in OUTPUTS:
+            if port not in OUTPUT_PORTS:
                 array[:m] = rng.standard_normal(array[:m].shape)
     return tensors
 
@@ -156,7 +155,7 @@ def check_run(
     execute(device, call)
     for port, tensor in tensors.items():
         what = f"{describe(op)} m={m}: {port}"
-        if port in OUTPUTS:
+        if port in OUTPUT_PORTS:
             assert_close(tensor.array[:m], wanted[port][:m], tolerance(op), what)
             np.testing.assert_array_equal(tensor.array[m:], before[port][m:], f"{what} rows ≥ m")
         else:

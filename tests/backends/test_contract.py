@@ -429,7 +429,7 @@ def test_missing_tensor_is_refused(any_device: Device, small_op: Op) -> None:
     for port in small_op.ports:
         tensors = make_tensors(small_op, 2, rng, device=any_device)
         del tensors[port]
-        with pytest.raises(ValueError, match=f"missing.*{port}"):
+        with pytest.raises(ValueError, match=rf"missing.*{port}"):
             kernel.bind(tensors, 2)
 
 
@@ -437,7 +437,7 @@ def test_unknown_tensor_is_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(22)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
     tensors = make_tensors(small_op, 2, rng, device=any_device)
-    with pytest.raises(ValueError, match="unknown.*extra"):
+    with pytest.raises(ValueError, match=r"unknown.*extra"):
         kernel.bind({**tensors, "extra": new_tensor((2, 2))}, 2)
 
 
@@ -457,7 +457,7 @@ def test_too_few_rows_are_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(24)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
     tensors = make_tensors(small_op, 2, rng, device=any_device)
-    with pytest.raises(ValueError, match="takes .* as"):
+    with pytest.raises(ValueError, match=r"takes .* as"):
         kernel.bind(tensors, 3)
     with pytest.raises(ValueError, match="at least one token"):
         kernel.bind(tensors, 0)
