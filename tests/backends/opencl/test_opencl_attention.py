@@ -104,6 +104,7 @@ def test_prefill_in_pieces_equals_prefill_at_once(variant: OpenCLDevice) -> None
     m=st.integers(1, 40),
 )
 def test_random_shapes(
+    *,
     device: OpenCLDevice,
     kv_heads: int,
     group: int,

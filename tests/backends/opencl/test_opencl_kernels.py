@@ -30,7 +30,6 @@ def run_and_compare(
     weights: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     m: int,
-    tolerance: float = TOLERANCE,
 ) -> None:
     """Run a binding and compare every output; rows beyond m and inputs must stay as they are."""
     before = {port: tensor.array.copy() for port, tensor in tensors.items()}
@@ -43,7 +42,7 @@ def run_and_compare(
         rows = len(wanted[port])
         np.testing.assert_array_equal(tensor.array[rows:], before[port][rows:], err_msg=port)
         error = relative_error(tensor.array[:rows], wanted[port])
-        assert error <= tolerance, f"{ops.describe(op)} m={m} {port}: relative error {error:.2e}"
+        assert error <= TOLERANCE, f"{ops.describe(op)} m={m} {port}: relative error {error:.2e}"
 
 
 def vector(rng: np.random.Generator, n: int) -> np.ndarray[Any, Any]:
