@@ -98,6 +98,7 @@ class OpenCLDevice(Device):
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
         self._scratch: cl.Buffer | None = None
         self._lost = ""
+        self._shared: cl.Buffer | None = None
 
     def map(self, buffer: HostBuffer) -> cl.Buffer:
         """The buffer's pages on unified memory, else device memory of the same size."""
@@ -135,6 +136,14 @@ class OpenCLDevice(Device):
             with decoded(f"allocating {nbytes} bytes"):
                 self._scratch = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4096))
         return self._scratch
+
+    def shared_scratch(self, nbytes: int) -> cl.Buffer:
+        """Device memory that holds data between two launches of one call only: every call uses the
+        same memory, since the queue is in order.
+        """
+        if self._shared is None or self._shared.size < nbytes:
+            self._shared = self.scratch(max(nbytes, SHARED_SCRATCH_BYTES, 2 * _size(self._shared)))
+        return self._shared
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""
@@ -201,6 +210,11 @@ class OpenCLDevice(Device):
 
 
 CLOSED = "it was closed"
+SHARED_SCRATCH_BYTES = 1 << 20
+
+
+def _size(buffer: cl.Buffer | None) -> int:
+    return 0 if buffer is None else int(buffer.size)
 
 
 def _info(found: _platform.Found, family: str) -> DeviceInfo:

@@ -26,7 +26,7 @@ def prepare_embed(
         op.vocab,
         op.d,
     ):
-        raise ValueError(f"{describe(op)} takes a {storage} weight of {op.vocab}×{op.d}")  # noqa: RUF001
+        raise ValueError(f"{describe(op)} takes a {storage} weight of {op.vocab}×{op.d}")
     lanes = device.tuning.lanes
     program = device.programs.get(
         "embed.cl",

@@ -1,27 +1,167 @@
-"""MatMul on OpenCL (placeholder until branch `gemm` is merged)."""
+"""MatMul on OpenCL: kernels for a CPU's vector unit (PoCL) and for real GPUs.
+
+Both read the packed weights in place (`hetero.backends.weights`). On a CPU one or two launches:
+x is packed into tiles of a few tokens (and quantised, `w4a8`), then one work-item per share of the
+rows multiplies; one token of floats needs no packing. On a GPU a work-group reduces 16 rows along k
+for up to 8 tokens and computes local-memory tiles above.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from hetero.backends.opencl.calls import OpenCLKernel
-from hetero.backends.ops import MatMul, WeightFormat
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, matmul_tuning
+from hetero.backends.ops import MatMul, WeightFormat, describe
 from hetero.backends.protocol import Acceptance, WeightValue
+from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
 
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ()
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
+QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale, correction
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-    """Whether `prepare_matmul` takes the record."""
-    return Acceptance(False, f"no kernel for {op.weight_format} yet")
+    """Whether `prepare_matmul` takes the record: every format and shape, plain operand order."""
+    if op.order != "plain":
+        return Acceptance(False, f"operand order is 'plain' here, got {op.order!r}")
+    return Acceptance(True)
 
 
 def prepare_matmul(
     device: OpenCLDevice, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Compile a matmul on its packed weight."""
+    """Compile a matmul on its packed weight, which is mapped where memory is unified."""
+    weight = weights["weight"]
+    if not isinstance(weight, PackedWeight) or (weight.n, weight.k, weight.storage) != (
+        op.n,
+        op.k,
+        op.weight_format.storage,
+    ):
+        raise ValueError(f"{describe(op)} takes a packed weight of its shape, got {weight!r}")
+    operands = _operands(device, weight, weights.get("bias"))
+    tuning = matmul_tuning(device.tuning.family)
+    plan = _Plan(device, op, operands)
+    launches: Callable[[Mapping[str, Tensor], int], list[Launch]]
+    if isinstance(tuning, CpuTuning):
+        launches = lambda tensors, m: cpu_launches(plan, tuning, tensors, m)  # noqa: E731
+    else:
+        launches = lambda tensors, m: simt_launches(plan, tuning, tensors, m)  # noqa: E731
+    copied = 0 if device.capabilities.unified_memory else weight.nbytes
+    return OpenCLKernel(device, op, launches, keep=(operands, weight), nbytes=copied)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Constant kernel arguments, in order: weights, scales and bias with their offsets."""
+
+    args: tuple[Argument, ...]
+    has_bias: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    device: OpenCLDevice
+    op: MatMul
+    operands: _Operands
+
+    @property
+    def k(self) -> int:
+        """Features as the weights store them."""
+        quantised = self.op.weight_format.storage in ("q4", "q8")
+        return padded(self.op.k, GROUP_SIZE) if quantised else self.op.k
+
+
+def cpu_launches(
+    plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
+) -> list[Launch]:
+    """Pack x if that is needed, then multiply."""
+    op, device = plan.op, plan.device
+    tile = tuning.tile(op.weight_format, m)
+    quantised = op.weight_format is WeightFormat.W4A8
+    launches: list[Launch] = []
+    x_args: tuple[Argument, ...] = (tensors["x"],)
+    if quantised or tile.tokens > 1 or plan.k != op.k:
+        packing, packed = _pack(plan, tensors["x"], m, tile.tokens)
+        launches.append(packing)
+        x_args = (packed, 0)
+    defines = {
+        op.weight_format.name: 1,
+        "TOKENS": tile.tokens,
+        "BLOCKS": tile.blocks,
+        "DOT": tuning.dot,
+    }
+    program = device.programs.get("matmul_cpu.cl", defines)
+    tiles = -(-op.n // (ROW_BLOCK * tile.blocks))
+    groups = min(tiles, _work_items(device))
+    per_group = -(-tiles // groups)
+    m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile.tokens)
+    sizes = (m, op.n, plan.k, m_panel, k_panel, per_group, plan.operands.has_bias)
+    args = (tiles, *plan.operands.args, *x_args, tensors["y"], *sizes)
+    launches.append(Launch(program, "matmul", (groups,), (1,), args))
+    return launches
+
+
+def _work_items(device: OpenCLDevice) -> int:
+    """One per thread; several where threads may be delayed differently."""
+    threads = int(device.context.devices[0].max_compute_units)
+    return 1 if threads == 1 else 4 * threads
+
+
+def _pack(plan: _Plan, x: Tensor, m: int, tokens: int) -> tuple[Launch, cl.Buffer]:
+    """Launch that packs x into tiles of tokens, and the scratch memory that it fills."""
+    tiles = -(-m // tokens)
+    if plan.op.weight_format is WeightFormat.W4A8:
+        name, words = "quantize", plan.k // GROUP_SIZE * QUANTIZED_GROUP_WORDS
+    else:
+        name, words = "pack", plan.k
+    packed = plan.device.shared_scratch(4 * words * tiles * tokens)
+    program = plan.device.programs.get("matmul_pack.cl", {})
+    args = (tiles, x, packed, m, plan.op.k, plan.k, tokens)
+    return Launch(program, name, (tiles,), (1,), args), packed
+
+
+def simt_launches(
+    plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
+) -> list[Launch]:
+    """To do."""
     raise NotImplementedError
+
+
+def _operands(device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None) -> _Operands:
+    """Map weights, scales and bias; what is absent is stood in for by the weights."""
+    data = _mapped(device, weight.data, itemsize=4 if weight.storage == "q8" else None)
+    scales = data if weight.scales is None else _mapped(device, weight.scales)
+    if bias is None:
+        return _Operands((*data, *scales, *data), has_bias=0)
+    assert isinstance(bias, np.ndarray)
+    return _Operands((*data, *scales, *_mapped(device, bias)), has_bias=1)
+
+
+def _mapped(
+    device: OpenCLDevice, array: npt.NDArray[Any], *, itemsize: int | None = None
+) -> tuple[cl.Buffer, int]:
+    """A buffer over the array and the offset of its first element, in the kernel's item size.
+
+    A view of a mapped file is aligned to 64 bytes; a driver that wants more gets the memory from
+    the aligned address before it (of the same page, so that it exists).
+    """
+    align = int(device.context.devices[0].mem_base_addr_align) // 8
+    address = array.ctypes.data
+    before = address % align
+    if before == 0 or not device.capabilities.unified_memory or not array.flags.c_contiguous:
+        return device.constant(array), 0
+    whole = (ctypes.c_uint8 * (before + array.nbytes)).from_address(address - before)
+    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (
+        itemsize or array.itemsize
+    )
