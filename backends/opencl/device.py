@@ -55,8 +55,10 @@ PREPARE: dict[type[Op], Prepare] = {
 class OpenCLDevice(Device):
     """One OpenCL device. Options are those of `hetero.backends.opencl.open`.
 
-    For kernels: `queue`, `context`, `programs` and `tuning`; `copies` counts copies enqueued for
-    tensors, which stays 0 on unified memory.
+    For kernels: `native`, `queue`, `context`, `programs` and `tuning`. `copies` counts copies
+    enqueued for tensors, which stays 0 on unified memory. `worker_cpu` is the core that PoCL's
+    worker is pinned to (a process has one worker, so the device opened last decides), None if it is
+    not pinned.
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class OpenCLDevice(Device):
             native, unified if unified_memory is None else unified_memory
         )
         self.copies = 0
-        self._native = native
+        self.worker_cpu = found.worker_cpu
+        self.native = native
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
         self._warm: set[tuple[object, ...]] = set()
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
@@ -224,7 +227,6 @@ def _info(found: _platform.Found, family: str) -> DeviceInfo:
     if found.is_pocl:
         details["cpu"] = pocl_repair.known_cpu_name(pocl_repair.cpu_flags())
         details["repaired"] = found.compiler_cpu or "no"
-        details["worker_core"] = "any" if found.worker_cpu is None else str(found.worker_cpu)
     return DeviceInfo(
         backend=BACKEND,
         name=native.name.strip(),

@@ -36,20 +36,20 @@ __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, 
 #define PRODUCT(a, b) dot(vload4(0, a), vload4(0, b))
 #endif
 
-// Work-group (block of rows, g, split). `count` is m.
+// Work-group (block of rows, g, split). `count` is m; with 0 there are no rows (no early return:
+// PoCL 3.0 miscompiles one in front of a barrier).
 __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                            ARRAY(const float, k_cache), ARRAY(const float, v_cache),
                            ARRAY(float, out), __global float *restrict partial,
                            const int splits) {
   __local float q[ROWS * HEAD_DIM], p[ROWS * LANES], red[ROWS * LANES];
-  if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
   const int g = get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
-  const int rows = min(ROWS, count * GROUP - row0);
+  const int rows = clamp(count * GROUP - row0, 0, ROWS);
   const int start = position[0];
   k_cache += (size_t)g * CAPACITY * HEAD_DIM;
   v_cache += (size_t)g * CAPACITY * HEAD_DIM;
-  for (int i = LANE; i < ROWS * HEAD_DIM; i += LANES) {
+  for (int i = LANE; i < (rows > 0 ? ROWS * HEAD_DIM : 0); i += LANES) {
     const int row = row0 + min(i / HEAD_DIM, rows - 1);
     q[i] = SCALE * qkv[(size_t)(row / GROUP) * WIDTH + (g * GROUP + row % GROUP) * HEAD_DIM +
                        i % HEAD_DIM];
@@ -64,7 +64,7 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
   const int begin = window_start(start + row0 / GROUP + 1);
   const int end = start + (row0 + rows - 1) / GROUP + 1;
   const int span = ((end - begin + splits - 1) / splits + LANES - 1) / LANES * LANES;
-  const int low = begin + split * span, high = min(end, low + span);
+  const int low = begin + split * span, high = rows > 0 ? min(end, low + span) : low;
   for (int key0 = low; key0 < high; key0 += LANES) {
     const int key = key0 + LANE;
     barrier(CLK_LOCAL_MEM_FENCE);
