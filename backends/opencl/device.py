@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends import ops
+from hetero.backends.checks import check_weights
 from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.backends.memory import HostBuffer
 from hetero.backends.opencl import (
@@ -28,7 +29,7 @@ from hetero.backends.opencl import platform as _platform
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.program import ProgramCache
-from hetero.backends.ops import Op, describe, weight_names
+from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,
@@ -159,10 +160,7 @@ class OpenCLDevice(Device):
         accepted = self.accepts(op)
         if not accepted:
             raise ValueError(f"{describe(op)}: {accepted.reason}")
-        if set(weights) != set(weight_names(op)):
-            raise ValueError(
-                f"{describe(op)} takes the weights {weight_names(op)}, got {tuple(weights)}"
-            )
+        check_weights(op, weights)
         with decoded(f"preparing {describe(op)}"):
             return PREPARE[type(op)](self, op, weights)
 

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
+from hetero.backends.checks import packed
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, matmul_tuning
-from hetero.backends.ops import MatMul, WeightFormat, describe
+from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import Acceptance, WeightValue
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
 
@@ -32,9 +33,8 @@ QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-    """Whether `prepare_matmul` takes the record: every format and shape, plain operand order."""
-    if op.order != "plain":
-        return Acceptance(False, f"operand order is 'plain' here, got {op.order!r}")
+    """Every format, shape and operand order is taken (the order changes nothing here)."""
+    del op
     return Acceptance(True)
 
 
@@ -42,13 +42,7 @@ def prepare_matmul(
     device: OpenCLDevice, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """Compile a matmul on its packed weight, which is mapped where memory is unified."""
-    weight = weights["weight"]
-    if not isinstance(weight, PackedWeight) or (weight.n, weight.k, weight.storage) != (
-        op.n,
-        op.k,
-        op.weight_format.storage,
-    ):
-        raise ValueError(f"{describe(op)} takes a packed weight of its shape, got {weight!r}")
+    weight = packed(weights)
     operands = _operands(device, weight, weights.get("bias"))
     tuning = matmul_tuning(device.tuning.family)
     plan = _Plan(device, op, operands)
@@ -58,7 +52,7 @@ def prepare_matmul(
     else:
         launches = lambda tensors, m: simt_launches(plan, tuning, tensors, m)  # noqa: E731
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
-    return OpenCLKernel(device, op, launches, keep=(operands, weight), nbytes=copied)
+    return OpenCLKernel(device, op, launches, keep=(operands, *weights.values()), nbytes=copied)
 
 
 @dataclass(frozen=True)

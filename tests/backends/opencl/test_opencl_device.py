@@ -191,7 +191,7 @@ class TestFailures:
     def test_build_failure_shows_the_log(
         self, device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from hetero.backends.opencl import program  # noqa: PLC0415
+        from hetero.backends.opencl import program
 
         monkeypatch.setattr(program, "source", lambda name: f"__kernel void {name[:3]}( {{")
         with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE") as caught:
