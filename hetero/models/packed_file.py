@@ -111,8 +111,8 @@ def open_directory(
 ) -> tuple[Manifest, QuantizedWeights]:
     """Open what `hetero.models.quantized.save` wrote.
 
-    `weight_format` defaults to the one it was saved for. Checks sizes, schema, header and the small files' hashes; with `verify` the weights' hash too.
-    Raises `ModelError`.
+    `weight_format` defaults to the one it was saved for. Checks sizes, schema, header and the small
+    files' hashes; with `verify` the weights' hash too. Raises `ModelError`.
     """
     manifest = read_manifest(directory)
     wanted = weight_format or manifest.weight_format
