@@ -205,6 +205,7 @@ class _HashingWriter:
         self.written = 0
 
     def write(self, data: bytes | memoryview) -> None:
+        """Bytes as they are."""
         self._file.write(data)
         self.digest.update(data)
         self.written += len(data)

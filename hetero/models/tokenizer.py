@@ -281,11 +281,13 @@ class _ByteDecoder(StreamDecoder):
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
+        """Characters that this byte completes, or the name of another id."""
         if 0 <= token < 256:
             return self._utf8.decode(bytes([token]))
         return self.finish() + f"<{token}>"
 
     def finish(self) -> str:
+        """U+FFFD for an unfinished character."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text

@@ -151,7 +151,9 @@ def test_tools_choose_the_template_for_tools() -> None:
 
 
 def test_templates_come_from_the_configuration_and_files(tmp_path: Path) -> None:
-    config = {"chat_template": [{"name": "default", "template": "a"}, {"name": "r", "template": "b"}]}
+    config = {
+        "chat_template": [{"name": "default", "template": "a"}, {"name": "r", "template": "b"}]
+    }
     assert load_templates(tmp_path, {}) == {}
     assert load_templates(tmp_path, {"chat_template": "x"}) == {"default": "x"}
     assert load_templates(tmp_path, config) == {"default": "a", "r": "b"}

@@ -241,7 +241,9 @@ def test_a_wrong_data_type(make_checkpoint: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("module", ["self_attn.k_proj", "mlp.down_proj", "post_attention_layernorm"])
+@pytest.mark.parametrize(
+    "module", ["self_attn.k_proj", "mlp.down_proj", "post_attention_layernorm"]
+)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_values_that_are_not_finite(
     make_checkpoint: Callable[..., Path], value: float, module: str, dtype: npt.DTypeLike
