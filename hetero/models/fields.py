@@ -11,13 +11,23 @@ from typing import Any, TypeGuard
 from hetero.errors import ModelError
 
 
+def read_text(path: Path) -> str:
+    """A text file in UTF-8. Raises `ModelError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: is not UTF-8 text ({error}); download the file again") from error
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `ModelError` if there is none."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raw = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: is not valid JSON ({error}); download the file again") from error
     if not isinstance(raw, dict):
         raise ModelError(
