@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.errors import DeviceLostError
+from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.backends.ops import Op, describe, weight_names
 from hetero.backends.protocol import Acceptance, Capabilities, WeightValue
 from hetero.backends.weights import PackedWeight
@@ -59,6 +59,25 @@ def accept_format(capabilities: Capabilities, op: Op) -> Acceptance:
         if op.weight_format not in formats:
             return Acceptance(False, f"weight format {op.weight_format} is not one of {formats}")
     return Acceptance(True)
+
+
+def first_position(
+    backend: str, call: str, position: npt.NDArray[np.int32], m: int, limit: int
+) -> int:
+    """The position of a call's first token, for devices whose host side reads it.
+
+    Raises `DeviceError` when m tokens from there pass `limit` (a cache's capacity, a table's end).
+    """
+    first = int(position[0])
+    if not 0 <= first <= limit - m:
+        raise DeviceError(
+            backend,
+            call,
+            "POSITION_OUT_OF_RANGE",
+            f"{m} tokens at position {first} do not fit {limit}; open the model with a larger "
+            "context",
+        )
+    return first
 
 
 class Health:

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import ops, rope
+from hetero.backends import checks, ops, rope
 from hetero.backends.checks import packed, vector
-from hetero.backends.ops import Activation, Op, WeightFormat
+from hetero.backends.ops import Activation, Op, WeightFormat, describe
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
 
@@ -130,7 +130,7 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
         if op.qk_norm_eps is not None:
             for part, name in ((queries, "q_norm"), (keys, "k_norm")):
                 heads[:, part] = rms_normalized(heads[:, part], op.qk_norm_eps) * weights[name]
-        first = _first_position(arrays, m, op.max_position)
+        first = _first_position(arrays, op, m, op.max_position)
         c, s = cos[first : first + m, None], sin[first : first + m, None]  # [m, 1, rotated / 2]
         turned = heads[:, : keys.stop]
         low, high = turned[..., :half].copy(), turned[..., half : 2 * half].copy()
@@ -145,7 +145,7 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
     """Append keys and values, then grouped-query causal attention over the cache."""
     m = len(arrays["qkv"])
     heads = arrays["qkv"].reshape(m, -1, op.head_dim).transpose(1, 0, 2)  # [H + 2G, m, D]
-    first = _first_position(arrays, m, op.capacity)
+    first = _first_position(arrays, op, m, op.capacity)
     end = first + m
     arrays["k_cache"][:, first:end] = heads[op.heads : op.heads + op.kv_heads]
     arrays["v_cache"][:, first:end] = heads[op.heads + op.kv_heads :]
@@ -196,8 +196,5 @@ def _wide(weights: Weights) -> dict[str, Float64Array]:
     return {name: vector(weights, name).astype(np.float64) for name in names}
 
 
-def _first_position(arrays: Arrays, m: int, limit: int) -> int:
-    first = int(arrays["position"][0])
-    if not 0 <= first <= limit - m:
-        raise ValueError(f"{m} tokens at position {first} do not fit a limit of {limit}")
-    return first
+def _first_position(arrays: Arrays, op: Op, m: int, limit: int) -> int:
+    return checks.first_position("reference", describe(op), arrays["position"], m, limit)

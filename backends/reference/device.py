@@ -136,10 +136,7 @@ class _Call(BoundCall):
 
     def compute(self) -> None:
         """Read the inputs, write the outputs."""
-        try:
-            self._kernel.program(self._arrays)
-        except (ValueError, IndexError) as error:
-            raise DeviceError("reference", self.name, str(error)) from error
+        self._kernel.program(self._arrays)
 
 
 class _Launch(Completion):
