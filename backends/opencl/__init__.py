@@ -28,11 +28,15 @@ def open(
     """
     try:
         from hetero.backends.opencl.device import OpenCLDevice
+        from hetero.backends.opencl.matmul import WEIGHT_FORMATS
+        from hetero.backends.opencl.table import TABLE
     except ImportError as error:
         raise DeviceUnavailableError(
             "opencl", "importing pyopencl", str(error), "pip install 'pyopencl[pocl]'"
         ) from error
     return OpenCLDevice(
+        TABLE,
+        WEIGHT_FORMATS,
         cpu=cpu,
         platform=platform,
         family=family,
