@@ -154,21 +154,19 @@ def test_rope_scaling(device: Device, scaling: str) -> None:
 
 @pytest.mark.parametrize("norm", [None, 1e-6])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim"),
-    [(4, 2, 8, 0), (3, 1, 12, 0), (4, 4, 80, 0), (2, 1, 64, 32), (2, 2, 16, 4), (3, 3, 80, 20)],
+    "heads",
+    [
+        {"heads": 4, "kv_heads": 2, "head_dim": 8},
+        {"heads": 3, "kv_heads": 1, "head_dim": 12},
+        {"heads": 4, "kv_heads": 4, "head_dim": 80},
+        {"heads": 2, "kv_heads": 1, "head_dim": 64, "rotary_dim": 32},
+        {"heads": 2, "kv_heads": 2, "head_dim": 16, "rotary_dim": 4},
+        {"heads": 3, "kv_heads": 3, "head_dim": 80, "rotary_dim": 20},
+    ],
+    ids=lambda heads: "-".join(map(str, heads.values())),
 )
-def test_rope_heads(
-    device: Device, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: float | None
-) -> None:
-    op = replace(
-        ROPE,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary_dim=rotary_dim,
-        qk_norm_eps=norm,
-    )
-    check_op(device, op, (1, 2, 33))
+def test_rope_heads(device: Device, heads: dict[str, int], norm: float | None) -> None:
+    check_op(device, replace(ROPE, **heads, qk_norm_eps=norm), (1, 2, 33))  # type: ignore[arg-type]
 
 
 def test_position_is_read_when_a_call_runs(device: Device) -> None:
