@@ -7,8 +7,8 @@ its buffer and the offset of its first element.
 
 What the host sees. A CPU device shares the host's caches: nothing is done. A GPU with unified
 memory works in place, and OpenCL makes writes visible where a buffer is mapped and unmapped: inputs
-before the launches, outputs after them (no data moves). Other devices hold copies: inputs are copied
-in before the launches, outputs out after them.
+before the launches, outputs after them (no data moves). Other devices hold copies: inputs are
+copied in before the launches, outputs out after them.
 """
 
 from __future__ import annotations
