@@ -12,8 +12,13 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends import ops
+<<<<<<< HEAD
 from hetero.backends.checks import check_weights
 from hetero.backends.errors import DeviceError, DeviceLostError
+=======
+from hetero.backends.checks import Health, check_weights
+from hetero.backends.errors import DeviceError
+>>>>>>> ocl
 from hetero.backends.memory import HostBuffer
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
@@ -29,7 +34,6 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
-from hetero.backends.weights import PackedWeight
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], Kernel]
 Accepts: TypeAlias = Callable[[Any], Acceptance]
@@ -47,7 +51,8 @@ class OpenCLDevice(Device):
     kernels and `weight_formats` what its matmul takes.
 
     For kernels: `native`, `queue`, `context`, `programs` and `tuning`. `copies` counts copies
-    enqueued for tensors, which stays 0 on unified memory. `specialised` lists the launches that
+    enqueued for tensors, which stays 0 on unified memory. `coherent`: host and device see each
+    other's writes without mapping (see `calls`). `specialised` lists the launches that
     were warmed up. `worker_cpu` is the core that PoCL's worker is pinned to (a process has one
     worker, so the device opened last decides), None if it is not pinned.
     """
@@ -61,6 +66,7 @@ class OpenCLDevice(Device):
         platform: str | None = None,
         family: str | None = None,
         unified_memory: bool | None = None,
+        coherent: bool | None = None,
         cache_dir: Path | None = None,
     ) -> None:
         forced = find_tuning(family) if family is not None else None
@@ -90,6 +96,8 @@ class OpenCLDevice(Device):
             memory_limit_bytes=None if unified_memory else int(native.global_mem_size),
         )
         self._table = table
+        is_cpu = bool(native.type & cl.device_type.CPU)
+        self.coherent = is_cpu if coherent is None else coherent
         self.copies = 0
         self.worker_cpu = found.worker_cpu
         self.native = native
@@ -97,7 +105,7 @@ class OpenCLDevice(Device):
         self.specialised: set[tuple[object, ...]] = set()
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
         self._scratch: cl.Buffer | None = None
-        self._lost = ""
+        self._health = Health(BACKEND)
 
     def map(self, buffer: HostBuffer) -> cl.Buffer:
         """The buffer's pages on unified memory, else device memory of the same size."""
@@ -116,15 +124,6 @@ class OpenCLDevice(Device):
                 return self._buffer(contiguous, cl.mem_flags.READ_ONLY)
             copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
             return cl.Buffer(self.context, copied, hostbuf=contiguous)
-
-    def vector_weight(
-        self, op: Op, weights: Mapping[str, WeightValue], name: str, length: int
-    ) -> cl.Buffer:
-        """A weight that is a vector of `length` floats."""
-        value = weights[name]
-        if isinstance(value, PackedWeight) or value.shape != (length,):
-            raise ValueError(f"{describe(op)} takes {name} as a vector of {length} floats")
-        return self.constant(np.asarray(value, dtype=np.float32))
 
     def shared_scratch(self, nbytes: int) -> cl.Buffer:
         """Device memory that holds data between two launches of one call only: every call uses the
@@ -156,29 +155,28 @@ class OpenCLDevice(Device):
 
     def check(self) -> None:
         """Raise `DeviceLostError` if the device was closed or failed earlier."""
-        if self._lost:
-            raise DeviceLostError(
-                BACKEND, "using the device", self._lost, "close the model and open it again"
-            )
+        self._health.check("using the device")
 
     def failed(self, operation: str, code: int) -> DeviceError:
         """The error of a failed command; a device that cannot recover is lost from here on."""
         error = device_error(operation, code)
         if code_name(code) in FATAL or code < cl.status_code.INVALID_VALUE:
-            self._lost = str(error)
+            self._health.lose(str(error))
         return error
 
     def close(self) -> None:
         """See `Device.close`."""
-        if self._lost == CLOSED:
-            return
-        if not self._lost:
-            self.queue.finish()
-        self._lost = CLOSED
-        self._mapped.clear()
-        self._scratch = None
-        self.rope_tables.clear()
-        self.programs.close()
+        alive = self._health.alive
+        self._health.lose("it was closed")
+        try:
+            if alive:
+                with decoded("closing"):
+                    self.queue.finish()
+        finally:
+            self._mapped.clear()
+            self._scratch = None
+            self.rope_tables.clear()
+            self.programs.close()
 
     def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
         if not self.capabilities.unified_memory:
@@ -186,7 +184,6 @@ class OpenCLDevice(Device):
         return cl.Buffer(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
 
 
-CLOSED = "it was closed"
 SHARED_SCRATCH_BYTES = 1 << 20
 
 

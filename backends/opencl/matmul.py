@@ -33,9 +33,14 @@ QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
+<<<<<<< HEAD
     """Every format, shape and operand order is taken (the order changes nothing here)."""
     del op
     return Acceptance(True)
+=======
+    """Whether `prepare_matmul` takes the record: every format and shape, in one operand order."""
+    return Acceptance(op.weight_format in WEIGHT_FORMATS)
+>>>>>>> ocl
 
 
 def prepare_matmul(
@@ -156,6 +161,6 @@ def _mapped(
     if before == 0 or not device.capabilities.unified_memory or not array.flags.c_contiguous:
         return device.constant(array), 0
     whole = (ctypes.c_uint8 * (before + array.nbytes)).from_address(address - before)
-    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (
+    return device.constant(np.frombuffer(memoryview(whole), dtype=np.uint8)), before // (
         itemsize or array.itemsize
     )

@@ -45,6 +45,7 @@ PAIRS = [
     *(("lanes", name) for name in ("llama", "window", "odd")),
     *(("narrow", name) for name in ("llama", "twelve")),
     ("copies", "llama"),
+    ("mapped", "llama"),
 ]
 
 

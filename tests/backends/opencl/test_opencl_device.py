@@ -107,6 +107,18 @@ def test_a_device_without_unified_memory_copies() -> None:
         )
 
 
+def test_mapping_around_a_call_copies_nothing() -> None:
+    with open_opencl(coherent=False) as device:
+        tensors, call = bound_add(device)
+        for _ in range(3):
+            tensors["x"].array[:] += 1
+            call.run()
+        assert device.copies == 0
+        np.testing.assert_array_equal(
+            tensors["y"].array[:3], tensors["x"].array + tensors["residual"].array
+        )
+
+
 def test_a_call_keeps_its_buffers_alive(device: OpenCLDevice) -> None:
     call = bound_add(device)[1]  # the tensors are dropped here
     junk = [bytearray(4096) for _ in range(200)]
