@@ -12,13 +12,8 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends import ops
-<<<<<<< HEAD
-from hetero.backends.checks import check_weights
-from hetero.backends.errors import DeviceError, DeviceLostError
-=======
 from hetero.backends.checks import Health, check_weights
 from hetero.backends.errors import DeviceError
->>>>>>> ocl
 from hetero.backends.memory import HostBuffer
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device

@@ -33,14 +33,8 @@ QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-<<<<<<< HEAD
-    """Every format, shape and operand order is taken (the order changes nothing here)."""
-    del op
-    return Acceptance(True)
-=======
-    """Whether `prepare_matmul` takes the record: every format and shape, in one operand order."""
+    """Whether `prepare_matmul` takes the record: every format, shape and operand order."""
     return Acceptance(op.weight_format in WEIGHT_FORMATS)
->>>>>>> ocl
 
 
 def prepare_matmul(
