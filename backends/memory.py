@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE_BYTES = mmap.PAGESIZE
+FLOAT32 = np.dtype(np.float32)
 
 
 class HostBuffer:
@@ -47,7 +48,7 @@ class Tensor:
 
     buffer: HostBuffer
     shape: tuple[int, ...]
-    dtype: np.dtype[Any] = np.dtype(np.float32)
+    dtype: np.dtype[Any] = FLOAT32
     offset_bytes: int = 0
 
     @property

@@ -234,6 +234,10 @@ class Add:
 Op: TypeAlias = MatMul | Embed | RMSNorm | LayerNorm | Rope | Attention | GatedAct | Add
 
 
+# Ports that a call writes and does not read. (Attention also updates its caches in place.)
+OUTPUT_PORTS = frozenset({"y", "sum", "out"})
+
+
 def weight_names(op: Op) -> tuple[str, ...]:
     """Names of the weights that `Device.prepare` takes for `op`."""
     match op:

@@ -79,7 +79,9 @@ class PackedWeight:
             full = self.data.transpose(0, 2, 1).reshape(blocks * ROW_BLOCK, self.k)
             return np.ascontiguousarray(full[: self.n], dtype=np.float32)
         assert self.scales is not None
-        values = _q4_values(self.data) if self.storage is StorageFormat.Q4 else _q8_values(self.data)
+        values = (
+            _q4_values(self.data) if self.storage is StorageFormat.Q4 else _q8_values(self.data)
+        )
         scaled = values * self.scales.astype(np.float32).transpose(0, 2, 1)[..., None]
         full = scaled.reshape(blocks * ROW_BLOCK, -1)
         return np.ascontiguousarray(full[: self.n, : self.k])

@@ -1,1 +1,50 @@
-"""hetero: LLM inference that splits every matmul between the GPU and the NPU of one chip."""
+"""hetero: LLM inference that splits every matmul between the GPU and the NPU of one chip.
+
+Importing is cheap: public names load when they are first used and nothing probes a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero.errors import ModelError, UserError
+    from hetero.generation import GenerationResult, Piece, Stats
+    from hetero.llm import LLM
+    from hetero.sampling import SamplingParams
+    from hetero.solver.plan import ExecutionPlan
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "LLM": "hetero.llm",
+    "ExecutionPlan": "hetero.solver.plan",
+    "GenerationResult": "hetero.generation",
+    "ModelError": "hetero.errors",
+    "Piece": "hetero.generation",
+    "SamplingParams": "hetero.sampling",
+    "Stats": "hetero.generation",
+    "UserError": "hetero.errors",
+}
+
+__all__ = [
+    "LLM",
+    "ExecutionPlan",
+    "GenerationResult",
+    "ModelError",
+    "Piece",
+    "SamplingParams",
+    "Stats",
+    "UserError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hetero' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -27,7 +27,7 @@ def open(
     `cache_dir` holds compiled kernels (default: the user's cache directory).
     """
     try:
-        from hetero.backends.opencl.device import OpenCLDevice  # noqa: PLC0415 (optional package)
+        from hetero.backends.opencl.device import OpenCLDevice
     except ImportError as error:
         raise DeviceUnavailableError(
             "opencl", "importing pyopencl", str(error), "pip install 'pyopencl[pocl]'"

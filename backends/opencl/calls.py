@@ -153,7 +153,7 @@ class OpenCLCall(BoundCall):
             case Tensor():
                 buffer = self.device.map(argument.buffer)
                 self._keep.append(buffer)
-                return buffer, np.uint32(argument.offset_bytes // argument.dtype.itemsize)
+                return buffer, np.uint32(_first_element(argument))
             case int():
                 return (np.int32(argument),)
             case float():
@@ -190,6 +190,16 @@ class OpenCLCompletion(Completion):
                 raise WaitTimeoutError(BACKEND, self._call.name, deadline_s)
             if waited_s > SPIN_S:
                 time.sleep(min(waited_s / 20, 1e-3))
+
+
+def _first_element(tensor: Tensor) -> int:
+    element, rest = divmod(tensor.offset_bytes, tensor.dtype.itemsize)
+    if rest:
+        raise ValueError(
+            f"a {tensor.dtype} tensor starts at a multiple of {tensor.dtype.itemsize} bytes of its "
+            f"buffer, got {tensor.offset_bytes}"
+        )
+    return element
 
 
 def _copies(

@@ -12,14 +12,24 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends import ops
+from hetero.backends.checks import check_weights
 from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.backends.memory import HostBuffer
-from hetero.backends.opencl import elementwise, matmul, pocl_repair, tuning
+from hetero.backends.opencl import (
+    attention,
+    elementwise,
+    embed,
+    matmul,
+    norm,
+    pocl_repair,
+    rope,
+    tuning,
+)
 from hetero.backends.opencl import platform as _platform
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.program import ProgramCache
-from hetero.backends.ops import Op, describe, weight_names
+from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,
@@ -27,11 +37,18 @@ from hetero.backends.protocol import (
     DeviceInfo,
     WeightValue,
 )
+from hetero.backends.weights import PackedWeight
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], OpenCLKernel]
 
 PREPARE: dict[type[Op], Prepare] = {
     ops.MatMul: matmul.prepare_matmul,
+    ops.Embed: embed.prepare_embed,
+    ops.RMSNorm: norm.prepare_norm,
+    ops.LayerNorm: norm.prepare_norm,
+    ops.Rope: rope.prepare_rope,
+    ops.Attention: attention.prepare_attention,
+    ops.GatedAct: elementwise.prepare_gated_act,
     ops.Add: elementwise.prepare_add,
 }
 
@@ -39,8 +56,10 @@ PREPARE: dict[type[Op], Prepare] = {
 class OpenCLDevice(Device):
     """One OpenCL device. Options are those of `hetero.backends.opencl.open`.
 
-    For kernels: `queue`, `context`, `programs` and `tuning`; `copies` counts copies enqueued for
-    tensors, which stays 0 on unified memory.
+    For kernels: `native`, `queue`, `context`, `programs` and `tuning`. `copies` counts copies
+    enqueued for tensors, which stays 0 on unified memory. `worker_cpu` is the core that PoCL's
+    worker is pinned to (a process has one worker, so the device opened last decides), None if it is
+    not pinned.
     """
 
     def __init__(
@@ -73,9 +92,12 @@ class OpenCLDevice(Device):
             native, unified if unified_memory is None else unified_memory
         )
         self.copies = 0
-        self._native = native
+        self.worker_cpu = found.worker_cpu
+        self.native = native
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
         self._warm: set[tuple[object, ...]] = set()
+        self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
+        self._scratch: cl.Buffer | None = None
         self._lost = ""
         self._shared: cl.Buffer | None = None
 
@@ -97,10 +119,24 @@ class OpenCLDevice(Device):
             copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
             return cl.Buffer(self.context, copied, hostbuf=contiguous)
 
+    def vector_weight(
+        self, op: Op, weights: Mapping[str, WeightValue], name: str, length: int
+    ) -> cl.Buffer:
+        """A weight that is a vector of `length` floats."""
+        value = weights[name]
+        if isinstance(value, PackedWeight) or value.shape != (length,):
+            raise ValueError(f"{describe(op)} takes {name} as a vector of {length} floats")
+        return self.constant(np.asarray(value, dtype=np.float32))
+
     def scratch(self, nbytes: int) -> cl.Buffer:
-        """Device memory for the intermediate results of one kernel."""
-        with decoded(f"allocating {nbytes} bytes"):
-            return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4))
+        """Device memory for results between the launches of one call.
+
+        All calls share it: the queue is in order, so no two calls use it at once.
+        """
+        if self._scratch is None or self._scratch.size < nbytes:
+            with decoded(f"allocating {nbytes} bytes"):
+                self._scratch = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(nbytes, 4096))
+        return self._scratch
 
     def shared_scratch(self, nbytes: int) -> cl.Buffer:
         """Device memory that holds data between two launches of one call only: every call uses the
@@ -124,10 +160,7 @@ class OpenCLDevice(Device):
         accepted = self.accepts(op)
         if not accepted:
             raise ValueError(f"{describe(op)}: {accepted.reason}")
-        if set(weights) != set(weight_names(op)):
-            raise ValueError(
-                f"{describe(op)} takes the weights {weight_names(op)}, got {tuple(weights)}"
-            )
+        check_weights(op, weights)
         with decoded(f"preparing {describe(op)}"):
             return PREPARE[type(op)](self, op, weights)
 
@@ -164,6 +197,8 @@ class OpenCLDevice(Device):
             self.queue.finish()
         self._lost = CLOSED
         self._mapped.clear()
+        self._scratch = None
+        self.rope_tables.clear()
         self.programs.close()
 
     def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
@@ -190,7 +225,6 @@ def _info(found: _platform.Found, family: str) -> DeviceInfo:
     if found.is_pocl:
         details["cpu"] = pocl_repair.known_cpu_name(pocl_repair.cpu_flags())
         details["repaired"] = found.compiler_cpu or "no"
-        details["worker_core"] = "any" if found.worker_cpu is None else str(found.worker_cpu)
     return DeviceInfo(
         backend=BACKEND,
         name=native.name.strip(),

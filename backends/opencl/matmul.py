@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
+from hetero.backends.checks import packed
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, matmul_tuning
-from hetero.backends.ops import MatMul, WeightFormat, describe
+from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import Acceptance, WeightValue
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
 
@@ -33,9 +34,8 @@ QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-    """Whether `prepare_matmul` takes the record: every format and shape, plain operand order."""
-    if op.order != "plain":
-        return Acceptance(False, f"operand order is 'plain' here, got {op.order!r}")
+    """Every format, shape and operand order is taken (the order changes nothing here)."""
+    del op
     return Acceptance(True)
 
 
@@ -43,13 +43,7 @@ def prepare_matmul(
     device: OpenCLDevice, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """Compile a matmul on its packed weight, which is mapped where memory is unified."""
-    weight = weights["weight"]
-    if not isinstance(weight, PackedWeight) or (weight.n, weight.k, weight.storage) != (
-        op.n,
-        op.k,
-        op.weight_format.storage,
-    ):
-        raise ValueError(f"{describe(op)} takes a packed weight of its shape, got {weight!r}")
+    weight = packed(weights)
     operands = _operands(device, weight, weights.get("bias"))
     tuning = matmul_tuning(device.tuning.family)
     plan = _Plan(device, op, operands)
@@ -59,7 +53,7 @@ def prepare_matmul(
     else:
         launches = lambda tensors, m: simt_launches(plan, tuning, tensors, m)  # noqa: E731
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
-    return OpenCLKernel(device, op, launches, keep=(operands, weight), nbytes=copied)
+    return OpenCLKernel(device, op, launches, keep=(operands, *weights.values()), nbytes=copied)
 
 
 @dataclass(frozen=True)
@@ -164,9 +158,7 @@ def simt_launches(
     return launches
 
 
-def _operands(
-    device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None
-) -> _Operands:
+def _operands(device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None) -> _Operands:
     """Map weights, scales and bias; what is absent is stood in for by the weights."""
     data = _mapped(device, weight.data, itemsize=4 if weight.storage == "q8" else None)
     scales = data if weight.scales is None else _mapped(device, weight.scales)
@@ -190,4 +182,6 @@ def _mapped(
     if before == 0 or not device.capabilities.unified_memory or not array.flags.c_contiguous:
         return device.constant(array), 0
     whole = (ctypes.c_uint8 * (before + array.nbytes)).from_address(address - before)
-    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (itemsize or array.itemsize)
+    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (
+        itemsize or array.itemsize
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Found:
     worker_cpu: int | None = None
 
 
-_workers: list[int] = []  # thread ids of PoCL's workers in this process; they live as long as it
+_workers: list[int] = []  # threads of PoCL in this process; they live as long as it
 _repaired: dict[int, str] = {}  # device struct -> CPU name
 
 
@@ -43,14 +44,17 @@ def find_device(*, wanted: str | None, cpu: int | None, cache_dir: Path) -> Foun
     """Set PoCL's environment, pick a device, repair and pin PoCL, and prove that it builds."""
     prepare_environment(cache_dir)
     before = _tasks()
-    device = _choose(_devices(), wanted)
+    devices = _devices()
+    started = sorted(_tasks() - before)
+    device = _choose(devices, wanted)
     is_pocl = device.platform.name == "Portable Computing Language"
     if not is_pocl:
         return Found(device, is_pocl=False)
     _check_one_worker(device)
     name = _repair(device)
     _build_trivial(device)
-    _workers.extend(_tasks() - before)
+    if len(started) == device.max_compute_units:
+        _workers[:] = started
     return Found(device, is_pocl=True, compiler_cpu=name, worker_cpu=_pin(cpu))
 
 
@@ -116,8 +120,8 @@ def _choose(devices: list[cl.Device], wanted: str | None) -> cl.Device:
 
 def _check_one_worker(device: cl.Device) -> None:
     """PoCL's thread count is fixed when its device is first asked for in the process."""
-    expected = int(os.environ["POCL_MAX_PTHREAD_COUNT"])
-    if device.max_compute_units != expected:
+    expected = os.environ["POCL_MAX_PTHREAD_COUNT"]
+    if str(device.max_compute_units) != expected.strip():
         raise DeviceUnavailableError(
             BACKEND,
             "limiting PoCL to its worker threads",
@@ -158,15 +162,16 @@ def _tasks() -> set[int]:
 
 
 def _pin(cpu: int | None) -> int | None:
-    """Move PoCL's worker to one core; None where its thread is not known or cannot be moved."""
-    alive = [worker for worker in _workers if worker in _tasks()]
-    if not alive or not hasattr(os, "sched_setaffinity"):
+    """Move PoCL's worker to one core.
+
+    None where the worker is not known, because OpenCL was in use before, or not the only one.
+    """
+    if len(_workers) != 1 or sys.platform != "linux":
         return None
     allowed = os.sched_getaffinity(0)
     core = min(allowed) if cpu is None else cpu
     try:
-        for worker in alive:
-            os.sched_setaffinity(worker, {core})
+        os.sched_setaffinity(_workers[0], {core})
     except OSError as error:
         raise DeviceUnavailableError(
             BACKEND,

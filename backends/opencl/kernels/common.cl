@@ -35,3 +35,68 @@ inline float vsum16(float16 v) {
 }
 #define VSUM(v) vsum16(v)
 #endif
+
+// 2^x to 2 units in the last place for -126 <= x <= 127, clamped outside: round to an integer (its
+// bits go to the exponent) and a degree 5 minimax polynomial on [-1/2, 1/2]. PoCL's own exp2 is a
+// call per vector.
+#define EXP2_BODY(real, integer, as_integer, as_real)                             \
+  x = x < -126.0f ? (real)(-126.0f) : x;                                          \
+  x = x > 127.0f ? (real)(127.0f) : x;                                            \
+  const real shifted = x + 12582912.0f; /* 1.5 * 2^23 */                          \
+  const real f = x - (shifted - 12582912.0f);                                     \
+  real p = f * 0.001327647196f + 0.009675541503f;                                                           \
+  p = p * f + 0.05550713275f;                                                                 \
+  p = p * f + 0.2402211972f;                                                                 \
+  p = p * f + 0.6931469671f;                                                                 \
+  p = p * f + 1.000000072f;                                                                 \
+  return as_real(as_integer(p) + (as_integer(shifted) << 23));
+
+inline float exp2_scalar(float x) { EXP2_BODY(float, int, as_int, as_float) }
+#if VEC == 1
+#define exp2_vector exp2_scalar
+#define VMAX(v) (v)
+#else
+inline vfloat exp2_vector(vfloat x) {
+  EXP2_BODY(vfloat, CAT(int, VEC), CAT(as_int, VEC), CAT(as_float, VEC))
+}
+#endif
+#define LOG2E 1.44269504088896341f
+
+inline float larger(float a, float b) { return a > b ? a : b; }
+#if VEC == 4
+inline float VMAX(float4 v) { return larger(larger(v.s0, v.s1), larger(v.s2, v.s3)); }
+#elif VEC == 8
+inline float VMAX(float8 v) {
+  const float4 b = v.lo > v.hi ? v.lo : v.hi;
+  return larger(larger(b.s0, b.s1), larger(b.s2, b.s3));
+}
+#elif VEC == 16
+inline float VMAX(float16 v) {
+  const float8 a = v.lo > v.hi ? v.lo : v.hi;
+  const float4 b = a.lo > a.hi ? a.lo : a.hi;
+  return larger(larger(b.s0, b.s1), larger(b.s2, b.s3));
+}
+#endif
+
+// One row of n floats is shared by LANES work-items (1 on CPUs): full vectors first, then the rest.
+#define LANE ((int)get_local_id(0))
+#define EACH_VECTOR(i, n) for (int i = LANE * VEC; i + VEC <= (n); i += LANES * VEC)
+#define EACH_REST(i, n) for (int i = (n) / VEC * VEC + LANE; i < (n); i += LANES)
+
+// Sum over the work-items of a row; `scratch` has LANES floats. Every work-item gets the sum.
+#if LANES == 1
+#define LANES_SCRATCH(name) float *name = 0
+inline float lanes_sum(float x, float *scratch) { return x; }
+#else
+#define LANES_SCRATCH(name) __local float name[LANES]
+inline float lanes_sum(float x, __local float *scratch) {
+  barrier(CLK_LOCAL_MEM_FENCE);
+  scratch[LANE] = x;
+  for (int half_lanes = LANES / 2; half_lanes > 0; half_lanes /= 2) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (LANE < half_lanes) scratch[LANE] += scratch[LANE + half_lanes];
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+  return scratch[0];
+}
+#endif

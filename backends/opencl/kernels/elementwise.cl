@@ -1,13 +1,57 @@
-// Add: y = x + residual, over `count` floats; one work-item takes `chunk` of them.
+// Add and GatedAct. One work-item takes `chunk` floats: everything on a CPU, one vector on a GPU.
 
+// y = x + residual over `count` floats.
 __kernel void add(const int count, ARRAY(const float, x), ARRAY(const float, residual),
                   ARRAY(float, y), const int chunk) {
   AT(x); AT(residual); AT(y);
-  const int start = get_global_id(0) * chunk;
+  const int start = (int)get_global_id(0) * chunk;
   const int stop = min(count, start + chunk);
   int i = start;
-  for (; i + VEC <= stop; i += VEC) {
-    VSTORE(VLOAD(x + i) + VLOAD(residual + i), y + i);
-  }
+  for (; i + VEC <= stop; i += VEC) VSTORE(VLOAD(x + i) + VLOAD(residual + i), y + i);
   for (; i < stop; i++) y[i] = x[i] + residual[i];
 }
+
+#ifdef ACTIVATION
+// Each activation for scalars and for vectors; EXP2 is the matching exponential.
+//
+// gelu: x · Φ(x) with Φ(-|x|) = erfc(|x| / √2) / 2 from the Chebyshev fit of Numerical Recipes
+// (section 6.2, relative error 1.2e-7 everywhere, so the negative tail keeps its digits).
+#define SIGMOID(EXP2, z) (1.0f / (1.0f + EXP2((z) * -LOG2E)))
+
+#define SILU(real, EXP2) return x * SIGMOID(EXP2, x);
+
+#define GELU_TANH(real, EXP2)                                              \
+  const real cubic = x * x * x * 0.044715f + x;                            \
+  return x * SIGMOID(EXP2, cubic * 1.5957691216057308f);
+
+#define GELU(real, EXP2)                                                   \
+  const real z = (x < 0.0f ? -x : x) * 0.70710678118654752f;               \
+  const real t = 1.0f / (z * 0.5f + 1.0f);                                 \
+  real p = t * 0.17087277f - 0.82215223f;                                  \
+  p = p * t + 1.48851587f;                                                 \
+  p = p * t - 1.13520398f;                                                 \
+  p = p * t + 0.27886807f;                                                 \
+  p = p * t - 0.18628806f;                                                 \
+  p = p * t + 0.09678418f;                                                 \
+  p = p * t + 0.37409196f;                                                 \
+  p = p * t + 1.00002368f;                                                 \
+  p = p * t - 1.26551223f;                                                 \
+  const real tail = 0.5f * t * EXP2((p - z * z) * LOG2E);                  \
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+
+inline float activate_scalar(float x) { ACTIVATION(float, exp2_scalar) }
+inline vfloat activate(vfloat x) { ACTIVATION(vfloat, exp2_vector) }
+
+// y = act(x[:F]) · x[F:]; work-item (chunk of features, token). `count` is m.
+__kernel void gated_act(const int count, ARRAY(const float, x), ARRAY(float, y), const int chunk) {
+  const int token = get_global_id(1);
+  if (token >= count) return;
+  __global const float *gate = x + x_at + (size_t)token * 2 * F, *up = gate + F;
+  y += y_at + (size_t)token * F;
+  const int start = (int)get_global_id(0) * chunk;
+  const int stop = min(F, start + chunk);
+  int i = start;
+  for (; i + VEC <= stop; i += VEC) VSTORE(activate(VLOAD(gate + i)) * VLOAD(up + i), y + i);
+  for (; i < stop; i++) y[i] = activate_scalar(gate[i]) * up[i];
+}
+#endif

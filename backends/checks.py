@@ -1,0 +1,129 @@
+"""What every backend checks the same way: the weights of an operation, and whether a device lives.
+
+(`hetero.backends.protocol.check_tensors` checks the tensors of a binding.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.ops import Op, describe, weight_names
+from hetero.backends.protocol import Acceptance, Capabilities, WeightValue
+from hetero.backends.weights import PackedWeight
+
+
+def check_weights(op: Op, weights: Mapping[str, WeightValue]) -> None:
+    """Validate names, shapes and formats of `Device.prepare`'s weights. Raises `ValueError`."""
+    names = weight_names(op)
+    if set(names) != set(weights):
+        raise ValueError(f"{describe(op)} takes the weights {names}, got {tuple(weights)}")
+    for name in names:
+        if name == "weight" and isinstance(op, ops.MatMul | ops.Embed):
+            _check_packed(op, weights[name])
+        else:
+            _check_vector(op, name, weights[name])
+
+
+def packed(weights: Mapping[str, WeightValue]) -> PackedWeight:
+    """`weights["weight"]` of a MatMul or Embed that passed `check_weights`."""
+    weight = weights["weight"]
+    assert isinstance(weight, PackedWeight)
+    return weight
+
+
+def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.float32]:
+    """A one-dimensional weight of an operation that passed `check_weights`."""
+    value = weights[name]
+    assert not isinstance(value, PackedWeight)
+    return value
+
+
+def check_token_count(capabilities: Capabilities, op: Op, m: int) -> None:
+    """Raise `ValueError` for a token count that a device with static shapes has no graph for."""
+    if capabilities.static_shapes and m not in capabilities.graph_sizes:
+        raise ValueError(
+            f"{describe(op)}: no graph for {m} tokens, prepared are {capabilities.graph_sizes}"
+        )
+
+
+def accept_format(capabilities: Capabilities, op: Op) -> Acceptance:
+    """Whether the weight format of a MatMul or Embed is among the device's."""
+    if isinstance(op, ops.MatMul | ops.Embed):
+        formats = capabilities.weight_formats
+        if op.weight_format not in formats:
+            return Acceptance(False, f"weight format {op.weight_format} is not one of {formats}")
+    return Acceptance(True)
+
+
+def first_position(
+    backend: str, call: str, position: npt.NDArray[np.int32], m: int, limit: int
+) -> int:
+    """The position of a call's first token, for devices whose host side reads it.
+
+    Raises `DeviceError` when m tokens from there pass `limit` (a cache's capacity, a table's end).
+    """
+    first = int(position[0])
+    if not 0 <= first <= limit - m:
+        raise DeviceError(
+            backend,
+            call,
+            "POSITION_OUT_OF_RANGE",
+            f"{m} tokens at position {first} do not fit {limit}; open the model with a larger "
+            "context",
+        )
+    return first
+
+
+class Health:
+    """Whether a device takes calls. Lost once, lost for good, with the first reason."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._reason = ""
+
+    @property
+    def alive(self) -> bool:
+        """Neither closed nor failed."""
+        return not self._reason
+
+    def lose(self, reason: str) -> None:
+        """Refuse every later call; the first reason stays."""
+        self._reason = self._reason or reason
+
+    def check(self, operation: str) -> None:
+        """Raise `DeviceLostError` when the device is closed or has failed."""
+        if self._reason:
+            raise DeviceLostError(self._backend, operation, self._reason, "open the device again")
+
+
+def _check_packed(op: ops.MatMul | ops.Embed, weight: WeightValue) -> None:
+    if not isinstance(weight, PackedWeight):
+        raise ValueError(f"{describe(op)} takes a PackedWeight, got {type(weight).__name__}")
+    n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
+    storage = op.weight_format.storage
+    if (weight.n, weight.k, weight.storage) != (n, k, storage):
+        raise ValueError(
+            f"{describe(op)} takes {storage} weights of {n}×{k}, "
+            f"got {weight.storage} of {weight.n}×{weight.k}"
+        )
+
+
+def _check_vector(op: Op, name: str, value: Any) -> None:
+    match op:
+        case ops.MatMul():
+            length = op.n
+        case ops.Rope():
+            length = op.head_dim
+        case ops.RMSNorm() | ops.LayerNorm():
+            length = op.d
+        case _:
+            raise ValueError(f"{describe(op)} has no weight {name}")
+    if not isinstance(value, np.ndarray) or value.shape != (length,) or value.dtype != np.float32:
+        got = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value)
+        raise ValueError(f"{describe(op)} takes {name} as float32 ({length},), got {got}")

@@ -1,0 +1,114 @@
+"""Attention: append to the caches, then causal grouped-query attention by blocks of keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import pyopencl as cl
+
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.program import Define
+from hetero.backends.opencl.tuning import Tuning
+from hetero.backends.ops import Attention
+from hetero.backends.protocol import WeightValue
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+FEW_TOKENS = 4  # up to here packing the keys of the whole context costs more than it saves
+GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_DIM / lanes each
+
+
+def prepare_attention(
+    device: OpenCLDevice, op: Attention, _weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """Compile for the record's heads, capacity and window."""
+    if device.tuning.lanes > 1:
+        return _prepare_group(device, op)
+    program = device.programs.get("attention_cpu.cl", _defines(device.tuning, op))
+
+    def launches(tensors: Mapping[str, Tensor], m: int) -> Sequence[Launch]:
+        if m <= FEW_TOKENS:
+            args = tuple(tensors[port] for port in op.ports)
+            return [Launch(program, "attend_few", (op.kv_heads,), (1,), (m, *args))]
+        return _attend_tiles(device, program, op, tensors, m)
+
+    return OpenCLKernel(device, op, launches)
+
+
+def head_vector(head_dim: int, widest: int) -> int:
+    """Widest vector that divides a head."""
+    return next(width for width in (16, 8, 4, 2, 1) if width <= widest and head_dim % width == 0)
+
+
+def _defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
+    shape: dict[str, Define] = {
+        "VEC": tuning.vector,
+        "LANES": tuning.lanes,
+        "HV": head_vector(op.head_dim, tuning.vector),
+        "HEADS": op.heads,
+        "KV_HEADS": op.kv_heads,
+        "HEAD_DIM": op.head_dim,
+        "CAPACITY": op.capacity,
+        "WINDOW": op.window,
+        "SCALE": op.softmax_scale * math.log2(math.e),
+    }
+    if tuning.lanes > 1:
+        return {**shape, "HV": head_vector(op.head_dim, 4), "ROWS": GROUP_ROWS}
+    return {**shape, "TOKENS": tuning.attention_tokens, "KEYS": tuning.attention_keys}
+
+
+def _attend_tiles(
+    device: OpenCLDevice,
+    program: cl.Program,
+    op: Attention,
+    tensors: Mapping[str, Tensor],
+    m: int,
+) -> list[Launch]:
+    block = 2 * device.tuning.vector
+    blocks = -(-op.capacity // block)
+    tiles = -(-m // device.tuning.attention_tokens)
+    packed = device.scratch(4 * op.kv_heads * blocks * block * op.head_dim)
+    qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
+    pack_args = (m, qkv, position, k_cache, v_cache, packed)
+    args = (m, qkv, position, v_cache, out, packed)
+    return [
+        Launch(program, "pack_keys", (op.kv_heads, blocks), (1, 1), pack_args),
+        Launch(program, "attend_tile", (op.kv_heads, tiles), (1, 1), args),
+    ]
+
+
+def _prepare_group(device: OpenCLDevice, op: Attention) -> OpenCLKernel:
+    """Work-groups over rows; decode also splits the context."""
+    lanes = device.tuning.lanes
+    program = device.programs.get("attention_group.cl", _defines(device.tuning, op))
+
+    def flat(name: str, count: int, args: tuple[Tensor | cl.Buffer | int, ...]) -> Launch:
+        size = -(-count // lanes) * lanes
+        return Launch(program, name, (size,), (lanes,), (count, *args))
+
+    def launches(tensors: Mapping[str, Tensor], m: int) -> Sequence[Launch]:
+        splits = device.tuning.decode_splits if m <= FEW_TOKENS else 1
+        qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
+        partial = device.scratch(4 * splits * m * op.heads * (op.head_dim + 2))
+        blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
+        appended = m * op.kv_heads * op.head_dim
+        args = (m, qkv, position, k_cache, v_cache, out, partial, splits)
+        steps = [
+            flat("append", appended, (qkv, position, k_cache, v_cache)),
+            Launch(
+                program,
+                "attend_group",
+                (blocks * lanes, op.kv_heads, splits),
+                (lanes, 1, 1),
+                args,
+            ),
+        ]
+        if splits > 1:
+            steps.append(flat("combine", m * op.heads * op.head_dim, (partial, out, splits)))
+        return steps
+
+    return OpenCLKernel(device, op, launches)

@@ -1,0 +1,46 @@
+"""Embed: rows of a packed weight, dequantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.ops import Embed, describe
+from hetero.backends.protocol import WeightValue
+from hetero.backends.weights import GROUP_SIZE, PackedWeight
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+
+def prepare_embed(
+    device: OpenCLDevice, op: Embed, weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """A work-item per token on a CPU, per token and group of 32 features on a GPU."""
+    weight = weights["weight"]
+    storage = op.weight_format.storage
+    if not isinstance(weight, PackedWeight) or (weight.storage, weight.n, weight.k) != (
+        storage,
+        op.vocab,
+        op.d,
+    ):
+        raise ValueError(f"{describe(op)} takes a {storage} weight of {op.vocab}×{op.d}")
+    lanes = device.tuning.lanes
+    program = device.programs.get(
+        "embed.cl",
+        {"D": op.d, "STORAGE": storage.value.upper(), "SCALE": float(op.scale)},
+    )
+    data = device.constant(weight.data)
+    scales = data if weight.scales is None else device.constant(weight.scales)
+    total = -(-op.d // GROUP_SIZE)
+    groups = total if lanes == 1 else 1
+    items = 1 if lanes == 1 else -(-total // lanes) * lanes
+
+    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
+        args = (m, tensors["tokens"], tensors["y"], data, scales, groups)
+        return [Launch(program, "embed", (items, m), (lanes, 1), args)]
+
+    copied = 0 if device.capabilities.unified_memory else weight.nbytes
+    return OpenCLKernel(device, op, launches, nbytes=copied)

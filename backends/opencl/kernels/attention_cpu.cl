@@ -1,0 +1,354 @@
+// Attention for devices whose work-items are CPU threads with wide vectors (LANES == 1).
+//
+// Prefill: `pack_keys` appends k and v to the caches and writes K transposed, [G][C/KT][D][KT], so
+// that one vector holds one dimension of VEC keys; `attend_tile` is then two small matrix products
+// around an online softmax (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022), with no
+// score matrix larger than ROWS × KEYS. Rows are (token, query head) pairs of one key/value head:
+// row = token * GROUP + head. Scores are in base 2: SCALE includes log2(e).
+// Decode: `attend_few` appends and attends token by token; a vector holds VEC dimensions of one key.
+//
+// HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE come from the record; TOKENS (per tile) and
+// KEYS (per block) from tuning; HV divides HEAD_DIM.
+
+#define GROUP (HEADS / KV_HEADS)
+#define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+#define ROWS 8
+#define FEW (GROUP == 1 ? 1 : GROUP == 2 ? 2 : 4)
+#define PADDED_GROUP ((GROUP + FEW - 1) / FEW * FEW)
+#define KT (2 * VEC)
+#define LOWEST -1e30f
+
+#if HV == 1
+typedef float hfloat;
+#define HLOAD(p) (*(p))
+#define HSTORE(v, p) (*(p) = (v))
+#else
+typedef CAT(float, HV) hfloat;
+#define HLOAD(p) CAT(vload, HV)(0, p)
+#define HSTORE(v, p) CAT(vstore, HV)(v, 0, p)
+#endif
+#define CHUNKS (HEAD_DIM / HV)
+
+#define EACH_ROW(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
+
+// First position that a token at `last` - 1 sees.
+inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
+
+inline void copy_row(__global const float *from, __global float *to) {
+  for (int c = 0; c < CHUNKS; c++) HSTORE(HLOAD(from + c * HV), to + c * HV);
+}
+
+// Work-item (g, block of KT keys). `count` is m.
+__kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+                        ARRAY(float, k_cache), ARRAY(float, v_cache),
+                        __global float *restrict packed) {
+  const int g = get_global_id(0), block = get_global_id(1);
+  if (count == 0) return;
+  AT(qkv); AT(position); AT(k_cache); AT(v_cache);
+  const int start = position[0], stop = start + count, key0 = block * KT;
+  if (key0 >= stop || key0 + KT <= window_start(start + 1)) return;
+  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  packed += ((size_t)g * ((CAPACITY + KT - 1) / KT) + block) * KT * HEAD_DIM;
+  const int keys = min(KT, stop - key0);
+  for (int i = 0; i < keys; i++) {
+    const int key = key0 + i;
+    if (key < start) continue;
+    __global const float *from = qkv + (size_t)(key - start) * WIDTH + (HEADS + g) * HEAD_DIM;
+    copy_row(from, k_cache + (size_t)key * HEAD_DIM);
+    copy_row(from + KV_HEADS * HEAD_DIM, v_cache + (size_t)key * HEAD_DIM);
+  }
+  __global const float *k = k_cache + (size_t)key0 * HEAD_DIM;
+  if (keys == KT) {
+    for (int d = 0; d < HEAD_DIM; d++) {
+      for (int i = 0; i < KT; i++) packed[d * KT + i] = k[i * HEAD_DIM + d];
+    }
+  } else {
+    for (int d = 0; d < HEAD_DIM; d++) {
+      for (int i = 0; i < KT; i++) packed[d * KT + i] = i < keys ? k[i * HEAD_DIM + d] : 0.0f;
+    }
+  }
+}
+
+// ROWS × KT scores of one packed block of keys.
+inline void scores(const float *restrict q, __global const float *restrict k, float *restrict s) {
+#define DECLARE(r) vfloat a##r = 0, b##r = 0;
+  EACH_ROW(DECLARE)
+  for (int d = 0; d < HEAD_DIM; d++) {
+    const vfloat k0 = VLOAD(k + d * KT), k1 = VLOAD(k + d * KT + VEC);
+#define STEP(r) { const float x = q[d * ROWS + r]; a##r = x * k0 + a##r; b##r = x * k1 + b##r; }
+    EACH_ROW(STEP)
+  }
+#define KEEP(r) VSTORE(a##r, s + r * KEYS); VSTORE(b##r, s + r * KEYS + VEC);
+  EACH_ROW(KEEP)
+#undef DECLARE
+#undef STEP
+#undef KEEP
+}
+
+// o[r][0 .. 2 HV) = alpha[r] * o + p · v
+inline void values2(const float *restrict p, __global const float *restrict v, const int keys,
+                    const float *restrict alpha, float *restrict o) {
+#define DECLARE(r) hfloat a##r = alpha[r] * HLOAD(o + r * HEAD_DIM), \
+                          b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV);
+  EACH_ROW(DECLARE)
+  for (int key = 0; key < keys; key++) {
+    const hfloat v0 = HLOAD(v + key * HEAD_DIM), v1 = HLOAD(v + key * HEAD_DIM + HV);
+#define STEP(r) { const float x = p[r * KEYS + key]; a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
+    EACH_ROW(STEP)
+  }
+#define KEEP(r) HSTORE(a##r, o + r * HEAD_DIM); HSTORE(b##r, o + r * HEAD_DIM + HV);
+  EACH_ROW(KEEP)
+#undef DECLARE
+#undef STEP
+#undef KEEP
+}
+
+inline void values1(const float *restrict p, __global const float *restrict v, const int keys,
+                    const float *restrict alpha, float *restrict o) {
+#define DECLARE(r) hfloat a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
+  EACH_ROW(DECLARE)
+  for (int key = 0; key < keys; key++) {
+    const hfloat v0 = HLOAD(v + key * HEAD_DIM);
+#define STEP(r) a##r = p[r * KEYS + key] * v0 + a##r;
+    EACH_ROW(STEP)
+  }
+#define KEEP(r) HSTORE(a##r, o + r * HEAD_DIM);
+  EACH_ROW(KEEP)
+#undef DECLARE
+#undef STEP
+#undef KEEP
+}
+
+// Scores to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf here).
+// Returns the factor on what was accumulated before.
+inline float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
+  vfloat high = LOWEST;
+  for (int i = 0; i < keys; i += VEC) {
+    const vfloat x = VLOAD(s + i);
+    high = x > high ? x : high;
+  }
+  const float before = *top;
+  const float now = fmax(before, VMAX(high));
+  const float alpha = exp2_scalar(before - now);
+  vfloat total = alpha * *sum;
+  for (int i = 0; i < keys; i += VEC) {
+    const vfloat weight = exp2_vector(VLOAD(s + i) - now);
+    total += weight;
+    VSTORE(weight, s + i);
+  }
+  *top = now;
+  *sum = total;
+  return alpha;
+}
+
+// -inf for keys outside [low, high) of one row.
+inline void mask(float *restrict s, const int keys, const int low, const int high) {
+  for (int i = 0; i < min(low, keys); i++) s[i] = -INFINITY;
+  for (int i = max(high, 0); i < keys; i++) s[i] = -INFINITY;
+}
+
+// Work-item (g, tile of TOKENS tokens). `count` is m.
+__kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+                          ARRAY(const float, v_cache), ARRAY(float, out),
+                          __global const float *restrict packed) {
+#define SLABS ((TOKENS * GROUP + ROWS - 1) / ROWS)
+  const int g = get_global_id(0), t0 = get_global_id(1) * TOKENS;
+  if (t0 >= count) return;
+  AT(qkv); AT(position); AT(v_cache); AT(out);
+  const int start = position[0];
+  const int rows = min(TOKENS, count - t0) * GROUP;
+  const int slabs = (rows + ROWS - 1) / ROWS;
+  packed += (size_t)g * ((CAPACITY + KT - 1) / KT) * KT * HEAD_DIM;
+  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+
+  float q[SLABS * HEAD_DIM * ROWS], o[SLABS * ROWS * HEAD_DIM], p[ROWS * KEYS];
+  float top[SLABS * ROWS];
+  vfloat sum[SLABS * ROWS];
+  for (int r = 0; r < slabs * ROWS; r++) {
+    const int row = min(r, rows - 1);
+    __global const float *from =
+        qkv + (size_t)(t0 + row / GROUP) * WIDTH + (g * GROUP + row % GROUP) * HEAD_DIM;
+    float *to = q + (r / ROWS) * HEAD_DIM * ROWS + r % ROWS;
+    for (int d = 0; d < HEAD_DIM; d++) to[d * ROWS] = from[d] * SCALE;
+    for (int c = 0; c < CHUNKS; c++) HSTORE((hfloat)0, o + r * HEAD_DIM + c * HV);
+    top[r] = LOWEST;
+    sum[r] = 0;
+  }
+
+  const int first = window_start(start + t0 + 1) / KT * KT;
+  const int end = start + t0 + (rows - 1) / GROUP + 1;
+  for (int key0 = first; key0 < end; key0 += KEYS) {
+    __global const float *v = v_cache + (size_t)key0 * HEAD_DIM;
+    for (int slab = 0; slab < slabs; slab++) {
+      const int row0 = slab * ROWS, row1 = min(row0 + ROWS, rows) - 1;
+      const int early = start + t0 + row0 / GROUP + 1, late = start + t0 + row1 / GROUP + 1;
+      const int keys = min(KEYS, late - key0);
+      if (keys <= 0 || key0 + KEYS <= window_start(early)) continue;
+      const int padded = (keys + VEC - 1) / VEC * VEC;
+      for (int i = 0; i < keys; i += KT) {
+        scores(q + slab * HEAD_DIM * ROWS, packed + (size_t)(key0 + i) * HEAD_DIM, p + i);
+      }
+      const bool inside = key0 + padded <= early && key0 >= window_start(late);
+      float alpha[ROWS];
+      for (int r = 0; r < ROWS; r++) {
+        if (!inside) {
+          const int limit = start + t0 + min(row0 + r, rows - 1) / GROUP + 1;
+          mask(p + r * KEYS, padded, window_start(limit) - key0, limit - key0);
+        }
+        alpha[r] = soften(p + r * KEYS, padded, top + row0 + r, sum + row0 + r);
+      }
+      float *acc = o + row0 * HEAD_DIM;
+      int c = 0;
+      for (; c + 2 <= CHUNKS; c += 2) values2(p, v + c * HV, keys, alpha, acc + c * HV);
+      if (c < CHUNKS) values1(p, v + c * HV, keys, alpha, acc + c * HV);
+    }
+  }
+
+  for (int r = 0; r < rows; r++) {
+    const float inverse = 1.0f / VSUM(sum[r]);
+    __global float *to =
+        out + (size_t)(t0 + r / GROUP) * HEADS * HEAD_DIM + (g * GROUP + r % GROUP) * HEAD_DIM;
+    for (int c = 0; c < CHUNKS; c++) {
+      HSTORE(inverse * HLOAD(o + r * HEAD_DIM + c * HV), to + c * HV);
+    }
+  }
+}
+
+// VEC scores of VEC neighbouring keys.
+inline vfloat dots(const float *restrict q, __global const float *restrict k) {
+#if HV == 16 && VEC == 16
+#define DOT(i) hfloat d##i = HLOAD(q) * HLOAD(k + i * HEAD_DIM); \
+  for (int c = 1; c < CHUNKS; c++) d##i = HLOAD(q + c * HV) * HLOAD(k + i * HEAD_DIM + c * HV) + d##i;
+#define HALVES(a, b) ((float16)(a.lo + a.hi, b.lo + b.hi))
+#define QUARTERS(a, b) \
+  ((float16)(a.s0123 + a.s4567, a.s89ab + a.scdef, b.s0123 + b.s4567, b.s89ab + b.scdef))
+#define FOUR(a, b, c, d) QUARTERS(HALVES(a, b), HALVES(c, d))
+  DOT(0) DOT(1) DOT(2) DOT(3)
+  const float16 e0 = FOUR(d0, d1, d2, d3);
+  DOT(4) DOT(5) DOT(6) DOT(7)
+  const float16 e1 = FOUR(d4, d5, d6, d7);
+  DOT(8) DOT(9) DOT(10) DOT(11)
+  const float16 e2 = FOUR(d8, d9, d10, d11);
+  DOT(12) DOT(13) DOT(14) DOT(15)
+  const float16 e3 = FOUR(d12, d13, d14, d15);
+  // e: four sums of 4 lanes each; now pairs, then singles.
+  const float16 f0 = (float16)(e0.s014589cd + e0.s2367abef, e1.s014589cd + e1.s2367abef);
+  const float16 f1 = (float16)(e2.s014589cd + e2.s2367abef, e3.s014589cd + e3.s2367abef);
+  return (float16)(f0.even + f0.odd, f1.even + f1.odd);
+#else
+  float s[VEC];
+  for (int i = 0; i < VEC; i++) {
+    float x = 0;
+    for (int d = 0; d < HEAD_DIM; d++) x = q[d] * k[i * HEAD_DIM + d] + x;
+    s[i] = x;
+  }
+  return VLOAD(s);
+#endif
+}
+
+inline float dot1(const float *restrict q, __global const float *restrict k) {
+  float x = 0;
+  for (int d = 0; d < HEAD_DIM; d++) x = q[d] * k[d] + x;
+  return x;
+}
+
+#define EACH_FEW(F) F(0) F(1) F(2) F(3)
+#define LIVE(r) if (r < FEW)
+
+// As values2 and values1, for FEW rows.
+inline void few_values2(const float *restrict p, __global const float *restrict v, const int keys,
+                        const float *restrict alpha, float *restrict o) {
+#define DECLARE(r) hfloat a##r = 0, b##r = 0; LIVE(r) { a##r = alpha[r] * HLOAD(o + r * HEAD_DIM); \
+                                                b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV); }
+  EACH_FEW(DECLARE)
+  for (int key = 0; key < keys; key++) {
+    const hfloat v0 = HLOAD(v + key * HEAD_DIM), v1 = HLOAD(v + key * HEAD_DIM + HV);
+#define STEP(r) LIVE(r) { const float x = p[r * KEYS + key]; \
+                          a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
+    EACH_FEW(STEP)
+  }
+#define KEEP(r) LIVE(r) { HSTORE(a##r, o + r * HEAD_DIM); HSTORE(b##r, o + r * HEAD_DIM + HV); }
+  EACH_FEW(KEEP)
+#undef DECLARE
+#undef STEP
+#undef KEEP
+}
+
+inline void few_values1(const float *restrict p, __global const float *restrict v, const int keys,
+                        const float *restrict alpha, float *restrict o) {
+#define DECLARE(r) hfloat a##r = 0; LIVE(r) a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
+  EACH_FEW(DECLARE)
+  for (int key = 0; key < keys; key++) {
+    const hfloat v0 = HLOAD(v + key * HEAD_DIM);
+#define STEP(r) LIVE(r) a##r = p[r * KEYS + key] * v0 + a##r;
+    EACH_FEW(STEP)
+  }
+#define KEEP(r) LIVE(r) HSTORE(a##r, o + r * HEAD_DIM);
+  EACH_FEW(KEEP)
+#undef DECLARE
+#undef STEP
+#undef KEEP
+}
+
+// Work-item (g): appends all tokens of the call, then attends one after the other. `count` is m.
+__kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+                         ARRAY(float, k_cache), ARRAY(float, v_cache), ARRAY(float, out)) {
+  const int g = get_global_id(0);
+  if (count == 0) return;
+  AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
+  const int start = position[0];
+  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  for (int t = 0; t < count; t++) {
+    __global const float *from = qkv + (size_t)t * WIDTH + (HEADS + g) * HEAD_DIM;
+    copy_row(from, k_cache + (size_t)(start + t) * HEAD_DIM);
+    copy_row(from + KV_HEADS * HEAD_DIM, v_cache + (size_t)(start + t) * HEAD_DIM);
+  }
+  float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM], p[PADDED_GROUP * KEYS], top[PADDED_GROUP], alpha[PADDED_GROUP];
+  vfloat sum[PADDED_GROUP];
+  for (int t = 0; t < count; t++) {
+    __global const float *from = qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM;
+    for (int i = 0; i < PADDED_GROUP * HEAD_DIM; i++) {
+      q[i] = i < GROUP * HEAD_DIM ? from[i] * SCALE : 0.0f;
+      o[i] = 0;
+    }
+    for (int r = 0; r < PADDED_GROUP; r++) {
+      top[r] = LOWEST;
+      sum[r] = 0;
+      alpha[r] = 0;
+    }
+    for (int i = 0; i < PADDED_GROUP * KEYS; i++) p[i] = 0;
+    const int end = start + t + 1;
+    for (int key0 = window_start(end); key0 < end; key0 += KEYS) {
+      const int keys = min(KEYS, end - key0), padded = (keys + VEC - 1) / VEC * VEC;
+      __global const float *k = k_cache + (size_t)key0 * HEAD_DIM;
+      __global const float *v = v_cache + (size_t)key0 * HEAD_DIM;
+      int i = 0;
+      for (; i + VEC <= keys; i += VEC) {
+        for (int r = 0; r < GROUP; r++) {
+          VSTORE(dots(q + r * HEAD_DIM, k + i * HEAD_DIM), p + r * KEYS + i);
+        }
+      }
+      for (; i < padded; i++) {
+        for (int r = 0; r < GROUP; r++) {
+          p[r * KEYS + i] = i < keys ? dot1(q + r * HEAD_DIM, k + i * HEAD_DIM) : -INFINITY;
+        }
+      }
+      for (int r = 0; r < GROUP; r++) alpha[r] = soften(p + r * KEYS, padded, top + r, sum + r);
+      for (int r = 0; r < GROUP; r += FEW) {
+        float *acc = o + r * HEAD_DIM;
+        int c = 0;
+        for (; c + 2 <= CHUNKS; c += 2) {
+          few_values2(p + r * KEYS, v + c * HV, keys, alpha + r, acc + c * HV);
+        }
+        if (c < CHUNKS) few_values1(p + r * KEYS, v + c * HV, keys, alpha + r, acc + c * HV);
+      }
+    }
+    __global float *to = out + ((size_t)t * HEADS + g * GROUP) * HEAD_DIM;
+    for (int r = 0; r < GROUP; r++) {
+      const float inverse = 1.0f / VSUM(sum[r]);
+      for (int d = 0; d < HEAD_DIM; d++) to[r * HEAD_DIM + d] = inverse * o[r * HEAD_DIM + d];
+    }
+  }
+}

@@ -1,0 +1,160 @@
+// Attention for devices with work-groups (LANES > 1). A work-group takes ROWS (token, query head)
+// rows of one key/value head and one of `splits` pieces of their context: a lane is one key while
+// scores are made and one dimension while values are summed, with the online softmax of
+// attention_cpu.cl in between. With more than one split, `combine` merges the partial results, so
+// that decode with few heads still fills the device ("flash decoding").
+//
+// HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE (with log2(e)) come from the record; HV divides
+// HEAD_DIM. `partial` holds per split and output row HEAD_DIM sums, the maximum and the weight.
+
+#define GROUP (HEADS / KV_HEADS)
+#define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+#define LOWEST -1e30f
+#define DIMS ((HEAD_DIM + LANES - 1) / LANES)
+#define RECORD (HEAD_DIM + 2)
+
+inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
+
+// One float of k and of v per work-item. `count` is m · KV_HEADS · HEAD_DIM.
+__kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+                     ARRAY(float, k_cache), ARRAY(float, v_cache)) {
+  const int i = get_global_id(0);
+  if (i >= count) return;
+  AT(qkv); AT(position); AT(k_cache); AT(v_cache);
+  const int token = i / (KV_HEADS * HEAD_DIM), g = i / HEAD_DIM % KV_HEADS, d = i % HEAD_DIM;
+  const size_t to = ((size_t)g * CAPACITY + position[0] + token) * HEAD_DIM + d;
+  qkv += (size_t)token * WIDTH + (HEADS + g) * HEAD_DIM + d;
+  k_cache[to] = qkv[0];
+  v_cache[to] = qkv[KV_HEADS * HEAD_DIM];
+}
+
+#if HV == 1
+#define PRODUCT(a, b) (*(a) * *(b))
+#elif HV == 2
+#define PRODUCT(a, b) dot(vload2(0, a), vload2(0, b))
+#else
+#define PRODUCT(a, b) dot(vload4(0, a), vload4(0, b))
+#endif
+
+// Work-group (block of rows, g, split). `count` is m; with 0 there are no rows (no early return:
+// PoCL 3.0 miscompiles one in front of a barrier).
+__kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+                           ARRAY(const float, k_cache), ARRAY(const float, v_cache),
+                           ARRAY(float, out), __global float *restrict partial,
+                           const int splits) {
+  __local float q[ROWS * HEAD_DIM], p[ROWS * LANES], red[ROWS * LANES];
+  AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
+  const int g = get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
+  const int rows = clamp(count * GROUP - row0, 0, ROWS);
+  const int start = position[0];
+  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  for (int i = LANE; i < (rows > 0 ? ROWS * HEAD_DIM : 0); i += LANES) {
+    const int row = row0 + min(i / HEAD_DIM, rows - 1);
+    q[i] = SCALE * qkv[(size_t)(row / GROUP) * WIDTH + (g * GROUP + row % GROUP) * HEAD_DIM +
+                       i % HEAD_DIM];
+  }
+  float acc[ROWS][DIMS], top[ROWS], sum[ROWS];
+  for (int r = 0; r < ROWS; r++) {
+    top[r] = LOWEST;
+    sum[r] = 0;
+    for (int c = 0; c < DIMS; c++) acc[r][c] = 0;
+  }
+
+  const int begin = window_start(start + row0 / GROUP + 1);
+  const int end = start + (row0 + rows - 1) / GROUP + 1;
+  const int span = ((end - begin + splits - 1) / splits + LANES - 1) / LANES * LANES;
+  const int low = begin + split * span, high = rows > 0 ? min(end, low + span) : low;
+  for (int key0 = low; key0 < high; key0 += LANES) {
+    const int key = key0 + LANE;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    float s[ROWS];
+    for (int r = 0; r < ROWS; r++) s[r] = 0;
+    if (key < high) {
+      for (int d = 0; d < HEAD_DIM; d += HV) {
+        for (int r = 0; r < ROWS; r++) {
+          s[r] += PRODUCT(k_cache + (size_t)key * HEAD_DIM + d, q + r * HEAD_DIM + d);
+        }
+      }
+    }
+    for (int r = 0; r < ROWS; r++) {
+      const int limit = start + (row0 + min(r, rows - 1)) / GROUP + 1;
+      if (key >= high || key >= limit || key < window_start(limit)) s[r] = -INFINITY;
+      red[r * LANES + LANE] = s[r];
+    }
+    for (int n = LANES / 2; n > 0; n /= 2) {
+      barrier(CLK_LOCAL_MEM_FENCE);
+      if (LANE < n) {
+        for (int r = 0; r < ROWS; r++) {
+          red[r * LANES + LANE] = larger(red[r * LANES + LANE], red[r * LANES + LANE + n]);
+        }
+      }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int r = 0; r < ROWS; r++) {
+      const float now = larger(top[r], red[r * LANES]);
+      const float alpha = exp2_scalar(top[r] - now);
+      const float weight = exp2_scalar(s[r] - now);
+      p[r * LANES + LANE] = weight;
+      sum[r] = sum[r] * alpha + weight;
+      top[r] = now;
+      for (int c = 0; c < DIMS; c++) acc[r][c] *= alpha;
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    const int keys = min(LANES, high - key0);
+    for (int c = 0; c < DIMS; c++) {
+      const int d = c * LANES + LANE;
+      if (d < HEAD_DIM) {
+        for (int i = 0; i < keys; i++) {
+          const float v = v_cache[(size_t)(key0 + i) * HEAD_DIM + d];
+          for (int r = 0; r < ROWS; r++) acc[r][c] += p[r * LANES + i] * v;
+        }
+      }
+    }
+  }
+
+  barrier(CLK_LOCAL_MEM_FENCE);
+  for (int r = 0; r < ROWS; r++) red[r * LANES + LANE] = sum[r];
+  for (int n = LANES / 2; n > 0; n /= 2) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (LANE < n) {
+      for (int r = 0; r < ROWS; r++) red[r * LANES + LANE] += red[r * LANES + LANE + n];
+    }
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+  for (int r = 0; r < rows; r++) {
+    const int row = row0 + r;
+    const size_t at = (size_t)(row / GROUP) * HEADS + g * GROUP + row % GROUP;
+    __global float *to = partial + ((size_t)split * count * HEADS + at) * RECORD;
+    const float total = red[r * LANES];
+    const float factor = splits == 1 ? 1.0f / total : 1.0f;
+    if (splits == 1) to = out + at * HEAD_DIM;
+    for (int c = 0; c < DIMS; c++) {
+      const int d = c * LANES + LANE;
+      if (d < HEAD_DIM) to[d] = factor * acc[r][c];
+    }
+    if (splits > 1 && LANE == 0) {
+      to[HEAD_DIM] = top[r];
+      to[HEAD_DIM + 1] = total;
+    }
+  }
+}
+
+// Merges the splits of one output float per work-item. `count` is m · HEADS · HEAD_DIM.
+__kernel void combine(const int count, __global const float *restrict partial, ARRAY(float, out),
+                      const int splits) {
+  const int i = get_global_id(0);
+  if (i >= count) return;
+  const int row = i / HEAD_DIM, d = i % HEAD_DIM;
+  const size_t stride = (size_t)(count / HEAD_DIM) * RECORD;
+  partial += (size_t)row * RECORD;
+  float top = LOWEST, total = 0, value = 0;
+  for (int s = 0; s < splits; s++) top = larger(top, partial[s * stride + HEAD_DIM]);
+  for (int s = 0; s < splits; s++) {
+    const float factor = exp2_scalar(partial[s * stride + HEAD_DIM] - top);
+    total += factor * partial[s * stride + HEAD_DIM + 1];
+    value += factor * partial[s * stride + d];
+  }
+  AT(out);
+  out[i] = value / total;
+}

@@ -1,0 +1,71 @@
+// Embed: y[t] = SCALE · W[tokens[t]] from the packed layouts of `hetero.backends.weights` (rows in
+// blocks of 16, lane = row). A work-item takes `groups` groups of 32 features of one token.
+// D is the width, STORAGE one of Q4, Q8, F16, F32. `count` is m.
+
+#define Q4 0
+#define Q8 1
+#define F16 2
+#define F32 3
+#define GROUPS ((D + 31) / 32)
+
+// Up to 8 features from a vector; the last group of a row may be cut.
+inline void store8(const float8 v, __global float *y, const int left) {
+  if (left >= 8) {
+    vstore8(v, 0, y);
+  } else {
+    float part[8];
+    vstore8(v, 0, part);
+    for (int i = 0; i < left; i++) y[i] = part[i];
+  }
+}
+
+#if STORAGE == Q4
+inline void group_of(__global const uint *data, __global const half *scales, const size_t block,
+                     const int lane, const int g, __global float *y, const int left) {
+  const float scale = SCALE * vload_half((block * GROUPS + g) * 16 + lane, scales);
+  __global const uint *words = data + (block * GROUPS + g) * 64 + lane;
+  for (int w = 0; w < 4; w++) {
+    const uint8 nibbles = ((uint8)(words[w * 16]) >> (uint8)(0, 4, 8, 12, 16, 20, 24, 28)) & 15u;
+    store8((convert_float8(nibbles) - 8.0f) * scale, y + w * 8, left - w * 8);
+  }
+}
+#define DATA uint
+#elif STORAGE == Q8
+inline void group_of(__global const char *data, __global const half *scales, const size_t block,
+                     const int lane, const int g, __global float *y, const int left) {
+  const float scale = SCALE * vload_half((block * GROUPS + g) * 16 + lane, scales);
+  __global const char *bytes = data + (block * GROUPS + g) * 512 + lane * 4;
+  for (int w = 0; w < 8; w += 2) {
+    const char8 codes = (char8)(vload4(0, bytes + w * 64), vload4(0, bytes + w * 64 + 64));
+    store8(convert_float8(codes) * scale, y + w * 4, left - w * 4);
+  }
+}
+#define DATA char
+#else
+#if STORAGE == F16
+#define DATA half
+#define ELEMENT(i) vload_half(i, data)
+#else
+#define DATA float
+#define ELEMENT(i) data[i]
+#endif
+inline void group_of(__global const DATA *data, __global const half *scales, const size_t block,
+                     const int lane, const int g, __global float *y, const int left) {
+  const size_t at = (block * D + g * 32) * 16 + lane;
+  for (int i = 0; i < min(32, left); i++) y[i] = SCALE * ELEMENT(at + i * 16);
+}
+#endif
+
+__kernel void embed(const int count, ARRAY(const int, tokens), ARRAY(float, y),
+                    __global const DATA *restrict data, __global const half *restrict scales,
+                    const int groups) {
+  const int t = get_global_id(1);
+  if (t >= count) return;
+  AT(tokens); AT(y);
+  const int token = tokens[t];
+  const int first = (int)get_global_id(0) * groups;
+  y += (size_t)t * D;
+  for (int g = first; g < min(first + groups, GROUPS); g++) {
+    group_of(data, scales, token / 16, token % 16, g, y + g * 32, D - g * 32);
+  }
+}

@@ -1,0 +1,108 @@
+// Rotary embedding ("rotate half") of queries and keys, with optional RMSNorm per head; values are
+// copied. A work-item takes ITEM_HEADS heads of one token. `count` is m · TOTAL_HEADS / ITEM_HEADS.
+//
+// HEADS, KV_HEADS, HEAD_DIM, ROTATED come from the record; HV divides HEAD_DIM and RV ROTATED / 2.
+// cosines and sines: [max_position][ROTATED / 2].
+
+#define TOTAL_HEADS (HEADS + 2 * KV_HEADS)
+#define HALF (ROTATED / 2)
+
+#if HV == 1
+typedef float hfloat;
+#define HLOAD(p) (*(p))
+#define HSTORE(v, p) (*(p) = (v))
+#define HSUM(v) (v)
+#else
+typedef CAT(float, HV) hfloat;
+#define HLOAD(p) CAT(vload, HV)(0, p)
+#define HSTORE(v, p) CAT(vstore, HV)(v, 0, p)
+#endif
+#if HV == 2
+#define HSUM(v) ((v).s0 + (v).s1)
+#elif HV == 4
+#define HSUM(v) (((v).s0 + (v).s1) + ((v).s2 + (v).s3))
+#elif HV >= 8
+inline float HSUM(hfloat v) {
+#if HV == 16
+  const float8 a = v.lo + v.hi;
+#else
+  const float8 a = v;
+#endif
+  const float4 b = a.lo + a.hi;
+  return (b.s0 + b.s1) + (b.s2 + b.s3);
+}
+#endif
+#if RV == 1
+typedef float rfloat;
+#define RLOAD(p) (*(p))
+#define RSTORE(v, p) (*(p) = (v))
+#else
+typedef CAT(float, RV) rfloat;
+#define RLOAD(p) CAT(vload, RV)(0, p)
+#define RSTORE(v, p) CAT(vstore, RV)(v, 0, p)
+#endif
+
+inline void copy_dims(__global const float *from, __global float *to) {
+  for (int d = 0; d < HEAD_DIM; d += HV) HSTORE(HLOAD(from + d), to + d);
+}
+
+// Rotates one head in place of `to` from `from`, whose dimensions are scaled by `weight`.
+inline void rotate_head(__global const float *from, __global float *to,
+                        __global const float *cosines, __global const float *sines) {
+  for (int d = 0; d < HALF; d += RV) {
+    const rfloat low = RLOAD(from + d), high = RLOAD(from + HALF + d);
+    const rfloat c = RLOAD(cosines + d), s = RLOAD(sines + d);
+    RSTORE(low * c - high * s, to + d);
+    RSTORE(high * c + low * s, to + HALF + d);
+  }
+  for (int d = ROTATED; d < HEAD_DIM; d++) to[d] = from[d];
+}
+
+#ifdef EPS
+inline void rotate_normed(__global const float *from, __global float *to,
+                          __global const float *cosines, __global const float *sines,
+                          __global const float *weight) {
+  hfloat squares = 0;
+  for (int d = 0; d < HEAD_DIM; d += HV) {
+    const hfloat x = HLOAD(from + d);
+    squares = x * x + squares;
+  }
+  const float factor = 1.0f / sqrt(HSUM(squares) * (1.0f / HEAD_DIM) + EPS);
+  for (int d = 0; d < HALF; d += RV) {
+    const rfloat low = factor * RLOAD(from + d) * RLOAD(weight + d);
+    const rfloat high = factor * RLOAD(from + HALF + d) * RLOAD(weight + HALF + d);
+    const rfloat c = RLOAD(cosines + d), s = RLOAD(sines + d);
+    RSTORE(low * c - high * s, to + d);
+    RSTORE(high * c + low * s, to + HALF + d);
+  }
+  for (int d = ROTATED; d < HEAD_DIM; d++) to[d] = factor * from[d] * weight[d];
+}
+#endif
+
+__kernel void rope(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+                   ARRAY(float, out), __global const float *restrict cosines,
+                   __global const float *restrict sines, __global const float *restrict q_norm,
+                   __global const float *restrict k_norm) {
+  const int item = get_global_id(0);
+  if (item >= count) return;
+  AT(qkv); AT(position); AT(out);
+  const int token = item / (TOTAL_HEADS / ITEM_HEADS);
+  const int first = item % (TOTAL_HEADS / ITEM_HEADS) * ITEM_HEADS;
+  const size_t at = (size_t)(position[0] + token) * HALF;
+  cosines += at;
+  sines += at;
+  for (int head = first; head < first + ITEM_HEADS; head++) {
+    const size_t offset = ((size_t)token * TOTAL_HEADS + head) * HEAD_DIM;
+    __global const float *from = qkv + offset;
+    __global float *to = out + offset;
+    if (head >= HEADS + KV_HEADS) {
+      copy_dims(from, to);
+    } else {
+#ifdef EPS
+      rotate_normed(from, to, cosines, sines, head < HEADS ? q_norm : k_norm);
+#else
+      rotate_head(from, to, cosines, sines);
+#endif
+    }
+  }
+}

@@ -1,0 +1,40 @@
+"""RMSNorm and LayerNorm, with and without a fused residual."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.ops import LayerNorm, RMSNorm
+from hetero.backends.protocol import WeightValue
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+
+def prepare_norm(
+    device: OpenCLDevice, op: RMSNorm | LayerNorm, weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """One work-group per token."""
+    tuning = device.tuning
+    program = device.programs.get(
+        "norm.cl",
+        {
+            "VEC": tuning.vector,
+            "LANES": tuning.lanes,
+            "D": op.d,
+            "ADD": int(op.add),
+            "EPS": float(op.eps),
+        },
+    )
+    names = ("weight", "bias") if isinstance(op, LayerNorm) else ("weight",)
+    constants = [device.vector_weight(op, weights, name, op.d) for name in names]
+    kernel = "layer_norm" if isinstance(op, LayerNorm) else "rms_norm"
+
+    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
+        args: tuple[Argument, ...] = (m, *(tensors[port] for port in op.ports), *constants)
+        return [Launch(program, kernel, (m * tuning.lanes,), (tuning.lanes,), args)]
+
+    return OpenCLKernel(device, op, launches)

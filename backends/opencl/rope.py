@@ -1,0 +1,82 @@
+"""Rope, with optional RMSNorm of each query and key head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyopencl as cl
+
+from hetero.backends import rope as tables
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.attention import head_vector
+from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.opencl.program import Define
+from hetero.backends.ops import Rope
+from hetero.backends.protocol import WeightValue
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+
+def prepare_rope(
+    device: OpenCLDevice, op: Rope, weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """A work-item per token on a CPU, per token and head on a GPU."""
+    tuning = device.tuning
+    total = op.heads + 2 * op.kv_heads
+    item_heads = total if tuning.lanes == 1 else 1
+    program = device.programs.get("rope.cl", _defines(device, op, item_heads))
+    cosines, sines = _tables(device, op)
+    norms = (
+        (cosines, cosines)  # not read
+        if op.qk_norm_eps is None
+        else tuple(
+            device.vector_weight(op, weights, name, op.head_dim) for name in ("q_norm", "k_norm")
+        )
+    )
+
+    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
+        items = m * (total // item_heads)
+        args: tuple[Argument, ...] = (
+            items,
+            *(tensors[port] for port in op.ports),
+            cosines,
+            sines,
+            *norms,
+        )
+        size = -(-items // tuning.lanes) * tuning.lanes
+        return [Launch(program, "rope", (size,), (tuning.lanes,), args)]
+
+    return OpenCLKernel(device, op, launches)
+
+
+def _defines(device: OpenCLDevice, op: Rope, item_heads: int) -> dict[str, Define]:
+    widest = device.tuning.vector
+    defines: dict[str, Define] = {
+        "VEC": widest,
+        "HV": head_vector(op.head_dim, widest),
+        "RV": head_vector(op.rotated // 2, widest),
+        "HEADS": op.heads,
+        "KV_HEADS": op.kv_heads,
+        "HEAD_DIM": op.head_dim,
+        "ROTATED": op.rotated,
+        "ITEM_HEADS": item_heads,
+    }
+    if op.qk_norm_eps is not None:
+        defines["EPS"] = float(op.qk_norm_eps)
+    return defines
+
+
+def _tables(device: OpenCLDevice, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
+    """cos and sin in float32, one pair for all layers that rotate alike."""
+    key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None)
+    if key not in device.rope_tables:
+        cosines, sines = tables.tables(op)
+        device.rope_tables[key] = (
+            device.constant(cosines.astype(np.float32)),
+            device.constant(sines.astype(np.float32)),
+        )
+    return device.rope_tables[key]

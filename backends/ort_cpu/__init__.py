@@ -1,0 +1,30 @@
+"""The host's static-graph NPU: ONNX Runtime's CPU provider on one thread, the caller's.
+
+`open(**options)` takes
+
+    graph_sizes   token counts that calls may have; others are refused when bound, as on a real NPU
+    w4a16         how 4-bit weights meet floating-point activations (see `graphs.matmul`):
+                  "split"  two int8 planes of the activations, together 15 bits for each block of
+                           32; 2 times as fast as fp32 for one token, 0.6 times for 256
+                  "fp32"   dequantised on the fly, fp32 arithmetic
+                  "both"   split for up to 16 tokens, fp32 above; holds the weights twice
+
+Sessions have a symbolic token count, so one session serves every graph size: ONNX Runtime packs
+weights into a private copy for each session. The caller pins the thread; nothing here does.
+"""
+
+from __future__ import annotations
+
+from hetero.backends.ort_cpu.device import DEFAULT_GRAPH_SIZES, OrtCpuDevice
+from hetero.backends.ort_cpu.graphs import ActivationPath
+from hetero.backends.protocol import Device
+
+
+def open(
+    *, graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES, w4a16: ActivationPath = "split"
+) -> Device:
+    """Open ONNX Runtime on the host's CPU; see the module's docstring for the options."""
+    return OrtCpuDevice(graph_sizes=graph_sizes, w4a16=w4a16)
+
+
+__all__ = ["DEFAULT_GRAPH_SIZES", "OrtCpuDevice", "open"]

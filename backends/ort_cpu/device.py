@@ -1,0 +1,216 @@
+"""The device: sessions by operation, kernels by weights."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from hetero.backends import checks, ops
+from hetero.backends.memory import HostBuffer
+from hetero.backends.ops import Op, StorageFormat, WeightFormat, describe
+from hetero.backends.ort_cpu import graphs, kernels, packing
+from hetero.backends.ort_cpu.session import BACKEND, NATIVE_ERRORS, device_error, new_session
+from hetero.backends.protocol import (
+    Acceptance,
+    Capabilities,
+    Device,
+    DeviceInfo,
+    Kernel,
+    WeightValue,
+)
+from hetero.backends.weights import PackedWeight, pack
+
+DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
+ROW_ALIGNMENT = 32
+SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
+
+
+class OrtCpuDevice(Device):
+    """Sessions run on whatever thread calls them."""
+
+    def __init__(self, *, graph_sizes: tuple[int, ...], w4a16: graphs.ActivationPath) -> None:
+        if not graph_sizes or min(graph_sizes) < 1:
+            raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
+        self.info = DeviceInfo(
+            backend=BACKEND,
+            name=_processor_name(),
+            driver=f"onnxruntime {ort.__version__}",
+            details={"w4a16": w4a16},
+        )
+        self.capabilities = Capabilities(
+            kind="npu",
+            static_shapes=True,
+            graph_sizes=tuple(sorted(graph_sizes)),
+            weight_formats=tuple(WeightFormat),
+            row_alignment=ROW_ALIGNMENT,
+            early_visibility=False,
+        )
+        self.health = checks.Health(BACKEND)
+        self._w4a16 = w4a16
+        self._sessions: dict[Op, ort.InferenceSession] = {}
+        self._rope_tables: dict[Op, dict[str, npt.NDArray[Any]]] = {}
+        self._kernels: weakref.WeakSet[kernels.OrtKernel] = weakref.WeakSet()
+        self._packed_inputs: dict[tuple[str, bool], frozenset[str]] = {}
+
+    def map(self, buffer: HostBuffer) -> int:
+        """Nothing to do: sessions work on the pages in place. Returns the address."""
+        self.health.check("map")
+        return buffer.address
+
+    def accepts(self, op: Op) -> Acceptance:
+        """Everything that is in `graphs`."""
+        return checks.accept_format(self.capabilities, op)
+
+    def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
+        """Build the graph and its session, or take the session of the same operation."""
+        self.health.check(f"preparing {describe(op)}")
+        checks.check_weights(op, weights)
+        try:
+            kernel = self._prepare(op, weights)
+        except NATIVE_ERRORS as error:
+            raise device_error(error, f"preparing {describe(op)}") from error
+        self._kernels.add(kernel)
+        return kernel
+
+    def close(self) -> None:
+        """Release every session, also those that kernels and calls still refer to."""
+        self.health.lose("closed")
+        for kernel in list(self._kernels):
+            kernel.release()
+        self._sessions.clear()
+        self._rope_tables.clear()
+
+    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.OrtKernel:  # noqa: PLR0911
+        match op:
+            case ops.MatMul():
+                return self._prepare_matmul(op, weights)
+            case ops.Embed():
+                session = self._session(op, graphs.embed)
+                return kernels.GraphKernel(self, op, session, _flat(checks.packed(weights)))
+            case ops.RMSNorm() | ops.LayerNorm():
+                session = self._session(op, graphs.norm)
+                return kernels.GraphKernel(self, op, session, _vectors(weights))
+            case ops.Rope():
+                session = self._session(op, graphs.rotate)
+                tables = self._rope_tables.setdefault(op, kernels.rope_inputs(op))
+                return kernels.RopeKernel(self, op, session, tables | _vectors(weights))
+            case ops.Attention() if op.head_dim % 8:
+                session = self._session(op, graphs.composed_attention)
+                return kernels.ComposedAttentionKernel(self, op, session)
+            case ops.Attention():
+                session = self._session(op, graphs.fused_attention)
+                return kernels.FusedAttentionKernel(self, op, session)
+            case ops.GatedAct():
+                session = self._session(op, graphs.gated_act)
+                return kernels.GraphKernel(self, op, session, {}, row_bytes=8 * op.f)
+            case ops.Add():
+                return kernels.GraphKernel(self, op, self._session(op, graphs.add), {})
+
+    def _session(self, op: Any, build: Callable[[Any], bytes]) -> ort.InferenceSession:
+        """One session for each operation without a packed weight, whatever its other weights."""
+        if op not in self._sessions:
+            self._sessions[op] = new_session(build(op))
+        return self._sessions[op]
+
+    def _prepare_matmul(
+        self, op: ops.MatMul, weights: Mapping[str, WeightValue]
+    ) -> kernels.MatMulKernel:
+        staged = packing.stage(checks.packed(weights))
+        paths = self._paths(op)
+        sessions = {
+            limit: new_session(
+                graphs.matmul(op, split=split), {k: v.array for k, v in staged.items()}
+            )
+            for limit, split in paths.items()
+        }
+        packed = frozenset.intersection(*(self._packed(op, split) for split in paths.values()))
+        for name in packed:
+            staged[name].release()
+        held = sum(staging.nbytes for staging in staged.values())
+        held += sum(_pack_bytes(op, split=split) for split in paths.values())
+        bias = checks.vector(weights, "bias") if op.bias else None
+        return kernels.MatMulKernel(self, op, sessions, bias, nbytes=held, keep=staged)
+
+    def _paths(self, op: ops.MatMul) -> dict[int, bool]:
+        """Largest token count to whether the activations are split (`graphs.matmul`)."""
+        everything = max(self.capabilities.graph_sizes)
+        match op.weight_format, self._w4a16:
+            case (WeightFormat.W8A16, _) | (WeightFormat.W4A16, "split"):
+                return {everything: True}
+            case WeightFormat.W4A16, "both" if everything > SPLIT_PAYS_UP_TO:
+                return {SPLIT_PAYS_UP_TO: True, everything: False}
+            case WeightFormat.W4A16, "both":
+                return {everything: True}
+            case _:
+                return {everything: False}
+
+    def _packed(self, op: ops.MatMul, split: bool) -> frozenset[str]:
+        """Initializers that ONNX Runtime has packed and reads no more, tried on a small weight."""
+        key = (op.weight_format.value, split)
+        if key not in self._packed_inputs:
+            self._packed_inputs[key] = _probe_packed(op.weight_format, split)
+        return self._packed_inputs[key]
+
+
+def _probe_packed(weight_format: WeightFormat, split: bool) -> frozenset[str]:
+    """Which initializers may be erased after the session is made without changing a result."""
+    op = ops.MatMul(n=96, k=172, weight_format=weight_format)
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((op.n, op.k), dtype=np.float32)
+    feeds = [{"x": rng.standard_normal((m, op.k), dtype=np.float32)} for m in (1, 2, 64)]
+    staged = packing.stage(pack(weight, op.weight_format.storage))
+    session = new_session(
+        graphs.matmul(op, split=split), {name: value.array for name, value in staged.items()}
+    )
+
+    def results() -> list[npt.NDArray[Any]]:
+        return [session.run(None, feed)[0] for feed in feeds]
+
+    before, found = results(), set()
+    for name, staging in staged.items():
+        original = staging.padded.copy()
+        staging.padded[...] = 0
+        if all(np.array_equal(a, b) for a, b in zip(before, results(), strict=True)):
+            found.add(name)
+        staging.padded[...] = original
+    return frozenset(found)
+
+
+def _pack_bytes(op: ops.MatMul, *, split: bool) -> int:
+    """What ONNX Runtime's own pack holds, measured for large weights."""
+    match op.weight_format.storage:
+        case StorageFormat.Q4 if split or op.weight_format is WeightFormat.W4A8:
+            return op.n * op.k * 3 // 4  # codes, scales, block sums
+        case StorageFormat.Q4:
+            return op.n * op.k // 2
+        case StorageFormat.Q8:
+            return op.n * op.k * 5 // 4
+        case _:
+            return op.n * op.k * 4
+
+
+def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
+    arrays = {"data": weight.data.reshape(-1)}
+    if weight.scales is not None:
+        arrays["scales"] = weight.scales.reshape(-1)
+    return arrays
+
+
+def _vectors(weights: Mapping[str, WeightValue]) -> dict[str, npt.NDArray[Any]]:
+    return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in weights}
+
+
+def _processor_name() -> str:
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,343 @@
+"""The ONNX graph of every operation. m is symbolic, so one graph serves all graph sizes.
+
+Weights of the small operations are inputs, bound like activations: all layers share one session.
+Only a matmul's weight is an initializer, because ONNX Runtime packs initializers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.ort_cpu.builder import CONTRIB, GraphBuilder
+from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, padded
+
+ActivationPath: TypeAlias = Literal["split", "fp32", "both"]
+
+FLOAT_LEVEL = 0  # levels 0 to 3 are the same kernel on x86 (measured): fp32 arithmetic
+INT8_LEVEL = 4
+SMALLEST_SCALE = 1e-30
+
+F32, F16 = np.float32, np.float16
+
+
+def matmul(op: ops.MatMul, *, split: bool) -> bytes:
+    """MatMulNBits for quantised weights, Gemm for floating-point ones.
+
+    `split` (for `a16` formats): the int8 kernel is 2.5 times as fast as the fp32 one for one token,
+    so x is written as `high + low`, high being x rounded to int8 steps of its block of 32 and low
+    the remainder, and both planes go through the int8 kernel as twice the tokens. The kernel
+    quantises high without loss and low with 1/254 of high's step: the error is at most 2⁻¹⁶ of the
+    block's largest activation (fp16 activations: 2⁻¹²).
+    """
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.k))
+    bias = graph.input("bias", F32, (op.n,)) if op.bias else ""
+    graph.output("y", F32, ("m", op.n))
+    if op.weight_format.storage in (StorageFormat.F16, StorageFormat.F32):
+        weight = graph.weight("weight", F32, (op.n, op.k))
+        graph.node("Gemm", *filter(None, (x, weight, bias)), out="y", transB=1)
+    elif split:
+        _split_matmul(graph, op, x, bias)
+    else:
+        level = INT8_LEVEL if op.weight_format is WeightFormat.W4A8 else FLOAT_LEVEL
+        _matmul_nbits(graph, op, x, level=level, bias=bias, out="y")
+    return graph.model()
+
+
+def _matmul_nbits(
+    graph: GraphBuilder, op: ops.MatMul, x: str, *, level: int, bias: str = "", out: str = ""
+) -> str:
+    bits = 4 if op.weight_format.storage is StorageFormat.Q4 else 8
+    groups = padded(op.k, GROUP_SIZE) // GROUP_SIZE
+    weight = graph.weight("weight", np.uint8, (op.n, groups, GROUP_SIZE * bits // 8))
+    scales = graph.weight("scales", F32, (op.n, groups))
+    return graph.node(
+        "MatMulNBits",
+        *((x, weight, scales, "", "", bias) if bias else (x, weight, scales)),
+        out=out,
+        domain=CONTRIB,
+        K=op.k if level == FLOAT_LEVEL or op.weight_format is WeightFormat.W4A8 else groups * 32,
+        N=op.n,
+        bits=bits,
+        block_size=GROUP_SIZE,
+        accuracy_level=level,
+    )
+
+
+def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str) -> None:
+    width = padded(op.k, GROUP_SIZE)
+    blocks = graph.node("Reshape", _padded_features(graph, op, x), graph.ints(-1, width // 32, 32))
+    largest = graph.node("ReduceMax", graph.node("Abs", blocks), graph.ints(2), keepdims=1)
+    step = graph.node("Mul", largest, graph.scalar(1 / 127))
+    step = graph.node("Max", step, graph.scalar(SMALLEST_SCALE))
+    codes = graph.node("Round", graph.node("Div", blocks, step))
+    high = graph.node("Mul", codes, step)
+    low = graph.node("Sub", blocks, high)
+    planes = graph.node("Concat", high, low, axis=0)  # [2m, k/32, 32]
+    product = _matmul_nbits(
+        graph, op, graph.node("Reshape", planes, graph.ints(-1, width)), level=INT8_LEVEL
+    )
+    graph.node("Split", product, out=("of_high", "of_low"), axis=0, num_outputs=2)
+    if bias:
+        graph.node("Add", graph.node("Add", "of_high", "of_low"), bias, out="y")
+    else:
+        graph.node("Add", "of_high", "of_low", out="y")
+
+
+def _padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
+    missing = -op.k % GROUP_SIZE
+    return graph.node("Pad", x, graph.ints(0, 0, 0, missing)) if missing else x
+
+
+def embed(op: ops.Embed) -> bytes:
+    """Rows gathered from the packed layout where it lies: the table is an input, never copied.
+
+    Inputs `tokens` [m], `data` and `scales` (flat views of the `PackedWeight`), output `y` [m, d].
+    """
+    graph = GraphBuilder()
+    graph.output("y", F32, ("m", op.d))
+    graph.input("tokens", np.int32, ("m",))
+    tokens = graph.node("Unsqueeze", graph.cast("tokens", np.int64), graph.ints(1))  # [m, 1]
+    width = padded(op.d, GROUP_SIZE)
+    match op.weight_format.storage:
+        case StorageFormat.Q4:
+            words = _rows_of(graph, tokens, "data", np.uint32, np.arange(width // 8) * ROW_BLOCK)
+            values = _scaled(graph, tokens, _nibbles(graph, words), width)
+        case StorageFormat.Q8:
+            features = np.arange(width)
+            offsets = features // 4 * (4 * ROW_BLOCK) + features % 4
+            codes = _rows_of(graph, tokens, "data", np.int8, offsets, lane_stride=4)
+            values = _scaled(graph, tokens, graph.cast(codes, F32), width)
+        case StorageFormat.F16 | StorageFormat.F32 as storage:
+            dtype = F16 if storage is StorageFormat.F16 else F32
+            rows = _rows_of(graph, tokens, "data", dtype, np.arange(op.d) * ROW_BLOCK)
+            values = graph.cast(rows, F32)
+    if width != op.d and op.weight_format.storage in (StorageFormat.Q4, StorageFormat.Q8):
+        values = graph.slice(values, 0, op.d, axis=1)
+    graph.node("Mul", values, graph.scalar(op.scale), out="y")
+    return graph.model()
+
+
+def _rows_of(
+    graph: GraphBuilder,
+    tokens: str,
+    name: str,
+    dtype: type[np.generic],
+    offsets: npt.NDArray[np.int64],
+    *,
+    lane_stride: int = 1,
+) -> str:
+    """Elements of rows `tokens` of a flat packed array, [m, len(offsets)].
+
+    An element of row r is at `r // 16 · block + r % 16 · lane_stride + offset`, where a block of
+    16 rows has 16 elements for each offset.
+    """
+    flat = graph.input(name, dtype, (f"{name}_count",))
+    sixteen = graph.ints(ROW_BLOCK)
+    block = graph.node("Mul", graph.node("Div", tokens, sixteen), graph.ints(16 * len(offsets)))
+    lane = graph.node("Mul", graph.node("Mod", tokens, sixteen), graph.ints(lane_stride))
+    first = graph.node("Add", block, lane)
+    places = graph.constant(offsets.astype(np.int64)[None, :])
+    return graph.node("Gather", flat, graph.node("Add", first, places))
+
+
+def _nibbles(graph: GraphBuilder, words: str) -> str:
+    """[m, width / 8] words to [m, width / 8, 8] values."""
+    shifts = graph.constant(np.arange(0, 32, 4, dtype=np.uint32))
+    wide = graph.node("Unsqueeze", words, graph.ints(2))
+    shifted = graph.node("BitShift", wide, shifts, direction="RIGHT")
+    nibbles = graph.node("BitwiseAnd", shifted, graph.constant(np.array(15, dtype=np.uint32)))
+    return graph.node("Sub", graph.cast(nibbles, F32), graph.scalar(8.0))
+
+
+def _scaled(graph: GraphBuilder, tokens: str, values: str, width: int) -> str:
+    """Values times the scale of their group, [m, width]."""
+    groups = width // GROUP_SIZE
+    found = _rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
+    scales = graph.node("Unsqueeze", graph.cast(found, F32), graph.ints(2))
+    grouped = graph.node("Reshape", values, graph.ints(-1, groups, GROUP_SIZE))
+    return graph.node("Reshape", graph.node("Mul", grouped, scales), graph.ints(-1, width))
+
+
+def norm(op: ops.RMSNorm | ops.LayerNorm) -> bytes:
+    """The normalisations, with ONNX Runtime's fused residual addition if `add`."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.d))
+    graph.output("y", F32, ("m", op.d))
+    vectors = [graph.input("weight", F32, (op.d,))]
+    if isinstance(op, ops.LayerNorm):
+        vectors.append(graph.input("bias", F32, (op.d,)))
+    if op.add:
+        residual = graph.input("residual", F32, ("m", op.d))
+        graph.output("sum", F32, ("m", op.d))
+        simple = "Simplified" if isinstance(op, ops.RMSNorm) else ""
+        graph.node(
+            f"Skip{simple}LayerNormalization",
+            x,
+            residual,
+            *vectors,
+            out=("y", "", "", "sum"),
+            domain=CONTRIB,
+            epsilon=op.eps,
+        )
+    else:
+        simple = "Simplified" if isinstance(op, ops.RMSNorm) else ""
+        graph.node(f"{simple}LayerNormalization", x, *vectors, out="y", axis=-1, epsilon=op.eps)
+    return graph.model()
+
+
+def rotate(op: ops.Rope) -> bytes:
+    """RotaryEmbedding over queries and keys; values are copied.
+
+    Inputs besides `qkv` [1, m, width]: `first` int64 [1], `cos` and `sin` [max_position, R / 2],
+    `q_norm` and `k_norm` [D] with `qk_norm_eps`.
+    """
+    graph = GraphBuilder()
+    graph.input("qkv", F32, (1, "m", op.width))
+    graph.output("out", F32, (1, "m", op.width))
+    graph.input("first", np.int64, (1,))
+    for table in ("cos", "sin"):
+        graph.input(table, F32, (op.max_position, op.rotated // 2))
+    turned = op.heads + op.kv_heads
+    if op.qk_norm_eps is None:
+        both = graph.slice("qkv", 0, turned * op.head_dim, axis=2)
+    else:
+        queries = _normed_heads(graph, op, "q_norm", 0, op.heads)
+        keys = _normed_heads(graph, op, "k_norm", op.heads, turned)
+        both = graph.node("Concat", queries, keys, axis=2)
+    rotated = graph.node(
+        "RotaryEmbedding",
+        both,
+        "first",
+        "cos",
+        "sin",
+        domain=CONTRIB,
+        num_heads=turned,
+        rotary_embedding_dim=op.rotated if op.rotated != op.head_dim else 0,
+    )
+    values = graph.slice("qkv", turned * op.head_dim, op.width, axis=2)
+    graph.node("Concat", rotated, values, axis=2, out="out")
+    return graph.model()
+
+
+def _normed_heads(graph: GraphBuilder, op: ops.Rope, name: str, start: int, stop: int) -> str:
+    """RMSNorm of heads [start, stop) of qkv, [1, m, (stop - start) · D]."""
+    weight = graph.input(name, F32, (op.head_dim,))
+    part = graph.slice("qkv", start * op.head_dim, stop * op.head_dim, axis=2)
+    heads = graph.node("Reshape", part, graph.ints(0, 0, stop - start, op.head_dim))
+    normed = graph.node(
+        "SimplifiedLayerNormalization", heads, weight, axis=-1, epsilon=op.qk_norm_eps
+    )
+    return graph.node("Reshape", normed, graph.ints(0, 0, -1))
+
+
+def fused_attention(op: ops.Attention) -> bytes:
+    """GroupQueryAttention, which appends in place when past and present are the same memory.
+
+    Inputs `qkv` [1, m, width], `past_k` and `past_v` [1, G, C, D], `last` int32 [1] (position of
+    the last token), `length` int32 [] (tokens in the cache after the call); outputs `out`,
+    `present_k`, `present_v`. Head sizes are multiples of 8.
+    """
+    graph = GraphBuilder()
+    cache = (1, op.kv_heads, op.capacity, op.head_dim)
+    graph.input("qkv", F32, (1, "m", op.width))
+    graph.input("past_k", F32, cache)
+    graph.input("past_v", F32, cache)
+    graph.input("last", np.int32, (1,))
+    graph.input("length", np.int32, ())
+    graph.output("out", F32, (1, "m", op.heads * op.head_dim))
+    graph.output("present_k", F32, cache)
+    graph.output("present_v", F32, cache)
+    graph.node(
+        "GroupQueryAttention",
+        *("qkv", "", "", "past_k", "past_v", "last", "length"),
+        out=("out", "present_k", "present_v"),
+        domain=CONTRIB,
+        num_heads=op.heads,
+        kv_num_heads=op.kv_heads,
+        scale=op.softmax_scale,
+        local_window_size=op.window or -1,
+    )
+    return graph.model()
+
+
+def composed_attention(op: ops.Attention) -> bytes:
+    """Attention of standard operations, for head sizes that the fused one refuses.
+
+    The caller has appended keys and values. Inputs `qkv` [m, width], `k_cache` and `v_cache`
+    [G, C, D], `first` int64 [1]; output `out` [m, H · D].
+    """
+    graph = GraphBuilder()
+    graph.input("qkv", F32, ("m", op.width))
+    graph.input("first", np.int64, (1,))
+    graph.output("out", F32, ("m", op.heads * op.head_dim))
+    m = graph.node("Shape", "qkv", start=0, end=1)
+    end = graph.node("Add", "first", m)
+    visible = _visible(graph, end, op.window)  # [m, end]
+    part = graph.slice("qkv", 0, op.heads * op.head_dim, axis=1)
+    group = op.heads // op.kv_heads
+    split = graph.node("Reshape", part, graph.ints(0, op.kv_heads, group, op.head_dim))
+    queries = graph.node("Transpose", split, perm=[1, 2, 0, 3])  # [G, H/G, m, D]
+    keys = graph.node("Transpose", _cached(graph, op, "k_cache", end), perm=[0, 1, 3, 2])
+    scores = graph.node("MatMul", queries, keys)  # [G, H/G, m, end]
+    scaled = graph.node("Mul", scores, graph.scalar(op.softmax_scale))
+    masked = graph.node("Where", visible, scaled, graph.scalar(-np.inf))
+    weights = graph.node("Softmax", masked, axis=-1)
+    mixed = graph.node("MatMul", weights, _cached(graph, op, "v_cache", end))
+    by_token = graph.node("Transpose", mixed, perm=[2, 0, 1, 3])  # [m, G, H/G, D]
+    graph.node("Reshape", by_token, graph.ints(-1, op.heads * op.head_dim), out="out")
+    return graph.model()
+
+
+def _cached(graph: GraphBuilder, op: ops.Attention, name: str, end: str) -> str:
+    """Positions [0, end) of a cache, [G, 1, end, D]."""
+    cache = graph.input(name, F32, (op.kv_heads, op.capacity, op.head_dim))
+    used = graph.node("Slice", cache, graph.ints(0), end, graph.ints(1))
+    return graph.node("Unsqueeze", used, graph.ints(1))
+
+
+def _visible(graph: GraphBuilder, end: str, window: int) -> str:
+    """Which keys each query attends to, bool [m, end]."""
+    zero, one = graph.constant(np.array(0, np.int64)), graph.constant(np.array(1, np.int64))
+    stop = graph.node("Squeeze", end)
+    start = graph.node("Squeeze", "first")
+    keys = graph.node("Range", zero, stop, one)
+    queries = graph.node("Unsqueeze", graph.node("Range", start, stop, one), graph.ints(1))
+    visible = graph.node("LessOrEqual", keys, queries)
+    if window:
+        oldest = graph.node("Sub", queries, graph.ints(window))
+        visible = graph.node("And", visible, graph.node("Greater", keys, oldest))
+    return visible
+
+
+def gated_act(op: ops.GatedAct) -> bytes:
+    """act(gate) · up."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", 2 * op.f))
+    graph.output("y", F32, ("m", op.f))
+    gate = graph.slice(x, 0, op.f, axis=1)
+    up = graph.slice(x, op.f, 2 * op.f, axis=1)
+    match op.activation:
+        case "silu":
+            active = graph.node("QuickGelu", gate, domain=CONTRIB, alpha=1.0)
+        case "gelu":
+            active = graph.node("Gelu", gate, domain=CONTRIB)
+        case "gelu_tanh":
+            active = graph.node("FastGelu", gate, domain=CONTRIB)
+    graph.node("Mul", active, up, out="y")
+    return graph.model()
+
+
+def add(op: ops.Add) -> bytes:
+    """x + residual."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.d))
+    residual = graph.input("residual", F32, ("m", op.d))
+    graph.output("y", F32, ("m", op.d))
+    graph.node("Add", x, residual, out="y")
+    return graph.model()

@@ -1,0 +1,264 @@
+"""One kernel class for each way of feeding a graph: what is bound to which input, and when."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from hetero.backends import checks, ops, rope
+from hetero.backends.memory import Tensor
+from hetero.backends.ops import OUTPUT_PORTS, Op, describe
+from hetero.backends.ort_cpu.session import (
+    BACKEND,
+    NATIVE_ERRORS,
+    Argument,
+    Launch,
+    OrtCall,
+    argument,
+    device_error,
+    io_binding,
+)
+from hetero.backends.protocol import FIXED_PORTS, BoundCall, Kernel, check_tensors
+
+if TYPE_CHECKING:
+    from hetero.backends.ort_cpu.device import OrtCpuDevice
+
+Array: TypeAlias = npt.NDArray[Any]
+# Graphs to run, what to compute before each run, and what to keep alive.
+Prepared: TypeAlias = tuple[list[Launch], Callable[[], None] | None, object]
+
+CACHE_FRIENDLY_BYTES = 1 << 18
+ATTENTION_ROWS = 64
+
+
+class OrtKernel(Kernel):
+    """Checks a binding and names the call; `launches` does the rest."""
+
+    def __init__(self, device: OrtCpuDevice, op: Op, *, nbytes: int = 0) -> None:
+        self.op = op
+        self.nbytes = nbytes
+        self._device = device
+        self._calls: weakref.WeakSet[OrtCall] = weakref.WeakSet()
+
+    def bind(self, tensors: Mapping[str, Tensor], m: int) -> BoundCall:
+        self._device.health.check(f"binding {describe(self.op)}")
+        check_tensors(self.op, tensors, m)
+        checks.check_token_count(self._device.capabilities, self.op, m)
+        name = self.call_name(m)
+        try:
+            launches, before, keep = self.launches(tensors, m)
+        except NATIVE_ERRORS as error:
+            raise device_error(error, f"binding {name}") from error
+        call = OrtCall(name, m, self._device.health, launches, keep=(tensors, keep), before=before)
+        self._calls.add(call)
+        return call
+
+    def call_name(self, m: int) -> str:
+        """For traces and errors."""
+        return f"{describe(self.op)} m={m}"
+
+    @abstractmethod
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        """Bind the graphs of one call."""
+
+    def release(self) -> None:
+        """Drop every session; only a closed device does this."""
+        for call in self._calls:
+            call.release()
+
+
+class MatMulKernel(OrtKernel):
+    """`sessions` maps the largest token count to the session that computes up to that many."""
+
+    def __init__(
+        self,
+        device: OrtCpuDevice,
+        op: ops.MatMul,
+        sessions: Mapping[int, ort.InferenceSession],
+        bias: Array | None,
+        *,
+        nbytes: int,
+        keep: object,
+    ) -> None:
+        super().__init__(device, op, nbytes=nbytes)
+        self._sessions = dict(sorted(sessions.items()))
+        self._extra = {} if bias is None else {"bias": bias}
+        self._keep = keep
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        session = next(session for limit, session in self._sessions.items() if m <= limit)
+        return [_launch(session, tensors, m, self._extra)], None, (self._extra, self._keep)
+
+    def release(self) -> None:
+        super().release()
+        self._sessions.clear()
+        self._keep = None
+
+
+class GraphKernel(OrtKernel):
+    """A graph whose weights are bound like activations (`extra`).
+
+    `row_bytes`: memory that a token touches, given if the graph has intermediate results: tokens
+    are then run in pieces that stay in the cache.
+    """
+
+    def __init__(
+        self,
+        device: OrtCpuDevice,
+        op: Op,
+        session: ort.InferenceSession,
+        extra: Mapping[str, Array],
+        *,
+        row_bytes: int = 0,
+    ) -> None:
+        super().__init__(device, op)
+        self._session = session
+        self._extra = dict(extra)
+        self._piece = max(1, CACHE_FRIENDLY_BYTES // row_bytes) if row_bytes else 0
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        step = self._piece or m
+        pieces = [
+            _launch(self._session, _rows(tensors, start, m), min(step, m - start), self._extra)
+            for start in range(0, m, step)
+        ]
+        return pieces, None, self._extra
+
+
+class RopeKernel(OrtKernel):
+    """Gives the graph the position as the int64 that RotaryEmbedding wants."""
+
+    def __init__(
+        self,
+        device: OrtCpuDevice,
+        op: ops.Rope,
+        session: ort.InferenceSession,
+        extra: Mapping[str, Array],
+    ) -> None:
+        super().__init__(device, op)
+        self._rope = op
+        self._session = session
+        self._extra = dict(extra)
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        first = np.zeros(1, dtype=np.int64)
+        position, limit = tensors["position"].array, self._rope.max_position
+
+        def before() -> None:
+            first[0] = checks.first_position(BACKEND, self.call_name(m), position, m, limit)
+
+        inputs = {key: argument(array) for key, array in self._extra.items()}
+        inputs |= {"first": argument(first), "qkv": _batch_of_one(tensors["qkv"], m)}
+        binding = io_binding(self._session, inputs, {"out": _batch_of_one(tensors["out"], m)})
+        return [Launch(self._session, binding)], before, (first, self._extra)
+
+
+class FusedAttentionKernel(OrtKernel):
+    """GroupQueryAttention with past and present caches at one address: it appends in place."""
+
+    def __init__(
+        self, device: OrtCpuDevice, op: ops.Attention, session: ort.InferenceSession
+    ) -> None:
+        super().__init__(device, op)
+        self._attention = op
+        self._session = session
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        last, length = np.zeros(1, dtype=np.int32), np.zeros((), dtype=np.int32)
+        position, capacity = tensors["position"].array, self._attention.capacity
+
+        def before() -> None:
+            end = checks.first_position(BACKEND, self.call_name(m), position, m, capacity) + m
+            last[0] = end - 1
+            length[()] = end
+
+        caches = {
+            key: _batch_of_one(tensors[f"{key}_cache"], self._attention.kv_heads)
+            for key in ("k", "v")
+        }
+        inputs = {f"past_{key}": cache for key, cache in caches.items()}
+        inputs |= {"last": argument(last), "length": argument(length)}
+        inputs["qkv"] = _batch_of_one(tensors["qkv"], m)
+        outputs = {f"present_{key}": cache for key, cache in caches.items()}
+        outputs["out"] = _batch_of_one(tensors["out"], m)
+        binding = io_binding(self._session, inputs, outputs)
+        return [Launch(self._session, binding)], before, (last, length)
+
+
+class ComposedAttentionKernel(OrtKernel):
+    """Appends with numpy, then runs the graph on pieces of tokens, which bounds the scores."""
+
+    def __init__(
+        self, device: OrtCpuDevice, op: ops.Attention, session: ort.InferenceSession
+    ) -> None:
+        super().__init__(device, op)
+        self._attention = op
+        self._session = session
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        op = self._attention
+        starts = np.arange(0, m, ATTENTION_ROWS, dtype=np.int64)
+        firsts = np.zeros((len(starts), 1), dtype=np.int64)
+        heads = tensors["qkv"].array[:m].reshape(m, -1, op.head_dim).transpose(1, 0, 2)
+        keys, values = heads[op.heads : op.heads + op.kv_heads], heads[op.heads + op.kv_heads :]
+        k_cache, v_cache = tensors["k_cache"].array, tensors["v_cache"].array
+        position = tensors["position"].array
+
+        def before() -> None:
+            first = checks.first_position(BACKEND, self.call_name(m), position, m, op.capacity)
+            k_cache[:, first : first + m] = keys
+            v_cache[:, first : first + m] = values
+            firsts[:, 0] = starts + first
+
+        pieces = []
+        for i, start in enumerate(starts.tolist()):
+            rows = _rows(tensors, start, m)
+            count = min(ATTENTION_ROWS, m - start)
+            inputs = {"first": argument(firsts[i]), "qkv": _argument(rows, "qkv", count)}
+            inputs |= {"k_cache": argument(k_cache), "v_cache": argument(v_cache)}
+            output = {"out": _argument(rows, "out", count)}
+            pieces.append(Launch(self._session, io_binding(self._session, inputs, output)))
+        return pieces, before, firsts
+
+
+def rope_inputs(op: ops.Rope) -> dict[str, Array]:
+    """Tables of cos and sin, rounded once from float64."""
+    cos, sin = rope.tables(op)
+    return {"cos": cos.astype(np.float32), "sin": sin.astype(np.float32)}
+
+
+def _launch(
+    session: ort.InferenceSession,
+    tensors: Mapping[str, Tensor],
+    m: int,
+    extra: Mapping[str, Array],
+) -> Launch:
+    """Every port bound under its own name, m tokens of each."""
+    inputs = {key: argument(array) for key, array in extra.items()}
+    outputs: dict[str, Argument] = {}
+    for port in tensors:
+        (outputs if port in OUTPUT_PORTS else inputs)[port] = _argument(tensors, port, m)
+    return Launch(session, io_binding(session, inputs, outputs))
+
+
+def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Tokens [start, stop) of every tensor that has tokens."""
+    return {
+        port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
+        for port, tensor in tensors.items()
+    }
+
+
+def _argument(tensors: Mapping[str, Tensor], port: str, m: int) -> Argument:
+    tensor = tensors[port]
+    return Argument(tensor.address, tensor.dtype, (m, *tensor.shape[1:]))
+
+
+def _batch_of_one(tensor: Tensor, rows: int) -> Argument:
+    return Argument(tensor.address, tensor.dtype, (1, rows, *tensor.shape[1:]))

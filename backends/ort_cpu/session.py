@@ -1,0 +1,134 @@
+"""ONNX Runtime sessions, their errors, and calls whose addresses are fixed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from hetero.backends.checks import Health
+from hetero.backends.errors import DeviceError
+from hetero.backends.protocol import BoundCall
+
+BACKEND = "ort-cpu"
+FATAL_ONLY = 4  # errors are raised; printed as well they would come twice
+NATIVE_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    *(kind for _, kind in inspect.getmembers(native, inspect.isclass)
+      if issubclass(kind, Exception)),
+)  # fmt: skip
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort.InferenceSession:
+    """A session on the calling thread. `weights` are used where they lie, or packed, never copied.
+
+    Memory: no arena, which would keep the largest intermediate result of every session for good.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.log_severity_level = FATAL_ONLY
+    options.enable_cpu_mem_arena = False
+    options.enable_mem_pattern = False
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(Path(__file__).parent)
+    )
+    # The options only point at these values; they must live until the session is made.
+    values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in (weights or {}).items()}
+    for name, value in values.items():
+        options.add_initializer(name, value)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def device_error(error: Exception, operation: str) -> DeviceError:
+    """ONNX Runtime's message with its code's name first."""
+    text = " ".join(str(error).split())
+    found = re.search(r"\[ONNXRuntimeError\] : \d+ : (\w+) : (.*)", text)
+    code, message = found.groups() if found else (type(error).__name__, text)
+    return DeviceError(
+        BACKEND,
+        operation,
+        f"{code}: {message[:300]}",
+        "close other programs if memory is short; else report it with this line",
+    )
+
+
+class Argument(NamedTuple):
+    """Memory bound to a graph's input or output."""
+
+    address: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+def argument(array: Array) -> Argument:
+    """The argument that an array is; the caller keeps the array alive."""
+    return Argument(array.ctypes.data, array.dtype, array.shape)
+
+
+def io_binding(
+    session: ort.InferenceSession,
+    inputs: Mapping[str, Argument],
+    outputs: Mapping[str, Argument],
+) -> ort.IOBinding:
+    """Fix the addresses of a session's inputs and outputs."""
+    binding = session.io_binding()
+    for name, (address, dtype, shape) in inputs.items():
+        binding.bind_input(name, "cpu", 0, dtype.type, shape, address)
+    for name, (address, dtype, shape) in outputs.items():
+        binding.bind_output(name, "cpu", 0, dtype.type, shape, address)
+    return binding
+
+
+class Launch(NamedTuple):
+    """One graph to run on fixed addresses."""
+
+    session: ort.InferenceSession
+    binding: ort.IOBinding
+
+
+class OrtCall(BoundCall):
+    """Runs its launches one after the other. `before` computes what depends on the position."""
+
+    def __init__(
+        self,
+        name: str,
+        m: int,
+        health: Health,
+        launches: Sequence[Launch],
+        *,
+        keep: object,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.name, self.m = name, m
+        self._health = health
+        self._launches = list(launches)
+        self._before = before
+        self._keep = keep  # whatever owns the bound memory
+        self._options = ort.RunOptions()
+        self._options.log_severity_level = FATAL_ONLY
+
+    def run(self) -> None:
+        """Execute on the calling thread, the interpreter lock released."""
+        self._health.check(self.name)
+        if self._before is not None:
+            self._before()
+        try:
+            for session, binding in self._launches:
+                session.run_with_iobinding(binding, self._options)
+        except NATIVE_ERRORS as error:
+            raise device_error(error, self.name) from error
+
+    def release(self) -> None:
+        """Drop the sessions; only a closed device does this."""
+        self._launches.clear()

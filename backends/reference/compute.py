@@ -1,0 +1,200 @@
+"""Every operation in numpy float64: what each backend's result is compared with.
+
+`program(op, weights)` gives a function that takes the tensors of one call as arrays, cut to m
+tokens, and writes its outputs. Inputs are widened to float64, outputs are rounded once.
+
+Notation (`hetero.backends.ops`): m tokens, n rows, k features, H query heads, G key/value heads,
+D head size, C cache capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import checks, ops, rope
+from hetero.backends.checks import packed, vector
+from hetero.backends.ops import Activation, Op, WeightFormat, describe
+from hetero.backends.protocol import WeightValue
+from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
+
+Array: TypeAlias = npt.NDArray[Any]
+Float64Array: TypeAlias = npt.NDArray[np.float64]
+Arrays: TypeAlias = Mapping[str, Array]
+Weights: TypeAlias = Mapping[str, WeightValue]
+Program: TypeAlias = Callable[[Arrays], None]
+
+
+def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
+    """The function that computes `op`, and the bytes of weights that it holds."""
+    match op:
+        case ops.MatMul():
+            return matmul(op, packed(weights), _wide(weights).get("bias"))
+        case ops.Embed():
+            return embed(op, packed(weights))
+        case ops.RMSNorm() | ops.LayerNorm():
+            return norm(op, _wide(weights))
+        case ops.Rope():
+            return rotate(op, _wide(weights))
+        case ops.Attention():
+            return partial(attention, op), 0
+        case ops.GatedAct():
+            return partial(gated_act, op), 0
+        case ops.Add():
+            return add, 0
+
+
+def matmul(op: ops.MatMul, weight: PackedWeight, bias: Float64Array | None) -> tuple[Program, int]:
+    """x · Wᵀ + bias. Only `w4a8` rounds the activations."""
+    transposed = np.ascontiguousarray(weight.dequantize().T, dtype=np.float64)  # [k, n]
+
+    def run(arrays: Arrays) -> None:
+        x = arrays["x"]
+        if op.weight_format is WeightFormat.W4A8:
+            x = quantized_activations(x)
+        product = x.astype(np.float64) @ transposed
+        arrays["y"][:] = product if bias is None else product + bias
+
+    return run, transposed.nbytes
+
+
+def quantized_activations(x: Array) -> Float64Array:
+    """x [m, k] as the `a8` formats see it: int8 codes times one scale per token and block of 32.
+
+    The scale is max|x| / 127 and stays float32, as in ONNX Runtime's accuracy level 4 (MLAS
+    `QuantizeARow_CompInt8`); llama.cpp's Q8_0 computes the same one and then stores it as fp16,
+    which moves a block by up to 2⁻¹¹. Codes are rounded to nearest.
+    """
+    m, k = x.shape
+    full = np.zeros((m, padded(k, GROUP_SIZE)), dtype=np.float32)
+    full[:, :k] = x
+    blocks = full.reshape(m, -1, GROUP_SIZE)
+    scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127.0)
+    inverse = np.divide(np.float32(1.0), scales, out=np.zeros_like(scales), where=scales != 0)
+    codes = np.rint(blocks * inverse)
+    rounded: Float64Array = codes.astype(np.float64) * scales
+    return rounded.reshape(m, -1)[:, :k]
+
+
+def embed(op: ops.Embed, weight: PackedWeight) -> tuple[Program, int]:
+    """Rows of the table, scaled."""
+    table = weight.dequantize()
+
+    def run(arrays: Arrays) -> None:
+        arrays["y"][:] = op.scale * table[arrays["tokens"]].astype(np.float64)
+
+    return run, table.nbytes
+
+
+def norm(
+    op: ops.RMSNorm | ops.LayerNorm, weights: Mapping[str, Float64Array]
+) -> tuple[Program, int]:
+    """RMSNorm or LayerNorm over the features, with the optional addition before it."""
+
+    def run(arrays: Arrays) -> None:
+        x = arrays["x"].astype(np.float64)
+        if op.add:
+            x = x + arrays["residual"]
+            arrays["sum"][:] = x
+        if isinstance(op, ops.LayerNorm):
+            x = x - x.mean(axis=-1, keepdims=True)
+            arrays["y"][:] = rms_normalized(x, op.eps) * weights["weight"] + weights["bias"]
+        else:
+            arrays["y"][:] = rms_normalized(x, op.eps) * weights["weight"]
+
+    return run, sum(weight.nbytes for weight in weights.values())
+
+
+def rms_normalized(x: Float64Array, eps: float) -> Float64Array:
+    """x / sqrt(mean(x²) + eps) over the last axis."""
+    normalized: Float64Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    return normalized
+
+
+def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, int]:
+    """Head norms, then "rotate half" on the first `rotated` dimensions of each query and key."""
+    cos, sin = rope.tables(op)  # [max_position, rotated / 2]
+    half = op.rotated // 2
+    queries = slice(0, op.heads)
+    keys = slice(op.heads, op.heads + op.kv_heads)
+
+    def run(arrays: Arrays) -> None:
+        qkv = arrays["qkv"].astype(np.float64)
+        m = len(qkv)
+        heads = qkv.reshape(m, -1, op.head_dim)  # [m, H + 2G, D]
+        if op.qk_norm_eps is not None:
+            for part, name in ((queries, "q_norm"), (keys, "k_norm")):
+                heads[:, part] = rms_normalized(heads[:, part], op.qk_norm_eps) * weights[name]
+        first = _first_position(arrays, op, m, op.max_position)
+        c, s = cos[first : first + m, None], sin[first : first + m, None]  # [m, 1, rotated / 2]
+        turned = heads[:, : keys.stop]
+        low, high = turned[..., :half].copy(), turned[..., half : 2 * half].copy()
+        turned[..., :half] = low * c - high * s
+        turned[..., half : 2 * half] = high * c + low * s
+        arrays["out"][:] = qkv
+
+    return run, cos.nbytes + sin.nbytes
+
+
+def attention(op: ops.Attention, arrays: Arrays) -> None:
+    """Append keys and values, then grouped-query causal attention over the cache."""
+    m = len(arrays["qkv"])
+    heads = arrays["qkv"].reshape(m, -1, op.head_dim).transpose(1, 0, 2)  # [H + 2G, m, D]
+    first = _first_position(arrays, op, m, op.capacity)
+    end = first + m
+    arrays["k_cache"][:, first:end] = heads[op.heads : op.heads + op.kv_heads]
+    arrays["v_cache"][:, first:end] = heads[op.heads + op.kv_heads :]
+    query, key = np.arange(first, end)[:, None], np.arange(end)[None, :]
+    visible = key <= query
+    if op.window > 0:
+        visible &= key > query - op.window
+    group = op.heads // op.kv_heads
+    for g in range(op.kv_heads):
+        q = heads[g * group : (g + 1) * group].astype(np.float64)  # [H/G, m, D]
+        keys = arrays["k_cache"][g, :end].astype(np.float64)  # [end, D]
+        values = arrays["v_cache"][g, :end].astype(np.float64)
+        scores = np.where(visible, q @ keys.T * op.softmax_scale, -np.inf)  # [H/G, m, end]
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values  # [H/G, m, D]
+        columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
+        arrays["out"][:, columns] = mixed.transpose(1, 0, 2).reshape(m, -1)
+
+
+def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
+    """act(gate) · up."""
+    x = arrays["x"].astype(np.float64)
+    arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
+
+
+def activate(activation: Activation, x: Float64Array) -> Float64Array:
+    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh: its tanh approximation (Hendrycks and Gimpel 2016)."""
+    match activation:
+        case "silu":
+            return x * 0.5 * (1.0 + np.tanh(0.5 * x))  # σ(x) without overflow
+        case "gelu":
+            return x * 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
+        case "gelu_tanh":
+            return x * 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def add(arrays: Arrays) -> None:
+    """x + residual."""
+    arrays["y"][:] = arrays["x"].astype(np.float64) + arrays["residual"]
+
+
+_erf: Callable[[Float64Array], Float64Array] = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _wide(weights: Weights) -> dict[str, Float64Array]:
+    """The one-dimensional weights as float64."""
+    names = [name for name, value in weights.items() if not isinstance(value, PackedWeight)]
+    return {name: vector(weights, name).astype(np.float64) for name in names}
+
+
+def _first_position(arrays: Arrays, op: Op, m: int, limit: int) -> int:
+    return checks.first_position("reference", describe(op), arrays["position"], m, limit)

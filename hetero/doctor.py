@@ -1,0 +1,91 @@
+"""`hetero devices` and `hetero doctor`: what is here, and whether it computes correctly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import new_tensor
+from hetero.backends.ops import Add, MatMul, StorageFormat, WeightFormat
+from hetero.backends.protocol import Device
+from hetero.backends.registry import BACKENDS, Backend, open_device
+from hetero.backends.weights import pack
+
+REAL_BACKENDS = ("opencl", "ort-cpu")
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """State of one backend. `detail` is what was found, `remedy` what to do if it failed."""
+
+    name: str
+    kind: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+def list_devices() -> list[Finding]:
+    """Every real backend with the device and driver that it found."""
+    return [_look(BACKENDS[name]) for name in REAL_BACKENDS]
+
+
+def diagnose() -> list[Finding]:
+    """Open every real backend and check a small sum and a small matmul on it."""
+    return [_diagnose(BACKENDS[name]) for name in REAL_BACKENDS]
+
+
+def _look(backend: Backend) -> Finding:
+    try:
+        with open_device(backend.name) as device:
+            return Finding(backend.name, backend.kind, True, _describe(device))
+    except DeviceError as error:
+        return _failed(backend, error)
+
+
+def _diagnose(backend: Backend) -> Finding:
+    try:
+        with open_device(backend.name) as device:
+            failure = _check_add(device) or _check_matmul(device)
+            if failure:
+                remedy = "update the driver; results from this device cannot be trusted"
+                return Finding(backend.name, backend.kind, False, failure, remedy)
+            return Finding(backend.name, backend.kind, True, _describe(device))
+    except DeviceError as error:
+        return _failed(backend, error)
+
+
+def _failed(backend: Backend, error: DeviceError) -> Finding:
+    detail = f"{error.operation}: {error.code}"
+    return Finding(backend.name, backend.kind, False, detail, error.remedy or backend.install_hint)
+
+
+def _describe(device: Device) -> str:
+    return f"{device.info.name} ({device.info.driver})"
+
+
+def _check_add(device: Device) -> str:
+    x, residual, y = (new_tensor((1, 3)) for _ in range(3))
+    x.array[:] = (1, 2, 3)
+    residual.array[:] = (10, 20, 30)
+    device.prepare(Add(d=3), {}).bind({"x": x, "residual": residual, "y": y}, 1).run()
+    if not np.array_equal(y.array, [[11, 22, 33]]):
+        return f"1+10, 2+20, 3+30 gave {y.array.tolist()}"
+    return ""
+
+
+def _check_matmul(device: Device) -> str:
+    random = np.random.default_rng(0)
+    weight = pack(random.standard_normal((64, 64), dtype=np.float32), StorageFormat.Q4)
+    x, y = new_tensor((1, 64)), new_tensor((1, 64))
+    x.array[:] = random.standard_normal((1, 64))
+    op = MatMul(n=64, k=64, weight_format=WeightFormat.W4A16)
+    device.prepare(op, {"weight": weight}).bind({"x": x, "y": y}, 1).run()
+    expected = x.array.astype(np.float64) @ weight.dequantize().astype(np.float64).T
+    error = float(np.linalg.norm(y.array - expected) / np.linalg.norm(expected))
+    if not error < TOLERANCE:
+        return f"a 64×64 4-bit matmul is off by {error:.2g} of its size"
+    return ""

@@ -1,0 +1,185 @@
+"""From a MODEL to packed weights, a tokenizer and shapes.
+
+`open_model` takes what a user types: a Hugging Face directory, a directory written by
+`hetero quantize`, `demo`, or `random:NAME`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hetero.backends.ops import WeightFormat
+from hetero.errors import ModelError
+from hetero.models import quantized, random_models
+from hetero.models.checkpoint import CheckpointWeights
+from hetero.models.config import ModelConfig
+from hetero.models.manifest import MANIFEST_FILE, is_quantised
+from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
+from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.solver.model_spec import ModelSpec
+
+__all__ = [
+    "BlockWeights",
+    "LoadedModel",
+    "ModelConfig",
+    "ModelError",
+    "ModelWeights",
+    "Tokenizer",
+    "model_spec",
+    "open_model",
+]
+
+DEMO_DIRECTORY = Path(__file__).parent / "demo"
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """An opened model.
+
+    `name` is for people. `fingerprint` changes whenever the weights may have changed: it is part of
+    the key of everything that is derived from them. `source` is the directory, None if generated.
+    With `byte_tokenizer` a prompt's bytes are its ids (random models).
+    """
+
+    name: str
+    config: ModelConfig
+    weights: ModelWeights
+    fingerprint: str
+    source: Path | None = None
+    byte_tokenizer: bool = False
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Read on first use (large vocabularies take a second). Raises `ModelError`."""
+        if self.byte_tokenizer or self.source is None:
+            return ByteTokenizer(self.config.vocab_size)
+        return HfTokenizer.from_directory(self.source)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: those of the configuration, else the tokenizer's."""
+        return self.config.eos_ids or self.tokenizer.eos_ids
+
+    def spec(self) -> ModelSpec:
+        """Shapes only, for the solver."""
+        return self.config.spec(self.weights.weight_format, self.name)
+
+
+def open_model(
+    model: str | Path, *, weights: str = "w4a16", verify: bool = False, seed: int = 0
+) -> LoadedModel:
+    """Open a MODEL. Weights are read (or drawn from `seed`) block by block, when asked for.
+
+    `weights` is one of w4a16, w4a8, w8a16, f16, f32. A quantised directory serves the formats of
+    its storage; with `verify` its weights are hashed, which reads them all. Raises `ModelError`.
+    """
+    weight_format = _weight_format(weights)
+    if str(model).startswith(random_models.PREFIX):
+        return _open_random(str(model), weight_format, seed)
+    path = _directory(str(model))
+    if is_quantised(path):
+        return _open_quantised(path, weight_format, verify=verify)
+    return _open_checkpoint(path, weight_format)
+
+
+def model_spec(model: str | Path, weights: str = "w4a16") -> ModelSpec:
+    """Shapes of a MODEL, or of a known model by NAME alone; no weight is read.
+
+    Raises `ModelError`.
+    """
+    weight_format = _weight_format(weights)
+    name = str(model).removeprefix(random_models.PREFIX)
+    if name.lower() in random_models.KNOWN_MODELS and not Path(model).is_dir():
+        return random_models.known_config(name).spec(weight_format, name.lower())
+    if str(model).startswith(random_models.PREFIX):
+        return random_models.known_config(name).spec(weight_format, name.lower())
+    path = _directory(str(model))
+    return ModelConfig.from_directory(path).spec(weight_format, path.name)
+
+
+def _weight_format(weights: str) -> WeightFormat:
+    try:
+        return WeightFormat(weights)
+    except ValueError:
+        raise ModelError(
+            f"weights {weights!r} is not a format; choose one of: {', '.join(WeightFormat)}"
+        ) from None
+
+
+def _open_random(model: str, weight_format: WeightFormat, seed: int) -> LoadedModel:
+    name = model.removeprefix(random_models.PREFIX).lower()
+    config = random_models.limited(random_models.known_config(name))
+    identity = f"{name}|{random_models.GENERATOR_VERSION}|{seed}|{weight_format.storage}|{config}"
+    return LoadedModel(
+        name=random_models.PREFIX + name,
+        config=config,
+        weights=random_models.RandomWeights(config, weight_format, seed),
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+    )
+
+
+def _open_checkpoint(path: Path, weight_format: WeightFormat) -> LoadedModel:
+    config = ModelConfig.from_directory(path)
+    weights = CheckpointWeights(path, config, weight_format)
+    identity = f"{weight_format.storage}|{config}|{weights.files.fingerprint()}"
+    return LoadedModel(
+        name=path.resolve().name,
+        config=config,
+        weights=weights,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+        source=path,
+    )
+
+
+def _open_quantised(path: Path, weight_format: WeightFormat, *, verify: bool) -> LoadedModel:
+    manifest, weights = quantized.open_directory(path, weight_format, verify=verify)
+    return LoadedModel(
+        name=manifest.name,
+        config=weights.config,
+        weights=weights,
+        fingerprint=hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest(),
+        source=path,
+        byte_tokenizer=manifest.tokenizer == "bytes",
+    )
+
+
+def _directory(model: str) -> Path:
+    """The directory of a MODEL that is not random."""
+    path = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(
+            f"{model}: GGUF files are not supported yet; use the model's Hugging Face directory"
+        )
+    if path.is_dir() and model:
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{model}: has no config.json; give a Hugging Face model directory")
+        return path
+    if model == "demo":
+        raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
+    if path.exists() and model:
+        raise ModelError(f"{model}: is a file; give the model's directory")
+    near = _nearest(model)
+    hint = f"did you mean {near!r}? " if near else ""
+    raise ModelError(
+        f"{model!r}: there is no such directory; {hint}MODEL is a Hugging Face directory, demo, or "
+        "random:NAME"
+    )
+
+
+def _nearest(model: str) -> str | None:
+    """What the user may have meant: a directory next to it, demo, or a known model."""
+    path = Path(model)
+    try:
+        siblings = [x.name for x in path.expanduser().parent.iterdir() if x.is_dir()]
+    except OSError:
+        siblings = []
+    if near := difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.6):
+        return str(path.parent / near[0])
+    known = {name: random_models.PREFIX + name for name in random_models.KNOWN_MODELS}
+    choices = {"demo": "demo", **known, **{name: name for name in known.values()}}
+    close = difflib.get_close_matches(model.lower(), choices, n=1, cutoff=0.6)
+    return choices[close[0]] if close else None

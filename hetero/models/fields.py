@@ -1,0 +1,114 @@
+"""Reading a JSON object field by field; errors name the field, the rule and the value."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from hetero.errors import ModelError
+
+
+def read_text(path: Path) -> str:
+    """A text file in UTF-8. Raises `ModelError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: is not UTF-8 text ({error}); download the file again") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `ModelError` if there is none."""
+    try:
+        raw = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ModelError(f"{path}: is not valid JSON ({error}); download the file again") from error
+    if not isinstance(raw, dict):
+        raise ModelError(
+            f"{path}: must hold a JSON object, got {type(raw).__name__}; download the file again"
+        )
+    return raw
+
+
+class Fields:
+    """Typed access to a JSON object; `where` is the file's name in messages.
+
+    A field that is absent or null takes the default; without a default that is an error.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def error(self, name: str, rule: str, remedy: str) -> ModelError:
+        """`where: name rule, got value; remedy`."""
+        got = f", got {self.raw[name]!r}" if name in self.raw else ", but it is missing"
+        return ModelError(f"{self.where}: {name} {rule}{got}; {remedy}")
+
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """An integer >= 1."""
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(name, "must be a positive integer", "correct the file")
+        return value
+
+    def positive_float(self, name: str, default: float | None = None) -> float:
+        """A finite number > 0."""
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if not is_number(value) or not 0 < value <= sys.float_info.max:
+            raise self.error(name, "must be a positive number", "correct the file")
+        return float(value)
+
+    def optional_float(self, name: str) -> float | None:
+        """A finite number > 0, or None if absent."""
+        return None if self.raw.get(name) is None else self.positive_float(name)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false", "correct the file")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(name, "must be a string", "correct the file")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        """A JSON object; empty if absent."""
+        value = self.raw.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.error(name, "must be a JSON object", "correct the file")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """Token ids given as an integer, a list of integers, or null."""
+        value = self.raw.get(name)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(not isinstance(x, int) or isinstance(x, bool) for x in values):
+            raise self.error(name, "must be a token id or a list of token ids", "correct the file")
+        return tuple(values)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """An int or float, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

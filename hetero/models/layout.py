@@ -1,0 +1,87 @@
+"""Which tensors a model's packed weights consist of, and their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero.backends.memory import PAGE_BYTES
+from hetero.backends.ops import StorageFormat
+from hetero.backends.weights import data_dtype, data_shape, padded, scales_shape
+from hetero.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """A packed weight of n rows and k features."""
+
+    name: str
+    n: int
+    k: int
+
+    def nbytes(self, storage: StorageFormat) -> int:
+        """Bytes of data and scales, without page padding."""
+        size = _count(data_shape(storage, self.n, self.k)) * data_dtype(storage).itemsize
+        if has_scales(storage):
+            size += 2 * _count(scales_shape(self.n, self.k))
+        return size
+
+
+@dataclass(frozen=True)
+class VectorShape:
+    """A float32 vector of n elements: a norm's weight or a bias."""
+
+    name: str
+    n: int
+
+
+def block_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
+    """Packed weights of one block."""
+    return tuple(MatrixShape(x.name, x.n, x.k) for x in config.matmuls() if x.name != "lm_head")
+
+
+def block_vectors(config: ModelConfig) -> tuple[VectorShape, ...]:
+    """Float32 vectors of one block: norms, then the biases that the model has."""
+    norms = [
+        VectorShape("input_norm", config.hidden_size),
+        VectorShape("post_norm", config.hidden_size),
+    ]
+    if config.qk_norm:
+        norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
+    return (*norms, *(VectorShape(f"{x.name}_bias", x.n) for x in config.matmuls() if x.bias))
+
+
+def end_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
+    """Embedding and, unless tied to it, output head."""
+    embed = MatrixShape("embed", config.vocab_size, config.hidden_size)
+    if config.tie_word_embeddings:
+        return (embed,)
+    return (embed, MatrixShape("lm_head", config.vocab_size, config.hidden_size))
+
+
+def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
+    """Bytes of all packed weights and vectors of a model, without page padding."""
+    block = sum(x.nbytes(storage) for x in block_matrices(config))
+    block += sum(4 * x.n for x in block_vectors(config))
+    ends = sum(x.nbytes(storage) for x in end_matrices(config)) + 4 * config.hidden_size
+    return config.num_layers * block + ends
+
+
+def has_scales(storage: StorageFormat) -> bool:
+    """Whether a storage format keeps scales beside its data."""
+    return storage in (StorageFormat.Q4, StorageFormat.Q8)
+
+
+def page_padded(nbytes: int) -> int:
+    """Bytes rounded up to whole pages of 4096 (the file format's page, on every machine)."""
+    return padded(nbytes, FILE_PAGE_BYTES)
+
+
+FILE_PAGE_BYTES = 4096
+assert PAGE_BYTES % FILE_PAGE_BYTES == 0
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

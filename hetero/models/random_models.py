@@ -1,0 +1,234 @@
+"""`random:NAME`: the shapes of known models with seeded random weights, for benchmarks.
+
+Weights are drawn in packed form. Their scale is about 1 / sqrt(k), so that activations stay near 1
+from layer to layer. Every block has memory of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import RopeScaling, StorageFormat, WeightFormat
+from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, Float32Array, PackedWeight
+from hetero.errors import ModelError
+from hetero.models.config import Architecture, ModelConfig
+from hetero.models.layout import block_matrices, block_vectors, end_matrices
+from hetero.models.packing import empty_packed
+from hetero.models.weights import BlockWeights, ModelWeights
+
+PREFIX = "random:"
+GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the numbers change
+MAX_POSITION = 8192  # tokens; longer tables and caches would only cost memory
+
+_POOL_WORDS = 1 << 21  # 16 MiB of random bits that every weight is cut from
+_PIECE_WORDS = 1 << 17
+_Q4_RMS = 21.5**0.5  # of the values -8 … 7
+_Q8_RMS = (127 * 128 / 3) ** 0.5  # of the values -127 … 127
+
+
+def _config(
+    architecture: Architecture,
+    sizes: tuple[int, int, int, int, int, int, int],
+    max_position: int,
+    theta: float,
+    eps: float,
+    **rest: Any,
+) -> ModelConfig:
+    d, f, layers, heads, kv_heads, head_dim, vocab = sizes
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=d,
+        intermediate_size=f,
+        num_layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        max_position=max_position,
+        rope_theta=theta,
+        rms_norm_eps=eps,
+        **rest,
+    )
+
+
+def _llama32(sizes: tuple[int, int, int, int, int, int, int]) -> ModelConfig:
+    scaling = RopeScaling(
+        kind="llama3",
+        factor=32.0,
+        original_max_position=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    return _config(
+        "llama", sizes, 131072, 5e5, 1e-5, rope_scaling=scaling, tie_word_embeddings=True
+    )
+
+
+def _qwen25(sizes: tuple[int, int, int, int, int, int, int], max_position: int) -> ModelConfig:
+    return _config("qwen2", sizes, max_position, 1e6, 1e-6, qkv_bias=True, tie_word_embeddings=True)
+
+
+# d, f, layers, H, G, D, vocabulary; from each model's published config.json
+KNOWN_MODELS: dict[str, ModelConfig] = {
+    "llama-3.2-1b": _llama32((2048, 8192, 16, 32, 8, 64, 128256)),
+    "llama-3.2-3b": _llama32((3072, 8192, 28, 24, 8, 128, 128256)),
+    "llama-3-8b": _config("llama", (4096, 14336, 32, 32, 8, 128, 128256), 8192, 5e5, 1e-5),
+    "llama-2-7b": _config("llama", (4096, 11008, 32, 32, 32, 128, 32000), 4096, 1e4, 1e-5),
+    "tinyllama-1.1b": _config("llama", (2048, 5632, 22, 32, 4, 64, 32000), 2048, 1e4, 1e-5),
+    # InternLM2 has llama's shapes (its own weight names and order are another matter).
+    "internlm2-1.8b": _config("llama", (2048, 8192, 24, 16, 8, 128, 92544), 32768, 1e6, 1e-5),
+    "qwen2.5-0.5b": _qwen25((896, 4864, 24, 14, 2, 64, 151936), 32768),
+    "qwen2.5-1.5b": _qwen25((1536, 8960, 28, 12, 2, 128, 151936), 131072),
+    "qwen3-0.6b": _config(
+        "qwen3",
+        (1024, 3072, 28, 16, 8, 128, 151936),
+        40960,
+        1e6,
+        1e-6,
+        qk_norm=True,
+        tie_word_embeddings=True,
+    ),
+    "mistral-7b": _config(
+        "mistral", (4096, 14336, 32, 32, 8, 128, 32000), 32768, 1e4, 1e-5, windows=(4096,) * 32
+    ),
+}
+
+
+def known_config(name: str) -> ModelConfig:
+    """Configuration of a known model. Raises `ModelError` with the nearest name."""
+    key = name.lower()
+    if key not in KNOWN_MODELS:
+        near = difflib.get_close_matches(key, KNOWN_MODELS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ModelError(
+            f"{name!r} is not a known model; {hint}choose one of: {', '.join(KNOWN_MODELS)}"
+        )
+    return KNOWN_MODELS[key]
+
+
+def limited(config: ModelConfig) -> ModelConfig:
+    """The configuration with at most `MAX_POSITION` tokens of context."""
+    return replace(config, max_position=min(config.max_position, MAX_POSITION))
+
+
+class RandomWeights(ModelWeights):
+    """Seeded random weights; the same numbers for the same configuration, format and seed."""
+
+    def __init__(self, config: ModelConfig, weight_format: WeightFormat, seed: int = 0) -> None:
+        super().__init__(config, weight_format)
+        self.seed = seed
+        bits = np.random.SFC64(np.random.SeedSequence([seed, GENERATOR_VERSION]))
+        self._pool: npt.NDArray[np.uint64] = bits.random_raw(_POOL_WORDS)
+
+    def final_norm(self) -> Float32Array:
+        """Weight [d] of the norm before the output head."""
+        return np.ones(self.config.hidden_size, dtype=np.float32)
+
+    def _load_block(self, index: int) -> BlockWeights:
+        storage = self.weight_format.storage
+        packed = {
+            shape.name: self._draw(f"{index}.{shape.name}", storage, shape.n, shape.k)
+            for shape in block_matrices(self.config)
+        }
+        vectors = {
+            shape.name: self._vector(f"{index}.{shape.name}", shape.n)
+            for shape in block_vectors(self.config)
+        }
+        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        shape = next(x for x in end_matrices(self.config) if x.name == name)
+        return self._draw(name, self.weight_format.storage, shape.n, shape.k)
+
+    def _generator(self, name: str) -> np.random.Generator:
+        digest = hashlib.sha256(name.encode()).digest()
+        key = [self.seed, GENERATOR_VERSION, int.from_bytes(digest[:8], "little")]
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
+
+    def _vector(self, name: str, n: int) -> Float32Array:
+        """Norm weights near 1, biases near 0."""
+        values = self._generator(name).uniform(-0.1, 0.1, n).astype(np.float32)
+        return values if name.endswith("_bias") else values + np.float32(1)
+
+    def _draw(self, name: str, storage: StorageFormat, n: int, k: int) -> PackedWeight:
+        packed = empty_packed(storage, n, k)
+        generator = self._generator(name)
+        if storage in (StorageFormat.F16, StorageFormat.F32):
+            _fill_floats(generator, packed)
+        else:
+            self._fill_bits(generator, packed.data)
+            _fill_scales(generator, packed)
+        _clear_padding(packed)
+        return packed
+
+    def _fill_bits(self, generator: np.random.Generator, data: npt.NDArray[Any]) -> None:
+        """Random bytes: pieces of the pool from random places, each under a random mask.
+
+        Drawing every word anew costs 2 seconds per GB; blocks differ as they should either way.
+        """
+        words = data.reshape(-1).view(np.uint64)
+        starts = range(0, words.size, _PIECE_WORDS)
+        masks = generator.integers(0, 1 << 64, len(starts), dtype=np.uint64)
+        places = generator.integers(0, _POOL_WORDS - _PIECE_WORDS, len(starts))
+        for start, mask, place in zip(starts, masks, places, strict=True):
+            target = words[start : start + _PIECE_WORDS]
+            np.bitwise_xor(self._pool[place : place + target.size], mask, out=target)
+        if data.dtype == np.int8:
+            np.maximum(data, -127, out=data)
+
+
+def _fill_scales(generator: np.random.Generator, packed: PackedWeight) -> None:
+    """Scales of both signs (as q4 has them), within a factor of 1.5 of each other."""
+    assert packed.scales is not None
+    rms = _Q4_RMS if packed.storage is StorageFormat.Q4 else _Q8_RMS
+    typical = 1.0 / (rms * packed.k**0.5)
+    scales = generator.random(packed.scales.shape, dtype=np.float32)
+    scales *= np.float32(0.5 * typical)
+    scales += np.float32(0.75 * typical)
+    if packed.storage is StorageFormat.Q4:
+        signs = generator.integers(0, 2, packed.scales.shape, dtype=np.int8)
+        np.negative(scales, out=scales, where=signs.astype(bool))
+    packed.scales[...] = scales
+
+
+def _fill_floats(generator: np.random.Generator, packed: PackedWeight) -> None:
+    """Uniform values of standard deviation 1 / sqrt(k), a few rows at a time."""
+    width = np.float32(2 * 3**0.5 / packed.k**0.5)
+    for block in packed.data:
+        block[...] = (generator.random(block.shape, dtype=np.float32) - np.float32(0.5)) * width
+
+
+def _clear_padding(packed: PackedWeight) -> None:
+    """Padded rows and features are zero, as `hetero.backends.weights` lays down."""
+    rows, features = packed.n % ROW_BLOCK, packed.k % GROUP_SIZE
+    if packed.scales is None:
+        if rows:
+            packed.data[-1, :, rows:] = 0
+        return
+    is_q4 = packed.storage is StorageFormat.Q4
+    if rows:
+        packed.scales[-1, :, rows:] = 0
+        if is_q4:
+            packed.data[-1, :, :, rows:] = np.uint32(0x88888888)
+        else:
+            packed.data[-1, :, :, rows:] = 0
+    if features and is_q4:
+        _clear_nibbles(packed.data[:, -1], features)
+    elif features:
+        for feature in range(features, GROUP_SIZE):
+            packed.data[:, -1, feature // 4, :, feature % 4] = 0
+
+
+def _clear_nibbles(words: npt.NDArray[np.uint32], features: int) -> None:
+    """Set nibbles `features` … 31 of the words [N/16, 4, 16] of the last group to 8."""
+    for feature in range(features, GROUP_SIZE):
+        shift = np.uint32(4 * (feature % 8))
+        column = words[:, feature // 8]
+        column &= ~np.uint32(15 << shift)
+        column |= np.uint32(8 << shift)

@@ -1,0 +1,189 @@
+"""A safetensors file as arrays over its memory-mapped bytes.
+
+The `safetensors` library copies tensors out of its own mapping; here they are views, so that GPU
+drivers can map the bytes in place and `forget` can give pages back to the system. The header is
+checked as strictly as the library does (https://huggingface.co/docs/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from hetero.errors import ModelError
+
+MAX_HEADER_BYTES = 100_000_000
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: [start, stop) in bytes from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """A checked and memory-mapped safetensors file. Raises `ModelError` for a malformed one.
+
+    The mapping lives as long as an array of it does; there is nothing to close.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.nbytes = file.seek(0, 2)
+                file.seek(0)
+                header = _read_header(path, file, self.nbytes)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(
+                f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+            ) from error
+        self.header_bytes = len(header)
+        self.metadata, self.entries = _parse(path, header, self.nbytes)
+        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """A read-only view of a tensor in the mapped file."""
+        entry = self.entries[name]
+        raw = self._bytes[entry.start : entry.stop]
+        if entry.start % _DTYPES[entry.dtype].itemsize:
+            raw = raw.copy()  # another program's file may leave tensors unaligned
+        return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def header(self) -> bytes:
+        """The raw header, the eight length bytes excluded."""
+        return bytes(self._map[8 : 8 + self.header_bytes])
+
+    def forget(self, names: list[str]) -> None:
+        """Let the pages of these tensors leave memory; they are read again when touched."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        for start, stop in self._runs(names):
+            low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            high = self.nbytes if stop == self.nbytes else stop // mmap.PAGESIZE * mmap.PAGESIZE
+            if low < high:
+                self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+    def _runs(self, names: list[str]) -> list[tuple[int, int]]:
+        """Byte ranges of tensors, neighbours merged."""
+        runs: list[tuple[int, int]] = []
+        for start, stop in sorted((self.entries[x].start, self.entries[x].stop) for x in names):
+            if runs and start - runs[-1][1] < mmap.PAGESIZE:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((start, stop))
+        return runs
+
+
+def _read_header(path: Path, file: BinaryIO, size: int) -> bytes:
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise ModelError(f"{path}: a safetensors file has at least 8 bytes, got {size}; {_AGAIN}")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES or 8 + length > size:
+        raise ModelError(
+            f"{path}: header of {length} bytes does not fit the file of {size} bytes; {_AGAIN}"
+        )
+    return file.read(length)
+
+
+_AGAIN = "download the file again"
+
+
+def _parse(path: Path, header: bytes, size: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    try:
+        raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, _DuplicateError) as error:
+        raise ModelError(f"{path}: header is not valid JSON ({error}); {_AGAIN}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: header must be a JSON object; {_AGAIN}")
+    metadata = raw.pop("__metadata__", {})
+    base = 8 + len(header)
+    entries = {name: _entry(path, name, value, base) for name, value in raw.items()}
+    _check_extent(path, entries, base, size)
+    return metadata if isinstance(metadata, dict) else {}, entries
+
+
+class _DuplicateError(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _DuplicateError("a name occurs twice")
+    return found
+
+
+def _entry(path: Path, name: str, raw: Any, base: int) -> TensorEntry:
+    try:
+        dtype, shape, (start, stop) = raw["dtype"], raw["shape"], raw["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{path}: tensor {name} needs dtype, shape and data_offsets; {_AGAIN}"
+        ) from error
+    numbers = [*shape, start, stop] if isinstance(shape, list) else [None]
+    if any(not isinstance(x, int) or isinstance(x, bool) or x < 0 for x in numbers):
+        raise ModelError(
+            f"{path}: tensor {name} has the shape {shape} at bytes [{start}, {stop}), which are "
+            f"not sizes; {_AGAIN}"
+        )
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ModelError(
+            f"{path}: tensor {name} has the data type {dtype}, supported are "
+            f"{', '.join(FLOAT_DTYPES)}; convert the model"
+        )
+    expected = _product(shape) * _DTYPES[dtype].itemsize
+    if stop - start != expected:
+        raise ModelError(
+            f"{path}: tensor {name} of shape {shape} in {dtype} has {expected} bytes, "
+            f"got {stop - start}; {_AGAIN}"
+        )
+    return TensorEntry(dtype, tuple(shape), base + start, base + stop)
+
+
+def _check_extent(path: Path, entries: dict[str, TensorEntry], base: int, size: int) -> None:
+    """Tensors cover the rest of the file without hole or overlap."""
+    end = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise ModelError(
+                f"{path}: tensor {name} starts at byte {entry.start} instead of {end}; {_AGAIN}"
+            )
+        end = entry.stop
+    if end != size:
+        raise ModelError(
+            f"{path}: tensors end at byte {end}, but the file has {size} bytes; {_AGAIN}"
+        )
+
+
+def _product(shape: list[int]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total

@@ -1,0 +1,320 @@
+"""Text to token ids and back, whole or piece by piece while a model writes."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from hetero.errors import ModelError
+from hetero.models.chat_template import ChatTemplate, Message, load_templates
+from hetero.models.fields import read_json_object
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_CONTEXT_TOKENS = 16
+_MAX_UNRESOLVED = 64
+
+
+class StreamDecoder(ABC):
+    """Text of a growing sequence of ids. Pieces joined are the decoded text of all ids.
+
+    A piece never ends inside a character: bytes that begin one wait for the rest.
+    """
+
+    @abstractmethod
+    def push(self, token: int) -> str:
+        """The text that becomes certain with this token; often "" """
+
+    @abstractmethod
+    def finish(self) -> str:
+        """What is still held back: U+FFFD for a character that was never completed."""
+
+
+class Tokenizer(ABC):
+    """Token ids of a model's vocabulary. `eos_ids` end a text."""
+
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    vocab_size: int
+    chat_template: ChatTemplate | None
+
+    @abstractmethod
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; `add_special_tokens` adds what the model expects around a prompt (bos)."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids. Ids outside the vocabulary say nothing."""
+
+    @abstractmethod
+    def decoder(
+        self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> StreamDecoder:
+        """A streaming decoder for text that continues `context` (its ids are not repeated).
+
+        With the prompt as context the first piece keeps the space that separates it from the
+        prompt; without, it starts a text of its own (an answer in a chat).
+        """
+
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """Text of a conversation (options as in `ChatTemplate.render`).
+
+        Raises `ModelError` for a model without a chat template.
+        """
+        if self.chat_template is None:
+            raise ModelError(
+                "this model has no chat template; use --raw (the prompt as it is), or a model with "
+                "chat_template in its tokenizer_config.json"
+            )
+        return self.chat_template.render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Ids of a conversation; the template writes the special tokens itself."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+class HfTokenizer(Tokenizer):
+    """A `tokenizer.json` with its `tokenizer_config.json`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any] | None = None,
+        templates: Mapping[str, str] | None = None,
+        *,
+        where: str = "tokenizer",
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        settings = config or {}
+        added = backend.get_added_tokens_decoder()
+        self._special = {id_ for id_, token in added.items() if token.special}
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.special_tokens = _special_tokens(settings)
+        self.bos_id = self._id_of("bos_token")
+        eos = self._id_of("eos_token")
+        self.eos_ids = () if eos is None else (eos,)
+        self._force_bos = settings.get("add_bos_token") is True
+        self._byte_tokens = _byte_tokens(backend)
+        self.chat_template = (
+            ChatTemplate(templates, self.special_tokens, where=f"{where}: chat template")
+            if templates
+            else None
+        )
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> HfTokenizer:
+        """Read a model directory. Raises `ModelError` for missing or broken files."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{directory}: has no tokenizer.json; download it, or save it with transformers' "
+                "AutoTokenizer.save_pretrained"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(
+                f"{path}: is not a tokenizer ({error}); download the file again"
+            ) from error
+        config = _optional_json(directory / "tokenizer_config.json")
+        special = _optional_json(directory / "special_tokens_map.json")
+        return cls(
+            backend,
+            special | config,
+            load_templates(directory, config),
+            where=str(directory),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with what the post-processor adds (and bos if `add_bos_token` asks)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._force_bos and self.bos_id is not None:
+            return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids, as the tokenizer's decoder writes it."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decoder(
+        self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> StreamDecoder:
+        """A streaming decoder for text that continues `context`."""
+        stream = _WindowDecoder(
+            self._backend, self._special if skip_special_tokens else set(), self._byte_tokens
+        )
+        stream.skip(context[-_CONTEXT_TOKENS:])
+        return stream
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        id_: int | None = None if token is None else self._backend.token_to_id(token)
+        return id_
+
+
+class _WindowDecoder(StreamDecoder):
+    """Decodes a window of the last tokens, and returns what is new since the last piece.
+
+    The window starts with the tokens of the previous piece, because a decoder may treat the start
+    of a text specially (strip a space). A text that ends in U+FFFD may end inside a character: that
+    last character waits. Tokens for single bytes (`<0xE2>`) turn into U+FFFD as a whole run
+    unless they are complete, so they wait outside of the window until they are.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, skipped: set[int], byte_tokens: Mapping[int, int]
+    ) -> None:
+        self._backend = backend
+        self._skipped = skipped
+        self._byte_tokens = byte_tokens
+        self._bytes: list[int] = []  # ids of byte tokens that begin a character
+        self._window: list[int] = []
+        self._resolved = 0  # tokens of the window whose text is out
+        self._sent = 0  # characters of the window's text that are out
+
+    def push(self, token: int) -> str:
+        """Text that becomes certain with this token."""
+        if token in self._skipped:
+            return ""
+        if token in self._byte_tokens:
+            self._bytes.append(token)
+            if self._is_incomplete():
+                return ""
+        else:
+            self._bytes.append(token)
+        self._window += self._bytes
+        self._bytes.clear()
+        return self._emit(final=False)
+
+    def finish(self) -> str:
+        """What is still held back."""
+        self._window += self._bytes
+        self._bytes.clear()
+        return self._emit(final=True)
+
+    def _is_incomplete(self) -> bool:
+        """Whether the waiting bytes are the beginning of a character, and no more than that."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            decoder.decode(bytes(self._byte_tokens[token] for token in self._bytes))
+        except UnicodeDecodeError:
+            return False
+        return decoder.getstate()[0] != b""
+
+    def skip(self, context: Sequence[int]) -> None:
+        """Take tokens whose text is out already."""
+        for token in context:
+            self.push(token)
+        self.finish()
+
+    def _emit(self, *, final: bool) -> str:
+        text = self._text(self._window)
+        open_ended = not final and not self._byte_tokens and text.endswith(REPLACEMENT)
+        stable = text[:-1] if open_ended else text
+        piece = stable[self._sent :]
+        self._sent += len(piece)
+        if (piece and not open_ended) or len(self._window) - self._resolved > _MAX_UNRESOLVED:
+            self._advance(held=len(text) - len(stable))
+        return piece
+
+    def _advance(self, held: int) -> None:
+        """Let the window begin with the tokens of the last piece; `held` characters still wait.
+
+        Also done after many tokens that are no text at all: the window must not grow without end.
+        """
+        del self._window[: self._resolved]
+        self._resolved = len(self._window)
+        self._sent = len(self._text(self._window)) - held
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+
+class ByteTokenizer(Tokenizer):
+    """For random models: a prompt's UTF-8 bytes are its ids. Other ids read as `<id>`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eos_ids = ()
+        self.bos_id = None
+        self.chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
+        """Bytes of the text in UTF-8."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The bytes' text, U+FFFD for what is not UTF-8."""
+        stream = self.decoder(skip_special_tokens=skip_special_tokens)
+        return "".join([stream.push(token) for token in ids]) + stream.finish()
+
+    def decoder(
+        self,
+        context: Sequence[int] = (),  # noqa: ARG002  (bytes need none)
+        *,
+        skip_special_tokens: bool = True,  # noqa: ARG002
+    ) -> StreamDecoder:
+        """A streaming decoder."""
+        return _ByteDecoder()
+
+
+class _ByteDecoder(StreamDecoder):
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """Characters that this byte completes, or the name of another id."""
+        if 0 <= token < 256:
+            return self._utf8.decode(bytes([token]))
+        return self.finish() + f"<{token}>"
+
+    def finish(self) -> str:
+        """U+FFFD for an unfinished character."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; older files wrap them in an object with `content`."""
+    found: dict[str, str] = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
+    """Ids of `<0x00>` … `<0xFF>` and their bytes, if the decoder joins them into characters."""
+    if '"ByteFallback"' not in json.dumps(json.loads(backend.to_str()).get("decoder")):
+        return {}
+    found: dict[int, int] = {}
+    for value in range(256):
+        id_ = backend.token_to_id(f"<0x{value:02X}>")
+        if id_ is not None:
+            found[id_] = value
+    return found

@@ -1,0 +1,109 @@
+"""`ModelWeights`: packed weights of a model, block by block, whatever they are read from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero.backends.ops import WeightFormat
+from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.models.config import ModelConfig
+from hetero.models.layout import total_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockWeights:
+    """Weights of one transformer block (notation of `hetero.backends.ops`).
+
+    `qkv` [(H + 2G)·D, d]: rows of the query, key and value weights in this order; `o` [d, H·D];
+    `gate_up` [2f, d]: rows of gate, then up; `down` [d, f]. Norms and biases are float32; a bias is
+    None where the model has none, `q_norm` and `k_norm` [D] where it does not normalise heads.
+    """
+
+    qkv: PackedWeight
+    o: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+    input_norm: Float32Array
+    post_norm: Float32Array
+    qkv_bias: Float32Array | None = None
+    o_bias: Float32Array | None = None
+    gate_up_bias: Float32Array | None = None
+    down_bias: Float32Array | None = None
+    q_norm: Float32Array | None = None
+    k_norm: Float32Array | None = None
+
+
+class ModelWeights(ABC):
+    """Packed weights of a model.
+
+    `block(i)` and the ends (`embed`, `lm_head`, `final_norm`) are made on first use and kept until
+    `release`; whoever still needs an array keeps a reference to it. With tied embeddings
+    `lm_head()` is the same object as `embed()`. Data and scales of packed weights are page-aligned;
+    all arrays are read-only by contract and live as long as anything refers to them. One thread at
+    a time. `source` is the directory that the weights come from, None if they were generated.
+
+    Reading a block raises `ModelError` when its tensors hold values that are not finite.
+    """
+
+    config: ModelConfig
+    weight_format: WeightFormat
+    source: Path | None = None
+
+    def __init__(self, config: ModelConfig, weight_format: WeightFormat) -> None:
+        self.config = config
+        self.weight_format = weight_format
+        self._blocks: dict[int, BlockWeights] = {}
+        self._embed: PackedWeight | None = None
+        self._lm_head: PackedWeight | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packed weights, norms and biases."""
+        return total_bytes(self.config, self.weight_format.storage)
+
+    def block(self, index: int) -> BlockWeights:
+        """Weights of a block, 0 <= index < num_layers. Raises `IndexError` outside."""
+        if not 0 <= index < self.config.num_layers:
+            raise IndexError(f"block {index} of a model of {self.config.num_layers} blocks")
+        if index not in self._blocks:
+            self._blocks[index] = self._load_block(index)
+        return self._blocks[index]
+
+    def embed(self) -> PackedWeight:
+        """Token embeddings [vocab, d]."""
+        if self._embed is None:
+            self._embed = self._load_matrix("embed")
+        return self._embed
+
+    def lm_head(self) -> PackedWeight:
+        """Output head [vocab, d]; the embeddings themselves if tied."""
+        if self.config.tie_word_embeddings:
+            return self.embed()
+        if self._lm_head is None:
+            self._lm_head = self._load_matrix("lm_head")
+        return self._lm_head
+
+    @abstractmethod
+    def final_norm(self) -> Float32Array:
+        """Weight [d] of the norm before the output head."""
+
+    def release(self, index: int) -> None:
+        """Forget block `index`; pages of a mapped file leave memory until they are read again.
+
+        Arrays that were handed out stay valid. `block(index)` makes the block again.
+        """
+        self._blocks.pop(index, None)
+
+    def release_ends(self) -> None:
+        """Forget embeddings and output head, as `release` does for a block."""
+        self._embed = self._lm_head = None
+
+    @abstractmethod
+    def _load_block(self, index: int) -> BlockWeights:
+        """Make the weights of a block."""
+
+    @abstractmethod
+    def _load_matrix(self, name: str) -> PackedWeight:
+        """Make `embed` or `lm_head`."""

@@ -1,0 +1,1 @@
+"""The engine: executes an `ExecutionPlan` on the devices of one model."""

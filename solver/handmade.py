@@ -1,0 +1,55 @@
+"""Plans made by rule, without a profile: one device, or layer level (paper section 4)."""
+
+from __future__ import annotations
+
+from hetero.backends.protocol import DeviceKind
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase, Rest, Tile
+
+
+def single_device(
+    spec: ModelSpec, device: DeviceKind, graph_sizes: tuple[int, ...] = ()
+) -> ExecutionPlan:
+    """Everything on one device, for any token count."""
+    return layer_level(spec, prefill=device, decode=device, rest=device, graph_sizes=graph_sizes)
+
+
+def layer_level(
+    spec: ModelSpec,
+    *,
+    prefill: DeviceKind = "npu",
+    decode: DeviceKind = "npu",
+    rest: DeviceKind = "gpu",
+    graph_sizes: tuple[int, ...] = (),
+) -> ExecutionPlan:
+    """Whole matmuls on one device per phase, everything else on `rest`.
+
+    The default is the paper's layer level for prefill: matmuls on the NPU, the rest on the GPU. In
+    decode the paper's layer level takes the GPU, because its NPU is slower there (section 5.3).
+    """
+    devices: dict[Phase, DeviceKind] = {"prefill": prefill, "decode": decode}
+    entries = [
+        _whole(phase, matmul.name, matmul.n, matmul.k, devices[phase])
+        for phase in PHASES
+        for matmul in spec.matmuls
+    ]
+    return ExecutionPlan(
+        model=spec.name,
+        ops=tuple(entries),
+        rest=Rest(prefill=rest, decode=rest),
+        graph_sizes=graph_sizes,
+    )
+
+
+def _whole(phase: Phase, op: str, n: int, k: int, device: DeviceKind) -> OpPlan:
+    return OpPlan.model_validate(
+        {
+            "phase": phase,
+            "m": None,
+            "op": op,
+            "n": n,
+            "k": k,
+            "strategy": f"{device}-only",
+            "tiles": (Tile(device=device, tokens=(0, None), rows=(0, n)),),
+        }
+    )

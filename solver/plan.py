@@ -1,0 +1,183 @@
+"""`ExecutionPlan`: which device computes which rectangle of every matmul. A JSON file for people.
+
+A plan may be written by hand. Entries with `m: null` hold for every token count of their phase;
+open ranges (`[0, null]`) then end at the token count of the call. An entry for an exact token count
+goes before one for any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hetero.backends.protocol import DeviceKind
+
+Phase: TypeAlias = Literal["prefill", "decode"]
+Strategy: TypeAlias = Literal[
+    "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"
+]
+OpName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head", "q", "k", "v", "gate", "up"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+Start = Annotated[int, Field(ge=0)]
+Stop = Annotated[int, Field(ge=1)]
+
+
+class PlanError(ValueError):
+    """A plan breaks a rule; the message names the operator, the rule and the value."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Tile(_Record):
+    """Rectangle tokens × rows of one matmul's output and the device that computes it.
+
+    Ranges are half open; `None` as the end of `tokens` means the call's last token. `graph_size` is
+    the NPU graph's token count (padding included), `None` on a GPU or where any graph serves.
+    """
+
+    device: DeviceKind
+    tokens: tuple[Start, Stop | None]
+    rows: tuple[Start, Stop]
+    graph_size: int | None = None
+
+    def resolved(self, m: int) -> Tile:
+        """The same tile with an open token range ended at m."""
+        start, stop = self.tokens
+        return self.model_copy(update={"tokens": (start, m if stop is None else stop)})
+
+
+class Candidate(_Record):
+    """One way that was considered, and why it lost."""
+
+    strategy: Strategy
+    predicted_s: float
+    reason: str
+
+
+class OpPlan(_Record):
+    """The partition of one matmul (all layers alike) for a phase and token count."""
+
+    phase: Phase
+    m: int | None
+    op: OpName
+    n: int
+    k: int
+    strategy: Strategy
+    tiles: tuple[Tile, ...]
+    predicted_s: float | None = None
+    candidates: tuple[Candidate, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.m is None and len({tile.device for tile in self.tiles}) > 1 and self._cuts_tokens():
+            raise ValueError(f"{self.phase} {self.op}: a cut along tokens needs an exact m")
+        check_cover(self.tiles, m=self.m or 1, n=self.n, what=f"{self.phase} {self.op}")
+        return self
+
+    def _cuts_tokens(self) -> bool:
+        return any(tile.tokens != (0, None) for tile in self.tiles)
+
+
+class Total(_Record):
+    """Predicted time of a whole step: every layer, attention, norms and the output head."""
+
+    phase: Phase
+    m: int
+    predicted_s: float
+    tokens_per_s: float
+    best_single_device_s: float
+
+
+class Rest(_Record):
+    """Device of everything that is not a matmul (embedding, norms, RoPE, attention, …)."""
+
+    prefill: DeviceKind
+    decode: DeviceKind
+
+
+class ExecutionPlan(_Record):
+    """What the solver decides and the runtime executes (INTERFACES: the document of `plan`)."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    profile: str | None = None
+    objective: Literal["latency", "energy"] = "latency"
+    solve_s: float | None = None
+    ops: tuple[OpPlan, ...]
+    rest: Rest
+    totals: tuple[Total, ...] = ()
+    graph_sizes: tuple[int, ...] = ()
+    memory_bytes: int | None = None
+
+    @property
+    def plan_id(self) -> str:
+        """Short name that changes whenever the placement changes."""
+        parts = self.model_dump_json(include={"model", "ops", "rest", "graph_sizes"})
+        return hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+    def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
+        """Tiles of one matmul at m tokens. Raises `PlanError` if the plan says nothing of it."""
+        matches = [o for o in self.ops if o.phase == phase and o.op == op and o.m in (m, None)]
+        if not matches:
+            raise PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens")
+        best = max(matches, key=lambda o: o.m is not None)
+        return tuple(tile.resolved(m) for tile in best.tiles)
+
+    def devices(self) -> frozenset[DeviceKind]:
+        """Device kinds that the plan uses."""
+        tiles = {tile.device for op in self.ops for tile in op.tiles}
+        return frozenset(tiles | {self.rest.prefill, self.rest.decode})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON, atomically."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        temporary.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ExecutionPlan:
+        """Read and validate a plan file. Raises `PlanError` with one sentence."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}: {error}") from None
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "document"
+            raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
+
+
+def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
+    """Every output of [0, m) × [0, n) lies in exactly one tile (invariant 2). Raises ValueError."""
+    resolved = [tile.resolved(m) for tile in tiles]
+    area = 0
+    for i, tile in enumerate(resolved):
+        (t0, t1), (r0, r1) = tile.tokens, tile.rows
+        assert t1 is not None
+        if not (0 <= t0 < t1 <= m and 0 <= r0 < r1 <= n):
+            raise ValueError(
+                f"{what}: tile tokens {tile.tokens} rows {tile.rows} is outside {m}×{n}"
+            )
+        if any(_overlap(tile, other) for other in resolved[:i]):
+            raise ValueError(f"{what}: tile tokens {tile.tokens} rows {tile.rows} overlaps another")
+        area += (t1 - t0) * (r1 - r0)
+    if area != m * n:
+        raise ValueError(f"{what}: the tiles cover {area} of {m * n} outputs")
+
+
+def _overlap(a: Tile, b: Tile) -> bool:
+    def meet(x: tuple[int, int | None], y: tuple[int, int | None]) -> bool:
+        assert x[1] is not None
+        assert y[1] is not None
+        return x[0] < y[1] and y[0] < x[1]
+
+    return meet(a.tokens, b.tokens) and meet(a.rows, b.rows)

@@ -1,0 +1,172 @@
+"""Making the tensors and weights of an operation, running it on a device, checking its result.
+
+The expected numbers come from `hetero.backends.reference.compute` on copies of the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe, weight_names
+from hetero.backends.protocol import (
+    FIXED_PORTS,
+    BoundCall,
+    Device,
+    Kernel,
+    WeightValue,
+    port_dtype,
+    port_shape,
+)
+from hetero.backends.reference.compute import program
+from hetero.backends.weights import pack
+from tests.helpers import assert_close
+
+CACHES = ("k_cache", "v_cache")
+
+MATMUL_TOLERANCE = {
+    WeightFormat.F32: 2e-5,
+    WeightFormat.F16: 1e-3,
+    WeightFormat.W4A16: 1e-3,
+    WeightFormat.W8A16: 1e-3,
+    WeightFormat.W4A8: 1e-2,
+}
+TOLERANCE = 2e-5
+
+
+def tolerance(op: Op) -> float:
+    """Largest relative difference from the reference."""
+    return MATMUL_TOLERANCE[op.weight_format] if isinstance(op, ops.MatMul) else TOLERANCE
+
+
+def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:
+    """Random weights of an operation."""
+    weights: dict[str, WeightValue] = {}
+    for name in weight_names(op):
+        match op:
+            case ops.MatMul() | ops.Embed() if name == "weight":
+                n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
+                values = rng.standard_normal((n, k), dtype=np.float32)
+                weights[name] = pack(values, op.weight_format.storage)
+            case ops.MatMul():
+                weights[name] = rng.standard_normal(op.n, dtype=np.float32)
+            case ops.Rope():
+                weights[name] = 1 + 0.3 * rng.standard_normal(op.head_dim, dtype=np.float32)
+            case _:
+                weights[name] = 1 + 0.3 * rng.standard_normal(op.d, dtype=np.float32)
+    return weights
+
+
+def make_tensors(
+    op: Op,
+    m: int,
+    rng: np.random.Generator,
+    *,
+    position: int = 0,
+    spare_rows: int = 0,
+    device: Device | None = None,
+) -> dict[str, Tensor]:
+    """Random inputs for m tokens; outputs, spare rows and unwritten cache positions are NaN.
+
+    Every tensor lies at an offset in a buffer of its own, as in a pool.
+    """
+    tensors = {}
+    for port in op.ports:
+        tensor = _new(op, port, m + spare_rows, device)
+        tensors[port] = tensor
+        array = tensor.array
+        if port == "position":
+            array[:] = position
+        elif port == "tokens":
+            assert isinstance(op, ops.Embed)
+            array[:] = rng.integers(0, op.vocab, len(array))
+        elif port in CACHES:
+            array[:] = np.nan
+            array[:, :position] = rng.standard_normal(array[:, :position].shape)
+        else:
+            array[:] = np.nan
+            if port not in OUTPUT_PORTS:
+                array[:m] = rng.standard_normal(array[:m].shape)
+    return tensors
+
+
+def _new(op: Op, port: str, m: int, device: Device | None) -> Tensor:
+    shape, dtype = port_shape(op, port, m), port_dtype(port)
+    offset = 64
+    nbytes = offset + int(np.prod(shape)) * dtype.itemsize
+    buffer = HostBuffer(nbytes) if device is None else device.allocate(nbytes)
+    if device is not None:
+        device.map(buffer)
+    return Tensor(buffer, shape, dtype, offset)
+
+
+def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[Any]]:
+    """Copies of all tensors."""
+    return {port: tensor.array.copy() for port, tensor in tensors.items()}
+
+
+def expected(
+    op: Op, weights: Mapping[str, WeightValue], before: Mapping[str, npt.NDArray[Any]], m: int
+) -> dict[str, npt.NDArray[Any]]:
+    """What the tensors must hold after a call of m tokens that found them as `before`."""
+    after = {port: array.copy() for port, array in before.items()}
+    run, _ = program(op, weights)
+    run({port: a if port in FIXED_PORTS else a[:m] for port, a in after.items()})
+    return after
+
+
+def execute(device: Device, call: BoundCall) -> None:
+    """Run a call to its end in the device's own way."""
+    if device.capabilities.asynchronous:
+        call.submit().wait(30.0)
+    else:
+        call.run()
+
+
+def check_call(
+    device: Device,
+    kernel: Kernel,
+    weights: Mapping[str, WeightValue],
+    tensors: Mapping[str, Tensor],
+    m: int,
+) -> BoundCall:
+    """Bind, run, and compare every tensor with the reference; returns the bound call."""
+    call = kernel.bind(tensors, m)
+    check_run(device, kernel.op, call, weights, tensors)
+    return call
+
+
+def check_run(
+    device: Device,
+    op: Op,
+    call: BoundCall,
+    weights: Mapping[str, WeightValue],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Run a bound call: outputs are right, everything else is untouched."""
+    m = call.m
+    before = snapshot(tensors)
+    wanted = expected(op, weights, before, m)
+    execute(device, call)
+    for port, tensor in tensors.items():
+        what = f"{describe(op)} m={m}: {port}"
+        if port in OUTPUT_PORTS:
+            assert_close(tensor.array[:m], wanted[port][:m], tolerance(op), what)
+            np.testing.assert_array_equal(tensor.array[m:], before[port][m:], f"{what} rows ≥ m")
+        else:
+            np.testing.assert_array_equal(tensor.array, wanted[port], what)
+
+
+def check_op(device: Device, op: Op, ms: tuple[int, ...], *, seed: int = 0) -> None:
+    """One kernel, several token counts, each on fresh tensors with two spare rows."""
+    rng = np.random.default_rng(seed)
+    weights = make_weights(op, rng)
+    kernel = device.prepare(op, weights)
+    for m in ms:
+        tensors = make_tensors(op, m, rng, spare_rows=2, device=device)
+        check_call(device, kernel, weights, tensors, m)

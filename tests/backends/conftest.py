@@ -1,0 +1,73 @@
+"""The devices that the contract suite runs on. A new backend joins by a line in `COMPUTING`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import pytest
+
+from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.protocol import Device
+from hetero.backends.registry import find, open_device
+
+# Token counts that the suite uses; a device with static shapes is opened with graphs for them.
+GRAPH_SIZES = (1, 2, 3, 5, 7, 31, 32, 33, 64, 256)
+
+COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "reference": ("reference", {}),
+    "reference-asynchronous": ("reference", {"asynchronous": True, "kind": "gpu"}),
+    "reference-static": ("reference", {"graph_sizes": GRAPH_SIZES}),
+    "ort-cpu": ("ort-cpu", {"graph_sizes": GRAPH_SIZES}),
+    "ort-cpu-fp32": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "fp32"}),
+    "ort-cpu-both": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "both"}),
+    "opencl": ("opencl", {}),
+}
+COMPUTING_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
+    "null": ("null", {"graph_sizes": GRAPH_SIZES}),
+    "null-asynchronous": ("null", {"asynchronous": True, "kind": "gpu"}),
+}
+
+Opener: TypeAlias = Callable[[], Device]
+
+
+def _exists(backend: str) -> bool:
+    """Whether the backend's sub-package is written."""
+    spec = importlib.util.find_spec(find(backend).module)
+    if spec is None or spec.origin is None:
+        return False
+    return hasattr(importlib.import_module(find(backend).module), "open")
+
+
+def _present(table: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
+    return [name for name, (backend, _) in table.items() if _exists(backend)]
+
+
+def _open(name: str) -> Device:
+    backend, options = (COMPUTING | COMPUTING_NOTHING)[name]
+    try:
+        return open_device(backend, **options)
+    except DeviceUnavailableError as error:
+        pytest.skip(f"needs {backend}: {error}")
+
+
+@pytest.fixture(scope="session", params=_present(COMPUTING))
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A device that computes, shared by all tests; never closed or broken by them."""
+    with _open(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture(params=_present(COMPUTING))
+def computing_opener(request: pytest.FixtureRequest) -> Opener:
+    """Opens a device that computes, for tests that close it."""
+    return lambda: _open(request.param)
+
+
+@pytest.fixture(params=_present(COMPUTING | COMPUTING_NOTHING))
+def any_device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A device of one's own; it may compute nothing."""
+    with _open(request.param) as opened:
+        yield opened

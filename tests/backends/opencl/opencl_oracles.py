@@ -1,0 +1,144 @@
+"""float64 numpy twins of the kernels, and tensors with fresh inputs and poisoned outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops, rope
+from hetero.backends.memory import Tensor, new_tensor
+from hetero.backends.protocol import port_dtype, port_shape
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+
+def tensors_for(
+    op: ops.Op, m: int, rng: np.random.Generator, *, position: int = 0, extra_rows: int = 0
+) -> dict[str, Tensor]:
+    """Random inputs, NaN in outputs and in cache rows that must not be read.
+
+    Tensors start 3 rows into their buffers, and may have more rows than m.
+    """
+    made = {}
+    for port in op.ports:
+        shape = port_shape(op, port, m)
+        fixed = port in ("position", "k_cache", "v_cache")
+        lead = 0 if fixed else 3
+        whole = new_tensor(
+            (shape[0] + lead + extra_rows * (not fixed), *shape[1:]), port_dtype(port)
+        )
+        tensor = whole if fixed else whole.rows(lead, whole.shape[0])
+        if tensor.dtype == np.float32:
+            tensor.array[:] = rng.standard_normal(tensor.shape)
+        if port in ("y", "sum", "out"):
+            tensor.array[:] = np.nan
+        if port in ("k_cache", "v_cache"):
+            tensor.array[:, position:] = np.nan
+        if port == "position":
+            tensor.array[:] = position
+        if port == "tokens":
+            assert isinstance(op, ops.Embed)
+            tensor.array[:] = rng.integers(0, op.vocab, tensor.shape)
+        made[port] = tensor
+    return made
+
+
+def expected(op: ops.Op, inputs: Arrays, weights: Mapping[str, Any], m: int) -> Arrays:
+    """Outputs of `op` in float64 by port."""
+    match op:
+        case ops.Add():
+            return {"y": _wide(inputs, "x", m) + _wide(inputs, "residual", m)}
+        case ops.GatedAct():
+            x = _wide(inputs, "x", m)
+            return {"y": activation(op.activation, x[:, : op.f]) * x[:, op.f :]}
+        case ops.RMSNorm() | ops.LayerNorm():
+            return _norm(op, inputs, weights, m)
+        case ops.Rope():
+            return {"out": _rope(op, inputs, weights, m)}
+        case ops.Attention():
+            return attention(op, inputs, m)
+        case ops.Embed():
+            table = weights["weight"].dequantize().astype(np.float64)
+            return {"y": op.scale * table[inputs["tokens"][:m]]}
+        case _:
+            raise NotImplementedError(op)
+
+
+def activation(name: str, x: Array) -> Array:
+    """silu, gelu and gelu_tanh."""
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    from scipy.special import erfc
+
+    return 0.5 * x * erfc(-x / np.sqrt(2))
+
+
+def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
+    """The m × context scores in full."""
+    position = int(inputs["position"][0])
+    heads = _wide(inputs, "qkv", m).reshape(m, -1, op.head_dim)
+    new_k, new_v = heads[:, op.heads : op.heads + op.kv_heads], heads[:, op.heads + op.kv_heads :]
+    k, v = inputs["k_cache"].astype(np.float64), inputs["v_cache"].astype(np.float64)
+    end = position + m
+    k[:, position:end], v[:, position:end] = new_k.swapaxes(0, 1), new_v.swapaxes(0, 1)
+    at, key = position + np.arange(m)[:, None], np.arange(end)[None]
+    seen = (key <= at) & ((key > at - op.window) if op.window else True)
+    out = np.zeros((m, op.heads, op.head_dim))
+    for head in range(op.heads):
+        group = head * op.kv_heads // op.heads
+        scores = np.where(seen, heads[:, head] @ k[group, :end].T * op.softmax_scale, -np.inf)
+        weight = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[:, head] = weight / weight.sum(axis=1, keepdims=True) @ v[group, :end]
+    return {"out": out.reshape(m, -1), "k_cache": k, "v_cache": v}
+
+
+def relative_error(got: Array, want: Array) -> float:
+    """Largest difference over the largest wanted magnitude; NaN in `got` is infinite."""
+    same = np.isnan(got) & np.isnan(want)
+    difference = np.abs(np.where(same, 0, got - want))
+    return float(np.nan_to_num(difference, nan=np.inf).max() / np.nanmax(np.abs(want)))
+
+
+def _norm(
+    op: ops.RMSNorm | ops.LayerNorm, inputs: Arrays, weights: Mapping[str, Array], m: int
+) -> Arrays:
+    x = _wide(inputs, "x", m)
+    outputs = {}
+    if op.add:
+        x = outputs["sum"] = x + _wide(inputs, "residual", m)
+    if isinstance(op, ops.RMSNorm):
+        return {**outputs, "y": rms_norm(x, op.eps) * weights["weight"]}
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return {**outputs, "y": rms_norm(centred, op.eps) * weights["weight"] + weights["bias"]}
+
+
+def rms_norm(x: Array, eps: float) -> Array:
+    """Rows divided by their root mean square."""
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+
+
+def _rope(op: ops.Rope, inputs: Arrays, weights: Mapping[str, Array], m: int) -> Array:
+    position = int(inputs["position"][0])
+    x = _wide(inputs, "qkv", m).reshape(m, -1, op.head_dim)
+    if op.qk_norm_eps is not None:
+        last = op.heads + op.kv_heads
+        x[:, : op.heads] = rms_norm(x[:, : op.heads], op.qk_norm_eps) * weights["q_norm"]
+        x[:, op.heads : last] = rms_norm(x[:, op.heads : last], op.qk_norm_eps) * weights["k_norm"]
+    cosines, sines = (table[position : position + m, None] for table in rope.tables(op))
+    half = op.rotated // 2
+    out = x.copy()
+    turned = x[:, : op.heads + op.kv_heads]
+    low, high = turned[..., :half], turned[..., half : op.rotated]
+    out[:, : op.heads + op.kv_heads, :half] = low * cosines - high * sines
+    out[:, : op.heads + op.kv_heads, half : op.rotated] = high * cosines + low * sines
+    return out.reshape(m, -1)
+
+
+def _wide(inputs: Arrays, port: str, m: int) -> Array:
+    return inputs[port][:m].astype(np.float64)

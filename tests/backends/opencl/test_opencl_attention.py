@@ -1,0 +1,120 @@
+"""Attention against the full score matrix in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opencl_oracles import expected, relative_error, tensors_for
+
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.ops import Attention
+
+TOLERANCE = 1e-5
+
+LLAMA = Attention(heads=8, kv_heads=2, head_dim=64, capacity=333)
+OPS = {
+    "llama": LLAMA,
+    "seven_in_a_group": Attention(heads=14, kv_heads=2, head_dim=16, capacity=300),
+    "window": Attention(heads=4, kv_heads=4, head_dim=80, capacity=300, window=33),
+    "window_of_one": Attention(heads=2, kv_heads=2, head_dim=8, capacity=128, window=1),
+    "twelve": Attention(heads=6, kv_heads=2, head_dim=12, capacity=200, scale=0.3),
+    "odd": Attention(heads=3, kv_heads=1, head_dim=7, capacity=101),
+    "wide": Attention(heads=2, kv_heads=1, head_dim=128, capacity=150),
+}
+CALLS = [(0, 1), (0, 70), (17, 2), (60, 1), (64, 33), (95, 5)]
+
+
+def run_and_compare(
+    device: OpenCLDevice, op: Attention, tensors: dict[str, Tensor], m: int
+) -> None:
+    before = {port: tensor.array.copy() for port, tensor in tensors.items()}
+    wanted = expected(op, before, {}, m)
+    device.prepare(op, {}).bind(tensors, m).run()
+    for cache in ("k_cache", "v_cache"):  # appended bit for bit, NaN beyond
+        np.testing.assert_array_equal(tensors[cache].array, wanted[cache].astype(np.float32))
+    error = relative_error(tensors["out"].array, wanted["out"])
+    assert error <= TOLERANCE, f"{op} m={m}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("position", "m"), CALLS)
+def test_attention(variant: OpenCLDevice, name: str, position: int, m: int) -> None:
+    rng = np.random.default_rng(position * 1000 + m)
+    op = OPS[name]
+    run_and_compare(variant, op, tensors_for(op, m, rng, position=position), m)
+
+
+@pytest.mark.parametrize(("position", "m"), [(332, 1), (300, 33), (0, 333)])
+def test_full_cache(variant: OpenCLDevice, position: int, m: int) -> None:
+    rng = np.random.default_rng(m)
+    run_and_compare(variant, LLAMA, tensors_for(LLAMA, m, rng, position=position), m)
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_large_scores_do_not_overflow(variant: OpenCLDevice, m: int) -> None:
+    tensors = tensors_for(LLAMA, m, np.random.default_rng(3), position=100)
+    tensors["qkv"].array[:] *= 60  # scores of thousands: one key takes all the weight
+    before = {port: tensor.array.copy() for port, tensor in tensors.items()}
+    wanted = expected(LLAMA, before, {}, m)["out"]
+    variant.prepare(LLAMA, {}).bind(tensors, m).run()
+    assert relative_error(tensors["out"].array, wanted) < 1e-3  # float32 scores of 5000
+
+
+def test_position_is_read_at_run_time(variant: OpenCLDevice) -> None:
+    """One binding decodes token after token."""
+    rng = np.random.default_rng(5)
+    tensors = tensors_for(LLAMA, 1, rng)
+    call = variant.prepare(LLAMA, {}).bind(tensors, 1)
+    for position in range(40):
+        tensors["position"].array[:] = position
+        tensors["qkv"].array[:] = rng.standard_normal(LLAMA.width)
+        before = {port: tensor.array.copy() for port, tensor in tensors.items()}
+        call.run()
+        wanted = expected(LLAMA, before, {}, 1)["out"]
+        assert relative_error(tensors["out"].array, wanted) <= TOLERANCE
+
+
+def test_prefill_in_pieces_equals_prefill_at_once(variant: OpenCLDevice) -> None:
+    rng = np.random.default_rng(6)
+    whole = tensors_for(LLAMA, 90, rng)
+    kernel = variant.prepare(LLAMA, {})
+    kernel.bind(whole, 90).run()
+    pieces = tensors_for(LLAMA, 90, rng)
+    pieces["qkv"].array[:] = whole["qkv"].array
+    for start, stop in ((0, 50), (50, 51), (51, 87), (87, 90)):
+        pieces["position"].array[:] = start
+        part = {**pieces, "qkv": pieces["qkv"].rows(start, stop)}
+        part["out"] = pieces["out"].rows(start, stop)
+        kernel.bind(part, stop - start).run()
+    assert relative_error(pieces["out"].array, whole["out"].array) <= 2 * TOLERANCE
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    head_dim=st.integers(1, 40),
+    window=st.integers(0, 70),
+    position=st.integers(0, 80),
+    m=st.integers(1, 40),
+)
+def test_random_shapes(
+    *,
+    device: OpenCLDevice,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    window: int,
+    position: int,
+    m: int,
+) -> None:
+    op = Attention(
+        heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, capacity=128, window=window
+    )
+    rng = np.random.default_rng(m)
+    run_and_compare(device, op, tensors_for(op, m, rng, position=position), m)

@@ -1,0 +1,369 @@
+"""Opening, pinning, mapping without copies, failures, deadlines and closing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from opencl_oracles import tensors_for
+
+from hetero.backends import ops
+from hetero.backends.errors import (
+    DeviceError,
+    DeviceLostError,
+    DeviceUnavailableError,
+    WaitTimeoutError,
+)
+from hetero.backends.memory import HostBuffer, Tensor, new_tensor
+from hetero.backends.opencl import calls, failures, platform, tuning
+from hetero.backends.opencl import open as open_opencl
+from hetero.backends.opencl.device import PREPARE, OpenCLDevice
+from hetero.backends.registry import open_device
+
+ADD = ops.Add(d=24)
+
+
+def in_new_process(code: str, **environment: str) -> str:
+    """Standard output of a program in a process where OpenCL was not used yet."""
+    drop = ("POCL_", "OCL_")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def bound_add(device: OpenCLDevice, m: int = 3) -> tuple[dict[str, Tensor], calls.OpenCLCall]:
+    tensors = tensors_for(ADD, m, np.random.default_rng(1))
+    return tensors, device.prepare(ADD, {}).bind(tensors, m)
+
+
+def test_opens_by_name() -> None:
+    with open_device("opencl") as device:
+        assert device.info.backend == "opencl"
+        assert device.capabilities.kind == "gpu"
+        assert device.capabilities.asynchronous
+        assert device.info.name in device.info.fingerprint
+
+
+def test_every_operation_has_a_kernel() -> None:
+    assert set(PREPARE) == set(ops.Op.__args__)  # type: ignore[attr-defined]
+
+
+def test_no_copies_and_the_same_addresses(device: OpenCLDevice) -> None:
+    if not device.capabilities.unified_memory:
+        pytest.skip("needs unified memory")
+    buffer = HostBuffer(10000)
+    native = device.map(buffer)
+    assert native is device.map(buffer)
+    view, _ = cl.enqueue_map_buffer(
+        device.queue, native, cl.map_flags.READ, 0, (buffer.nbytes,), np.uint8, is_blocking=True
+    )
+    assert view.ctypes.data == buffer.address
+    view.base.release(device.queue)
+    tensors, call = bound_add(device)
+    device.copies = 0
+    call.run()
+    assert device.copies == 0
+    np.testing.assert_array_equal(
+        tensors["y"].array[:3], tensors["x"].array + tensors["residual"].array
+    )
+
+
+def test_kernels_see_the_host_address(device: OpenCLDevice) -> None:
+    """The pointer that a kernel gets is the host's, so nothing was copied behind our back."""
+    if not device.capabilities.unified_memory:
+        pytest.skip("needs unified memory")
+    tensor = new_tensor((4,), np.uint64)
+    source = "__kernel void where(__global ulong *x) { x[0] = (ulong)x; }"
+    kernel = cl.Kernel(cl.Program(device.context, source).build(), "where")
+    kernel.set_arg(0, device.map(tensor.buffer))
+    cl.enqueue_nd_range_kernel(device.queue, kernel, (1,), (1,)).wait()
+    if "PoCL" not in device.info.details["platform"]:
+        pytest.skip("only a CPU device has the host's address space")
+    assert tensor.array[0] == tensor.address
+
+
+def test_a_device_without_unified_memory_copies() -> None:
+    with open_opencl(unified_memory=False) as device:
+        tensors, call = bound_add(device)
+        call.run()
+        assert device.copies == 3
+        np.testing.assert_array_equal(
+            tensors["y"].array[:3], tensors["x"].array + tensors["residual"].array
+        )
+
+
+def test_a_call_keeps_its_buffers_alive(device: OpenCLDevice) -> None:
+    call = bound_add(device)[1]  # the tensors are dropped here
+    junk = [bytearray(4096) for _ in range(200)]
+    for _ in range(50):
+        call.run()
+    assert len(junk) == 200
+
+
+def test_weights_are_kept_alive(device: OpenCLDevice) -> None:
+    op = ops.RMSNorm(d=4096, eps=0.0)
+    kernel = device.prepare(op, {"weight": np.full(4096, 3, np.float32)})
+    tensors = tensors_for(op, 1, np.random.default_rng(0))
+    tensors["x"].array[:] = 1
+    call = kernel.bind(tensors, 1)
+    del kernel
+    _ = [np.zeros(4096, np.float32) for _ in range(50)]
+    call.run()
+    np.testing.assert_allclose(tensors["y"].array, 3, rtol=1e-6)
+
+
+def test_launches_complete_in_order(device: OpenCLDevice) -> None:
+    _, call = bound_add(device)
+    completions = [call.submit() for _ in range(100)]
+    completions[-1].wait()
+    assert all(completion.done() for completion in completions)
+
+
+def test_binding_writes_nothing(variant: OpenCLDevice) -> None:
+    """Warming up launches every kernel with count 0."""
+    rng = np.random.default_rng(2)
+    for op, m in (
+        (ops.Attention(heads=2, kv_heads=1, head_dim=16, capacity=50), 9),
+        (ops.Attention(heads=2, kv_heads=1, head_dim=16, capacity=50), 1),
+        (ops.GatedAct(f=40), 3),
+        (ops.RMSNorm(d=40, eps=1e-6, add=True), 3),
+        (ops.Rope(heads=2, kv_heads=1, head_dim=16, theta=1e4, max_position=60), 3),
+    ):
+        tensors = tensors_for(op, m, rng)
+        before = {port: tensor.array.copy() for port, tensor in tensors.items()}
+        weights = {name: np.ones(40, np.float32) for name in ops.weight_names(op)}
+        variant.prepare(op, weights).bind(tensors, m)
+        for port, tensor in tensors.items():
+            np.testing.assert_array_equal(tensor.array, before[port], err_msg=f"{op} {port}")
+
+
+class TestFailures:
+    def test_deadline_names_the_kernel(self, device: OpenCLDevice) -> None:
+        _, call = bound_add(device)
+        blocker = cl.UserEvent(device.context)
+        cl.enqueue_barrier(device.queue, wait_for=[blocker])
+        completion = call.submit()
+        assert not completion.done()
+        with pytest.raises(WaitTimeoutError, match=r"waiting for Add\(d=24\)") as caught:
+            completion.wait(deadline_s=0.02)
+        assert caught.value.deadline_s == 0.02
+        blocker.set_status(cl.command_execution_status.COMPLETE)
+        completion.wait()
+
+    def test_failed_event_loses_the_device(self, fresh_device: OpenCLDevice) -> None:
+        _, call = bound_add(fresh_device)
+        completion = call.submit()
+        completion.wait()
+
+        class Failed:
+            command_execution_status = -5
+
+        completion._last = Failed()  # type: ignore[assignment]
+        with pytest.raises(DeviceError, match=r"running Add.*CL_OUT_OF_RESOURCES; free device"):
+            completion.done()
+        with pytest.raises(DeviceLostError, match="CL_OUT_OF_RESOURCES"):
+            call.submit()
+
+    def test_closed_device(self) -> None:
+        device = open_opencl()
+        _, call = bound_add(device)
+        call.run()
+        device.close()
+        device.close()
+        for use in (call.run, lambda: device.prepare(ADD, {}), lambda: device.map(HostBuffer(1))):
+            with pytest.raises(DeviceLostError, match="it was closed"):
+                use()
+
+    def test_build_failure_shows_the_log(
+        self, device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from hetero.backends.opencl import program
+
+        monkeypatch.setattr(program, "source", lambda name: f"__kernel void {name[:3]}( {{")
+        with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE") as caught:
+            device.programs.get("broken.cl", {})
+        assert "error:" in str(caught.value)
+        assert "broken.cl" in caught.value.operation
+
+    def test_wrong_weights(self, device: OpenCLDevice) -> None:
+        op = ops.RMSNorm(d=8, eps=1e-5)
+        with pytest.raises(ValueError, match=r"takes the weights \('weight',\), got \(\)"):
+            device.prepare(op, {})
+        with pytest.raises(ValueError, match="vector of 8 floats"):
+            device.prepare(op, {"weight": np.ones(9, np.float32)})
+
+    def test_wrong_tensors(self, device: OpenCLDevice) -> None:
+        tensors = tensors_for(ADD, 3, np.random.default_rng(0))
+        kernel = device.prepare(ADD, {})
+        with pytest.raises(ValueError, match=r"takes x as float32 \(4, 24\)"):
+            kernel.bind(tensors, 4)
+        with pytest.raises(ValueError, match="missing"):
+            kernel.bind({"x": tensors["x"]}, 3)
+        odd = Tensor(HostBuffer(4096), (3, 24), np.dtype(np.float32), offset_bytes=2)
+        with pytest.raises(ValueError, match="multiple of 4 bytes"):
+            kernel.bind({**tensors, "x": odd}, 3)
+
+    def test_unknown_codes_keep_their_number(self) -> None:
+        assert failures.code_name(-5) == "CL_OUT_OF_RESOURCES"
+        assert failures.code_name(-9999) == "OpenCL status -9999"
+
+
+class TestUnavailable:
+    def test_no_driver(self, tmp_path: Path) -> None:
+        out = in_new_process(
+            """
+            from hetero.backends.registry import open_device
+            from hetero.backends.errors import DeviceUnavailableError
+            try:
+                open_device("opencl")
+            except DeviceUnavailableError as error:
+                print(error)
+            """,
+            OCL_ICD_VENDORS=str(tmp_path / "none"),
+        )
+        assert "looking for OpenCL" in out
+        assert "pip install 'pyopencl[pocl]'" in out
+
+    def test_no_package(self) -> None:
+        out = in_new_process(
+            """
+            import sys
+            sys.modules["pyopencl"] = None
+            from hetero.backends.opencl import open
+            from hetero.backends.errors import DeviceUnavailableError
+            try:
+                open()
+            except DeviceUnavailableError as error:
+                print(error)
+            """
+        )
+        assert "importing pyopencl" in out
+
+    def test_unknown_device_lists_what_is_there(self, device: OpenCLDevice) -> None:
+        with pytest.raises(DeviceUnavailableError, match="there is: ") as caught:
+            open_opencl(platform="no such platform")
+        assert device.info.name in str(caught.value)
+
+    @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+    def test_too_late_for_one_worker(self) -> None:
+        out = in_new_process(
+            """
+            import pyopencl as cl
+            if "PoCL" not in cl.get_platforms()[0].version:
+                raise SystemExit(print("skip"))
+            cl.get_platforms()[0].get_devices()
+            from hetero.backends.opencl import open
+            from hetero.backends.errors import DeviceUnavailableError
+            try:
+                open()
+            except DeviceUnavailableError as error:
+                print(error)
+            """
+        )
+        if out.strip() == "skip":
+            pytest.skip("needs PoCL")
+        assert "already initialised" in out
+        assert "set POCL_MAX_PTHREAD_COUNT=1" in out
+
+
+class TestPinning:
+    def test_worker_runs_on_the_chosen_core(self) -> None:
+        core = max(os.sched_getaffinity(0))
+        out = in_new_process(
+            f"""
+            import os
+            before = set(os.listdir("/proc/self/task"))
+            from hetero.backends.opencl import open
+            with open(cpu={core}) as device:
+                pinned = [sorted(os.sched_getaffinity(int(task)))
+                          for task in os.listdir("/proc/self/task")]
+                print(device.worker_cpu, pinned.count([{core}]), sorted(os.sched_getaffinity(0)))
+            with open() as device:
+                print(device.worker_cpu)
+            """
+        ).splitlines()
+        if out[0].startswith("None"):
+            pytest.skip("needs PoCL")
+        allowed = sorted(os.sched_getaffinity(0))
+        if len(allowed) > 1:
+            assert out[0] == f"{core} 1 {allowed}"
+        assert out[1] == str(allowed[0])
+
+    def test_core_that_does_not_exist(self, device: OpenCLDevice) -> None:
+        if device.worker_cpu is None:
+            pytest.skip("needs PoCL with a known worker")
+        with pytest.raises(DeviceUnavailableError, match=r"core 4000.*cores allowed"):
+            open_opencl(cpu=4000)
+
+    def test_nothing_happens_at_import(self) -> None:
+        out = in_new_process(
+            """
+            import os
+            before = dict(os.environ)
+            import hetero.backends.opencl
+            import hetero.backends.opencl.device
+            print(before == dict(os.environ))
+            """
+        )
+        assert out.strip() == "True"
+
+
+class TestTuning:
+    @pytest.mark.parametrize(
+        ("names", "flags", "family"),
+        [
+            (("Portable Computing Language", "pthread-x"), {"avx512bw", "avx512_vnni"},
+             "pocl-avx512-vnni"),
+            (("Portable Computing Language", "pthread-x"), {"avx512bw"}, "pocl-avx512"),
+            (("Portable Computing Language", "pthread-x"), {"avx2"}, "pocl"),
+            (("QUALCOMM Snapdragon(TM)", "QUALCOMM Adreno(TM) 750"), set(), "adreno"),
+            (("NVIDIA CUDA", "NVIDIA H200"), set(), "nvidia"),
+            (("ARM Platform", "Mali-G720"), set(), "other"),
+        ],
+    )  # fmt: skip
+    def test_detection(self, names: tuple[str, str], flags: set[str], family: str) -> None:
+        assert tuning.detect(*names, frozenset(flags)).family == family
+
+    def test_unknown_family(self) -> None:
+        with pytest.raises(ValueError, match="did you mean 'adreno'"):
+            tuning.find("adren")
+
+
+class TestCacheFolder:
+    def test_unwritable_falls_back_with_one_warning(self, tmp_path: Path) -> None:
+        blocked = tmp_path / "file"
+        blocked.write_text("")
+        with pytest.warns(UserWarning, match="is not writable") as caught:
+            used = platform.writable_dir(blocked / "cache")
+        assert len(caught) == 1
+        assert used.is_dir()
+        used.rmdir()
+
+    def test_users_own_values_win(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("POCL_CACHE_DIR", "/mine")
+        monkeypatch.setenv("POCL_MAX_PTHREAD_COUNT", "3")
+        platform.prepare_environment(tmp_path)
+        assert os.environ["POCL_CACHE_DIR"] == "/mine"
+        assert os.environ["POCL_MAX_PTHREAD_COUNT"] == "3"
+        assert not list(tmp_path.iterdir())
+
+    def test_default_is_named_after_the_cpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("POCL_CACHE_DIR", raising=False)
+        platform.prepare_environment(tmp_path)
+        assert Path(os.environ["POCL_CACHE_DIR"]).parent == tmp_path / "pocl"

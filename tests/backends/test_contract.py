@@ -1,0 +1,546 @@
+"""The contract that every backend keeps: operations, edge shapes, bindings, memory, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hetero.backends import ops
+from hetero.backends.errors import DeviceLostError
+from hetero.backends.memory import Tensor, new_tensor
+from hetero.backends.ops import Op, RopeScaling, WeightFormat
+from hetero.backends.protocol import BoundCall, Device
+from hetero.backends.weights import pack
+from tests.backends.cases import (
+    CACHES,
+    check_call,
+    check_op,
+    check_run,
+    execute,
+    make_tensors,
+    make_weights,
+)
+from tests.backends.conftest import GRAPH_SIZES
+
+EDGE_TOKENS = (1, 2, 31, 32, 33)
+SHAPES = ((1, 32), (33, 96), (37, 172), (96, 32), (64, 320), (130, 64))
+
+ROPE = ops.Rope(heads=4, kv_heads=2, head_dim=16, theta=10000.0, max_position=64)
+ATTENTION = ops.Attention(heads=4, kv_heads=2, head_dim=16, capacity=70)
+
+SMALL_OPS: dict[str, Op] = {
+    "matmul": ops.MatMul(n=37, k=64, weight_format=WeightFormat.W4A16),
+    "embed": ops.Embed(vocab=50, d=64, weight_format=WeightFormat.W4A16),
+    "rms_norm": ops.RMSNorm(d=64, eps=1e-5),
+    "rms_norm_add": ops.RMSNorm(d=64, eps=1e-5, add=True),
+    "layer_norm": ops.LayerNorm(d=64, eps=1e-5),
+    "rope": ROPE,
+    "attention": ATTENTION,
+    "gated_act": ops.GatedAct(f=64),
+    "add": ops.Add(d=64),
+}
+
+
+@pytest.fixture(params=SMALL_OPS)
+def small_op(request: pytest.FixtureRequest) -> Op:
+    return SMALL_OPS[request.param]
+
+
+# --- operations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_matmul(device: Device, n: int, k: int, weight_format: WeightFormat) -> None:
+    check_op(device, ops.MatMul(n=n, k=k, weight_format=weight_format), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("k", [96, 172])
+def test_matmul_bias(device: Device, k: int, weight_format: WeightFormat) -> None:
+    check_op(device, ops.MatMul(n=35, k=k, weight_format=weight_format, bias=True), (1, 2, 33))
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_operand_order_changes_no_result(device: Device, weight_format: WeightFormat) -> None:
+    op = ops.MatMul(n=64, k=96, weight_format=weight_format, order="transposed")
+    check_op(device, op, (1, 32))
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -> None:
+    """Tokens of zeros, of one outlier, and of very different sizes stay independent."""
+    op = ops.MatMul(n=40, k=96, weight_format=weight_format)
+    rng = np.random.default_rng(3)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 5, rng, device=device)
+    x = tensors["x"].array
+    x[0] = 0
+    x[1, 1:] = 0
+    x[2] *= 1e-6
+    x[3] *= 1e4
+    check_call(device, device.prepare(op, weights), weights, tensors, 5)
+    np.testing.assert_array_equal(tensors["y"].array[0], 0)
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFormat) -> None:
+    """Rows of a cut weight, computed one segment after another, each into its own tensor."""
+    rng = np.random.default_rng(4)
+    op = ops.MatMul(n=100, k=96, weight_format=weight_format)
+    weights = make_weights(op, rng)
+    for start, stop in ((0, 32), (32, 64), (64, 100)):
+        part = replace(op, n=stop - start)
+        segment = {"weight": weights["weight"].rows(start, stop)}  # type: ignore[union-attr]
+        tensors = make_tensors(part, 3, rng, device=device)
+        check_call(device, device.prepare(part, segment), segment, tensors, 3)
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize(("vocab", "d", "scale"), [(50, 64, 1.0), (5, 172, 8.0), (33, 96, 0.5)])
+def test_embed(
+    device: Device, vocab: int, d: int, scale: float, weight_format: WeightFormat
+) -> None:
+    op = ops.Embed(vocab=vocab, d=d, weight_format=weight_format, scale=scale)
+    check_op(device, op, EDGE_TOKENS)
+
+
+def test_embed_reaches_every_row(device: Device) -> None:
+    op = ops.Embed(vocab=33, d=32, weight_format=WeightFormat.W4A16)
+    rng = np.random.default_rng(0)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 33, rng, device=device)
+    tensors["tokens"].array[:] = np.arange(33)[::-1]
+    check_call(device, device.prepare(op, weights), weights, tensors, 33)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("kind", [ops.RMSNorm, ops.LayerNorm])
+@pytest.mark.parametrize("d", [3, 64, 172, 2048])
+def test_norm(
+    device: Device, kind: type[ops.RMSNorm] | type[ops.LayerNorm], d: int, add: bool
+) -> None:
+    check_op(device, kind(d=d, eps=1e-5, add=add), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize("kind", [ops.RMSNorm, ops.LayerNorm])
+def test_norm_of_small_inputs_uses_eps(
+    device: Device, kind: type[ops.RMSNorm] | type[ops.LayerNorm]
+) -> None:
+    op = kind(d=64, eps=1e-3)
+    rng = np.random.default_rng(5)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 2, rng, device=device)
+    tensors["x"].array[0] *= 1e-2
+    tensors["x"].array[1] = 0
+    check_call(device, device.prepare(op, weights), weights, tensors, 2)
+
+
+SCALINGS = {
+    "none": RopeScaling(),
+    "linear": RopeScaling(kind="linear", factor=4.0),
+    "llama3": RopeScaling(kind="llama3", factor=8.0, original_max_position=32),
+    "yarn": RopeScaling(kind="yarn", factor=4.0, original_max_position=32),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rope_scaling(device: Device, scaling: str) -> None:
+    check_op(device, replace(ROPE, scaling=SCALINGS[scaling]), (1, 33))
+
+
+@pytest.mark.parametrize("norm", [None, 1e-6])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [(4, 2, 8, 0), (3, 1, 12, 0), (4, 4, 80, 0), (2, 1, 64, 32), (2, 2, 16, 4), (3, 3, 80, 20)],
+)
+def test_rope_heads(
+    device: Device, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: float | None
+) -> None:
+    op = replace(
+        ROPE,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        qk_norm_eps=norm,
+    )
+    check_op(device, op, (1, 2, 33))
+
+
+def test_position_is_read_when_a_call_runs(device: Device) -> None:
+    rng = np.random.default_rng(6)
+    kernel = device.prepare(ROPE, {})
+    tensors = make_tensors(ROPE, 3, rng, device=device)
+    call = kernel.bind(tensors, 3)
+    for position in (0, 1, 17, 61):
+        tensors["position"].array[0] = position
+        tensors["out"].array[:] = np.nan
+        check_run(device, ROPE, call, {}, tensors)
+
+
+ATTENTION_HEADS = [(4, 2, 8), (3, 1, 12), (4, 4, 80), (8, 2, 64), (6, 2, 16), (1, 1, 128)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
+def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
+    """First prompt, later pieces and decoding; the cache holds NaN wherever nothing is written."""
+    op = replace(ATTENTION, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
+    kernel = device.prepare(op, {})
+    for m, position in ((1, 0), (7, 0), (33, 0), (1, 9), (1, 69), (2, 5), (31, 32), (33, 37)):
+        rng = np.random.default_rng(m)
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        check_call(device, kernel, {}, tensors, m)
+
+
+def test_attention_scale(device: Device) -> None:
+    check_op(device, replace(ATTENTION, scale=0.3), (1, 7))
+
+
+def test_attention_of_large_scores(device: Device) -> None:
+    """The softmax must not overflow."""
+    op = replace(ATTENTION, scale=40.0)
+    kernel = device.prepare(op, {})
+    tensors = make_tensors(op, 7, np.random.default_rng(8), position=3, device=device)
+    check_call(device, kernel, {}, tensors, 7)
+
+
+@pytest.mark.parametrize("head_dim", [12, 16])
+def test_attention_of_a_prompt_in_pieces(device: Device, head_dim: int) -> None:
+    """One pair of caches, bound by several calls, filled piece by piece at running positions."""
+    op = replace(ATTENTION, head_dim=head_dim)
+    rng = np.random.default_rng(9)
+    kernel = device.prepare(op, {})
+    shared = make_tensors(op, 1, rng, device=device)
+    position = 0
+    for m in (33, 5, 1, 1, 7):
+        tensors = make_tensors(op, m, rng, device=device)
+        tensors |= {port: shared[port] for port in (*CACHES, "position")}
+        shared["position"].array[0] = position
+        check_call(device, kernel, {}, tensors, m)
+        position += m
+
+
+def test_attention_overwrites_forgotten_positions(device: Device) -> None:
+    """After a rollback the old keys behind the position are there and must not be seen."""
+    rng = np.random.default_rng(10)
+    kernel = device.prepare(ATTENTION, {})
+    tensors = make_tensors(ATTENTION, 2, rng, position=20, device=device)
+    for cache in CACHES:
+        tensors[cache].array[:] = 100.0
+        tensors[cache].array[:, :20] = rng.standard_normal((2, 20, 16))
+    check_call(device, kernel, {}, tensors, 2)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("f", [1, 7, 172, 1024])
+def test_gated_act(device: Device, f: int, activation: ops.Activation) -> None:
+    check_op(device, ops.GatedAct(f=f, activation=activation), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_act_of_large_inputs(device: Device, activation: ops.Activation) -> None:
+    op = ops.GatedAct(f=32, activation=activation)
+    tensors = make_tensors(op, 3, np.random.default_rng(11), device=device)
+    tensors["x"].array[:] *= 60.0
+    check_call(device, device.prepare(op, {}), {}, tensors, 3)
+
+
+@pytest.mark.parametrize("d", [1, 64, 173])
+def test_add(device: Device, d: int) -> None:
+    check_op(device, ops.Add(d=d), EDGE_TOKENS)
+
+
+# --- bindings and memory ------------------------------------------------------------------------
+
+
+def test_bindings_of_one_kernel_are_independent(device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(12)
+    weights = make_weights(small_op, rng)
+    kernel = device.prepare(small_op, weights)
+    bound = []
+    for m in (1, 5, 5, 33):
+        tensors = make_tensors(small_op, m, rng, position=4, spare_rows=1, device=device)
+        bound.append((kernel.bind(tensors, m), tensors))
+    for call, tensors in (*bound, *reversed(bound)):
+        check_run(device, small_op, call, weights, tensors)
+
+
+def test_a_call_sees_new_inputs(device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(13)
+    weights = make_weights(small_op, rng)
+    tensors = make_tensors(small_op, 3, rng, device=device)
+    call = device.prepare(small_op, weights).bind(tensors, 3)
+    for _ in range(3):
+        fresh = make_tensors(small_op, 3, rng)
+        for port, tensor in tensors.items():
+            tensor.array[:] = fresh[port].array
+        check_run(device, small_op, call, weights, tensors)
+
+
+def test_a_call_keeps_its_kernel_and_memory_alive(device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(14)
+    weights = make_weights(small_op, rng)
+    tensors = make_tensors(small_op, 2, rng, device=device)
+    kernel = device.prepare(small_op, weights)
+    call = kernel.bind(dict(tensors), 2)
+    output = next(tensors[port] for port in ("y", "out") if port in tensors)
+    del kernel, tensors
+    execute(device, call)
+    assert np.isfinite(output.array).all()
+
+
+def test_results_land_in_the_callers_memory(device: Device, small_op: Op) -> None:
+    """Outputs are views of one pool buffer; not a byte beside them changes."""
+    m = 5
+    rng = np.random.default_rng(15)
+    weights = make_weights(small_op, rng)
+    tensors = make_tensors(small_op, m, rng, device=device)
+    for port in [p for p in ("y", "sum", "out") if p in tensors]:
+        nbytes, shape = tensors[port].nbytes, tensors[port].shape
+        buffer = device.allocate(nbytes + 256)
+        device.map(buffer)
+        buffer.bytes[:] = 0xA5
+        tensors[port] = Tensor(buffer, shape, offset_bytes=128)
+    check_call(device, device.prepare(small_op, weights), weights, tensors, m)
+    for port in [p for p in ("y", "sum", "out") if p in tensors]:
+        tensor = tensors[port]
+        assert (tensor.buffer.bytes[:128] == 0xA5).all()
+        assert (tensor.buffer.bytes[128 + tensor.nbytes :] == 0xA5).all()
+
+
+def test_a_tile_of_tokens(device: Device) -> None:
+    """Tokens [2, 7) of larger tensors: a view bound as if it were a tensor of its own."""
+    op = ops.MatMul(n=40, k=64, weight_format=WeightFormat.W4A16)
+    rng = np.random.default_rng(16)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 9, rng, device=device)
+    tile = {port: tensor.rows(2, 7) for port, tensor in tensors.items()}
+    check_call(device, device.prepare(op, weights), weights, tile, 5)
+    assert np.isnan(tensors["y"].array[[0, 1, 7, 8]]).all()
+
+
+def test_results_chain_through_shared_memory(device: Device) -> None:
+    """The output of one call is the input of the next, with no copy between."""
+    rng = np.random.default_rng(17)
+    norm, gate = ops.RMSNorm(d=64, eps=1e-6), ops.GatedAct(f=32)
+    weights = make_weights(norm, rng)
+    first = make_tensors(norm, 5, rng, device=device)
+    second = make_tensors(gate, 5, rng, device=device)
+    second["x"] = first["y"]
+    check_call(device, device.prepare(norm, weights), weights, first, 5)
+    check_call(device, device.prepare(gate, {}), {}, second, 5)
+
+
+def test_weights_are_not_written(device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(18)
+    weights = make_weights(small_op, rng)
+    for value in weights.values():
+        for array in (value, getattr(value, "data", None), getattr(value, "scales", None)):
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+    tensors = make_tensors(small_op, 3, rng, device=device)
+    check_call(device, device.prepare(small_op, weights), weights, tensors, 3)
+
+
+def test_kernels_of_one_operation_have_their_own_weights(device: Device) -> None:
+    op = ops.RMSNorm(d=64, eps=1e-6)
+    rng = np.random.default_rng(19)
+    sets = [make_weights(op, rng) for _ in range(3)]
+    loaded = [device.prepare(op, weights) for weights in sets]
+    tensors = make_tensors(op, 2, rng, device=device)
+    for weights, kernel in zip(sets, loaded, strict=True):
+        check_call(device, kernel, weights, tensors, 2)
+
+
+def test_calls_complete_in_submission_order(device: Device) -> None:
+    """The last of several submissions done means that all are."""
+    if not device.capabilities.asynchronous:
+        with pytest.raises(TypeError, match=r"use run\(\)"):
+            _bound_add(device)[0].submit()
+        return
+    bound = [_bound_add(device) for _ in range(5)]
+    completions = [call.submit() for call, _ in bound]
+    completions[-1].wait(30.0)
+    assert all(completion.done() for completion in completions)
+    for _, tensors in bound:
+        expected_sum = tensors["x"].array + tensors["residual"].array
+        np.testing.assert_allclose(tensors["y"].array, expected_sum, rtol=1e-6)
+
+
+def test_run_works_on_every_device(device: Device) -> None:
+    call, tensors = _bound_add(device)
+    call.run()
+    expected_sum = tensors["x"].array + tensors["residual"].array
+    np.testing.assert_allclose(tensors["y"].array, expected_sum, rtol=1e-6)
+
+
+# --- declarations -------------------------------------------------------------------------------
+
+
+def test_declared_data_is_sensible(any_device: Device) -> None:
+    declared = any_device.capabilities
+    assert declared.kind in ("gpu", "npu")
+    assert declared.row_alignment % 16 == 0
+    assert declared.token_alignment >= 1
+    assert bool(declared.graph_sizes) == declared.static_shapes
+    assert list(declared.graph_sizes) == sorted(declared.graph_sizes)
+    assert "plain" in declared.operand_orders
+    assert any_device.info.backend in any_device.info.fingerprint
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_every_declared_format_is_accepted(any_device: Device, weight_format: WeightFormat) -> None:
+    accepted = any_device.accepts(ops.MatMul(n=8, k=32, weight_format=weight_format))
+    assert bool(accepted) == (weight_format in any_device.capabilities.weight_formats)
+    assert bool(accepted.reason) != accepted.ok
+
+
+def test_accepts_what_a_decoder_needs(any_device: Device, small_op: Op) -> None:
+    assert any_device.accepts(small_op)
+
+
+def test_mapping_twice_is_once(any_device: Device) -> None:
+    buffer = any_device.allocate(100)
+    assert any_device.map(buffer) == any_device.map(buffer)
+    assert buffer.nbytes >= 100
+    assert buffer.address % 4096 == 0
+
+
+def test_calls_have_names_and_token_counts(any_device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(20)
+    call = any_device.prepare(small_op, make_weights(small_op, rng)).bind(
+        make_tensors(small_op, 5, rng, device=any_device), 5
+    )
+    assert call.m == 5
+    assert type(small_op).__name__ in call.name
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_missing_tensor_is_refused(any_device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(21)
+    kernel = any_device.prepare(small_op, make_weights(small_op, rng))
+    for port in small_op.ports:
+        tensors = make_tensors(small_op, 2, rng, device=any_device)
+        del tensors[port]
+        with pytest.raises(ValueError, match=rf"missing.*{port}"):
+            kernel.bind(tensors, 2)
+
+
+def test_unknown_tensor_is_refused(any_device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(22)
+    kernel = any_device.prepare(small_op, make_weights(small_op, rng))
+    tensors = make_tensors(small_op, 2, rng, device=any_device)
+    with pytest.raises(ValueError, match=r"unknown.*extra"):
+        kernel.bind({**tensors, "extra": new_tensor((2, 2))}, 2)
+
+
+def test_wrong_shape_or_dtype_is_refused(any_device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(23)
+    kernel = any_device.prepare(small_op, make_weights(small_op, rng))
+    for port in small_op.ports:
+        tensors = make_tensors(small_op, 2, rng, device=any_device)
+        shape, dtype = tensors[port].shape, tensors[port].dtype
+        wider = (*shape[:-1], shape[-1] + 1) if len(shape) > 1 else (*shape, 1)
+        for wrong in (new_tensor(wider, dtype), new_tensor(shape, np.float64)):
+            with pytest.raises(ValueError, match=f"takes {port} as"):
+                kernel.bind({**tensors, port: wrong}, 2)
+
+
+def test_too_few_rows_are_refused(any_device: Device, small_op: Op) -> None:
+    rng = np.random.default_rng(24)
+    kernel = any_device.prepare(small_op, make_weights(small_op, rng))
+    tensors = make_tensors(small_op, 2, rng, device=any_device)
+    with pytest.raises(ValueError, match=r"takes .* as"):
+        kernel.bind(tensors, 3)
+    with pytest.raises(ValueError, match="at least one token"):
+        kernel.bind(tensors, 0)
+
+
+def test_token_count_without_a_graph_is_refused(any_device: Device) -> None:
+    op, m = SMALL_OPS["matmul"], 4
+    assert m not in GRAPH_SIZES
+    rng = np.random.default_rng(25)
+    kernel = any_device.prepare(op, make_weights(op, rng))
+    tensors = make_tensors(op, m, rng, device=any_device)
+    if any_device.capabilities.static_shapes:
+        with pytest.raises(ValueError, match="no graph for 4 tokens, prepared are"):
+            kernel.bind(tensors, m)
+    else:
+        assert kernel.bind(tensors, m).m == m
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {}, "takes the weights"),
+        (lambda w: {**w, "extra": np.zeros(3, np.float32)}, "takes the weights"),
+        (lambda w: {"weight": np.zeros((37, 64), np.float32)}, "takes a PackedWeight"),
+        (lambda w: {"weight": w["weight"].rows(0, 16)}, "q4 weights of 37×64, got q4 of 16×64"),
+        (lambda w: {"weight": pack(np.zeros((37, 64)), ops.StorageFormat.Q8)}, "got q8"),
+    ],
+)
+def test_wrong_weights_are_refused(
+    any_device: Device, change: Callable[[dict[str, object]], dict[str, object]], message: str
+) -> None:
+    op = SMALL_OPS["matmul"]
+    weights = make_weights(op, np.random.default_rng(26))
+    with pytest.raises(ValueError, match=message):
+        any_device.prepare(op, change(dict(weights)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(63,), (64, 1)])
+def test_wrong_vectors_are_refused(any_device: Device, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"takes weight as float32 \(64,\)"):
+        any_device.prepare(SMALL_OPS["rms_norm"], {"weight": np.zeros(shape, np.float32)})
+
+
+# --- closing ------------------------------------------------------------------------------------
+
+
+def test_closed_device_refuses_every_call(any_device: Device) -> None:
+    op = SMALL_OPS["add"]
+    call, tensors = _bound_add(any_device)
+    kernel = any_device.prepare(op, {})
+    buffer = any_device.allocate(64)
+    any_device.close()
+    any_device.close()
+    attempts: list[Callable[[], object]] = [
+        lambda: any_device.map(buffer),
+        lambda: any_device.prepare(op, {}),
+        lambda: kernel.bind(tensors, 5),
+        call.run,
+    ]
+    if any_device.capabilities.asynchronous:
+        attempts.append(call.submit)
+    for attempt in attempts:
+        with pytest.raises(DeviceLostError, match="closed"):
+            attempt()
+
+
+def test_close_and_open_again(computing_opener: Callable[[], Device]) -> None:
+    op = SMALL_OPS["matmul"]
+    for _ in range(2):
+        with computing_opener() as device:
+            check_op(device, op, (1, 5))
+
+
+def test_two_devices_at_once(computing_opener: Callable[[], Device]) -> None:
+    op = SMALL_OPS["matmul"]
+    with computing_opener() as one, computing_opener() as other:
+        check_op(one, op, (2,))
+        check_op(other, op, (2,))
+        one.close()
+        check_op(other, op, (2,))
+
+
+def _bound_add(device: Device) -> tuple[BoundCall, dict[str, Tensor]]:
+    op = SMALL_OPS["add"]
+    tensors = make_tensors(op, 5, np.random.default_rng(27), device=device)
+    return device.prepare(op, {}).bind(tensors, 5), tensors

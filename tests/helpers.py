@@ -1,0 +1,38 @@
+"""Comparison and construction helpers that every test directory shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def relative_difference(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
+    """‖actual - expected‖ / ‖expected‖ in float64; the numerator alone if `expected` is zero."""
+    difference = np.linalg.norm(actual.astype(np.float64) - expected.astype(np.float64))
+    size = np.linalg.norm(expected.astype(np.float64))
+    return float(difference / size) if size else float(difference)
+
+
+def assert_close(
+    actual: npt.NDArray[Any],
+    expected: npt.NDArray[Any],
+    tolerance: float,
+    what: str = "result",
+) -> None:
+    """Fail unless the relative difference is at most `tolerance` (NaN and infinity always fail).
+
+    The message has the shape, the dtypes, and the largest and mean difference.
+    """
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    found = relative_difference(actual, expected)
+    if found <= tolerance:
+        return
+    difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+    bad = int(np.size(actual) - np.isfinite(actual).sum())
+    raise AssertionError(
+        f"{what}: relative difference {found:.3g} > {tolerance:.3g}; shape {actual.shape}, "
+        f"dtype {actual.dtype} against {expected.dtype}, largest difference "
+        f"{difference.max():.3g}, mean {difference.mean():.3g}, {bad} values not finite"
+    )

@@ -1,0 +1,132 @@
+"""Execution plans: rules, resolution, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.solver.plan import ExecutionPlan, OpPlan, PlanError, Rest, Tile, check_cover
+
+
+def op(**changes: Any) -> OpPlan:
+    fields: dict[str, Any] = {
+        "phase": "prefill",
+        "m": None,
+        "op": "qkv",
+        "n": 64,
+        "k": 32,
+        "strategy": "npu-only",
+        "tiles": [{"device": "npu", "tokens": [0, None], "rows": [0, 64]}],
+    }
+    return OpPlan.model_validate(fields | changes)
+
+
+def plan(*ops: OpPlan) -> ExecutionPlan:
+    return ExecutionPlan(model="m", ops=ops, rest=Rest(prefill="gpu", decode="gpu"))
+
+
+def test_open_token_ranges_end_at_the_call() -> None:
+    (tile,) = plan(op()).partition("prefill", 7, "qkv")
+    assert tile.tokens == (0, 7)
+
+
+def test_an_exact_entry_goes_before_one_for_any_length() -> None:
+    exact = op(m=7, tiles=[{"device": "gpu", "tokens": [0, 7], "rows": [0, 64]}])
+    for ops in ((op(), exact), (exact, op())):
+        assert plan(*ops).partition("prefill", 7, "qkv")[0].device == "gpu"
+        assert plan(*ops).partition("prefill", 8, "qkv")[0].device == "npu"
+
+
+def test_a_missing_entry_names_operator_phase_and_length() -> None:
+    with pytest.raises(PlanError, match="no entry for down in decode at 1 tokens"):
+        plan(op()).partition("decode", 1, "down")
+
+
+def test_row_cut_of_any_length_is_allowed_but_not_a_token_cut() -> None:
+    rows = [
+        {"device": "npu", "tokens": [0, None], "rows": [0, 32]},
+        {"device": "gpu", "tokens": [0, None], "rows": [32, 64]},
+    ]
+    assert len(op(strategy="row-cut", tiles=rows).tiles) == 2
+    tokens = [
+        {"device": "npu", "tokens": [0, 32], "rows": [0, 64]},
+        {"device": "gpu", "tokens": [32, None], "rows": [0, 64]},
+    ]
+    with pytest.raises(ValueError, match="needs an exact m"):
+        op(strategy="sequence-cut", tiles=tokens)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        ([((0, 4), (0, 3))], "cover 12 of 16"),
+        ([((0, 4), (0, 4)), ((1, 2), (1, 2))], "overlaps another"),
+        ([((0, 5), (0, 4))], "is outside 4×4"),
+        ([((2, 2), (0, 4))], "is outside 4×4"),
+    ],
+)
+def test_tiles_must_cover_once(tiles: list[Any], message: str) -> None:
+    records = tuple(Tile(device="gpu", tokens=tokens, rows=rows) for tokens, rows in tiles)
+    with pytest.raises(ValueError, match=message):
+        check_cover(records, m=4, n=4, what="prefill qkv")
+
+
+@given(st.data())
+def test_every_guillotine_cut_covers(data: st.DataObject) -> None:
+    m, n = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    row, token = data.draw(st.integers(0, n)), data.draw(st.integers(0, m))
+    pieces = [((0, token), (0, row)), ((token, m), (0, row)), ((0, m), (row, n))]
+    tiles = tuple(
+        Tile(device="npu", tokens=t, rows=r) for t, r in pieces if t[0] < t[1] and r[0] < r[1]
+    )
+    check_cover(tiles, m=m, n=n, what="any")
+
+
+def test_files_round_trip_and_leave_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    plan(op()).save(target)
+    assert ExecutionPlan.load(target) == plan(op())
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_id_follows_the_placement_and_nothing_else() -> None:
+    base = plan(op())
+    assert base.plan_id == base.model_copy(update={"solve_s": 1.0}).plan_id
+    moved = plan(op(tiles=[{"device": "gpu", "tokens": [0, None], "rows": [0, 64]}]))
+    assert base.plan_id != moved.plan_id
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ops": 3}, "ops: Input should be a valid array"),
+        ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
+        ({"schema_version": 2}, "schema_version: Input should be 1"),
+        ({"rest": {"prefill": "cpu", "decode": "gpu"}}, "rest.prefill: Input should be 'gpu'"),
+    ],
+)
+def test_a_broken_file_is_one_sentence(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    document = json.loads(plan(op()).model_dump_json()) | change
+    target = tmp_path / "plan.json"
+    target.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(PlanError, match=message) as caught:
+        ExecutionPlan.load(target)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_politely(data: bytes) -> None:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        with pytest.raises(PlanError):
+            ExecutionPlan.load(file.name)

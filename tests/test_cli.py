@@ -1,0 +1,198 @@
+"""The command line as a user meets it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GENERATE_KEYS = {
+    "text",
+    "prompt_tokens",
+    "completion_tokens",
+    "finish_reason",
+    "ttft_s",
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "placement",
+    "device",
+    "gpu",
+    "npu",
+    "plan_id",
+    "peak_rss_bytes",
+}
+BENCH_KEYS = {"model", "rows", "load_cold_s", "load_warm_s", "peak_rss_bytes", "environment"}
+ROW_KEYS = {
+    "test",
+    "device",
+    "strategy",
+    "sync",
+    "tokens_per_s_median",
+    "tokens_per_s_min",
+    "tokens_per_s_max",
+}
+
+
+def hetero(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hetero.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def test_generate_tells_a_story_from_two_processors() -> None:
+    result = hetero("generate", "demo", "Once upon a time", "--max-tokens", "60", "--json")
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout.splitlines()[-1])
+    assert set(answer) >= GENERATE_KEYS
+    assert len(answer["text"].split()) > 20
+    assert (answer["device"], answer["gpu"], answer["npu"]) == ("hetero", "opencl", "ort-cpu")
+    assert set(answer["placement"]) == {"gpu", "npu"}
+    assert all(share["ops"] > 0 and share["busy_s"] > 0 for share in answer["placement"].values())
+
+
+def test_text_goes_to_stdout_and_stats_to_stderr() -> None:
+    plain = hetero("generate", "demo", "One day", "--max-tokens", "8", "--stats", "--device", "npu")
+    as_json = hetero(
+        "generate", "demo", "One day", "--max-tokens", "8", "--json", "--device", "npu"
+    )
+    assert plain.stdout.rstrip("\n") == json.loads(as_json.stdout)["text"].rstrip("\n")
+    assert "decode" in plain.stderr
+    assert "decode" not in plain.stdout
+
+
+def test_without_opencl_the_npu_does_everything_and_says_so(tmp_path: Path) -> None:
+    env = {"OCL_ICD_VENDORS": str(tmp_path), "OCL_ICD_FILENAMES": ""}
+    result = hetero("generate", "demo", "One day", "--max-tokens", "8", "--json", env=env)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout.splitlines()[-1])
+    assert "gpu" not in answer["placement"]
+    assert answer["placement"]["npu"]["ops"] > 0
+    assert "opencl" in answer["placement"]["fallback"]
+    assert result.stderr.count("warning") == 1
+    assert (answer["device"], answer["gpu"]) == ("npu", None)
+
+
+def test_bench_shows_three_devices_side_by_side() -> None:
+    devices = ("--device", "gpu", "--device", "npu", "--device", "hetero")
+    result = hetero("bench", "demo", *devices, "-p", "32", "-n", "4", "-r", "2", "-o", "json")
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    report = json.loads(line)
+    assert set(report) == BENCH_KEYS
+    assert all(set(row) == ROW_KEYS for row in report["rows"])
+    assert {(row["test"], row["device"]) for row in report["rows"]} == {
+        (test, device) for test in ("pp32", "tg4") for device in ("gpu", "npu", "hetero")
+    }
+    assert all(
+        0 < row["tokens_per_s_min"] <= row["tokens_per_s_median"] <= row["tokens_per_s_max"]
+        for row in report["rows"]
+    )
+
+
+@pytest.mark.parametrize("form", ["md", "csv"])
+def test_bench_writes_tables(form: str) -> None:
+    result = hetero("bench", "demo", "-p", "8", "-n", "2", "-r", "1", "--device", "npu", "-o", form)
+    assert result.returncode == 0, result.stderr
+    assert "pp8" in result.stdout
+    assert "tg2" in result.stdout
+
+
+def test_quantize_then_generate_gives_the_same_text(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    made = hetero("quantize", "demo", "--out", str(out))
+    assert made.returncode == 0, made.stderr
+    texts = [
+        hetero("generate", model, "One day", "--max-tokens", "12", "--device", "npu").stdout
+        for model in ("demo", str(out))
+    ]
+    assert texts[0] == texts[1]
+    again = hetero("quantize", "demo", "--out", str(tmp_path))
+    assert again.returncode == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["small"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("generate", "nowhere", "hi"), "nowhere: there is no such directory"),
+        (("generate", "demo", ""), "the prompt is empty"),
+        (("generate", "demo", "hi", "--top-p", "0"), "top_p must be in (0, 1]"),
+        (("generate", "demo", "hi", "--gpu", "opencll"), "did you mean 'opencl'?"),
+        (("generate", "demo", "hi", "--npu", "opencl"), "opencl is not a npu backend"),
+        (("generate", "demo", "hi", "--max-seq-len", "999999"), "max_seq_len must be in"),
+        (("generate", "demo", "word " * 3000), "do not fit the context"),
+        (("generate", "demo", "hi", "--plan", "/nope.json"), "cannot read the plan"),
+        (("generate", "demo", "hi", "--weights", "w5"), "Invalid value"),
+        (("quantize", "demo", "--out", "/proc/nope"), "/proc/nope"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    result = hetero(*arguments)
+    assert result.returncode == 2, (result.stdout, result.stderr)
+    assert sentence in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = hetero("--debug", "generate", "nowhere", "hi")
+    assert "Traceback" in result.stderr
+
+
+def test_doctor_passes_and_devices_lists() -> None:
+    checked = hetero("doctor", "--json")
+    assert checked.returncode == 0, checked.stdout
+    assert {f["name"]: f["ok"] for f in json.loads(checked.stdout)} == {
+        "opencl": True,
+        "ort-cpu": True,
+    }
+    assert "ort-cpu" in hetero("devices").stdout
+
+
+def test_doctor_fails_with_a_remedy(tmp_path: Path) -> None:
+    result = hetero("doctor", env={"OCL_ICD_VENDORS": str(tmp_path)})
+    assert result.returncode == 1
+    assert "FAIL" in result.stdout
+    assert "remedy:" in result.stdout
+    assert "PASS" in result.stdout
+
+
+def test_ctrl_c_ends_with_130() -> None:
+    command = [sys.executable, "-m", "hetero.cli", "generate", "demo", "One day"]
+    process: subprocess.Popen[Any] = subprocess.Popen(
+        [*command, "--max-tokens", "400", "--temperature", "2", "--seed", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert b"Traceback" not in errors
+    assert time.monotonic() - started < 20
+
+
+def test_chat_answers_in_turn() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "hetero.cli", "chat", "demo", "--max-tokens", "12", "--seed", "1"],
+        input="Tell me a story.\nAnd then?\n\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2

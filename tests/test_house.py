@@ -1,0 +1,101 @@
+"""The rooms and the direction of imports between them (ARCHITECTURE)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("backends", "profiler", "solver", "hetero")
+
+
+def modules() -> Iterator[tuple[str, str, Path]]:
+    """(room, dotted name, path) of every module."""
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if parts[-1] == "__init__":
+                parts.pop()
+            yield room, ".".join(parts if room == "hetero" else ["hetero", *parts]), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Imported names, those for type checking only left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} uses a relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str) -> str | None:
+    parts = name.split(".")
+    if parts[0] != "hetero":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "hetero"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_itself_and_those_below(room: str) -> None:
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    edges = [
+        (name, target)
+        for own, name, path in modules()
+        for target in imports(path)
+        if own == room and room_of(target) not in (*allowed, None)
+    ]
+    assert edges == []
+
+
+def test_there_is_no_import_cycle() -> None:
+    names = {name: path for _, name, path in modules()}
+    graph = {name: {t for t in imports(path) if t in names} for name, path in names.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail, name))}"
+        if name not in done:
+            for target in graph[name] - {name}:
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in names:
+        visit(name, ())
+
+
+def test_importing_hetero_is_cheap_and_probes_nothing() -> None:
+    code = (
+        "import sys, hetero; "
+        "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'pydantic', 'typer'} & set(sys.modules); "
+        "print(sorted(heavy), hetero.LLM.__name__)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "[] LLM"), result.stderr
+
+
+def test_functions_and_files_keep_the_house_sizes() -> None:
+    for _, name, path in modules():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 800, f"{name} has more than 800 lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= 80, f"{name}.{node.name} has {length} lines"
