@@ -139,7 +139,7 @@ def simt_launches(
     if op.weight_format is WeightFormat.W4A8:
         groups = m * padded(op.k, GROUP_SIZE) // GROUP_SIZE
         rounded = device.shared_scratch(4 * m * op.k)
-        args = (groups, tensors["x"], rounded, op.k)
+        args: tuple[Argument, ...] = (groups, tensors["x"], rounded, op.k)
         launches.append(
             Launch(program, "round_activations", (padded(groups, SIMT_LANES),), (SIMT_LANES,), args)
         )
