@@ -6,7 +6,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ class OrtCpuDevice(Device):
     def __init__(self, *, graph_sizes: tuple[int, ...], w4a16: graphs.ActivationPath) -> None:
         if not graph_sizes or min(graph_sizes) < 1:
             raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
+        if w4a16 not in get_args(graphs.ActivationPath):
+            raise ValueError(f"w4a16 is one of {get_args(graphs.ActivationPath)}, got {w4a16!r}")
         self.info = DeviceInfo(
             backend=BACKEND,
             name=_processor_name(),
