@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.models.model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
 
 from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, load_templates

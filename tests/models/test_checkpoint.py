@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from model_helpers import random_tensors, small_config
+from tests.models.model_helpers import random_tensors, small_config
 from safetensors.numpy import load_file, save_file
 
 from hetero.backends.ops import StorageFormat, WeightFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_helpers import small_config
+from tests.models.model_helpers import small_config
 from pydantic import ValidationError
 
 from hetero.backends.ops import (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from model_helpers import byte_level_tokenizer, small_config
+from tests.models.model_helpers import byte_level_tokenizer, small_config
 
 from hetero import models
 from hetero.backends.ops import WeightFormat

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import byte_level_tokenizer, small_config
+from tests.models.model_helpers import byte_level_tokenizer, small_config
 from safetensors import safe_open
 
 from hetero.backends.ops import WeightFormat

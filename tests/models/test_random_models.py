@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from model_helpers import small_config
+from tests.models.model_helpers import small_config
 
 from hetero.backends.ops import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight, padded

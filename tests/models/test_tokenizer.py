@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.models.model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
 
 from hetero.errors import ModelError
 from hetero.models.tokenizer import REPLACEMENT, ByteTokenizer, HfTokenizer, Tokenizer
