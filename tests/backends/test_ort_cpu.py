@@ -95,6 +95,23 @@ def test_embedding_is_exact(ort_cpu: OrtCpuDevice, storage: StorageFormat) -> No
     np.testing.assert_array_equal(y.array, table.dequantize()[:32])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "bytes_per_weight"),
+    [((1, 256), 0.75 + 0.625), ((1, 16), 0.75), ((32, 256), 0.625)],
+)
+def test_both_holds_only_the_packs_that_graph_sizes_need(
+    sizes: tuple[int, ...], bytes_per_weight: float
+) -> None:
+    op = ops.MatMul(n=256, k=256, weight_format=WeightFormat.W4A16)
+    with open_ort_cpu(graph_sizes=sizes, w4a16="both") as device:
+        weights = make_weights(op, np.random.default_rng(0))
+        kernel = device.prepare(op, weights)
+        assert kernel.nbytes == pytest.approx(bytes_per_weight * 256 * 256)
+        for m in sizes:
+            tensors = make_tensors(op, m, np.random.default_rng(m), device=device)
+            check_call(device, kernel, weights, tensors, m)
+
+
 @pytest.mark.parametrize("k", [172, 2048])
 @pytest.mark.parametrize("weight_format", [WeightFormat.W4A16, WeightFormat.W8A16])
 def test_split_activations_lose_less_than_fp16_would(
