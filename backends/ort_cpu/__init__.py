@@ -4,7 +4,7 @@
 
     graph_sizes   token counts that calls may have; others are refused when bound, as on a real NPU
     w4a16         how 4-bit weights meet floating-point activations (see `graphs.matmul`):
-                  "fp32"   (default) weights dequantised on the fly, fp32 arithmetic; 0.63 bytes a weight
+                  "fp32"   (default) weights dequantised on the fly, fp32 arithmetic; 0.63 bytes
                   "split"  two int8 planes of the activations, together 15 bits for each block of
                            32: 1.2 to 1.8 times as fast as fp32 for one token, 0.6 times for 256;
                            0.75 bytes a weight

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.models.model_helpers import small_config
 
 from hetero.backends.ops import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight, padded
@@ -17,6 +16,7 @@ from hetero.models.random_models import (
     known_config,
     limited,
 )
+from tests.models.model_helpers import small_config
 
 # Parameters as published by each model's authors, in millions.
 PARAMETERS = {
