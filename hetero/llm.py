@@ -186,6 +186,7 @@ class LLM:
     ) -> Generation:
         tokens = self.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         self._engine.truncate(0)
+        self._engine.check(tokens)
         return Generation(
             self._engine,
             self._loaded.tokenizer,
