@@ -34,9 +34,8 @@ QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-    """Every format, shape and operand order is taken (the order changes nothing here)."""
-    del op
-    return Acceptance(True)
+    """Whether `prepare_matmul` takes the record: every format, shape and operand order."""
+    return Acceptance(op.weight_format in WEIGHT_FORMATS)
 
 
 def prepare_matmul(
@@ -141,7 +140,7 @@ def simt_launches(
     if op.weight_format is WeightFormat.W4A8:
         groups = m * padded(op.k, GROUP_SIZE) // GROUP_SIZE
         rounded = device.shared_scratch(4 * m * op.k)
-        args = (groups, tensors["x"], rounded, op.k)
+        args: tuple[Argument, ...] = (groups, tensors["x"], rounded, op.k)
         launches.append(
             Launch(program, "round_activations", (padded(groups, SIMT_LANES),), (SIMT_LANES,), args)
         )
@@ -183,6 +182,6 @@ def _mapped(
     if before == 0 or not device.capabilities.unified_memory or not array.flags.c_contiguous:
         return device.constant(array), 0
     whole = (ctypes.c_uint8 * (before + array.nbytes)).from_address(address - before)
-    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (
+    return device.constant(np.frombuffer(memoryview(whole), dtype=np.uint8)), before // (
         itemsize or array.itemsize
     )
