@@ -86,18 +86,19 @@ def cpu_launches(
     launches: list[Launch] = []
     x_args: tuple[Argument, ...] = (tensors["x"],)
     if quantised or tile.tokens > 1 or plan.k != op.k:
-        packing, packed = _pack(plan, tensors["x"], m, tile.tokens)
+        packing, packed = _pack(plan, tensors["x"], m, tile.tokens, vector=tuning.rows)
         launches.append(packing)
         x_args = (packed, 0)
     defines = {
         op.weight_format.name: 1,
         "TOKENS": tile.tokens,
-        "BLOCKS": tile.blocks,
+        "VECTORS": tile.vectors,
+        "VEC": tuning.rows,
         "DOT": tuning.dot,
         "PREFETCH": tile.prefetch,
     }
     program = device.programs.get("matmul_cpu.cl", defines)
-    tiles = -(-op.n // (ROW_BLOCK * tile.blocks))
+    tiles = -(-op.n // (tuning.rows * tile.vectors))
     groups = min(tiles, _work_items(device))
     per_group = -(-tiles // groups)
     m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile.tokens)
@@ -113,7 +114,7 @@ def _work_items(device: OpenCLDevice) -> int:
     return 1 if threads == 1 else 4 * threads
 
 
-def _pack(plan: _Plan, x: Tensor, m: int, tokens: int) -> tuple[Launch, cl.Buffer]:
+def _pack(plan: _Plan, x: Tensor, m: int, tokens: int, *, vector: int) -> tuple[Launch, cl.Buffer]:
     """Launch that packs x into tiles of tokens, and the scratch memory that it fills."""
     tiles = -(-m // tokens)
     if plan.op.weight_format is WeightFormat.W4A8:
@@ -121,7 +122,7 @@ def _pack(plan: _Plan, x: Tensor, m: int, tokens: int) -> tuple[Launch, cl.Buffe
     else:
         name, words = "pack", plan.k
     packed = plan.device.shared_scratch(4 * words * tiles * tokens)
-    program = plan.device.programs.get("matmul_pack.cl", {})
+    program = plan.device.programs.get("matmul_pack.cl", {"VEC": vector})
     args = (tiles, x, packed, m, plan.op.k, plan.k, tokens)
     return Launch(program, name, (tiles,), (1,), args), packed
 

@@ -43,76 +43,87 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void pack(
   }
 }
 
-// PoCL's convert_int16_rte and fmax are slow: a sequence and a call where there are instructions.
-inline int16 nearest(const float16 v) {
-#if defined(__AVX512F__)
-  return __builtin_ia32_cvtps2dq512_mask(v, (int16)(0), (ushort)-1, 4);
-#elif defined(__AVX2__)
-  return (int16)(__builtin_ia32_cvtps2dq256(v.lo), __builtin_ia32_cvtps2dq256(v.hi));
+// PoCL's convert_int_rte and fmax are slow: a sequence and a call where there are instructions.
+typedef CAT(int, VEC) vint;
+inline vint nearest(const vfloat v) {
+#if VEC == 16 && defined(__AVX512F__)
+  return __builtin_ia32_cvtps2dq512_mask(v, (vint)(0), (ushort)-1, 4);
+#elif VEC == 8 && defined(__AVX2__)
+  return __builtin_ia32_cvtps2dq256(v);
 #else
-  return convert_int16_rte(v);
+  return CAT(CAT(convert_int, VEC), _rte)(v);
 #endif
 }
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
+#if VEC == 16
+#define VMAX_ALL(v) max8(MAX((v).lo, (v).hi))
+#define VSUM_ALL(v) sum8((v).lo + (v).hi)
+#else
+#define VMAX_ALL(v) max8(v)
+#define VSUM_ALL(v) sum8(v)
+#endif
+inline float max8(const float8 v) {
+  const float4 a = MAX(v.lo, v.hi);
+  return MAX(MAX(a.x, a.y), MAX(a.z, a.w));
+}
+inline int sum8(const int8 v) {
+  const int4 a = v.lo + v.hi;
+  return (a.x + a.y) + (a.z + a.w);
+}
 
-// Scale and codes of one group of 32; a group of zeros has scale 0. `filled` features are read.
-inline float quantize_group(__global const float *x, const int filled, int16 *low, int16 *high) {
-  float16 a, b;
-  if (filled >= 32) {
-    a = vload16(0, x);
-    b = vload16(1, x);
+#define UNROLL _Pragma("unroll")
+#define GROUP 32
+#define PARTS (GROUP / VEC)
+#define EACH_PART UNROLL for (int j = 0; j < PARTS; j++)
+
+// One group of one token, of which `filled` features are read. Codes go out as words of 4: features
+// 0, 2, 4, 6 and 1, 3, 5, 7 of each 8, as the weights' nibbles come; then the scale's bits and -8
+// times the sum of the codes. A group of zeros has scale 0.
+inline void quantize_group(__global const float *x, const int filled, __global int *out,
+                           const int tokens) {
+  vfloat v[PARTS];
+  if (filled >= GROUP) {
+    EACH_PART v[j] = VLOAD(x + j * VEC);
   } else {
-    float values[32];
-    for (int i = 0; i < 32; i++) values[i] = i < filled ? x[i] : 0.0f;
-    a = vload16(0, values);
-    b = vload16(1, values);
+    float values[GROUP];
+    for (int i = 0; i < GROUP; i++) values[i] = i < filled ? x[i] : 0.0f;
+    EACH_PART v[j] = VLOAD(values + j * VEC);
   }
-  const float16 m16 = MAX(fabs(a), fabs(b));
-  const float8 m8 = MAX(m16.lo, m16.hi);
-  const float4 m4 = MAX(m8.lo, m8.hi);
-  const float scale = MAX(MAX(m4.x, m4.y), MAX(m4.z, m4.w)) / 127.0f;
+  vfloat largest = fabs(v[0]);
+  EACH_PART largest = MAX(largest, fabs(v[j]));
+  const float scale = VMAX_ALL(largest) / 127.0f;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  *low = nearest(a * inverse);
-  *high = nearest(b * inverse);
-  return scale;
+  vint total = 0;
+  EACH_PART {  // stores of single words: from an array the compiler makes a slower scatter
+    const vint codes = nearest(v[j] * inverse);
+    total += codes;
+    const CAT(char, VEC) bytes = CAT(convert_char, VEC)(codes);
+    const int2 low = as_int2(bytes.s02461357);
+    out[j * (VEC / 4) * tokens] = low.x;
+    out[(j * (VEC / 4) + 1) * tokens] = low.y;
+#if VEC == 16
+    const int2 high = as_int2(bytes.s8ace9bdf);
+    out[(j * 4 + 2) * tokens] = high.x;
+    out[(j * 4 + 3) * tokens] = high.y;
+#endif
+  }
+  out[8 * tokens] = as_int(scale);
+  out[9 * tokens] = -8 * VSUM_ALL(total);
 }
 
-// Words of 4 codes: features 0, 2, 4, 6 and 1, 3, 5, 7 of each 8, as the weights' nibbles come.
-inline int4 words(const int16 codes) {
-  return as_int4(convert_char16(codes).s024613578ace9bdf);
-}
-
-// [tile][group][10][token] int32: 8 words of codes, the scale's bits, -8 times the sum of codes.
+// [tile][group][10][token] int32.
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void quantize(
     const int count, ARRAY(const float, x), __global int *restrict packed, const int m,
     const int k, const int padded, const int tokens) {
   AT(x);
-  const int tile = get_global_id(0);
+  const int tile = get_global_id(0), groups = padded / GROUP;
   if (tile >= count) return;
-  packed += (size_t)tile * (padded / 32) * 10 * tokens;
+  packed += (size_t)tile * groups * 10 * tokens;
   for (int t = 0; t < tokens; t++) {
     const int token = tile * tokens + t;
     const int filled = token < m ? k : 0;
-    for (int g = 0; g < padded / 32; g++) {
-      __global int *out = packed + (size_t)g * 10 * tokens + t;
-      int16 low, high;
-      const float scale =
-          quantize_group(x + (size_t)token * k + g * 32, filled - g * 32, &low, &high);
-      const int16 s16 = low + high;
-      const int8 s8 = s16.lo + s16.hi;
-      const int4 s4 = s8.lo + s8.hi;
-      const int4 a = words(low), b = words(high);
-      // Ten stores: from an array the compiler makes a scatter, which is slower.
-      out[0] = a.x;
-      out[tokens] = a.y;
-      out[2 * tokens] = a.z;
-      out[3 * tokens] = a.w;
-      out[4 * tokens] = b.x;
-      out[5 * tokens] = b.y;
-      out[6 * tokens] = b.z;
-      out[7 * tokens] = b.w;
-      out[8 * tokens] = as_int(scale);
-      out[9 * tokens] = -8 * (s4.x + s4.y + s4.z + s4.w);
-    }
+    for (int g = 0; g < groups; g++)
+      quantize_group(x + (size_t)token * k + g * GROUP, filled - g * GROUP,
+                     packed + (size_t)g * 10 * tokens + t, tokens);
   }
 }

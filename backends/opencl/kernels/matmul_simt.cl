@@ -77,12 +77,11 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
   EACH_TOKEN sums[split][t][lane] = sum[t];
   barrier(CLK_LOCAL_MEM_FENCE);
   const int row = block * ROWS + lane;
-  if (row < n)
-    for (int t = split; t < m; t += SPLITS) {
-      float total = has_bias ? bias[row] : 0.0f;
-      for (int s = 0; s < SPLITS; s++) total += sums[s][t][lane];
-      y[(size_t)t * n + row] = total;
-    }
+  EACH_TOKEN if (row < n && t < m && t % SPLITS == split) {
+    float total = has_bias ? bias[row] : 0.0f;
+    for (int s = 0; s < SPLITS; s++) total += sums[s][t][lane];
+    y[(size_t)t * n + row] = total;
+  }
 }
 
 #define TILE_BLOCKS 4   // row blocks of a tile
