@@ -238,7 +238,8 @@ class Trainer:
             if now_s - start_s > max_s:
                 break
         self.save()
-        self.evaluate()
+        if not self.is_stopping:
+            self.evaluate()
 
     def _log_progress(self, losses: list[float]) -> None:
         self.log(
