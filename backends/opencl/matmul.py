@@ -9,8 +9,9 @@ for up to 8 tokens and computes local-memory tiles above.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,11 +47,11 @@ def prepare_matmul(
     operands = _operands(device, weight, weights.get("bias"))
     tuning = matmul_tuning(device.tuning.family)
     plan = _Plan(device, op, operands)
-    launches: Callable[[Mapping[str, Tensor], int], list[Launch]]
-    if isinstance(tuning, CpuTuning):
-        launches = lambda tensors, m: cpu_launches(plan, tuning, tensors, m)  # noqa: E731
-    else:
-        launches = lambda tensors, m: simt_launches(plan, tuning, tensors, m)  # noqa: E731
+    launches = (
+        partial(cpu_launches, plan, tuning)
+        if isinstance(tuning, CpuTuning)
+        else partial(simt_launches, plan, tuning)
+    )
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
     return OpenCLKernel(device, op, launches, keep=(operands, *weights.values()), nbytes=copied)
 

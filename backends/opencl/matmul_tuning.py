@@ -77,14 +77,15 @@ _INT8 = (
     Tile(8, 8, 1, 1024),
     Tile(INF, 4, 4),
 )
-_AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2))
+_AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2))  # 16 registers of 8
+_AVX2_INT8 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 1))
 
 _CPU: dict[str, CpuTuning] = {
     "pocl-avx512-vnni": CpuTuning(
         rows=16, dot=2, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8
     ),
     "pocl-avx512": CpuTuning(rows=16, dot=1, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8),
-    "pocl": CpuTuning(rows=8, dot=0, float_tiles=_AVX2, f16_tiles=_AVX2, int8_tiles=_AVX2),
+    "pocl": CpuTuning(rows=8, dot=0, float_tiles=_AVX2, f16_tiles=_AVX2, int8_tiles=_AVX2_INT8),
 }
 
 
