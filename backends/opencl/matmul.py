@@ -97,7 +97,7 @@ def cpu_launches(
     if packing == PACKED:
         shape = (token_tiles, x, packed, m, op.k, plan.k)
         launches.append(Launch(program, "pack", (token_tiles,), (1,), shape))
-    m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile.tokens)
+    m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile)
     sizes = (m, op.n, op.k, plan.k, m_panel, k_panel, -(-tiles // groups))
     flags = (plan.operands.has_bias, packing)
     args = (tiles, *plan.operands.args, x, packed, tensors["y"], *sizes, *flags)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.ops import StorageFormat, WeightFormat
 
 
 class Tile(NamedTuple):
@@ -22,6 +23,12 @@ class Tile(NamedTuple):
 
 
 INF = float("inf")
+WEIGHT_BYTES = {
+    StorageFormat.Q4: 0.5625,
+    StorageFormat.Q8: 1.0625,
+    StorageFormat.F16: 2.0,
+    StorageFormat.F32: 4.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +37,36 @@ class CpuTuning:
 
     rows            rows of a vector register, 8 or 16
     dot             integer dot product of w4a8: 2 AVX512-VNNI, 1 AVX512-BW, 0 what there is
-    float_tiles     for floating-point activations, by rising `max_m`
-    f16_tiles       the same for f16 weights
-    int8_tiles      for w4a8
-    panel_bytes     part of the L2 cache that a panel of x may take
+    tiles           by rising `max_m`
+    special_tiles   the same for formats that want others
+    weight_panel_bytes  weights of one row tile that are read again for every token tile
+    x_panel_bytes       packed x that is read again for every row tile
     """
 
     rows: int
     dot: int
-    float_tiles: tuple[Tile, ...]
-    f16_tiles: tuple[Tile, ...]
-    int8_tiles: tuple[Tile, ...]
-    panel_bytes: int = 4 << 20
-    k_panel: int = 4096
+    tiles: tuple[Tile, ...]
+    special_tiles: Mapping[WeightFormat, tuple[Tile, ...]]
+    weight_panel_bytes: int = 512 << 10
+    x_panel_bytes: int = 4 << 20
 
     def tile(self, weight_format: WeightFormat, m: int) -> Tile:
         """The smallest tile for m tokens."""
-        special = {WeightFormat.W4A8: self.int8_tiles, WeightFormat.F16: self.f16_tiles}
-        tiles = special.get(weight_format, self.float_tiles)
+        tiles = self.special_tiles.get(weight_format, self.tiles)
         return next(tile for tile in tiles if m <= tile.max_m)
 
-    def panels(self, weight_format: WeightFormat, m: int, k: int, tokens: int) -> tuple[int, int]:
-        """(tokens, features) of the panel of x that the kernel keeps in cache."""
-        feature_bytes = 1.25 if weight_format is WeightFormat.W4A8 else 4.0
-        if m <= tokens or m * k * feature_bytes <= self.panel_bytes:
+    def panels(self, weight_format: WeightFormat, m: int, k: int, tile: Tile) -> tuple[int, int]:
+        """(tokens, features) of the panels that the kernel keeps in the L2 cache.
+
+        Features are limited by the weights of one row tile, tokens by what x takes then.
+        """
+        if m <= tile.tokens:
             return m, k
-        most = int(self.panel_bytes / (self.k_panel * feature_bytes))
-        return most // tokens * tokens, self.k_panel
+        feature_bytes = tile.vectors * self.rows * WEIGHT_BYTES[weight_format.storage]
+        k_panel = min(k, int(self.weight_panel_bytes / feature_bytes) // 64 * 64)
+        x_bytes = 1.25 if weight_format is WeightFormat.W4A8 else 4.0
+        tokens = int(self.x_panel_bytes / (k_panel * x_bytes)) // tile.tokens * tile.tokens
+        return min(m, max(tokens, tile.tokens)), k_panel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,26 +76,28 @@ class SimtTuning:
     splits: int = 8
 
 
-# Measured on one Zen 5 core. One row block streams best; from 9 tokens on 4 x 4 vectors keep the
-# unit busiest, but for f16, whose conversion wants more tokens per vector.
-_FLOAT = (Tile(1, 1, 1), Tile(2, 2, 1), Tile(INF, 4, 4))
-_F16 = (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 2), Tile(INF, 8, 2))
-_INT8 = (
-    Tile(1, 1, 1, 1024),
-    Tile(2, 2, 1, 1024),
-    Tile(4, 4, 1, 1024),
-    Tile(8, 8, 1, 1024),
-    Tile(INF, 4, 4),
-)
+# Measured on one Zen 5 core. One stream of weights is fastest from memory, so few tokens take one
+# vector; from 9 tokens on 4 x 4 vectors keep the unit busiest, but for f16, whose conversion wants
+# more tokens per vector.
+_AVX512 = (Tile(1, 1, 1), Tile(2, 2, 1), Tile(INF, 4, 4))
+_AVX512_SPECIAL = {
+    WeightFormat.W4A8: (
+        Tile(1, 1, 1, 1024),
+        Tile(2, 2, 1, 1024),
+        Tile(4, 4, 1, 1024),
+        Tile(8, 8, 1, 1024),
+        Tile(INF, 4, 4),
+    ),
+    WeightFormat.W8A16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 1), Tile(INF, 4, 4)),
+    WeightFormat.F16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 2), Tile(INF, 8, 2)),
+}
 _AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2))  # 16 registers of 8
-_AVX2_INT8 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 1))
+_AVX2_SPECIAL = {WeightFormat.W4A8: (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 1))}
 
 _CPU: dict[str, CpuTuning] = {
-    "pocl-avx512-vnni": CpuTuning(
-        rows=16, dot=2, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8
-    ),
-    "pocl-avx512": CpuTuning(rows=16, dot=1, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8),
-    "pocl": CpuTuning(rows=8, dot=0, float_tiles=_AVX2, f16_tiles=_AVX2, int8_tiles=_AVX2_INT8),
+    "pocl-avx512-vnni": CpuTuning(rows=16, dot=2, tiles=_AVX512, special_tiles=_AVX512_SPECIAL),
+    "pocl-avx512": CpuTuning(rows=16, dot=1, tiles=_AVX512, special_tiles=_AVX512_SPECIAL),
+    "pocl": CpuTuning(rows=8, dot=0, tiles=_AVX2, special_tiles=_AVX2_SPECIAL),
 }
 
 
