@@ -4,17 +4,13 @@
 //
 // Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, F16, F32; for W4A8 also DOT (2:
 // AVX512-VNNI, 1: AVX512-BW, 0: what the compiler finds) and PREFETCH (32-bit words ahead, 0: not).
-// Layout of weights: hetero.backends.weights. x is packed by matmul_pack.cl.
+// Layout of weights: hetero.backends.weights. Follows matmul_pack.cl, which packs x.
 
-#define UNROLL _Pragma("unroll")
 #define EACH_VEC UNROLL for (int r = 0; r < VECTORS; r++)
 #define EACH_TOKEN UNROLL for (int t = 0; t < TOKENS; t++)
 #define EACH EACH_VEC EACH_TOKEN
-#define INLINE __attribute__((always_inline)) inline
 #define ROWS 16  // of a block of the packed layout
-#define GROUP 32
 
-typedef CAT(int, VEC) vint;
 typedef CAT(uint, VEC) vuint;
 #define AS_VINT CAT(as_int, VEC)
 #define TO_VFLOAT CAT(convert_float, VEC)
@@ -40,10 +36,7 @@ INLINE vfloat load_halves(__global const ushort *p) {
 
 #if defined(W4A8)
 typedef uint weight_t;
-typedef int x_t;
 #define BLOCK_STRIDE(k) ((size_t)(k)*2)
-#define X_WORDS 10  // per token and group: 8 of codes, the scale's bits, the correction
-#define X_STRIDE(k) ((size_t)(k) / GROUP * X_WORDS * TOKENS)
 
 #if DOT == 2 && VEC == 16 && defined(__AVX512VNNI__)
 typedef vint dot_t;
@@ -105,8 +98,6 @@ INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const uint *w[VEC
 }
 
 #else  // floating-point activations
-typedef float x_t;
-#define X_STRIDE(k) ((size_t)(k)*TOKENS)
 
 #if defined(W4A16)
 typedef uint weight_t;
@@ -213,13 +204,18 @@ INLINE void store_rows(const vfloat value, __global float *p, const int rows) {
   for (int i = 0; i < rows; i++) p[i] = lanes[i];
 }
 
+#define IN_PLACE 0   // x is one token of floats that needs no padding
+#define PACK_HERE 1  // a single work-item packs x first
+#define PACKED 2     // the kernel `pack` has run
+
 // y[m, n] for row tiles [group * per_group, ...) of `count`. Tokens go in panels of `m_panel` and
 // features in panels of `k_panel`, so that a panel of x is still in cache for the next row tile;
 // k_panel is a multiple of 64 or at least k, m_panel a multiple of TOKENS or at least m.
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
     const int count, ARRAY(const weight_t, weights), ARRAY(const ushort, all_scales),
-    ARRAY(const float, bias), ARRAY(const x_t, x), ARRAY(float, y), const int m, const int n,
-    const int k, const int m_panel, const int k_panel, const int per_group, const int has_bias) {
+    ARRAY(const float, bias), ARRAY(const float, x), __global x_t *packed, ARRAY(float, y),
+    const int m, const int n, const int width, const int k, const int m_panel, const int k_panel,
+    const int per_group, const int has_bias, const int packing) {
   AT(weights);
   AT(all_scales);
   AT(bias);
@@ -227,6 +223,13 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
   AT(y);
   const int first = get_global_id(0) * per_group, last = min(first + per_group, count);
   const int vectors = (n + VEC - 1) / VEC;
+  if (packing == PACK_HERE && last > first)
+    pack_tiles(x, packed, 0, (m + TOKENS - 1) / TOKENS, m, width, k);
+#if defined(W4A8)
+  __global const x_t *inputs = packed;
+#else
+  __global const x_t *inputs = packing == IN_PLACE ? x : packed;
+#endif
   for (int m0 = 0; m0 < m; m0 += m_panel)
     for (int k0 = 0; k0 < k; k0 += k_panel)
       for (int tile = first; tile < last; tile++) {
@@ -250,7 +253,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
             else if (has_bias)
               sum[r][t] = load_rows(bias + row[r], n - row[r]);
           }
-          add_products(sum, w, scales, x + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0),
+          add_products(sum, w, scales, inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0),
                        min(k_panel, k - k0));
           EACH if (tile * VECTORS + r < vectors && t0 + t < m)
             store_rows(sum[r][t], y + (size_t)(t0 + t) * n + row[r], n - row[r]);

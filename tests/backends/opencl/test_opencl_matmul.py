@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
+from hetero.backends.opencl import matmul
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.matmul_tuning import CpuTuning, matmul_tuning
@@ -162,6 +163,16 @@ def test_long_rows(
 ) -> None:
     """Panels of tokens and of features, and the error of long sums."""
     check(device, weight_format, shape, bias=True)
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_several_threads(
+    device: OpenCLDevice, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows shared by several work-items, and x packed by a launch of its own."""
+    monkeypatch.setattr(matmul, "work_items", lambda device: 4)
+    for m in (1, 3, 20):
+        check(device, weight_format, (m, 209, 100), bias=True)
 
 
 @pytest.mark.parametrize("weight_format", WeightFormat)
