@@ -31,12 +31,9 @@ if TYPE_CHECKING:
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
-<<<<<<< HEAD
 # Formats whose weights and activations may be multiplied in fp16 (w4a8 is exact in float32).
 HALF_FORMATS = frozenset({WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16})
-=======
 IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
->>>>>>> gemm
 QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale, correction
 
 
