@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
+# Formats whose weights and activations may be multiplied in fp16 (w4a8 is exact in float32).
+HALF_FORMATS = frozenset({WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16})
 IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
 QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale, correction
 
@@ -129,7 +131,8 @@ def simt_launches(
     """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
     op, device, splits = plan.op, plan.device, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
-    defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits}
+    half = device.half if op.weight_format in HALF_FORMATS else 0
+    defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits, "HALF": half}
     program = device.programs.get("matmul_simt.cl", defines)
     launches: list[Launch] = []
     x_args: tuple[Argument, ...] = (tensors["x"],)
