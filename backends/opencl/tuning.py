@@ -51,6 +51,9 @@ def detect_tuning(platform_name: str, device_name: str, cpu_flags: frozenset[str
     """The record for a device by its OpenCL names and, for PoCL, the flags of the host's CPU."""
     names = f"{platform_name} {device_name}".lower()
     if "portable computing language" in names or "pocl" in names:
+        if "avx2" not in cpu_flags:
+            # Vectors of 8 crash PoCL's compiler there; work-group kernels do not.
+            return FAMILIES["other"]
         if "avx512bw" not in cpu_flags:
             return FAMILIES["pocl"]
         return FAMILIES["pocl-avx512-vnni" if "avx512_vnni" in cpu_flags else "pocl-avx512"]

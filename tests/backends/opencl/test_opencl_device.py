@@ -337,10 +337,11 @@ class TestTuning:
     @pytest.mark.parametrize(
         ("names", "flags", "family"),
         [
-            (("Portable Computing Language", "pthread-x"), {"avx512bw", "avx512_vnni"},
+            (("Portable Computing Language", "pthread-x"), {"avx2", "avx512bw", "avx512_vnni"},
              "pocl-avx512-vnni"),
-            (("Portable Computing Language", "pthread-x"), {"avx512bw"}, "pocl-avx512"),
+            (("Portable Computing Language", "pthread-x"), {"avx2", "avx512bw"}, "pocl-avx512"),
             (("Portable Computing Language", "pthread-x"), {"avx2"}, "pocl"),
+            (("Portable Computing Language", "pthread-x"), set(), "other"),
             (("QUALCOMM Snapdragon(TM)", "QUALCOMM Adreno(TM) 750"), set(), "adreno"),
             (("NVIDIA CUDA", "NVIDIA H200"), set(), "nvidia"),
             (("ARM Platform", "Mali-G720"), set(), "other"),
