@@ -190,7 +190,7 @@ def quantize(
     """Quantise MODEL once, into a directory that loads by memory mapping."""
     loaded = open_model(model, weights=weights.value)
     with _progress("quantising") as advance:
-        save_quantized(loaded, out, progress=advance, overwrite=overwrite)
+        save_quantized(loaded.weights, out, name=loaded.name, progress=advance, overwrite=overwrite)
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out}: {loaded.name} as {weights.value}, {size / 2**20:.1f} MiB")
 
@@ -344,7 +344,7 @@ def _print_answer(
 ) -> GenerationResult:
     ended: list[GenerationResult] = []
     tokens = llm.encode_chat(messages)
-    for piece in llm.stream(tokens, max_tokens=max_tokens, on_end=ended, **sampling):
+    for piece in llm.stream(tokens, max_tokens=max_tokens, chat=True, on_end=ended, **sampling):
         print(piece.text, end="", flush=True)
     print(flush=True)
     return ended[0]

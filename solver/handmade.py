@@ -18,18 +18,25 @@ def layer_level(
     spec: ModelSpec,
     *,
     prefill: DeviceKind = "npu",
-    decode: DeviceKind = "npu",
+    decode: DeviceKind = "gpu",
     rest: DeviceKind = "gpu",
     graph_sizes: tuple[int, ...] = (),
 ) -> ExecutionPlan:
     """Whole matmuls on one device per phase, everything else on `rest`.
 
-    The default is the paper's layer level for prefill: matmuls on the NPU, the rest on the GPU. In
-    decode the paper's layer level takes the GPU, because its NPU is slower there (section 5.3).
+    The default is the paper's layer level: matmuls on the NPU and the rest on the GPU in prefill,
+    the GPU alone in decode, because an NPU is slower at one token (section 5.3). The output head
+    sees one token in both phases, so it follows `decode`.
     """
     devices: dict[Phase, DeviceKind] = {"prefill": prefill, "decode": decode}
     entries = [
-        _whole(phase, matmul.name, matmul.n, matmul.k, devices[phase])
+        _whole(
+            phase,
+            matmul.name,
+            matmul.n,
+            matmul.k,
+            decode if matmul.name == "lm_head" else devices[phase],
+        )
         for phase in PHASES
         for matmul in spec.matmuls
     ]

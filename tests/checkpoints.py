@@ -24,7 +24,6 @@ TINY = {
     "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.1,
 }
 
 
@@ -79,10 +78,18 @@ CASES = (
 )
 
 
-def make_checkpoint(case: Case, folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Write a random checkpoint; returns the `transformers` model in float32."""
+def make_checkpoint(
+    case: Case, folder: Path, *, dtype: torch.dtype = torch.float32, spread: float = 0.1
+) -> Any:
+    """Write a random checkpoint; returns the `transformers` model in float32.
+
+    `spread` is the weights' standard deviation; 0.1 lets the blocks outweigh the embeddings, so
+    that a wrong block cannot hide; 0.02 is what `transformers` itself takes.
+    """
     torch.manual_seed(7)
-    config = getattr(transformers, f"{case.kind}Config")(**{**TINY, **case.changes})
+    config = getattr(transformers, f"{case.kind}Config")(
+        **{**TINY, "initializer_range": spread, **case.changes}
+    )
     model = getattr(transformers, f"{case.kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -24,14 +24,30 @@ def modules() -> Iterator[tuple[str, str, Path]]:
             yield room, ".".join(parts if room == "hetero" else ["hetero", *parts]), path
 
 
+def is_module(name: str) -> bool:
+    parts = name.split(".")
+    base = ROOT.joinpath(*(parts[1:] if len(parts) > 1 and parts[1] in ROOMS[:3] else parts))
+    return base.with_suffix(".py").exists() or (base / "__init__.py").exists()
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Imported names, those for type checking only left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} uses a relative import"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if is_module(name) else node.module or "" for name in inner)
 
 
 def room_of(name: str) -> str | None:

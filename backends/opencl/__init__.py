@@ -17,25 +17,32 @@ def open(
     platform: str | None = None,
     family: str | None = None,
     unified_memory: bool | None = None,
+    coherent: bool | None = None,
     cache_dir: Path | None = None,
 ) -> OpenCLDevice:
     """Open an OpenCL device. Raises `DeviceUnavailableError` with the remedy.
 
     `cpu` is the core that PoCL's worker runs on (default: the first one allowed to this process);
-    `platform` a part of the wanted platform's or device's name. For tests, `family` forces a
-    tuning record and `unified_memory=False` makes every call copy its tensors as on a discrete GPU.
-    `cache_dir` holds compiled kernels (default: the user's cache directory).
+    `platform` a part of the wanted platform's or device's name. `cache_dir` holds compiled kernels
+    (default: the user's cache directory). For tests, `family` forces a tuning record,
+    `unified_memory=False` makes every call copy its tensors as on a discrete GPU, and
+    `coherent=False` maps and unmaps them around every call as on a GPU with caches of its own.
     """
     try:
         from hetero.backends.opencl.device import OpenCLDevice
+        from hetero.backends.opencl.matmul import WEIGHT_FORMATS
+        from hetero.backends.opencl.table import TABLE
     except ImportError as error:
         raise DeviceUnavailableError(
             "opencl", "importing pyopencl", str(error), "pip install 'pyopencl[pocl]'"
         ) from error
     return OpenCLDevice(
+        TABLE,
+        WEIGHT_FORMATS,
         cpu=cpu,
         platform=platform,
         family=family,
         unified_memory=unified_memory,
+        coherent=coherent,
         cache_dir=cache_dir,
     )

@@ -71,7 +71,7 @@ def _attend_tiles(
     block = 2 * device.tuning.vector
     blocks = -(-op.capacity // block)
     tiles = -(-m // device.tuning.attention_tokens)
-    packed = device.scratch(4 * op.kv_heads * blocks * block * op.head_dim)
+    packed = device.shared_scratch(4 * op.kv_heads * blocks * block * op.head_dim)
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
     pack_args = (m, qkv, position, k_cache, v_cache, packed)
     args = (m, qkv, position, v_cache, out, packed)
@@ -93,7 +93,7 @@ def _prepare_group(device: OpenCLDevice, op: Attention) -> OpenCLKernel:
     def launches(tensors: Mapping[str, Tensor], m: int) -> Sequence[Launch]:
         splits = device.tuning.decode_splits if m <= FEW_TOKENS else 1
         qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
-        partial = device.scratch(4 * splits * m * op.heads * (op.head_dim + 2))
+        partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))
         blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
         appended = m * op.kv_heads * op.head_dim
         args = (m, qkv, position, k_cache, v_cache, out, partial, splits)

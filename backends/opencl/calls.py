@@ -4,6 +4,11 @@ Every kernel's argument 0 is an int32 count of work, and a launch with count 0 w
 is how a launch is warmed up when it is bound (PoCL specialises a kernel for its local size at the
 first launch, 30 ms). A `Tensor` argument becomes two kernel arguments, `__global T *x, uint x_at`:
 its buffer and the offset of its first element.
+
+What the host sees. A CPU device shares the host's caches: nothing is done. A GPU with unified
+memory works in place, and OpenCL makes writes visible where a buffer is mapped and unmapped: inputs
+before the launches, outputs after them (no data moves). Other devices hold copies: inputs are
+copied in before the launches, outputs out after them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.errors import WaitTimeoutError
@@ -22,6 +28,7 @@ from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
+    FIXED_PORTS,
     BoundCall,
     Completion,
     Kernel,
@@ -37,6 +44,7 @@ Size: TypeAlias = tuple[int, ...]
 INPUT_PORTS = frozenset({"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache"})
 OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache"})
 SPIN_S = 200e-6
+LONGEST_NAP_S = 200e-6  # bounds how late the end of a long launch is noticed
 
 
 @dataclass(frozen=True)
@@ -108,9 +116,9 @@ class OpenCLCall(BoundCall):
         self.device = device
         self._keep: list[object] = [*keep, *tensors.values()]
         self._bound = [self._bind(launch) for launch in launches]
-        unified = device.capabilities.unified_memory
-        self._uploads = [] if unified else _copies(device, tensors, INPUT_PORTS, m)
-        self._downloads = [] if unified else _copies(device, tensors, OUTPUT_PORTS, m)
+        in_place = device.capabilities.unified_memory and device.coherent
+        self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
+        self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)
 
     def submit(self) -> OpenCLCompletion:
         """Enqueue every launch in order and flush."""
@@ -118,16 +126,11 @@ class OpenCLCall(BoundCall):
         device.check()
         queue = device.queue
         try:
-            for buffer, offset, host in self._uploads:
-                device.copies += 1
-                cl.enqueue_copy(queue, buffer, host, dst_offset=offset, is_blocking=False)
+            for region in self._inputs:
+                region.publish(device)
             for kernel, global_size, local_size in self._bound:
                 event = cl.enqueue_nd_range_kernel(queue, kernel, global_size, local_size)
-            events = [event]
-            for buffer, offset, host in self._downloads:
-                device.copies += 1
-                copy = cl.enqueue_copy(queue, host, buffer, src_offset=offset, is_blocking=False)
-                events.append(copy)
+            events = [event, *(region.fetch(device) for region in self._outputs)]
             queue.flush()
         except cl.Error as error:
             raise device.failed(f"launching {self.name}", error.code) from error
@@ -145,7 +148,7 @@ class OpenCLCall(BoundCall):
             for value in self._native(argument):
                 kernel.set_arg(at, value)
                 at += 1
-        self.device.warm_up(launch, kernel)
+        _specialise(self.device, launch, kernel)
         return kernel, launch.global_size, launch.local_size
 
     def _native(self, argument: Argument) -> tuple[cl.Buffer | np.generic, ...]:
@@ -189,7 +192,19 @@ class OpenCLCompletion(Completion):
             if waited_s > deadline_s:
                 raise WaitTimeoutError(BACKEND, self._call.name, deadline_s)
             if waited_s > SPIN_S:
-                time.sleep(min(waited_s / 20, 1e-3))
+                time.sleep(min(waited_s / 20, LONGEST_NAP_S))
+
+
+def _specialise(device: OpenCLDevice, launch: Launch, kernel: cl.Kernel) -> None:
+    """Launch with count 0, once per program, kernel and sizes."""
+    key = (id(launch.program), launch.name, launch.global_size, launch.local_size)
+    if key in device.specialised:
+        return
+    device.specialised.add(key)
+    kernel.set_arg(0, np.int32(0))
+    cl.enqueue_nd_range_kernel(device.queue, kernel, launch.global_size, launch.local_size)
+    device.queue.finish()
+    kernel.set_arg(0, np.int32(launch.count))
 
 
 def _first_element(tensor: Tensor) -> int:
@@ -202,14 +217,56 @@ def _first_element(tensor: Tensor) -> int:
     return element
 
 
-def _copies(
+@dataclass(frozen=True)
+class _Region:
+    """The part of a buffer that a call reads or writes, and the same bytes on the host."""
+
+    buffer: cl.Buffer
+    offset: int
+    host: npt.NDArray[np.uint8]
+
+    def publish(self, device: OpenCLDevice) -> None:
+        """Let the device see what the host wrote."""
+        if device.capabilities.unified_memory:
+            self._map(device, cl.map_flags.WRITE)
+            return
+        device.copies += 1
+        cl.enqueue_copy(
+            device.queue, self.buffer, self.host, dst_offset=self.offset, is_blocking=False
+        )
+
+    def fetch(self, device: OpenCLDevice) -> cl.Event:
+        """Let the host see what the device wrote, once the event is complete."""
+        if device.capabilities.unified_memory:
+            return self._map(device, cl.map_flags.READ)
+        device.copies += 1
+        return cl.enqueue_copy(
+            device.queue, self.host, self.buffer, src_offset=self.offset, is_blocking=False
+        )
+
+    def _map(self, device: OpenCLDevice, flags: cl.map_flags) -> cl.Event:
+        view, _ = cl.enqueue_map_buffer(
+            device.queue,
+            self.buffer,
+            flags,
+            self.offset,
+            self.host.shape,
+            np.dtype(np.uint8),
+            is_blocking=False,
+        )
+        event: cl.Event = view.base.release(device.queue)
+        return event
+
+
+def _regions(
     device: OpenCLDevice, tensors: Mapping[str, Tensor], ports: frozenset[str], m: int
-) -> list[tuple[cl.Buffer, int, np.ndarray]]:
-    """(device buffer, offset in bytes, host array) of the rows of each port that a call touches."""
-    copies = []
+) -> list[_Region]:
+    """The rows of each port that a call touches; caches and positions whole."""
+    regions = []
     for port, tensor in tensors.items():
         if port in ports:
-            whole = port in ("k_cache", "v_cache", "position")
-            used = tensor if whole else tensor.rows(0, m)
-            copies.append((device.map(used.buffer), used.offset_bytes, used.array))
-    return copies
+            used = tensor if port in FIXED_PORTS else tensor.rows(0, m)
+            start = used.offset_bytes
+            host = used.buffer.bytes[start : start + used.nbytes]
+            regions.append(_Region(device.map(used.buffer), start, host))
+    return regions

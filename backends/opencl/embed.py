@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hetero.backends.checks import packed
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
-from hetero.backends.ops import Embed, describe
+from hetero.backends.ops import Embed
 from hetero.backends.protocol import WeightValue
-from hetero.backends.weights import GROUP_SIZE, PackedWeight
+from hetero.backends.weights import GROUP_SIZE
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
@@ -19,14 +20,7 @@ def prepare_embed(
     device: OpenCLDevice, op: Embed, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """A work-item per token on a CPU, per token and group of 32 features on a GPU."""
-    weight = weights["weight"]
-    storage = op.weight_format.storage
-    if not isinstance(weight, PackedWeight) or (weight.storage, weight.n, weight.k) != (
-        storage,
-        op.vocab,
-        op.d,
-    ):
-        raise ValueError(f"{describe(op)} takes a {storage} weight of {op.vocab}×{op.d}")
+    weight, storage = packed(weights), op.weight_format.storage
     lanes = device.tuning.lanes
     program = device.programs.get(
         "embed.cl",

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
+from hetero.backends.checks import packed
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, matmul_tuning
-from hetero.backends.ops import MatMul, WeightFormat, describe
+from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import Acceptance, WeightValue
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
 
@@ -28,27 +29,20 @@ if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
+SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
 QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale, correction
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-    """Whether `prepare_matmul` takes the record: every format and shape, plain operand order."""
-    if op.order != "plain":
-        return Acceptance(False, f"operand order is 'plain' here, got {op.order!r}")
-    return Acceptance(True)
+    """Whether `prepare_matmul` takes the record: every format, shape and operand order."""
+    return Acceptance(op.weight_format in WEIGHT_FORMATS)
 
 
 def prepare_matmul(
     device: OpenCLDevice, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """Compile a matmul on its packed weight, which is mapped where memory is unified."""
-    weight = weights["weight"]
-    if not isinstance(weight, PackedWeight) or (weight.n, weight.k, weight.storage) != (
-        op.n,
-        op.k,
-        op.weight_format.storage,
-    ):
-        raise ValueError(f"{describe(op)} takes a packed weight of its shape, got {weight!r}")
+    weight = packed(weights)
     operands = _operands(device, weight, weights.get("bias"))
     tuning = matmul_tuning(device.tuning.family)
     plan = _Plan(device, op, operands)
@@ -58,7 +52,7 @@ def prepare_matmul(
     else:
         launches = lambda tensors, m: simt_launches(plan, tuning, tensors, m)  # noqa: E731
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
-    return OpenCLKernel(device, op, launches, keep=(operands, weight), nbytes=copied)
+    return OpenCLKernel(device, op, launches, keep=(operands, *weights.values()), nbytes=copied)
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,7 @@ def cpu_launches(
         "TOKENS": tile.tokens,
         "BLOCKS": tile.blocks,
         "DOT": tuning.dot,
+        "PREFETCH": tile.prefetch,
     }
     program = device.programs.get("matmul_cpu.cl", defines)
     tiles = -(-op.n // (ROW_BLOCK * tile.blocks))
@@ -134,8 +129,32 @@ def _pack(plan: _Plan, x: Tensor, m: int, tokens: int) -> tuple[Launch, cl.Buffe
 def simt_launches(
     plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """To do."""
-    raise NotImplementedError
+    """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
+    op, device, splits = plan.op, plan.device, tuning.splits
+    tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
+    defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits}
+    program = device.programs.get("matmul_simt.cl", defines)
+    launches: list[Launch] = []
+    x_args: tuple[Argument, ...] = (tensors["x"],)
+    if op.weight_format is WeightFormat.W4A8:
+        groups = m * padded(op.k, GROUP_SIZE) // GROUP_SIZE
+        rounded = device.shared_scratch(4 * m * op.k)
+        args: tuple[Argument, ...] = (groups, tensors["x"], rounded, op.k)
+        launches.append(
+            Launch(program, "round_activations", (padded(groups, SIMT_LANES),), (SIMT_LANES,), args)
+        )
+        x_args = (rounded, 0)
+    tail = (*x_args, tensors["y"], m, op.n, op.k, plan.operands.has_bias)
+    blocks, local = -(-op.n // ROW_BLOCK), (ROW_BLOCK, splits)
+    if m <= tokens:
+        args = (blocks, *plan.operands.args, *tail)
+        launches.append(Launch(program, "gemv", (ROW_BLOCK, splits * blocks), local, args))
+    else:
+        tiles, token_tiles = -(-blocks // SIMT_TILE_BLOCKS), -(-m // SIMT_TILE_TOKENS)
+        args = (tiles, *plan.operands.args, *tail)
+        size = (ROW_BLOCK * tiles, splits * token_tiles)
+        launches.append(Launch(program, "gemm", size, local, args))
+    return launches
 
 
 def _operands(device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None) -> _Operands:
@@ -162,6 +181,6 @@ def _mapped(
     if before == 0 or not device.capabilities.unified_memory or not array.flags.c_contiguous:
         return device.constant(array), 0
     whole = (ctypes.c_uint8 * (before + array.nbytes)).from_address(address - before)
-    return device.constant(np.frombuffer(whole, dtype=np.uint8)), before // (
+    return device.constant(np.frombuffer(memoryview(whole), dtype=np.uint8)), before // (
         itemsize or array.itemsize
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hetero.backends.checks import vector
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.ops import LayerNorm, RMSNorm
@@ -30,7 +31,7 @@ def prepare_norm(
         },
     )
     names = ("weight", "bias") if isinstance(op, LayerNorm) else ("weight",)
-    constants = [device.vector_weight(op, weights, name, op.d) for name in names]
+    constants = [device.constant(vector(weights, name)) for name in names]
     kernel = "layer_norm" if isinstance(op, LayerNorm) else "rms_norm"
 
     def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:

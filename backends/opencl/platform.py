@@ -13,8 +13,8 @@ import platformdirs
 import pyopencl as cl
 
 from hetero.backends.errors import DeviceUnavailableError
-from hetero.backends.opencl import pocl_repair
 from hetero.backends.opencl.failures import BACKEND, code_name
+from hetero.backends.opencl.pocl_repair import applies, cpu_flags, known_cpu_name, repair
 
 NO_DRIVER = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
 TASKS = Path("/proc/self/task")
@@ -66,7 +66,7 @@ def prepare_environment(cache_dir: Path) -> None:
     os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", "1")
     if "POCL_CACHE_DIR" not in os.environ:
         # The kernels' hash may not name the CPU they were compiled for, so the folder does.
-        name = pocl_repair.known_cpu_name(pocl_repair.cpu_flags())
+        name = known_cpu_name(cpu_flags())
         os.environ["POCL_CACHE_DIR"] = str(writable_dir(cache_dir / "pocl" / name))
 
 
@@ -133,11 +133,11 @@ def _check_one_worker(device: cl.Device) -> None:
 
 
 def _repair(device: cl.Device) -> str:
-    if not pocl_repair.applies(device.platform.version, device.version):
+    if not applies(device.platform.version, device.version):
         return ""
     if device.int_ptr not in _repaired:
-        name = pocl_repair.known_cpu_name(pocl_repair.cpu_flags())
-        if pocl_repair.repair(device.int_ptr, name):
+        name = known_cpu_name(cpu_flags())
+        if repair(device.int_ptr, name):
             _repaired[device.int_ptr] = name
     return _repaired.get(device.int_ptr, "")
 

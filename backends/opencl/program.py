@@ -1,7 +1,8 @@
 """Programs from the package's `kernels/*.cl`, built once per set of defines.
 
-Binaries are kept on disk for every platform but PoCL, whose program binaries are an archive of its
-own cache folder; PoCL caches by itself in `POCL_CACHE_DIR` (see `platform.prepare_environment`).
+Binaries are kept on disk for every platform but PoCL. A PoCL binary is an archive of PoCL's own
+cache folder, in which PoCL keeps programs, and kernels specialised for their sizes, by itself
+(`POCL_CACHE_DIR`, see `platform.prepare_environment`).
 """
 
 from __future__ import annotations

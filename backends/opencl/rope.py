@@ -10,6 +10,7 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends import rope as tables
+from hetero.backends.checks import vector
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.attention import head_vector
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
@@ -33,9 +34,7 @@ def prepare_rope(
     norms = (
         (cosines, cosines)  # not read
         if op.qk_norm_eps is None
-        else tuple(
-            device.vector_weight(op, weights, name, op.head_dim) for name in ("q_norm", "k_norm")
-        )
+        else tuple(device.constant(vector(weights, name)) for name in ("q_norm", "k_norm"))
     )
 
     def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:

@@ -38,7 +38,7 @@ FAMILIES: dict[str, Tuning] = {
 }
 
 
-def find(family: str) -> Tuning:
+def find_tuning(family: str) -> Tuning:
     """The record of a family. Raises `ValueError` with the nearest known name."""
     if family in FAMILIES:
         return FAMILIES[family]
@@ -47,7 +47,7 @@ def find(family: str) -> Tuning:
     raise ValueError(f"unknown tuning family {family!r}: {hint}known are {', '.join(FAMILIES)}")
 
 
-def detect(platform_name: str, device_name: str, cpu_flags: frozenset[str]) -> Tuning:
+def detect_tuning(platform_name: str, device_name: str, cpu_flags: frozenset[str]) -> Tuning:
     """The record for a device by its OpenCL names and, for PoCL, the flags of the host's CPU."""
     names = f"{platform_name} {device_name}".lower()
     if "portable computing language" in names or "pocl" in names:

@@ -6,7 +6,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from hetero.backends.weights import PackedWeight, pack
 DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 ROW_ALIGNMENT = 32
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
+SPLIT_PIECE = 64  # tokens; longer pieces are no faster and their planes take more memory
 
 
 class OrtCpuDevice(Device):
@@ -38,6 +39,9 @@ class OrtCpuDevice(Device):
     def __init__(self, *, graph_sizes: tuple[int, ...], w4a16: graphs.ActivationPath) -> None:
         if not graph_sizes or min(graph_sizes) < 1:
             raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
+        if w4a16 not in get_args(graphs.ActivationPath):
+            raise ValueError(f"w4a16 is one of {get_args(graphs.ActivationPath)}, got {w4a16!r}")
+        ort.disable_telemetry_events()
         self.info = DeviceInfo(
             backend=BACKEND,
             name=_processor_name(),
@@ -52,7 +56,8 @@ class OrtCpuDevice(Device):
             row_alignment=ROW_ALIGNMENT,
             early_visibility=False,
         )
-        self.health = checks.Health(BACKEND)
+        self._health = checks.Health(BACKEND)
+        self._host = kernels.Host(self._health, self.capabilities)
         self._w4a16 = w4a16
         self._sessions: dict[Op, ort.InferenceSession] = {}
         self._rope_tables: dict[Op, dict[str, npt.NDArray[Any]]] = {}
@@ -61,7 +66,7 @@ class OrtCpuDevice(Device):
 
     def map(self, buffer: HostBuffer) -> int:
         """Nothing to do: sessions work on the pages in place. Returns the address."""
-        self.health.check("map")
+        self._health.check("map")
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
@@ -70,7 +75,7 @@ class OrtCpuDevice(Device):
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
         """Build the graph and its session, or take the session of the same operation."""
-        self.health.check(f"preparing {describe(op)}")
+        self._health.check(f"preparing {describe(op)}")
         checks.check_weights(op, weights)
         try:
             kernel = self._prepare(op, weights)
@@ -81,7 +86,7 @@ class OrtCpuDevice(Device):
 
     def close(self) -> None:
         """Release every session, also those that kernels and calls still refer to."""
-        self.health.lose("closed")
+        self._health.lose("closed")
         for kernel in list(self._kernels):
             kernel.release()
         self._sessions.clear()
@@ -93,25 +98,25 @@ class OrtCpuDevice(Device):
                 return self._prepare_matmul(op, weights)
             case ops.Embed():
                 session = self._session(op, graphs.embed)
-                return kernels.GraphKernel(self, op, session, _flat(checks.packed(weights)))
+                return kernels.GraphKernel(self._host, op, session, _flat(checks.packed(weights)))
             case ops.RMSNorm() | ops.LayerNorm():
                 session = self._session(op, graphs.norm)
-                return kernels.GraphKernel(self, op, session, _vectors(weights))
+                return kernels.GraphKernel(self._host, op, session, _vectors(weights))
             case ops.Rope():
                 session = self._session(op, graphs.rotate)
                 tables = self._rope_tables.setdefault(op, kernels.rope_inputs(op))
-                return kernels.RopeKernel(self, op, session, tables | _vectors(weights))
+                return kernels.RopeKernel(self._host, op, session, tables | _vectors(weights))
             case ops.Attention() if op.head_dim % 8:
                 session = self._session(op, graphs.composed_attention)
-                return kernels.ComposedAttentionKernel(self, op, session)
+                return kernels.ComposedAttentionKernel(self._host, op, session)
             case ops.Attention():
                 session = self._session(op, graphs.fused_attention)
-                return kernels.FusedAttentionKernel(self, op, session)
+                return kernels.FusedAttentionKernel(self._host, op, session)
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
-                return kernels.GraphKernel(self, op, session, {}, row_bytes=8 * op.f)
+                return kernels.GraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
             case ops.Add():
-                return kernels.GraphKernel(self, op, self._session(op, graphs.add), {})
+                return kernels.GraphKernel(self._host, op, self._session(op, graphs.add), {})
 
     def _session(self, op: Any, build: Callable[[Any], bytes]) -> ort.InferenceSession:
         """One session for each operation without a packed weight, whatever its other weights."""
@@ -123,33 +128,34 @@ class OrtCpuDevice(Device):
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
     ) -> kernels.MatMulKernel:
         staged = packing.stage(checks.packed(weights))
-        paths = self._paths(op)
-        sessions = {
-            limit: new_session(
-                graphs.matmul(op, split=split), {k: v.array for k, v in staged.items()}
+        arrays = {name: value.array for name, value in staged.items()}
+        paths = [
+            kernels.MatMulPath(
+                limit,
+                SPLIT_PIECE if split else limit,
+                new_session(graphs.matmul(op, split=split), arrays),
             )
-            for limit, split in paths.items()
-        }
-        packed = frozenset.intersection(*(self._packed(op, split) for split in paths.values()))
-        for name in packed:
+            for limit, split in self._paths(op)
+        ]
+        splits = [split for _, split in self._paths(op)]
+        for name in frozenset.intersection(*(self._packed(op, split) for split in splits)):
             staged[name].release()
         held = sum(staging.nbytes for staging in staged.values())
-        held += sum(_pack_bytes(op, split=split) for split in paths.values())
-        bias = checks.vector(weights, "bias") if op.bias else None
-        return kernels.MatMulKernel(self, op, sessions, bias, nbytes=held, keep=staged)
+        held += sum(_pack_bytes(op, split=split) for split in splits)
+        bias = np.ascontiguousarray(checks.vector(weights, "bias")) if op.bias else None
+        return kernels.MatMulKernel(self._host, op, paths, bias, nbytes=held, keep=staged)
 
-    def _paths(self, op: ops.MatMul) -> dict[int, bool]:
-        """Largest token count to whether the activations are split (`graphs.matmul`)."""
-        everything = max(self.capabilities.graph_sizes)
+    def _paths(self, op: ops.MatMul) -> list[tuple[int, bool]]:
+        """(largest token count, whether the activations are split), see `graphs.matmul`."""
+        sizes = self.capabilities.graph_sizes
         match op.weight_format, self._w4a16:
             case (WeightFormat.W8A16, _) | (WeightFormat.W4A16, "split"):
-                return {everything: True}
-            case WeightFormat.W4A16, "both" if everything > SPLIT_PAYS_UP_TO:
-                return {SPLIT_PAYS_UP_TO: True, everything: False}
+                return [(max(sizes), True)]
             case WeightFormat.W4A16, "both":
-                return {everything: True}
+                limits = {SPLIT_PAYS_UP_TO: True, max(sizes): max(sizes) <= SPLIT_PAYS_UP_TO}
+                return [(limit, split) for limit, split in limits.items() if min(sizes) <= limit]
             case _:
-                return {everything: False}
+                return [(max(sizes), False)]
 
     def _packed(self, op: ops.MatMul, split: bool) -> frozenset[str]:
         """Initializers that ONNX Runtime has packed and reads no more, tried on a small weight."""

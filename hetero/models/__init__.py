@@ -14,9 +14,10 @@ from pathlib import Path
 
 from hetero.backends.ops import WeightFormat
 from hetero.errors import ModelError
-from hetero.models import random_models
+from hetero.models import quantized, random_models
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
+from hetero.models.manifest import MANIFEST_FILE, is_quantised
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.solver.model_spec import ModelSpec
@@ -41,6 +42,7 @@ class LoadedModel:
 
     `name` is for people. `fingerprint` changes whenever the weights may have changed: it is part of
     the key of everything that is derived from them. `source` is the directory, None if generated.
+    With `byte_tokenizer` a prompt's bytes are its ids (random models).
     """
 
     name: str
@@ -48,11 +50,12 @@ class LoadedModel:
     weights: ModelWeights
     fingerprint: str
     source: Path | None = None
+    byte_tokenizer: bool = False
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Read on first use (large vocabularies take a second). Raises `ModelError`."""
-        if self.source is None:
+        if self.byte_tokenizer or self.source is None:
             return ByteTokenizer(self.config.vocab_size)
         return HfTokenizer.from_directory(self.source)
 
@@ -66,15 +69,20 @@ class LoadedModel:
         return self.config.spec(self.weights.weight_format, self.name)
 
 
-def open_model(model: str | Path, *, weights: str = "w4a16", seed: int = 0) -> LoadedModel:
+def open_model(
+    model: str | Path, *, weights: str = "w4a16", verify: bool = False, seed: int = 0
+) -> LoadedModel:
     """Open a MODEL. Weights are read (or drawn from `seed`) block by block, when asked for.
 
-    `weights` is one of w4a16, w4a8, w8a16, f16, f32. Raises `ModelError`.
+    `weights` is one of w4a16, w4a8, w8a16, f16, f32. A quantised directory serves the formats of
+    its storage; with `verify` its weights are hashed, which reads them all. Raises `ModelError`.
     """
     weight_format = _weight_format(weights)
     if str(model).startswith(random_models.PREFIX):
         return _open_random(str(model), weight_format, seed)
     path = _directory(str(model))
+    if is_quantised(path):
+        return _open_quantised(path, weight_format, verify=verify)
     return _open_checkpoint(path, weight_format)
 
 
@@ -127,6 +135,18 @@ def _open_checkpoint(path: Path, weight_format: WeightFormat) -> LoadedModel:
     )
 
 
+def _open_quantised(path: Path, weight_format: WeightFormat, *, verify: bool) -> LoadedModel:
+    manifest, weights = quantized.open_directory(path, weight_format, verify=verify)
+    return LoadedModel(
+        name=manifest.name,
+        config=weights.config,
+        weights=weights,
+        fingerprint=hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest(),
+        source=path,
+        byte_tokenizer=manifest.tokenizer == "bytes",
+    )
+
+
 def _directory(model: str) -> Path:
     """The directory of a MODEL that is not random."""
     path = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
@@ -134,35 +154,32 @@ def _directory(model: str) -> Path:
         raise ModelError(
             f"{model}: GGUF files are not supported yet; use the model's Hugging Face directory"
         )
-    if path.is_dir():
+    if path.is_dir() and model:
         if not (path / "config.json").is_file():
             raise ModelError(f"{model}: has no config.json; give a Hugging Face model directory")
         return path
-    if path.exists():
+    if model == "demo":
+        raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
+    if path.exists() and model:
         raise ModelError(f"{model}: is a file; give the model's directory")
-    raise ModelError(f"{model}: there is no such directory; {_suggestion(model)}")
-
-
-def _suggestion(model: str) -> str:
-    """What the user may have meant: a sibling directory, a known model, or the choices."""
     near = _nearest(model)
     hint = f"did you mean {near!r}? " if near else ""
-    return f"{hint}MODEL is a Hugging Face directory, demo, or random:NAME"
+    raise ModelError(
+        f"{model!r}: there is no such directory; {hint}MODEL is a Hugging Face directory, demo, or "
+        "random:NAME"
+    )
 
 
 def _nearest(model: str) -> str | None:
-    if model.lower() in random_models.KNOWN_MODELS:
-        return random_models.PREFIX + model.lower()
-    parent = Path(model).expanduser().parent
-    siblings = [x.name for x in parent.iterdir() if x.is_dir()] if parent.is_dir() else []
-    found = difflib.get_close_matches(Path(model).name, siblings, n=1, cutoff=0.6)
-    if found:
-        return str(Path(model).parent / found[0])
-    names = ["demo", *(random_models.PREFIX + name for name in random_models.KNOWN_MODELS)]
-    close = difflib.get_close_matches(model.lower(), names, n=1, cutoff=0.6) or [
-        random_models.PREFIX + name
-        for name in difflib.get_close_matches(
-            model.lower(), list(random_models.KNOWN_MODELS), n=1, cutoff=0.6
-        )
-    ]
-    return close[0] if close else None
+    """What the user may have meant: a directory next to it, demo, or a known model."""
+    path = Path(model)
+    try:
+        siblings = [x.name for x in path.expanduser().parent.iterdir() if x.is_dir()]
+    except OSError:
+        siblings = []
+    if near := difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.6):
+        return str(path.parent / near[0])
+    known = {name: random_models.PREFIX + name for name in random_models.KNOWN_MODELS}
+    choices = {"demo": "demo", **known, **{name: name for name in known.values()}}
+    close = difflib.get_close_matches(model.lower(), choices, n=1, cutoff=0.6)
+    return choices[close[0]] if close else None

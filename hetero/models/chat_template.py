@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hetero.errors import ModelError
-from hetero.models.fields import read_json_object
+from hetero.models.fields import read_json_object, read_text
 
 Message = Mapping[str, Any]
 
@@ -106,9 +106,9 @@ def load_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict
         found |= _declared(read_json_object(legacy).get("chat_template"))
     single = directory / "chat_template.jinja"
     if single.is_file():
-        found["default"] = single.read_text(encoding="utf-8")
+        found["default"] = read_text(single)
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        found[path.stem] = read_text(path)
     return found
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, cast
 
 from hetero.backends.ops import Activation, RopeScaling, WeightFormat
 from hetero.errors import ModelError
 from hetero.models.fields import Fields, is_number, read_json_object
+from hetero.models.rope_config import NO_SCALING, read_rope, rope_dict
 from hetero.solver.model_spec import MatMulName, MatMulSpec, ModelSpec
 
 Architecture: TypeAlias = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -29,12 +30,11 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
 }
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # What `transformers` takes when config.json leaves the field out.
 _DEFAULT_MAX_POSITION = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-NO_SCALING = RopeScaling()
 _DEFAULT_WINDOW = 4096
+_MAX_LAYERS = 4096
 _DEFAULT_WINDOW_LAYERS = 28
 _DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
@@ -107,11 +107,11 @@ class ModelConfig:
         source = Fields(raw, where)
         architecture = _architecture(source)
         _refuse_quantised(source)
-        layers = source.positive_int("num_hidden_layers")
+        layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
         max_position = source.positive_int(
             "max_position_embeddings", _DEFAULT_MAX_POSITION[architecture]
         )
-        theta, scaling = _rope(source, max_position)
+        theta, scaling = read_rope(source, max_position)
         heads, kv_heads, head_dim = _heads(source, architecture)
         qkv_bias, o_bias, mlp_bias = _biases(source, architecture)
         bos_id, eos_ids = _token_ids(
@@ -158,7 +158,7 @@ class ModelConfig:
             "max_position_embeddings": self.max_position,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": _rope_dict(self.rope_scaling),
+            "rope_scaling": rope_dict(self.rope_scaling),
             "hidden_act": _ACTIVATION_NAMES[self.activation],
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_id,
@@ -276,97 +276,6 @@ def _default_head_dim(source: Fields, architecture: Architecture, heads: int) ->
             f"is not given, got {hidden} and {heads}; correct the file"
         )
     return hidden // heads
-
-
-def _rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
-    """theta and scaling, from either spelling."""
-    name = "rope_parameters" if source.raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = Fields(source.object(name), f"{source.where}: {name}")
-    if any(isinstance(value, dict) for value in rope.raw.values()):
-        raise ModelError(
-            f"{source.where}: {name} per layer type is not supported, got "
-            f"{', '.join(rope.raw)}; choose a model with one rotary embedding for all layers"
-        )
-    theta_source = rope if rope.raw.get("rope_theta") is not None else source
-    theta = theta_source.positive_float("rope_theta", 10000.0)
-    _refuse_partial(source, rope)
-    return theta, _scaling(source, rope, max_position)
-
-
-def _refuse_partial(source: Fields, rope: Fields) -> None:
-    for fields_ in (source, rope):
-        if fields_.raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise fields_.error(
-                "partial_rotary_factor", "other than 1 is not supported", "choose another model"
-            )
-
-
-def _scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
-    key = "rope_type" if "rope_type" in rope.raw else "type"
-    kind = rope.text(key, "default")
-    if kind not in _ROPE_KINDS:
-        raise rope.error(
-            key, f"must be one of {', '.join(_ROPE_KINDS)}", "choose a model without this scaling"
-        )
-    if kind == "default":
-        return NO_SCALING
-    factor = rope.positive_float("factor")
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=factor)
-    original = source.positive_int(
-        "original_max_position_embeddings",
-        rope.positive_int("original_max_position_embeddings", max_position),
-    )
-    if kind == "llama3":
-        return _llama3_scaling(rope, factor, original)
-    return _yarn_scaling(rope, factor, original)
-
-
-def _llama3_scaling(rope: Fields, factor: float, original: int) -> RopeScaling:
-    low, high = rope.positive_float("low_freq_factor"), rope.positive_float("high_freq_factor")
-    if high <= low:
-        raise rope.error(
-            "high_freq_factor", f"must be greater than low_freq_factor ({low})", "correct the file"
-        )
-    return RopeScaling(
-        kind="llama3",
-        factor=factor,
-        original_max_position=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn_scaling(rope: Fields, factor: float, original: int) -> RopeScaling:
-    return RopeScaling(
-        kind="yarn",
-        factor=factor,
-        original_max_position=original,
-        beta_fast=rope.positive_float("beta_fast", 32.0),
-        beta_slow=rope.positive_float("beta_slow", 1.0),
-        attention_factor=rope.optional_float("attention_factor"),
-        mscale=rope.optional_float("mscale"),
-        mscale_all_dim=rope.optional_float("mscale_all_dim"),
-        truncate=rope.boolean("truncate", True),
-    )
-
-
-def _rope_dict(scaling: RopeScaling) -> dict[str, Any] | None:
-    """The `rope_scaling` object that `_scaling` reads, None without scaling."""
-    if scaling.kind == "none":
-        return None
-    default = NO_SCALING
-    raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    for field in fields(scaling):
-        value = getattr(scaling, field.name)
-        always = scaling.kind == "llama3" and field.name in ("low_freq_factor", "high_freq_factor")
-        if field.name not in ("kind", "factor", "original_max_position") and (
-            always or value != getattr(default, field.name)
-        ):
-            raw[field.name] = value
-    if scaling.original_max_position:
-        raw["original_max_position_embeddings"] = scaling.original_max_position
-    return raw
 
 
 def _windows(source: Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:

@@ -10,14 +10,26 @@ from typing import Any, TypeGuard
 
 from hetero.errors import ModelError
 
+MAX_SIZE = 2**31 - 1  # sizes are int32 on devices
+
+
+def read_text(path: Path) -> str:
+    """A text file in UTF-8. Raises `ModelError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: is not UTF-8 text ({error}); download the file again") from error
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `ModelError` if there is none."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raw = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: is not valid JSON ({error}); download the file again") from error
     if not isinstance(raw, dict):
         raise ModelError(
@@ -41,13 +53,15 @@ class Fields:
         got = f", got {self.raw[name]!r}" if name in self.raw else ", but it is missing"
         return ModelError(f"{self.where}: {name} {rule}{got}; {remedy}")
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """An integer >= 1."""
+    def positive_int(self, name: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """An integer from 1 to `limit`."""
         value = self.raw.get(name)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, "must be a positive integer", "correct the file")
+        if value > limit:
+            raise self.error(name, f"must be at most {limit}", "correct the file")
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:

@@ -60,7 +60,9 @@ class SafetensorsFile:
                 header = _read_header(path, file, self.nbytes)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise ModelError(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise ModelError(
+                f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+            ) from error
         self.header_bytes = len(header)
         self.metadata, self.entries = _parse(path, header, self.nbytes)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)

@@ -160,8 +160,7 @@ class HfTokenizer(Tokenizer):
         stream = _WindowDecoder(
             self._backend, self._special if skip_special_tokens else set(), self._byte_tokens
         )
-        for token in context[-_CONTEXT_TOKENS:]:
-            stream.push(token)
+        stream.skip(context[-_CONTEXT_TOKENS:])
         return stream
 
     def _id_of(self, name: str) -> int | None:
@@ -219,24 +218,30 @@ class _WindowDecoder(StreamDecoder):
             return False
         return decoder.getstate()[0] != b""
 
+    def skip(self, context: Sequence[int]) -> None:
+        """Take tokens whose text is out already."""
+        for token in context:
+            self.push(token)
+        self.finish()
+
     def _emit(self, *, final: bool) -> str:
         text = self._text(self._window)
         open_ended = not final and not self._byte_tokens and text.endswith(REPLACEMENT)
         stable = text[:-1] if open_ended else text
         piece = stable[self._sent :]
         self._sent += len(piece)
-        if final or (piece and not open_ended) or self._is_stuck():
-            self._advance()
+        if (piece and not open_ended) or len(self._window) - self._resolved > _MAX_UNRESOLVED:
+            self._advance(held=len(text) - len(stable))
         return piece
 
-    def _is_stuck(self) -> bool:
-        """Not text at all: the window must not grow without end."""
-        return len(self._window) - self._resolved > _MAX_UNRESOLVED
+    def _advance(self, held: int) -> None:
+        """Let the window begin with the tokens of the last piece; `held` characters still wait.
 
-    def _advance(self) -> None:
+        Also done after many tokens that are no text at all: the window must not grow without end.
+        """
         del self._window[: self._resolved]
         self._resolved = len(self._window)
-        self._sent = len(self._text(self._window))
+        self._sent = len(self._text(self._window)) - held
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
@@ -276,11 +281,13 @@ class _ByteDecoder(StreamDecoder):
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
+        """Characters that this byte completes, or the name of another id."""
         if 0 <= token < 256:
             return self._utf8.decode(bytes([token]))
         return self.finish() + f"<{token}>"
 
     def finish(self) -> str:
+        """U+FFFD for an unfinished character."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text

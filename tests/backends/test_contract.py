@@ -58,6 +58,23 @@ def test_matmul(device: Device, n: int, k: int, weight_format: WeightFormat) -> 
     check_op(device, ops.MatMul(n=n, k=k, weight_format=weight_format), EDGE_TOKENS)
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        *(ops.MatMul(n=48, k=172, weight_format=fmt, bias=True) for fmt in WeightFormat),
+        ops.Embed(vocab=300, d=96, weight_format=WeightFormat.W4A8),
+        ops.RMSNorm(d=96, eps=1e-6, add=True),
+        replace(ROPE, max_position=256, head_dim=12),
+        replace(ATTENTION, capacity=256),
+        replace(ATTENTION, capacity=256, head_dim=12, window=100),
+        ops.GatedAct(f=3000),
+    ],
+    ids=ops.describe,
+)
+def test_long_prompt(device: Device, op: Op) -> None:
+    check_op(device, op, (256,))
+
+
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize("k", [96, 172])
 def test_matmul_bias(device: Device, k: int, weight_format: WeightFormat) -> None:
@@ -154,21 +171,19 @@ def test_rope_scaling(device: Device, scaling: str) -> None:
 
 @pytest.mark.parametrize("norm", [None, 1e-6])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim"),
-    [(4, 2, 8, 0), (3, 1, 12, 0), (4, 4, 80, 0), (2, 1, 64, 32), (2, 2, 16, 4), (3, 3, 80, 20)],
+    "heads",
+    [
+        {"heads": 4, "kv_heads": 2, "head_dim": 8},
+        {"heads": 3, "kv_heads": 1, "head_dim": 12},
+        {"heads": 4, "kv_heads": 4, "head_dim": 80},
+        {"heads": 2, "kv_heads": 1, "head_dim": 64, "rotary_dim": 32},
+        {"heads": 2, "kv_heads": 2, "head_dim": 16, "rotary_dim": 4},
+        {"heads": 3, "kv_heads": 3, "head_dim": 80, "rotary_dim": 20},
+    ],
+    ids=lambda heads: "-".join(map(str, heads.values())),
 )
-def test_rope_heads(
-    device: Device, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: float | None
-) -> None:
-    op = replace(
-        ROPE,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary_dim=rotary_dim,
-        qk_norm_eps=norm,
-    )
-    check_op(device, op, (1, 2, 33))
+def test_rope_heads(device: Device, heads: dict[str, int], norm: float | None) -> None:
+    check_op(device, replace(ROPE, **heads, qk_norm_eps=norm), (1, 2, 33))  # type: ignore[arg-type]
 
 
 def test_position_is_read_when_a_call_runs(device: Device) -> None:

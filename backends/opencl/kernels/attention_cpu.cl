@@ -18,15 +18,6 @@
 #define KT (2 * VEC)
 #define LOWEST -1e30f
 
-#if HV == 1
-typedef float hfloat;
-#define HLOAD(p) (*(p))
-#define HSTORE(v, p) (*(p) = (v))
-#else
-typedef CAT(float, HV) hfloat;
-#define HLOAD(p) CAT(vload, HV)(0, p)
-#define HSTORE(v, p) CAT(vstore, HV)(v, 0, p)
-#endif
 #define CHUNKS (HEAD_DIM / HV)
 
 #define EACH_ROW(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
@@ -215,12 +206,20 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
   }
 }
 
-// VEC scores of VEC neighbouring keys.
-inline vfloat dots(const float *restrict q, __global const float *restrict k) {
-#if HV == 16 && VEC == 16
+inline float dot1(const float *restrict q, __global const float *restrict k) {
+  hfloat x = HLOAD(q) * HLOAD(k);
+  for (int c = 1; c < CHUNKS; c++) x = HLOAD(q + c * HV) * HLOAD(k + c * HV) + x;
+  return HSUM(x);
+}
+
 #define DOT(i) hfloat d##i = HLOAD(q) * HLOAD(k + i * HEAD_DIM); \
   for (int c = 1; c < CHUNKS; c++) d##i = HLOAD(q + c * HV) * HLOAD(k + i * HEAD_DIM + c * HV) + d##i;
-#define HALVES(a, b) ((float16)(a.lo + a.hi, b.lo + b.hi))
+#define HALVES(a, b) ((vfloat)(a.lo + a.hi, b.lo + b.hi))
+
+// VEC scores of VEC neighbouring keys: the sums over a vector's lanes as a tree that keeps vectors
+// full, halving the lanes per key while joining keys.
+inline vfloat dots(const float *restrict q, __global const float *restrict k) {
+#if HV == 16 && VEC == 16
 #define QUARTERS(a, b) \
   ((float16)(a.s0123 + a.s4567, a.s89ab + a.scdef, b.s0123 + b.s4567, b.s89ab + b.scdef))
 #define FOUR(a, b, c, d) QUARTERS(HALVES(a, b), HALVES(c, d))
@@ -236,21 +235,19 @@ inline vfloat dots(const float *restrict q, __global const float *restrict k) {
   const float16 f0 = (float16)(e0.s014589cd + e0.s2367abef, e1.s014589cd + e1.s2367abef);
   const float16 f1 = (float16)(e2.s014589cd + e2.s2367abef, e3.s014589cd + e3.s2367abef);
   return (float16)(f0.even + f0.odd, f1.even + f1.odd);
+#elif HV == 8 && VEC == 8
+  DOT(0) DOT(1) DOT(2) DOT(3)
+  const float8 e0 = HALVES(d0, d1), e1 = HALVES(d2, d3);
+  DOT(4) DOT(5) DOT(6) DOT(7)
+  const float8 e2 = HALVES(d4, d5), e3 = HALVES(d6, d7);
+  const float8 f0 = (float8)(e0.s0145 + e0.s2367, e1.s0145 + e1.s2367);
+  const float8 f1 = (float8)(e2.s0145 + e2.s2367, e3.s0145 + e3.s2367);
+  return (float8)(f0.even + f0.odd, f1.even + f1.odd);
 #else
   float s[VEC];
-  for (int i = 0; i < VEC; i++) {
-    float x = 0;
-    for (int d = 0; d < HEAD_DIM; d++) x = q[d] * k[i * HEAD_DIM + d] + x;
-    s[i] = x;
-  }
+  for (int i = 0; i < VEC; i++) s[i] = dot1(q, k + i * HEAD_DIM);
   return VLOAD(s);
 #endif
-}
-
-inline float dot1(const float *restrict q, __global const float *restrict k) {
-  float x = 0;
-  for (int d = 0; d < HEAD_DIM; d++) x = q[d] * k[d] + x;
-  return x;
 }
 
 #define EACH_FEW(F) F(0) F(1) F(2) F(3)

@@ -100,3 +100,32 @@ inline float lanes_sum(float x, __local float *scratch) {
   return scratch[0];
 }
 #endif
+
+// Vectors that divide a head of HEAD_DIM dimensions.
+#ifdef HV
+#if HV == 1
+typedef float hfloat;
+#define HLOAD(p) (*(p))
+#define HSTORE(v, p) (*(p) = (v))
+#define HSUM(v) (v)
+#else
+typedef CAT(float, HV) hfloat;
+#define HLOAD(p) CAT(vload, HV)(0, p)
+#define HSTORE(v, p) CAT(vstore, HV)(v, 0, p)
+#endif
+#if HV == 2
+#define HSUM(v) ((v).s0 + (v).s1)
+#elif HV == 4
+#define HSUM(v) (((v).s0 + (v).s1) + ((v).s2 + (v).s3))
+#elif HV >= 8
+inline float HSUM(hfloat v) {
+#if HV == 16
+  const float8 a = v.lo + v.hi;
+#else
+  const float8 a = v;
+#endif
+  const float4 b = a.lo + a.hi;
+  return (b.s0 + b.s1) + (b.s2 + b.s3);
+}
+#endif
+#endif

@@ -16,6 +16,8 @@ VARIANTS = {
     "default": {},
     "lanes": {"family": "other"},  # work-groups, as on a GPU
     "copies": {"unified_memory": False},  # as on a discrete GPU
+    "mapped": {"coherent": False},  # as on a GPU with unified memory and caches of its own
+    "narrow": {"family": "pocl"},  # vectors of 8, as on a CPU without AVX-512
 }
 
 

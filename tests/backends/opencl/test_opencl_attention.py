@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from opencl_oracles import expected, relative_error, tensors_for
 
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.ops import Attention
+from tests.backends.opencl.oracles import expected, relative_error, tensors_for
 
 TOLERANCE = 1e-5
 
@@ -39,7 +39,17 @@ def run_and_compare(
     assert error <= TOLERANCE, f"{op} m={m}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("name", OPS)
+# Every shape compiles its own kernels, about a second each: few of them on the forced variants.
+PAIRS = [
+    *(("default", name) for name in OPS),
+    *(("lanes", name) for name in ("llama", "window", "odd")),
+    *(("narrow", name) for name in ("llama", "twelve")),
+    ("copies", "llama"),
+    ("mapped", "llama"),
+]
+
+
+@pytest.mark.parametrize(("variant", "name"), PAIRS, indirect=["variant"])
 @pytest.mark.parametrize(("position", "m"), CALLS)
 def test_attention(variant: OpenCLDevice, name: str, position: int, m: int) -> None:
     rng = np.random.default_rng(position * 1000 + m)
@@ -93,7 +103,7 @@ def test_prefill_in_pieces_equals_prefill_at_once(variant: OpenCLDevice) -> None
 
 
 @settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     kv_heads=st.integers(1, 3),

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opencl_oracles import expected, relative_error, tensors_for
 
 from hetero.backends import ops
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.ops import WeightFormat
 from hetero.backends.weights import pack
+from tests.backends.opencl.oracles import expected, relative_error, tensors_for
 
 TOLERANCE = 2e-6
 

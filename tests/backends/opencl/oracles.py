@@ -74,7 +74,7 @@ def activation(name: str, x: Array) -> Array:
         return x / (1 + np.exp(-x))
     if name == "gelu_tanh":
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    from scipy.special import erfc  # noqa: PLC0415 (only this oracle needs it)
+    from scipy.special import erfc
 
     return 0.5 * x * erfc(-x / np.sqrt(2))
 

@@ -1,0 +1,24 @@
+"""Which kernel computes which operation."""
+
+from __future__ import annotations
+
+from hetero.backends import ops
+from hetero.backends.opencl.attention import prepare_attention
+from hetero.backends.opencl.device import Entry
+from hetero.backends.opencl.elementwise import prepare_add, prepare_gated_act
+from hetero.backends.opencl.embed import prepare_embed
+from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
+from hetero.backends.opencl.norm import prepare_norm
+from hetero.backends.opencl.rope import prepare_rope
+from hetero.backends.ops import Op
+
+TABLE: dict[type[Op], Entry] = {
+    ops.MatMul: Entry(prepare_matmul, accepts_matmul),
+    ops.Embed: Entry(prepare_embed),
+    ops.RMSNorm: Entry(prepare_norm),
+    ops.LayerNorm: Entry(prepare_norm),
+    ops.Rope: Entry(prepare_rope),
+    ops.Attention: Entry(prepare_attention),
+    ops.GatedAct: Entry(prepare_gated_act),
+    ops.Add: Entry(prepare_add),
+}

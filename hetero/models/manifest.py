@@ -1,0 +1,116 @@
+"""`hetero.json`: what a directory written by `hetero quantize` holds, and whether it is intact."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.errors import ModelError
+from hetero.models.fields import read_json_object
+
+MANIFEST_FILE = "hetero.json"
+WEIGHTS_FILE = "weights.safetensors"
+SCHEMA_VERSION: Final = 1
+KIND: Final = "hetero-quantized"
+
+_HASH_PIECE_BYTES = 1 << 22
+_REMEDY = "run hetero quantize again"
+
+
+class FileRecord(BaseModel):
+    """Size and SHA-256 of a file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class Manifest(BaseModel):
+    """Contents of `hetero.json`. `files` are all others of the directory, by relative path.
+
+    `header_sha256` is of the weight file's header, which is checked at every opening; `tokenizer`
+    says whether text becomes ids by the tokenizer files or byte by byte.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["hetero-quantized"] = KIND
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    weight_format: WeightFormat
+    storage: StorageFormat
+    tokenizer: Literal["files", "bytes"]
+    header_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    files: dict[str, FileRecord]
+    source: str = ""
+    hetero_version: str = ""
+
+
+def is_quantised(directory: Path) -> bool:
+    """Whether a directory says that `hetero quantize` wrote it."""
+    return (directory / MANIFEST_FILE).is_file()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read `hetero.json`. Raises `ModelError`."""
+    path = directory / MANIFEST_FILE
+    raw = read_json_object(path)
+    version = raw.get("schema_version")
+    if raw.get("kind") != KIND:
+        raise ModelError(f"{path}: kind must be {KIND!r}, got {raw.get('kind')!r}; {_REMEDY}")
+    if version != SCHEMA_VERSION:
+        raise ModelError(
+            f"{path}: schema_version must be {SCHEMA_VERSION}, got {version!r}; upgrade hetero, "
+            f"or {_REMEDY}"
+        )
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ModelError(f"{path}: {field}: {first['msg']}; {_REMEDY}") from error
+
+
+def check_files(directory: Path, manifest: Manifest, *, verify: bool) -> None:
+    """Compare sizes of all files and the hashes of small ones; with `verify`, of all.
+
+    Raises `ModelError` that names the first file that differs.
+    """
+    if WEIGHTS_FILE not in manifest.files or "config.json" not in manifest.files:
+        raise ModelError(
+            f"{directory / MANIFEST_FILE}: files must list {WEIGHTS_FILE} and config.json; "
+            f"{_REMEDY}"
+        )
+    for name, record in manifest.files.items():
+        path = directory / name
+        if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
+            raise ModelError(f"{path}: is missing, but {MANIFEST_FILE} names it; {_REMEDY}")
+        size = path.stat().st_size
+        if size != record.size_bytes:
+            raise ModelError(
+                f"{path}: must have {record.size_bytes} bytes by {MANIFEST_FILE}, got {size}; "
+                f"{_REMEDY}"
+            )
+        if (verify or name != WEIGHTS_FILE) and file_sha256(path) != record.sha256:
+            raise ModelError(
+                f"{path}: does not have the SHA-256 that {MANIFEST_FILE} names; {_REMEDY}"
+            )
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, read in pieces. Raises `ModelError` if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_HASH_PIECE_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
+    return digest.hexdigest()

@@ -1,0 +1,225 @@
+"""The weights of a quantised directory: one safetensors file that devices map in place.
+
+Every tensor starts and ends on a page of 4096 bytes. safetensors allows no holes, so the rest of a
+last page is a tensor of zeros named `__pad.N`, and the header is padded with spaces. Blocks lie
+one after the other; the ends of the model follow.
+
+    blocks.3.qkv.data, blocks.3.qkv.scales    layout of `hetero.backends.weights`
+    blocks.3.input_norm, blocks.3.qkv_bias    float32
+    embed.*, lm_head.* (unless tied), final_norm
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.weights import Float32Array, PackedWeight, data_shape, scales_shape
+from hetero.errors import ModelError
+from hetero.models.config import ModelConfig
+from hetero.models.layout import (
+    FILE_PAGE_BYTES,
+    MatrixShape,
+    VectorShape,
+    block_matrices,
+    block_vectors,
+    end_matrices,
+    has_scales,
+    page_padded,
+)
+from hetero.models.manifest import WEIGHTS_FILE, Manifest, check_files, read_manifest
+from hetero.models.safetensors_file import SafetensorsFile
+from hetero.models.weights import BlockWeights, ModelWeights
+
+PAD_PREFIX = "__pad."
+_DTYPES = {"q4": "U32", "q8": "I8", "f16": "F16", "f32": "F32"}
+_ITEM_BYTES = {"U32": 4, "I8": 1, "F16": 2, "F32": 4, "U8": 1}
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor of the weight file, in file order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        total = _ITEM_BYTES[self.dtype]
+        for size in self.shape:
+            total *= size
+        return total
+
+
+class QuantizedWeights(ModelWeights):
+    """Weights of a quantised directory: views of the mapped file, nothing is parsed or copied."""
+
+    source: Path
+
+    def __init__(self, directory: Path, config: ModelConfig, weight_format: WeightFormat) -> None:
+        super().__init__(config, weight_format)
+        self.source = directory
+        self.file = SafetensorsFile(directory / WEIGHTS_FILE)
+        _check_plan(self.file, config, weight_format.storage)
+
+    def final_norm(self) -> Float32Array:
+        """Weight [d] of the norm before the output head."""
+        return self.file.array("final_norm")
+
+    def release(self, index: int) -> None:
+        """Forget a block; its pages leave memory until something reads them again."""
+        super().release(index)
+        self.file.forget([x.name for x in block_plan(self.config, self._storage, index)])
+
+    def release_ends(self) -> None:
+        """Forget embeddings and output head; their pages leave memory."""
+        super().release_ends()
+        self.file.forget([x.name for x in end_plan(self.config, self._storage)])
+
+    @property
+    def _storage(self) -> StorageFormat:
+        return self.weight_format.storage
+
+    def _load_block(self, index: int) -> BlockWeights:
+        prefix = f"blocks.{index}."
+        packed = {x.name: self._packed(prefix, x) for x in block_matrices(self.config)}
+        vectors = {x.name: self.file.array(prefix + x.name) for x in block_vectors(self.config)}
+        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        return self._packed("", next(x for x in end_matrices(self.config) if x.name == name))
+
+    def _packed(self, prefix: str, shape: MatrixShape) -> PackedWeight:
+        name = prefix + shape.name
+        scales = self.file.array(f"{name}.scales") if has_scales(self._storage) else None
+        data = self.file.array(f"{name}.data")
+        return PackedWeight(self._storage, shape.n, shape.k, data, scales)
+
+
+def open_directory(
+    directory: Path, weight_format: WeightFormat | None = None, *, verify: bool = False
+) -> tuple[Manifest, QuantizedWeights]:
+    """Open what `hetero.models.quantized.save` wrote.
+
+    `weight_format` defaults to the one it was saved for. Checks sizes, schema, header and the small
+    files' hashes; with `verify` the weights' hash too. Raises `ModelError`.
+    """
+    manifest = read_manifest(directory)
+    wanted = weight_format or manifest.weight_format
+    if wanted.storage is not manifest.storage:
+        raise _other_storage(directory, manifest, wanted)
+    check_files(directory, manifest, verify=verify)
+    config = ModelConfig.from_directory(directory)
+    weights = QuantizedWeights(directory, config, wanted)
+    if hashlib.sha256(weights.file.header()).hexdigest() != manifest.header_sha256:
+        raise ModelError(
+            f"{directory / WEIGHTS_FILE}: header does not have the SHA-256 that hetero.json names; "
+            "run hetero quantize again"
+        )
+    return manifest, weights
+
+
+def weight_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
+    """Every tensor of the weight file in file order, padding excluded."""
+    plan: list[PlannedTensor] = []
+    for index in range(config.num_layers):
+        plan += block_plan(config, storage, index)
+    return plan + end_plan(config, storage)
+
+
+def block_plan(config: ModelConfig, storage: StorageFormat, index: int) -> list[PlannedTensor]:
+    """Tensors of one block."""
+    prefix = f"blocks.{index}."
+    plan = [x for shape in block_matrices(config) for x in _matrix_plan(prefix, shape, storage)]
+    return plan + [_vector_plan(prefix, shape) for shape in block_vectors(config)]
+
+
+def end_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
+    """Embeddings, output head unless tied, final norm."""
+    plan = [x for shape in end_matrices(config) for x in _matrix_plan("", shape, storage)]
+    return [*plan, _vector_plan("", VectorShape("final_norm", config.hidden_size))]
+
+
+def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:
+    """Length and JSON header of a weight file, padded with spaces to whole pages."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for index, tensor in enumerate(plan):
+        end = offset + tensor.nbytes
+        header[tensor.name] = _header_entry(tensor.dtype, list(tensor.shape), offset, end)
+        offset = page_padded(end)
+        if offset > end:
+            header[f"{PAD_PREFIX}{index}"] = _header_entry("U8", [offset - end], end, offset)
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    length = page_padded(8 + len(text)) - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def block_arrays(block: BlockWeights, config: ModelConfig) -> Iterator[npt.NDArray[Any]]:
+    """Arrays of a block in the order of `block_plan`."""
+    for matrix in block_matrices(config):
+        yield from matrix_arrays(getattr(block, matrix.name))
+    for vector in block_vectors(config):
+        yield np.asarray(getattr(block, vector.name), dtype=np.float32)
+
+
+def matrix_arrays(packed: PackedWeight) -> Iterator[npt.NDArray[Any]]:
+    """Data, then scales if there are any."""
+    yield packed.data
+    if packed.scales is not None:
+        yield packed.scales
+
+
+def _matrix_plan(prefix: str, shape: MatrixShape, storage: StorageFormat) -> list[PlannedTensor]:
+    name = prefix + shape.name
+    data = PlannedTensor(
+        f"{name}.data", _DTYPES[storage.value], data_shape(storage, shape.n, shape.k)
+    )
+    if not has_scales(storage):
+        return [data]
+    return [data, PlannedTensor(f"{name}.scales", "F16", scales_shape(shape.n, shape.k))]
+
+
+def _vector_plan(prefix: str, shape: VectorShape) -> PlannedTensor:
+    return PlannedTensor(prefix + shape.name, "F32", (shape.n,))
+
+
+def _header_entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def _check_plan(file: SafetensorsFile, config: ModelConfig, storage: StorageFormat) -> None:
+    """The file has exactly the tensors that config.json asks for, on whole pages."""
+    plan = {x.name: x for x in weight_plan(config, storage)}
+    found = {x: entry for x, entry in file.entries.items() if not x.startswith(PAD_PREFIX)}
+    for name in plan.keys() | found.keys():
+        planned, entry = plan.get(name), found.get(name)
+        if (
+            planned is None
+            or entry is None
+            or (planned.dtype, planned.shape) != (entry.dtype, entry.shape)
+            or entry.start % FILE_PAGE_BYTES
+        ):
+            raise ModelError(
+                f"{file.path}: tensor {name} is not as config.json asks for; "
+                "run hetero quantize again"
+            )
+
+
+def _other_storage(directory: Path, manifest: Manifest, wanted: WeightFormat) -> ModelError:
+    served = [x.value for x in WeightFormat if x.storage is manifest.storage]
+    return ModelError(
+        f"{directory}: holds {manifest.storage} weights, which serve {' and '.join(served)}, not "
+        f"{wanted}; use --weights {served[0]}, or run hetero quantize on the original model with "
+        f"--weights {wanted}"
+    )

@@ -1,0 +1,281 @@
+"""Quantised directories: written block by block, and all or nothing.
+
+Everything goes to a temporary sibling directory that is renamed at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.errors import ModelError
+from hetero.models.layout import page_padded
+from hetero.models.manifest import (
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    FileRecord,
+    Manifest,
+    file_sha256,
+    is_quantised,
+    read_manifest,
+)
+from hetero.models.packed_file import (
+    block_arrays,
+    file_header,
+    matrix_arrays,
+    open_directory,
+    weight_plan,
+)
+from hetero.models.weights import ModelWeights
+
+__all__ = ["Progress", "open_directory", "save"]
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+_SPARE_BYTES = 1 << 20
+
+
+def save(
+    weights: ModelWeights,
+    out_dir: str | Path,
+    *,
+    name: str | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write `weights`, their configuration and their tokenizer's files to `out_dir`.
+
+    `progress(done_bytes, total_bytes)` is called after every block. At most one block and the
+    output head are in memory beyond what the weights keep; every block is released once written.
+    An existing directory is replaced only if it is empty, or if `overwrite` and `hetero quantize`
+    wrote everything in it. Raises `ModelError`, and leaves nothing behind, whatever happens.
+    """
+    out = Path(out_dir).expanduser().resolve()
+    _check_destination(out, overwrite=overwrite)
+    _check_space(out, weights)
+    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        temporary.mkdir()
+        _write_directory(weights, temporary, name or _default_name(weights, out), progress)
+        _replace(temporary, out)
+    except OSError as error:
+        raise ModelError(
+            f"{out}: cannot be written ({error.strerror or error}); choose another directory, or "
+            "make room"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _check_destination(out: Path, *, overwrite: bool) -> None:
+    if not out.parent.is_dir():
+        raise ModelError(f"{out.parent}: there is no such directory; create it first")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ModelError(f"{out}: is a file; choose a directory")
+    if not any(out.iterdir()):
+        return
+    if not is_quantised(out):
+        raise ModelError(
+            f"{out}: holds files that hetero quantize did not write; choose a new directory"
+        )
+    if not overwrite:
+        raise ModelError(
+            f"{out}: already holds a quantised model; choose a new directory, or use --overwrite"
+        )
+    _refuse_foreign_files(out)
+
+
+def _refuse_foreign_files(out: Path) -> None:
+    known = {MANIFEST_FILE, *read_manifest(out).files}
+    found = (x.relative_to(out).as_posix() for x in sorted(out.rglob("*")) if not x.is_dir())
+    foreign = next((x for x in found if x not in known), None)
+    if foreign is not None:
+        raise ModelError(
+            f"{out}: holds {foreign}, which hetero quantize did not write; choose a new directory, "
+            "or move the file away"
+        )
+
+
+def _check_space(out: Path, weights: ModelWeights) -> None:
+    plan = weight_plan(weights.config, weights.weight_format.storage)
+    needed = sum(page_padded(tensor.nbytes) for tensor in plan) + _SPARE_BYTES
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise ModelError(
+            f"{out}: needs {needed} bytes, but only {free} are free; choose another disk, or make "
+            "room"
+        )
+
+
+def _default_name(weights: ModelWeights, out: Path) -> str:
+    return out.name if weights.source is None else weights.source.resolve().name
+
+
+def _write_directory(
+    weights: ModelWeights, directory: Path, name: str, progress: Progress | None
+) -> None:
+    header_sha256, record = _write_weights(weights, directory / WEIGHTS_FILE, progress)
+    _write_text(directory / "config.json", json.dumps(weights.config.to_dict(), indent=2) + "\n")
+    if weights.source is not None:
+        _copy_tokenizer(weights.source, directory)
+    others = [x for x in directory.rglob("*") if x.is_file() and x.name != WEIGHTS_FILE]
+    files = {x.relative_to(directory).as_posix(): _record(x) for x in sorted(others)}
+    manifest = Manifest(
+        name=name,
+        weight_format=weights.weight_format,
+        storage=weights.weight_format.storage,
+        tokenizer="bytes" if _has_byte_tokenizer(weights) else "files",
+        header_sha256=header_sha256,
+        files={WEIGHTS_FILE: record, **files},
+        source="" if weights.source is None else weights.source.resolve().name,
+        hetero_version=_version(),
+    )
+    _write_text(directory / MANIFEST_FILE, manifest.model_dump_json(indent=2) + "\n")
+    _sync_directory(directory)
+
+
+def _write_weights(
+    weights: ModelWeights, path: Path, progress: Progress | None
+) -> tuple[str, FileRecord]:
+    """The weight file; returns the hash of its header and the file's record."""
+    storage = weights.weight_format.storage
+    metadata = {"format": f"hetero-{storage.value}", "schema_version": "1"}
+    plan = weight_plan(weights.config, storage)
+    header = file_header(plan, metadata)
+    total = len(header) + sum(page_padded(tensor.nbytes) for tensor in plan)
+    with path.open("wb") as file:
+        writer = _HashingWriter(file)
+        writer.write(header)
+        for arrays in _parts(weights):
+            for array in arrays:
+                writer.write_padded(array)
+            if progress is not None:
+                progress(writer.written, total)
+        file.flush()
+        os.fsync(file.fileno())
+    assert writer.written == total
+    return hashlib.sha256(header[8:]).hexdigest(), FileRecord(
+        size_bytes=total, sha256=writer.digest.hexdigest()
+    )
+
+
+def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
+    """Arrays in the order of `weight_plan`; each part is released when the next is asked for."""
+    config = weights.config
+    for index in range(config.num_layers):
+        yield block_arrays(weights.block(index), config)
+        weights.release(index)
+    yield matrix_arrays(weights.embed())
+    if not config.tie_word_embeddings:
+        weights.release_ends()
+        yield matrix_arrays(weights.lm_head())
+    yield iter([np.asarray(weights.final_norm(), dtype=np.float32)])
+    weights.release_ends()
+
+
+class _HashingWriter:
+    """Writes to a file and hashes what it writes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.written = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Bytes as they are."""
+        self._file.write(data)
+        self.digest.update(data)
+        self.written += len(data)
+
+    def write_padded(self, array: npt.NDArray[Any]) -> None:
+        """The array's bytes, then zeros to the end of the page."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.write(flat.data)
+        self.write(bytes(page_padded(flat.nbytes) - flat.nbytes))
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    for pattern in TOKENIZER_FILES:
+        for path in sorted(source.glob(pattern)):
+            target = directory / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+            _sync_file(target)
+
+
+def _has_byte_tokenizer(weights: ModelWeights) -> bool:
+    if weights.source is None:
+        return True
+    return is_quantised(weights.source) and read_manifest(weights.source).tokenizer == "bytes"
+
+
+def _record(path: Path) -> FileRecord:
+    return FileRecord(size_bytes=path.stat().st_size, sha256=file_sha256(path))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("hetero")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+    _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    """Make renames in a directory durable, where the system can (not on Windows)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(temporary: Path, out: Path) -> None:
+    """Put the finished directory in place of `out`; the previous one comes back on failure."""
+    previous: Path | None = None
+    if out.exists():
+        previous = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.previous"
+        out.rename(previous)
+    try:
+        temporary.rename(out)
+    except BaseException:
+        if previous is not None:
+            previous.rename(out)
+        raise
+    _sync_directory(out.parent)
+    if previous is not None:
+        shutil.rmtree(previous, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""Rotary embeddings in `config.json`: `rope_theta` and `rope_scaling`, or `rope_parameters`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from hetero.backends.ops import RopeScaling
+from hetero.errors import ModelError
+from hetero.models.fields import Fields
+
+NO_SCALING = RopeScaling()
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
+    """Base period and scaling of `config.json`, from either spelling. Raises `ModelError`."""
+    name = "rope_parameters" if source.raw.get("rope_parameters") is not None else "rope_scaling"
+    rope = Fields(source.object(name), f"{source.where}: {name}")
+    if any(isinstance(value, dict) for value in rope.raw.values()):
+        raise ModelError(
+            f"{source.where}: {name} per layer type is not supported, got "
+            f"{', '.join(rope.raw)}; choose a model with one rotary embedding for all layers"
+        )
+    theta_source = rope if rope.raw.get("rope_theta") is not None else source
+    theta = theta_source.positive_float("rope_theta", 10000.0)
+    _refuse_partial(source, rope)
+    return theta, _scaling(source, rope, max_position)
+
+
+def _refuse_partial(source: Fields, rope: Fields) -> None:
+    for fields_ in (source, rope):
+        if fields_.raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise fields_.error(
+                "partial_rotary_factor", "other than 1 is not supported", "choose another model"
+            )
+
+
+def _scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
+    key = "rope_type" if "rope_type" in rope.raw else "type"
+    kind = rope.text(key, "default")
+    if kind not in _KINDS:
+        raise rope.error(
+            key, f"must be one of {', '.join(_KINDS)}", "choose a model without this scaling"
+        )
+    if kind == "default":
+        return NO_SCALING
+    factor = rope.positive_float("factor")
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    original = source.positive_int(
+        "original_max_position_embeddings",
+        rope.positive_int("original_max_position_embeddings", max_position),
+    )
+    if kind == "llama3":
+        return _llama3_scaling(rope, factor, original)
+    return _yarn_scaling(rope, factor, original)
+
+
+def _llama3_scaling(rope: Fields, factor: float, original: int) -> RopeScaling:
+    low, high = rope.positive_float("low_freq_factor"), rope.positive_float("high_freq_factor")
+    if high <= low:
+        raise rope.error(
+            "high_freq_factor", f"must be greater than low_freq_factor ({low})", "correct the file"
+        )
+    return RopeScaling(
+        kind="llama3",
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn_scaling(rope: Fields, factor: float, original: int) -> RopeScaling:
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.positive_float("beta_fast", 32.0),
+        beta_slow=rope.positive_float("beta_slow", 1.0),
+        attention_factor=rope.optional_float("attention_factor"),
+        mscale=rope.optional_float("mscale"),
+        mscale_all_dim=rope.optional_float("mscale_all_dim"),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def rope_dict(scaling: RopeScaling) -> dict[str, Any] | None:
+    """The `rope_scaling` object that `read_rope` reads, None without scaling."""
+    if scaling.kind == "none":
+        return None
+    default = NO_SCALING
+    raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    for field in fields(scaling):
+        value = getattr(scaling, field.name)
+        always = scaling.kind == "llama3" and field.name in ("low_freq_factor", "high_freq_factor")
+        if field.name not in ("kind", "factor", "original_max_position") and (
+            always or value != getattr(default, field.name)
+        ):
+            raw[field.name] = value
+    if scaling.original_max_position:
+        raw["original_max_position_embeddings"] = scaling.original_max_position
+    return raw

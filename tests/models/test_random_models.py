@@ -1,0 +1,138 @@
+"""Random models: the shapes of known models, reproducible numbers of a sane size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.weights import Float32Array, PackedWeight, padded
+from hetero.errors import ModelError
+from hetero.models import open_model
+from hetero.models.random_models import (
+    KNOWN_MODELS,
+    MAX_POSITION,
+    RandomWeights,
+    known_config,
+    limited,
+)
+from tests.models.model_helpers import small_config
+
+# Parameters as published by each model's authors, in millions.
+PARAMETERS = {
+    "llama-3.2-1b": 1236,
+    "llama-3.2-3b": 3213,
+    "llama-3-8b": 8030,
+    "llama-2-7b": 6738,
+    "tinyllama-1.1b": 1100,
+    "internlm2-1.8b": 1889,
+    "qwen2.5-0.5b": 494,
+    "qwen2.5-1.5b": 1544,
+    "qwen3-0.6b": 596,
+    "mistral-7b": 7242,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
+    config = KNOWN_MODELS[name]
+    total = sum(x.n * x.k * x.count for x in config.matmuls())
+    total += 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    assert total / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    with pytest.raises(ModelError) as caught:
+        known_config("llama3.2-1b")
+    assert str(caught.value) == (
+        "'llama3.2-1b' is not a known model; did you mean 'llama-3.2-1b'? choose one of: "
+        + ", ".join(KNOWN_MODELS)
+    )
+
+
+def test_the_context_is_limited() -> None:
+    assert limited(KNOWN_MODELS["llama-3.2-1b"]).max_position == MAX_POSITION
+    assert limited(KNOWN_MODELS["tinyllama-1.1b"]).max_position == 2048
+    assert open_model("random:LLAMA-3.2-1b").config.max_position == MAX_POSITION
+
+
+@pytest.mark.parametrize("weights", WeightFormat)
+def test_the_same_seed_gives_the_same_numbers(weights: WeightFormat) -> None:
+    config = small_config(qkv_bias=True)
+    first, again = (RandomWeights(config, weights, seed=3) for _ in range(2))
+    other = RandomWeights(config, weights, seed=4)
+    again.block(0)  # the order of asking does not matter
+    assert np.array_equal(first.block(2).down.data, again.block(2).down.data)
+    assert np.array_equal(first.block(2).qkv_bias, again.block(2).qkv_bias)  # type: ignore[arg-type]
+    assert np.array_equal(first.lm_head().data, again.lm_head().data)
+    assert not np.array_equal(first.block(2).down.data, other.block(2).down.data)
+
+
+@pytest.mark.parametrize("weights", WeightFormat)
+def test_blocks_differ_and_share_no_memory(weights: WeightFormat) -> None:
+    model = RandomWeights(small_config(hidden_size=256, head_dim=64), weights)
+    blocks = [model.block(i) for i in range(3)]
+    values = [block.qkv.dequantize().ravel() for block in blocks]
+    for i in range(3):
+        for j in range(i):
+            assert not np.shares_memory(blocks[i].qkv.data, blocks[j].qkv.data)
+            assert abs(np.corrcoef(values[i], values[j])[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("weights", WeightFormat)
+@pytest.mark.parametrize("k", [172, 256])
+def test_padding_is_zero(weights: WeightFormat, k: int) -> None:
+    model = RandomWeights(small_config(intermediate_size=k, hidden_size=43), weights)
+    down = model.block(0).down
+    assert (down.n, down.k) == (43, k)
+    whole = whole_padding(down)
+    assert np.count_nonzero(whole[:43, :k]) > 0.8 * 43 * k
+    assert not whole[43:].any()
+    assert not whole[:, k:].any()
+
+
+def whole_padding(packed: PackedWeight) -> Float32Array:
+    """The weight with its padded rows and features."""
+    width = padded(packed.k, 32) if packed.scales is not None else packed.k
+    full = PackedWeight(packed.storage, padded(packed.n, 16), width, packed.data, packed.scales)
+    return full.dequantize()
+
+
+@pytest.mark.parametrize("weights", WeightFormat)
+def test_the_spread_is_one_over_the_root_of_k(weights: WeightFormat) -> None:
+    model = RandomWeights(small_config(hidden_size=512, intermediate_size=1024), weights)
+    for packed in (model.block(1).gate_up, model.block(1).down, model.embed()):
+        values = packed.dequantize() * packed.k**0.5
+        assert values.std() == pytest.approx(1, rel=0.05)
+        assert abs(values.mean()) < 0.02
+
+
+def test_activations_stay_sane_through_many_layers() -> None:
+    config = small_config(
+        hidden_size=256, intermediate_size=688, num_layers=24, heads=4, kv_heads=4, head_dim=64
+    )
+    model = RandomWeights(config, WeightFormat.W4A16)
+    x = model.embed().dequantize()[:8]
+    for index in range(config.num_layers):
+        block = model.block(index)
+        values = (normed(x, block.input_norm) @ block.qkv.dequantize().T)[:, -256:]
+        x += values @ block.o.dequantize().T  # attention to itself only
+        gate, up = np.split(normed(x, block.post_norm) @ block.gate_up.dequantize().T, 2, axis=1)
+        x += (gate / (1 + np.exp(-gate)) * up) @ block.down.dequantize().T
+        model.release(index)
+    logits = normed(x, model.final_norm()) @ model.lm_head().dequantize().T
+    assert 0.5 < x.std() < 20
+    assert logits.std() == pytest.approx(1, rel=0.3)
+
+
+def normed(x: Float32Array, weight: Float32Array) -> Float32Array:
+    rms = np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6)
+    return np.asarray(x / rms * weight, dtype=np.float32)
+
+
+def test_arrays_are_on_pages() -> None:
+    block = RandomWeights(small_config(), WeightFormat.W4A16).block(0)
+    assert block.qkv.storage is StorageFormat.Q4
+    assert block.qkv.data.ctypes.data % 4096 == 0
+    assert block.qkv.scales is not None
+    assert block.qkv.scales.ctypes.data % 4096 == 0
