@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -9,33 +10,41 @@ TASKS = Path("/proc/self/task")
 
 
 class Interference(Protocol):
-    """A counter of the seconds that our threads have waited for a core."""
+    """Counters of the seconds that each of our threads has waited for a core."""
 
-    def waited_s(self) -> float:
-        """Seconds since the process began; only differences matter."""
+    def waits_s(self) -> Mapping[int, float]:
+        """Seconds by thread since it began; only differences matter."""
 
 
 class NoInterference:
     """Where the system does not tell, or time is virtual."""
 
-    def waited_s(self) -> float:
-        """Always 0."""
-        return 0.0
+    def waits_s(self) -> Mapping[int, float]:
+        """Nobody waited."""
+        return {}
 
 
 class SchedulerWaits:
-    """`run_delay` of `/proc/<pid>/task/*/schedstat`, summed over this process's threads."""
+    """`run_delay` of `/proc/<pid>/task/*/schedstat`."""
 
-    def waited_s(self) -> float:
-        """Seconds; threads that ended meanwhile are not counted."""
-        total = 0
+    def waits_s(self) -> Mapping[int, float]:
+        """Seconds by thread id."""
+        found = {}
         for task in TASKS.iterdir():
             try:
                 fields = (task / "schedstat").read_text(encoding="ascii").split()
             except OSError:  # the thread ended between listing and reading
                 continue
-            total += int(fields[1])
-        return total * 1e-9
+            found[int(task.name)] = int(fields[1]) * 1e-9
+        return found
+
+
+def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    """Longest wait of any one thread between two readings.
+
+    Waits of several threads overlap, so their sum would be more than was lost.
+    """
+    return max((after[thread] - before.get(thread, 0.0) for thread in after), default=0.0)
 
 
 def find_interference() -> Interference:

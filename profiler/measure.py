@@ -18,7 +18,7 @@ from hetero.backends.clock import Clock
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.grid import Task
-from hetero.profiler.interference import Interference, NoInterference
+from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint, phase_of
 from hetero.profiler.stats import summarize
 from hetero.profiler.workload import Runner, Workload
@@ -187,9 +187,9 @@ class Meter:
         entry.spent_s += self.clock.now() - start_s
 
     def _timed(self, runner: Runner) -> Sample:
-        before_s = self._interference.waited_s()
+        before = self._interference.waits_s()
         seconds = self.workload.time(runner)
-        waited_s = self._interference.waited_s() - before_s
+        waited_s = longest_wait_s(before, self._interference.waits_s())
         return Sample(seconds, 1.0, waited_s / runner.batch)
 
     def _clean_time(self, runner: Runner, attempts: int = 3) -> Sample:

@@ -49,12 +49,12 @@ def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
         table = np.asarray(sorted(sizes), dtype=np.float64)
         at = np.minimum(np.searchsorted(table, m), len(table) - 1)
         return np.maximum(table[at], m)
-    return np.asarray(device.token_stage * np.ceil(m / device.token_stage), dtype=np.float64)
+    return np.ceil(m / device.token_stage).astype(np.float64) * float(device.token_stage)
 
 
 def padded_rows(device: DeviceRecord, n: Floats) -> Floats:
     """Rows after padding to the device's stage."""
-    return np.asarray(device.row_stage * np.ceil(n / device.row_stage), dtype=np.float64)
+    return np.ceil(n / device.row_stage).astype(np.float64) * float(device.row_stage)
 
 
 def features(
@@ -87,13 +87,14 @@ def evaluate_knots(knots: Knots, m: Floats, n: Floats, k: Floats) -> Floats:
     tokens, coefficients = _knot_arrays(knots)
     per_size = np.stack((np.ones_like(n), n, k, n * k), axis=1)
     if len(tokens) == 1:
-        return np.maximum(per_size @ coefficients[0] * (m / tokens[0]), TINY_S)
+        only = per_size @ coefficients[0] * (m / tokens[0])
+        return np.asarray(np.maximum(only, TINY_S))
     at = np.clip(np.searchsorted(tokens, m, side="right") - 1, 0, len(tokens) - 2)
     low = np.einsum("sf,sf->s", per_size, coefficients[at])
     high = np.einsum("sf,sf->s", per_size, coefficients[at + 1])
     share = (m - tokens[at]) / (tokens[at + 1] - tokens[at])
     # Outside the knots the outer segments go on, but never below a tenth of the outer knot.
-    return np.maximum(low + share * (high - low), np.maximum(0.1 * low, TINY_S))
+    return np.asarray(np.maximum(low + share * (high - low), np.maximum(0.1 * low, TINY_S)))
 
 
 @lru_cache(maxsize=256)

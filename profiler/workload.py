@@ -109,11 +109,11 @@ class Runner:
     cycle: int = 0
     last_read: list[int] = field(default_factory=list)
 
-    def next_copies(self) -> list[int]:
-        """Indices of the copies that the next batch uses."""
-        first = self.cycle
-        self.cycle += self.batch
-        return [(first + i) % len(self.calls) for i in range(self.batch)]
+    def next_copies(self, count: int | None = None) -> list[int]:
+        """Indices of the copies that the next `count` launches use (default: a batch)."""
+        first, count = self.cycle, count or self.batch
+        self.cycle += count
+        return [(first + i) % len(self.calls) for i in range(count)]
 
     def launch(self, copies: list[int]) -> None:
         """Run these copies: as one queue where the device is asynchronous, else one by one."""
@@ -151,7 +151,7 @@ class Workload:
     def runner(self, task: Task) -> Runner:
         """Bound calls of a task, made when first asked for."""
         if task not in self._runners:
-            self._runners[task] = self._make(task)
+            self._runners[task] = self._bind(task, self._prepare(task))
         key = (task.device, task.op)
         if key in self._kernels:
             self._kernels.move_to_end(key)
@@ -201,8 +201,11 @@ class Workload:
         self._runners.clear()
         self._kernels.clear()
 
-    def _make(self, task: Task) -> Runner:
-        prepared = self._prepare(task)
+    def make_runner(self, task: Task, *, copies: int) -> Runner:
+        """A runner of its own, with so many copies of the weight; the caller keeps it."""
+        return self._bind(task, self._kernels_of(task, copies))
+
+    def _bind(self, task: Task, prepared: _Prepared) -> Runner:
         x = self.activation("x", task.m, task.k)
         y = self.activation("y", task.m, task.n)
         tensors = {"x": x, "y": y}
@@ -215,12 +218,15 @@ class Workload:
         if key not in self._kernels:
             device = self.devices[task.device]
             copies = GPU_COPIES if device.capabilities.asynchronous else 1
-            storage = task.weight_format.storage
-            weights = [self.pool.weight(storage, task.n, task.k) for _ in range(copies)]
-            kernels = [device.prepare(task.op, {"weight": weight}) for weight in weights]
-            self._kernels[key] = _Prepared(kernels, weights)
+            self._kernels[key] = self._kernels_of(task, copies)
             self._drop_old()
         return self._kernels[key]
+
+    def _kernels_of(self, task: Task, copies: int) -> _Prepared:
+        storage = task.weight_format.storage
+        weights = [self.pool.weight(storage, task.n, task.k) for _ in range(copies)]
+        device = self.devices[task.device]
+        return _Prepared([device.prepare(task.op, {"weight": w}) for w in weights], weights)
 
     def _drop_old(self) -> None:
         while len(self._kernels) > 1 and self._held() > KEPT_BYTES:
