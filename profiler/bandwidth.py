@@ -116,15 +116,10 @@ def _experiment(workload: Workload, gpu: Runner, npu: Runner, repeats: int) -> T
         npu_times.append(_serial(workload, npu, 1))
         launches = max(1, int(NPU_SHARE * gpu_times[-1] / npu_times[-1]))
         npu_alone_s = _serial(workload, npu, launches)
-        _push_out(workload)
         start_s = clock.now()
-        queued = (
-            [gpu.calls[i % len(gpu.calls)].submit() for i in range(count)]
-            if (gpu.device.capabilities.asynchronous)
-            else []
-        )
-        for i in range(launches):
-            npu.calls[i % len(npu.calls)].run()
+        queued = _submit(gpu, count)
+        for copy in npu.next_copies(launches):
+            npu.calls[copy].run()
         npu_s = clock.now() - start_s
         if queued:
             queued[-1].wait()

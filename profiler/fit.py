@@ -74,13 +74,16 @@ class Table:
 
 
 def fit_all(
-    devices: dict[DeviceKind, DeviceRecord], rows: Iterable[MatMulRow]
+    devices: dict[DeviceKind, DeviceRecord], rows: Iterable[MatMulRow], *, validate: bool = True
 ) -> tuple[MatMulPredictor, ...]:
-    """One predictor for every kernel that has rows, with its validation."""
+    """One predictor for every kernel that has rows; quick, without trees, unless `validate`."""
     kernels: dict[Kernel, list[MatMulRow]] = {}
     for row in rows:
         kernels.setdefault((row.device, row.weight_format, row.order), []).append(row)
-    return tuple(fit(devices[kernel[0]], found) for kernel, found in sorted(kernels.items()))
+    return tuple(
+        fit(devices[kernel[0]], found) if validate else fit_unchecked(devices[kernel[0]], found)
+        for kernel, found in sorted(kernels.items())
+    )
 
 
 def fit(device: DeviceRecord, rows: Sequence[MatMulRow], seed: int = 0) -> MatMulPredictor:
@@ -95,7 +98,7 @@ def fit(device: DeviceRecord, rows: Sequence[MatMulRow], seed: int = 0) -> MatMu
 
 
 def fit_unchecked(
-    device: DeviceRecord, rows: Sequence[MatMulRow], *, depth: int, seed: int = 0
+    device: DeviceRecord, rows: Sequence[MatMulRow], *, depth: int = 0, seed: int = 0
 ) -> MatMulPredictor:
     """Fit with trees of a given depth (0: none)."""
     table = Table.of(device, rows)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.records import DeviceRecord, phase_of
+from hetero.profiler.records import DECODE_TOKENS, DeviceRecord, phase_of
 
 # (n, k) by aspect: square, wide (FFN-up) and tall (FFN-down), from small models to 1-3 B ones.
 DEFAULT_PAIRS: Final = (
@@ -17,8 +17,8 @@ DEFAULT_PAIRS: Final = (
     (1024, 3072), (896, 4864), (2048, 8192), (512, 2048),
 )  # fmt: skip
 QUICK_PAIRS: Final = ((512, 512), (2048, 2048), (4096, 1024), (1024, 4096))
-DECODE_SIZES: Final = (1, 2, 4, 8)
-PREFILL_SIZES: Final = (16, 32, 64, 96, 128, 256, 512, 1024)
+DECODE_SIZES: Final = (1, 2, 3, 4, 6, 8)
+PREFILL_SIZES: Final = (16, 32, 64, 128, 256, 512, 1024)
 QUICK_SIZES: Final = (1, 4, 32, 128, 256)
 WIDE: Final = 1.5  # aspect from which a weight is wide or tall
 
@@ -86,7 +86,7 @@ def stage_key(device: DeviceRecord, task: Task) -> Task:
     if device.capabilities.static_shapes and sizes:
         tokens = sizes[0]
     else:
-        tokens = pad(task.m, device.token_stage)
+        tokens = task.m if task.m <= DECODE_TOKENS else pad(task.m, device.token_stage)
     return task._replace(m=tokens, n=pad(task.n, device.row_stage))
 
 

@@ -18,7 +18,6 @@ from hetero.backends.clock import Clock
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.grid import Task
-from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint, phase_of
 from hetero.profiler.stats import summarize
 from hetero.profiler.workload import Runner, Workload
@@ -83,7 +82,6 @@ class Meter:
         *,
         settings: Settings,
         reference_format: WeightFormat,
-        interference: Interference | None = None,
         base: dict[Reference, float] | None = None,
         seed: int = 0,
     ) -> None:
@@ -93,7 +91,6 @@ class Meter:
         self.base: dict[Reference, float] = dict(base or {})
         self.points: list[ReferencePoint] = []
         self._format = reference_format
-        self._interference = interference or NoInterference()
         self._rng = np.random.default_rng(seed)
         self._start_s = self.clock.now()
         self._blocks = 0
@@ -187,10 +184,8 @@ class Meter:
         entry.spent_s += self.clock.now() - start_s
 
     def _timed(self, runner: Runner) -> Sample:
-        before = self._interference.waits_s()
-        seconds = self.workload.time(runner)
-        waited_s = longest_wait_s(before, self._interference.waits_s())
-        return Sample(seconds, 1.0, waited_s / runner.batch)
+        seconds, waited_s = self.workload.timed(runner)
+        return Sample(seconds, 1.0, waited_s)
 
     def _clean_time(self, runner: Runner, attempts: int = 3) -> Sample:
         """The first undisturbed sample, else the least disturbed, its waiting taken off."""

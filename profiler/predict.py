@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.ops import Op, WeightFormat
-from hetero.profiler.records import DeviceRecord, Knots, MatMulPredictor, ShapeRange, Tree
+from hetero.profiler.records import (
+    DECODE_TOKENS,
+    DeviceRecord,
+    Knots,
+    MatMulPredictor,
+    ShapeRange,
+    Tree,
+)
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -40,7 +47,7 @@ def weight_bytes(weight_format: WeightFormat, n: Any, k: Any) -> Any:
 
 
 def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
-    """Token counts as the device computes them: the next graph size, or a multiple of its stage.
+    """Token counts as the device computes them: the next graph size, or (prefill) its next stage.
 
     Above the largest graph size m stays as it is (several calls; an extrapolation).
     """
@@ -49,7 +56,8 @@ def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
         table = np.asarray(sorted(sizes), dtype=np.float64)
         at = np.minimum(np.searchsorted(table, m), len(table) - 1)
         return np.maximum(table[at], m)
-    return np.ceil(m / device.token_stage).astype(np.float64) * float(device.token_stage)
+    stages = np.ceil(m / device.token_stage) * float(device.token_stage)
+    return np.where(m > DECODE_TOKENS, stages, m)
 
 
 def padded_rows(device: DeviceRecord, n: Floats) -> Floats:

@@ -24,7 +24,7 @@ DECODE_TOKENS: Final = 8  # largest token count of the decode phase (speculative
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Numbers: TypeAlias = Literal["measured", "compiler-predicted", "simulated"]
-Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed", "pruned"]
+Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed"]
 Seconds = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, lt=2**53)]
@@ -71,7 +71,8 @@ class DeviceRecord(Record):
 
     numbers       how the times of this device came about
     fingerprint   `DeviceInfo.fingerprint` at measuring time
-    row_stage, token_stage    sizes that pad to the same multiple take the same time; 1: no stages
+    row_stage      weights whose rows pad to the same multiple take the same time; 1: no stages
+    token_stage    the same for prefill's token counts (more than 8); 1: no stages
     """
 
     numbers: Numbers = "measured"

@@ -22,6 +22,7 @@ from hetero.backends.ops import MatMul, StorageFormat
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, padded, scales_shape
 from hetero.profiler.grid import Task
+from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 
 GPU_COPIES: Final = 4  # distinct weights in one batch of launches
 BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
@@ -133,10 +134,12 @@ class Workload:
         devices: Mapping[DeviceKind, Device],
         *,
         clock: Clock,
+        interference: Interference | None = None,
         cold: int | None = None,
         seed: int = 0,
     ) -> None:
         self.devices = devices
+        self.interference = interference or NoInterference()
         self.clock = clock
         self.cold = cold_bytes() if cold is None else cold
         self.pool = WeightPool(max(self.cold, 1 << 24), seed)
@@ -171,11 +174,18 @@ class Workload:
 
     def time(self, runner: Runner) -> float:
         """Seconds of one launch, out of cache, by the clock."""
+        return self.timed(runner)[0]
+
+    def timed(self, runner: Runner) -> tuple[float, float]:
+        """(seconds of one launch out of cache, of which threads of ours waited for a core)."""
         copies = runner.next_copies()
         self.evict(runner, copies)
+        before = self.interference.waits_s()
         start_s = self.clock.now()
         runner.launch(copies)
-        return (self.clock.now() - start_s) / len(copies)
+        seconds = self.clock.now() - start_s
+        waited_s = longest_wait_s(before, self.interference.waits_s())
+        return seconds / len(copies), waited_s / len(copies)
 
     def warm_up(self, runner: Runner) -> float:
         """Launch every copy once, then choose how many launches make a batch. Returns seconds."""
