@@ -8,6 +8,7 @@ round (1: as at the start of the run), so drift of the machine cancels.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -29,7 +30,8 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
     "prefill": (128, 1024, 1024),
 }
 REFERENCE_SAMPLES: Final = 3
-FIRST_REFERENCE_SAMPLES: Final = 9
+FIRST_REFERENCE_SAMPLES: Final = 15
+SMOOTHED: Final = 5  # rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ class Meter:
         self.points: list[ReferencePoint] = []
         self._format = reference_format
         self._rng = np.random.default_rng(seed)
+        self._recent: dict[Reference, deque[float]] = {}
         self._start_s = self.clock.now()
         self._blocks = 0
 
@@ -142,7 +145,11 @@ class Meter:
         return rows, again
 
     def reference_ratio(self, key: Reference) -> float:
-        """Time of a reference kernel now over its time at the start of the run."""
+        """Time of a reference kernel now over its time at the start of the run.
+
+        Now is the median of the last few rounds: one round's timings scatter more than a machine
+        drifts in so short a time.
+        """
         runner = self.reference_runner(key)
         count = REFERENCE_SAMPLES if key in self.base else FIRST_REFERENCE_SAMPLES
         samples = [self._clean_time(runner) for _ in range(count)]
@@ -156,7 +163,9 @@ class Meter:
                 seconds=seconds,
             )
         )
-        return seconds / base_s
+        recent = self._recent.setdefault(key, deque(maxlen=SMOOTHED))
+        recent.append(seconds / base_s)
+        return float(np.median(recent))
 
     def reference_runner(self, key: Reference) -> Runner:
         """The reference kernel of a device and phase, warmed up when first asked for."""
