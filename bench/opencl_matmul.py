@@ -4,7 +4,9 @@
 
 Decode-like token counts stream a working set of distinct matrices the size of a model; the rounds
 of OpenCL and ONNX Runtime alternate, so that both see the same disturbances. Each cell is the
-median over the rounds with [fastest-slowest]; GB/s count weights and scales once per call.
+median over the rounds with [fastest-slowest]; GB/s count weights and scales once per call. The
+clock is the process's CPU time, which other programs on the core do not stretch (`--clock wall`
+for wall time): everything here runs on one core.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from onnx import TensorProto, helper, numpy_helper
 from hetero.backends import opencl
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.opencl.program import source, uncached
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
 from hetero.backends.protocol import BoundCall
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape
@@ -37,36 +40,28 @@ from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales
 SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))  # Llama-3.2-1B: rows, features
 ACCURACY_LEVEL = {WeightFormat.W4A16: 0, WeightFormat.W4A8: 4, WeightFormat.W8A16: 0}
 ORT_FORMATS = (*ACCURACY_LEVEL, WeightFormat.F32)
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 STREAMED_TOKENS = 8  # up to this token count the weights, not the arithmetic, set the speed
 
 PEAK_SOURCE = """
-__kernel void peak_read(__global const int *a, __global int *out, const int n) {
-  int16 s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-  for (size_t i = 0; i < n; i++) {
-    s0 += vload16(4 * i, a); s1 += vload16(4 * i + 1, a);
-    s2 += vload16(4 * i + 2, a); s3 += vload16(4 * i + 3, a);
+__kernel void peak_read(__global const float *a, __global float *out, const int n) {
+  vfloat s[4] = {0, 0, 0, 0};
+  for (size_t i = 0; i < n; i++)
+    _Pragma("unroll") for (int j = 0; j < 4; j++) s[j] += VLOAD(a + (4 * i + j) * VEC);
+  VSTORE(s[0] + s[1] + s[2] + s[3], out);
+}
+#define LOOP(name, type, as_type, step)                                           \\
+  __kernel void name(__global const float *a, __global float *out, const int n) { \\
+    type s[12], b = as_type(VLOAD(a));                                            \\
+    for (int i = 0; i < 12; i++) s[i] = i;                                        \\
+    for (int j = 0; j < n; j++)                                                   \\
+      _Pragma("unroll") for (int i = 0; i < 12; i++) step;                        \\
+    for (int i = 1; i < 12; i++) s[0] += s[i];                                    \\
+    VSTORE(CAT(as_float, VEC)(s[0]), out);                                        \\
   }
-  vstore16(s0 + s1 + s2 + s3, 0, out);
-}
-__kernel void peak_float(__global const float *a, __global float *out, const int n) {
-  float16 s[12], b = vload16(0, a);
-  for (int i = 0; i < 12; i++) s[i] = i;
-  for (int j = 0; j < n; j++)
-    #pragma unroll
-    for (int i = 0; i < 12; i++) s[i] = s[i] * b + b;
-  for (int i = 1; i < 12; i++) s[0] += s[i];
-  vstore16(s[0], 0, out);
-}
-#ifdef __AVX512VNNI__
-__kernel void peak_int8(__global const int *a, __global int *out, const int n) {
-  int16 s[12], b = vload16(0, a);
-  for (int i = 0; i < 12; i++) s[i] = i;
-  for (int j = 0; j < n; j++)
-    #pragma unroll
-    for (int i = 0; i < 12; i++) s[i] = __builtin_ia32_vpdpbusd512(s[i], b, b);
-  for (int i = 1; i < 12; i++) s[0] += s[i];
-  vstore16(s[0], 0, out);
-}
+LOOP(peak_float, vfloat, CAT(as_float, VEC), s[i] = s[i] * b + b)
+#if VEC == 16 && defined(__AVX512VNNI__)
+LOOP(peak_int8, int16, as_int16, s[i] = __builtin_ia32_vpdpbusd512(s[i], b, b))
 #endif
 """
 
@@ -80,7 +75,7 @@ class Roofline:
     int8_ops: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
     """One cell of the table: times of one call, by runtime."""
 
@@ -89,7 +84,7 @@ class Row:
     k: int
     m: int
     nbytes: int
-    times_s: dict[str, list[float]] = field(default_factory=dict)
+    times_s: dict[str, list[float]]
 
 
 def random_weight(rng: np.random.Generator, storage: StorageFormat, n: int, k: int) -> PackedWeight:
@@ -117,11 +112,11 @@ class Candidate:
         self.run = run
         self.calls = calls
 
-    def seconds_per_call(self) -> float:
-        """Wall time of one round over the matrices, divided by their number."""
-        start = time.perf_counter()
+    def seconds_per_call(self, clock: Callable[[], float]) -> float:
+        """Time of one round over the matrices, divided by their number."""
+        start = clock()
         self.run()
-        return (time.perf_counter() - start) / self.calls
+        return (clock() - start) / self.calls
 
 
 def opencl_candidate(
@@ -204,6 +199,7 @@ def measure(
     rounds: int,
     streamed_bytes: int,
     baseline: bool,
+    clock: Callable[[], float],
 ) -> list[Row]:
     """Rows for one format and shape, all token counts on the same matrices."""
     n, k = shape
@@ -219,16 +215,23 @@ def measure(
         candidates = {"opencl": opencl_candidate(device, op, used, x, m)}
         if baseline and weight_format in ORT_FORMATS:
             candidates["ort"] = ort_candidate(op, len(used), x.array)
-        row = Row(weight_format, n, k, m, first.nbytes, {name: [] for name in candidates})
-        for name, candidate in candidates.items():
-            candidate.run()
-            row.times_s[name].clear()
-        for _ in range(rounds):
-            for name, candidate in candidates.items():
-                row.times_s[name].append(candidate.seconds_per_call())
-        rows.append(row)
-        print(line(row), flush=True)
+        times = interleaved(candidates, rounds=rounds, clock=clock)
+        rows.append(Row(weight_format, n, k, m, first.nbytes, times))
+        print(line(rows[-1]), flush=True)
     return rows
+
+
+def interleaved(
+    candidates: dict[str, Candidate], *, rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds per call of every candidate in every round, after one round of warming up."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for candidate in candidates.values():
+        candidate.run()
+    for _ in range(rounds):
+        for name, candidate in candidates.items():
+            times[name].append(candidate.seconds_per_call(clock))
+    return times
 
 
 def _copy(weight: PackedWeight) -> PackedWeight:
@@ -246,27 +249,29 @@ def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def measure_roofline(device: OpenCLDevice) -> Roofline:
     """Best of five of three small kernels on the device's own worker."""
-    program = cl.Program(device.context, PEAK_SOURCE).build(["-cl-mad-enable"])
-    data = np.ones(1 << 26, dtype=np.int32)
-    source, out = device.constant(data), device.scratch(4096)
+    width = device.tuning.vector
+    program = uncached(device.context, source("common.cl") + PEAK_SOURCE)
+    program.build(["-cl-mad-enable", f"-DVEC={width}"])
+    data = np.ones(1 << 26, dtype=np.float32)
+    operand, out = device.constant(data), device.shared_scratch(4096)
 
     def best_s(name: str, count: int) -> float:
         kernel = cl.Kernel(program, name)
-        kernel.set_args(source, out, np.int32(count))
+        kernel.set_args(operand, out, np.int32(count))
         times = []
         for _ in range(6):
-            start = time.perf_counter()
+            start = time.process_time()
             cl.enqueue_nd_range_kernel(device.queue, kernel, (1,), (1,))
             device.queue.finish()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times[1:])
 
     loops = 1 << 20
     int8 = "peak_int8" in program.kernel_names.split(";")
     return Roofline(
-        read_bytes_per_s=data.nbytes / best_s("peak_read", data.size // 64),
-        float_flops=2 * 16 * 12 * loops / best_s("peak_float", loops),
-        int8_ops=2 * 64 * 12 * loops / best_s("peak_int8", loops) if int8 else 0.0,
+        read_bytes_per_s=data.nbytes / best_s("peak_read", data.size // (4 * width)),
+        float_flops=2 * width * 12 * loops / best_s("peak_float", loops),
+        int8_ops=8 * width * 12 * loops / best_s("peak_int8", loops) if int8 else 0.0,
     )
 
 
@@ -309,6 +314,7 @@ def main() -> None:
     parser.add_argument("--family", help="tuning family to force")
     parser.add_argument("--streamed-mb", type=int, default=512)
     parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.sched_setaffinity(0, {options.core})
@@ -327,6 +333,7 @@ def main() -> None:
                     rounds=options.rounds,
                     streamed_bytes=options.streamed_mb << 20,
                     baseline=not options.no_baseline,
+                    clock=CLOCKS[options.clock],
                 )
                 report["rows"] += [asdict(row) for row in rows]
     if options.json:

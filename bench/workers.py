@@ -7,7 +7,6 @@ the others block on their pipe, so that rounds of different engines can be inter
 from __future__ import annotations
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,7 +72,6 @@ def pss_bytes() -> int:
 
 
 def _serve(pipe: Connection, factory: Callable[..., Engine], options: dict[str, Any]) -> None:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         engine = factory(**options)
         pipe.send(("ready", None))

@@ -7,8 +7,8 @@ import io
 import json
 import os
 import platform
-import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -131,8 +131,14 @@ def run_benchmark(
 
 def peak_rss_bytes() -> int:
     """Largest resident memory of this process so far."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if platform.system() == "Darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def environment(llm: LLM | None = None) -> dict[str, Any]:

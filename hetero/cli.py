@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
-from click.exceptions import Abort, ClickException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from hetero.backends.errors import DeviceError
 from hetero.benchmark import BenchOptions, peak_rss_bytes, run_benchmark
@@ -37,6 +37,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 stderr = Console(stderr=True)
+# Typer carries its own copy of Click or uses the installed one, depending on its version; this is
+# the base of every complaint about what was typed, in either.
+UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
 
 class DeviceChoice(StrEnum):
@@ -272,15 +275,16 @@ def main(arguments: list[str] | None = None) -> None:
     _State.debug = False
     try:
         code = app(args=arguments, standalone_mode=False)
-    except ClickException as error:
-        error.show()
+    except UsageError as error:
+        message = cast("typer.BadParameter", error).format_message()
+        print(f"hetero: {message} (see `hetero --help`)", file=sys.stderr)
         code = 2
     except (UserError, PlanError, DeviceError) as error:
         if _State.debug:
             raise
         print(f"hetero: {error}", file=sys.stderr)
         code = 2
-    except (KeyboardInterrupt, Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:
@@ -386,7 +390,7 @@ def _print_stats(result: GenerationResult) -> None:
         if isinstance(share, DeviceShare):
             table.add_row(kind, f"{share.ops} operations, busy {share.busy_s * 1e3:.1f} ms")
         else:
-            table.add_row(kind, share)
+            table.add_row(kind, Text(share))
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
     stderr.print(table)
 

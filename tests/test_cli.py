@@ -73,7 +73,7 @@ def test_text_goes_to_stdout_and_stats_to_stderr() -> None:
 
 
 def test_without_opencl_the_npu_does_everything_and_says_so(tmp_path: Path) -> None:
-    env = {"OCL_ICD_VENDORS": str(tmp_path), "OCL_ICD_FILENAMES": ""}
+    env = {"OCL_ICD_VENDORS": str(tmp_path / "none"), "OCL_ICD_FILENAMES": ""}
     result = hetero("generate", "demo", "One day", "--max-tokens", "8", "--json", env=env)
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
@@ -126,7 +126,7 @@ def test_quantize_then_generate_gives_the_same_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("generate", "nowhere", "hi"), "nowhere: there is no such directory"),
+        (("generate", "nowhere", "hi"), "'nowhere': there is no such directory"),
         (("generate", "demo", ""), "the prompt is empty"),
         (("generate", "demo", "hi", "--top-p", "0"), "top_p must be in (0, 1]"),
         (("generate", "demo", "hi", "--gpu", "opencll"), "did you mean 'opencl'?"),
@@ -161,7 +161,7 @@ def test_doctor_passes_and_devices_lists() -> None:
 
 
 def test_doctor_fails_with_a_remedy(tmp_path: Path) -> None:
-    result = hetero("doctor", env={"OCL_ICD_VENDORS": str(tmp_path)})
+    result = hetero("doctor", env={"OCL_ICD_VENDORS": str(tmp_path / "none")})
     assert result.returncode == 1
     assert "FAIL" in result.stdout
     assert "remedy:" in result.stdout

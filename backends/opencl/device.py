@@ -93,6 +93,8 @@ class OpenCLDevice(Device):
         self._table = table
         is_cpu = bool(native.type & cl.device_type.CPU)
         self.coherent = is_cpu if coherent is None else coherent
+        # fp16 arithmetic: 1 where the device has it, 0 elsewhere, 2 emulated (tests set it).
+        self.half = int("cl_khr_fp16" in native.extensions.split())
         self.copies = 0
         self.worker_cpu = found.worker_cpu
         self.native = native

@@ -1,16 +1,17 @@
 """MatMul on OpenCL: kernels for a CPU's vector unit (PoCL) and for real GPUs.
 
-Both read the packed weights in place (`hetero.backends.weights`). On a CPU one or two launches:
-x is packed into tiles of a few tokens (and quantised, `w4a8`), then one work-item per share of the
-rows multiplies; one token of floats needs no packing. On a GPU a work-group reduces 16 rows along k
-for up to 8 tokens and computes local-memory tiles above.
+Both read the packed weights in place (`hetero.backends.weights`). On a CPU a work-item packs x into
+tiles of a few tokens (quantised for `w4a8`; one token of floats needs none of it) and multiplies
+its share of the rows. On a GPU a work-group reduces 16 rows along k for up to 8 tokens and computes
+local-memory tiles above.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import pyopencl as cl
 from hetero.backends.checks import packed
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
-from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, matmul_tuning
+from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, Tile, matmul_tuning
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import Acceptance, WeightValue
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
+# Formats whose weights and activations may be multiplied in fp16 (w4a8 is exact in float32).
+HALF_FORMATS = frozenset({WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16})
+IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
 QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale, correction
 
 
@@ -46,11 +50,11 @@ def prepare_matmul(
     operands = _operands(device, weight, weights.get("bias"))
     tuning = matmul_tuning(device.tuning.family)
     plan = _Plan(device, op, operands)
-    launches: Callable[[Mapping[str, Tensor], int], list[Launch]]
-    if isinstance(tuning, CpuTuning):
-        launches = lambda tensors, m: cpu_launches(plan, tuning, tensors, m)  # noqa: E731
-    else:
-        launches = lambda tensors, m: simt_launches(plan, tuning, tensors, m)  # noqa: E731
+    launches = (
+        partial(cpu_launches, plan, tuning)
+        if isinstance(tuning, CpuTuning)
+        else partial(simt_launches, plan, tuning)
+    )
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
     return OpenCLKernel(device, op, launches, keep=(operands, *weights.values()), nbytes=copied)
 
@@ -79,51 +83,46 @@ class _Plan:
 def cpu_launches(
     plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """Pack x if that is needed, then multiply."""
-    op, device = plan.op, plan.device
+    """One launch; where several threads share the rows, one before it packs x for all of them."""
+    op, device, x = plan.op, plan.device, tensors["x"]
     tile = tuning.tile(op.weight_format, m)
+    program = _cpu_program(plan, tuning, tile)
+    tiles, token_tiles = -(-op.n // (tuning.rows * tile.vectors)), -(-m // tile.tokens)
+    groups = min(tiles, work_items(device))
     quantised = op.weight_format is WeightFormat.W4A8
-    launches: list[Launch] = []
-    x_args: tuple[Argument, ...] = (tensors["x"],)
+    launches = []
+    packing, packed = IN_PLACE, device.shared_scratch(4)
     if quantised or tile.tokens > 1 or plan.k != op.k:
-        packing, packed = _pack(plan, tensors["x"], m, tile.tokens)
-        launches.append(packing)
-        x_args = (packed, 0)
-    defines = {
-        op.weight_format.name: 1,
-        "TOKENS": tile.tokens,
-        "BLOCKS": tile.blocks,
-        "DOT": tuning.dot,
-        "PREFETCH": tile.prefetch,
-    }
-    program = device.programs.get("matmul_cpu.cl", defines)
-    tiles = -(-op.n // (ROW_BLOCK * tile.blocks))
-    groups = min(tiles, _work_items(device))
-    per_group = -(-tiles // groups)
+        words = plan.k // GROUP_SIZE * QUANTIZED_GROUP_WORDS if quantised else plan.k
+        packed = device.shared_scratch(4 * words * token_tiles * tile.tokens)
+        packing = PACK_HERE if groups == 1 else PACKED
+    if packing == PACKED:
+        shape = (token_tiles, x, packed, m, op.k, plan.k)
+        launches.append(Launch(program, "pack", (token_tiles,), (1,), shape))
     m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile.tokens)
-    sizes = (m, op.n, plan.k, m_panel, k_panel, per_group, plan.operands.has_bias)
-    args = (tiles, *plan.operands.args, *x_args, tensors["y"], *sizes)
+    sizes = (m, op.n, op.k, plan.k, m_panel, k_panel, -(-tiles // groups))
+    flags = (plan.operands.has_bias, packing)
+    args = (tiles, *plan.operands.args, x, packed, tensors["y"], *sizes, *flags)
     launches.append(Launch(program, "matmul", (groups,), (1,), args))
     return launches
 
 
-def _work_items(device: OpenCLDevice) -> int:
-    """One per thread; several where threads may be delayed differently."""
+def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
+    defines = {
+        plan.op.weight_format.name: 1,
+        "TOKENS": tile.tokens,
+        "VECTORS": tile.vectors,
+        "VEC": tuning.rows,
+    }
+    if plan.op.weight_format is WeightFormat.W4A8:
+        defines |= {"DOT": tuning.dot, "PREFETCH": tile.prefetch}
+    return plan.device.programs.get("matmul_cpu.cl", defines, before=("matmul_pack.cl",))
+
+
+def work_items(device: OpenCLDevice) -> int:
+    """Work-items that share a matmul's rows: several per thread, which even out their delays."""
     threads = int(device.context.devices[0].max_compute_units)
     return 1 if threads == 1 else 4 * threads
-
-
-def _pack(plan: _Plan, x: Tensor, m: int, tokens: int) -> tuple[Launch, cl.Buffer]:
-    """Launch that packs x into tiles of tokens, and the scratch memory that it fills."""
-    tiles = -(-m // tokens)
-    if plan.op.weight_format is WeightFormat.W4A8:
-        name, words = "quantize", plan.k // GROUP_SIZE * QUANTIZED_GROUP_WORDS
-    else:
-        name, words = "pack", plan.k
-    packed = plan.device.shared_scratch(4 * words * tiles * tokens)
-    program = plan.device.programs.get("matmul_pack.cl", {})
-    args = (tiles, x, packed, m, plan.op.k, plan.k, tokens)
-    return Launch(program, name, (tiles,), (1,), args), packed
 
 
 def simt_launches(
@@ -132,7 +131,8 @@ def simt_launches(
     """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
     op, device, splits = plan.op, plan.device, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
-    defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits}
+    half = device.half if op.weight_format in HALF_FORMATS else 0
+    defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits, "HALF": half}
     program = device.programs.get("matmul_simt.cl", defines)
     launches: list[Launch] = []
     x_args: tuple[Argument, ...] = (tensors["x"],)

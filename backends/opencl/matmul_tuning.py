@@ -17,7 +17,7 @@ class Tile(NamedTuple):
 
     max_m: float
     tokens: int
-    blocks: int
+    vectors: int
     prefetch: int = 0
 
 
@@ -28,6 +28,7 @@ INF = float("inf")
 class CpuTuning:
     """Tiles of the vector kernel.
 
+    rows            rows of a vector register, 8 or 16
     dot             integer dot product of w4a8: 2 AVX512-VNNI, 1 AVX512-BW, 0 what there is
     float_tiles     for floating-point activations, by rising `max_m`
     f16_tiles       the same for f16 weights
@@ -35,6 +36,7 @@ class CpuTuning:
     panel_bytes     part of the L2 cache that a panel of x may take
     """
 
+    rows: int
     dot: int
     float_tiles: tuple[Tile, ...]
     f16_tiles: tuple[Tile, ...]
@@ -75,12 +77,15 @@ _INT8 = (
     Tile(8, 8, 1, 1024),
     Tile(INF, 4, 4),
 )
-_AVX2 = (Tile(1, 1, 1), Tile(2, 2, 1), Tile(INF, 4, 1))
+_AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2))  # 16 registers of 8
+_AVX2_INT8 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 1))
 
 _CPU: dict[str, CpuTuning] = {
-    "pocl-avx512-vnni": CpuTuning(dot=2, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8),
-    "pocl-avx512": CpuTuning(dot=1, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8),
-    "pocl": CpuTuning(dot=0, float_tiles=_AVX2, f16_tiles=_AVX2, int8_tiles=_AVX2),
+    "pocl-avx512-vnni": CpuTuning(
+        rows=16, dot=2, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8
+    ),
+    "pocl-avx512": CpuTuning(rows=16, dot=1, float_tiles=_FLOAT, f16_tiles=_F16, int8_tiles=_INT8),
+    "pocl": CpuTuning(rows=8, dot=0, float_tiles=_AVX2, f16_tiles=_AVX2, int8_tiles=_AVX2_INT8),
 }
 
 

@@ -51,13 +51,18 @@ class ProgramCache:
         self.builds = 0
 
     def get(
-        self, name: str, defines: Mapping[str, Define], *, options: tuple[str, ...] = ()
+        self,
+        name: str,
+        defines: Mapping[str, Define],
+        *,
+        before: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
     ) -> cl.Program:
-        """The program of `kernels/<name>` after `common.cl`, with `defines` as macros.
+        """The program of `kernels/<name>` after `common.cl` and `before`, `defines` as macros.
 
         Raises `DeviceError` with the first lines of the build log.
         """
-        text = source(COMMON) + source(name)
+        text = "".join(source(part) for part in (COMMON, *before, name))
         flags = [*OPTIONS, *options, *(f"-D{key}={_literal(defines[key])}" for key in defines)]
         digest = hashlib.sha256("\0".join([text, *flags, self._key]).encode()).hexdigest()
         if digest not in self._programs:

@@ -27,6 +27,8 @@ from hetero.solver.plan import ExecutionPlan, Phase
 LONGEST_PIECE = 512
 SCORING_PIECE = 32
 STEPS_KEPT = 24
+# Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
+WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
 
 class ContextFullError(UserError):
@@ -76,6 +78,8 @@ class Engine:
         self.pool.map_to(self.devices.values())
         self._steps: OrderedDict[tuple[Phase, int, int], Step] = OrderedDict()
         self._closed = False
+        for phase, m in WARM_STEPS:
+            self.step(phase, min(m, self._longest))
 
     def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to the context, in pieces; logits [vocab] after its last token."""

@@ -1,118 +1,138 @@
-// x [m, k] into tiles of `tokens` tokens for matmul_cpu.cl, zero-padded to whole tiles and to
-// `padded` features, so that no row is read beyond its end. One work-item per token tile.
+// x [m, width] into tiles of TOKENS tokens, zero-padded to whole tiles and to the k features of the
+// weights, so that no row is read beyond its end. Prepended to matmul_cpu.cl.
+//
+// Defines: VEC, TOKENS, and W4A8 for int8 codes instead of floats.
 
-// Columns [from, to) of one row.
-inline void pack_row(__global const float *row, __global float *packed, const int from,
-                     const int to, const int tokens) {
-  for (int f = from; f < to; f++) packed[(size_t)f * tokens] = row ? row[f] : 0.0f;
+#define UNROLL _Pragma("unroll")
+#define INLINE __attribute__((always_inline)) inline
+#define GROUP 32
+typedef CAT(int, VEC) vint;
+
+#if defined(W4A8)
+typedef int x_t;
+#define X_WORDS 10  // per token and group: 8 of codes, the scale's bits, the correction
+#define X_STRIDE(k) ((size_t)(k) / GROUP * X_WORDS * TOKENS)
+
+// PoCL's convert_int_rte and fmax are slow: a sequence and a call where there are instructions.
+INLINE vint nearest(const vfloat v) {
+#if VEC == 16 && defined(__AVX512F__)
+  return __builtin_ia32_cvtps2dq512_mask(v, (vint)(0), (ushort)-1, 4);
+#elif VEC == 8 && defined(__AVX2__)
+  return __builtin_ia32_cvtps2dq256(v);
+#else
+  return CAT(CAT(convert_int, VEC), _rte)(v);
+#endif
+}
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#if VEC == 16
+#define VMAX_ALL(v) max8(MAX((v).lo, (v).hi))
+#define VSUM_ALL(v) sum8((v).lo + (v).hi)
+#else
+#define VMAX_ALL(v) max8(v)
+#define VSUM_ALL(v) sum8(v)
+#endif
+INLINE float max8(const float8 v) {
+  const float4 a = MAX(v.lo, v.hi);
+  return MAX(MAX(a.x, a.y), MAX(a.z, a.w));
+}
+INLINE int sum8(const int8 v) {
+  const int4 a = v.lo + v.hi;
+  return (a.x + a.y) + (a.z + a.w);
 }
 
-// Four rows at a time where there are four, transposed in registers.
-inline int pack_quad(__global const float *x, __global float *packed, const int k,
-                     const int tokens) {
+#define PARTS (GROUP / VEC)
+#define EACH_PART UNROLL for (int j = 0; j < PARTS; j++)
+
+// One group of one token, of which `filled` features are read. Codes go out as words of 4: features
+// 0, 2, 4, 6 and 1, 3, 5, 7 of each 8, as the weights' nibbles come; then the scale's bits and -8
+// times the sum of the codes. A group of zeros has scale 0.
+INLINE void quantize_group(__global const float *x, const int filled, __global int *out) {
+  vfloat v[PARTS];
+  if (filled >= GROUP) {
+    EACH_PART v[j] = VLOAD(x + j * VEC);
+  } else {
+    float values[GROUP];
+    for (int i = 0; i < GROUP; i++) values[i] = i < filled ? x[i] : 0.0f;
+    EACH_PART v[j] = VLOAD(values + j * VEC);
+  }
+  vfloat largest = fabs(v[0]);
+  EACH_PART largest = MAX(largest, fabs(v[j]));
+  const float scale = VMAX_ALL(largest) / 127.0f;
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  vint total = 0;
+  EACH_PART {  // stores of single words: from an array the compiler makes a slower scatter
+    const vint codes = nearest(v[j] * inverse);
+    total += codes;
+    const CAT(char, VEC) bytes = CAT(convert_char, VEC)(codes);
+    const int2 low = as_int2(bytes.s02461357);
+    out[j * (VEC / 4) * TOKENS] = low.x;
+    out[(j * (VEC / 4) + 1) * TOKENS] = low.y;
+#if VEC == 16
+    const int2 high = as_int2(bytes.s8ace9bdf);
+    out[(j * 4 + 2) * TOKENS] = high.x;
+    out[(j * 4 + 3) * TOKENS] = high.y;
+#endif
+  }
+  out[8 * TOKENS] = as_int(scale);
+  out[9 * TOKENS] = -8 * VSUM_ALL(total);
+}
+
+// One tile: [group][10][token].
+INLINE void pack_tile(__global const float *x, __global int *packed, const int present,
+                      const int width, const int k) {
+  for (int t = 0; t < TOKENS; t++)
+    for (int g = 0; g < k / GROUP; g++)
+      quantize_group(x + (size_t)t * width + g * GROUP, (t < present ? width : 0) - g * GROUP,
+                     packed + g * X_WORDS * TOKENS + t);
+}
+
+#else
+typedef float x_t;
+#define X_STRIDE(k) ((size_t)(k)*TOKENS)
+
+// Four rows at a time, transposed in registers. Returns how many features are done.
+INLINE int pack_quad(__global const float *x, __global float *packed, const int width) {
   int f = 0;
-  for (; f + 4 <= k; f += 4) {
-    const float4 a = vload4(0, x + f), b = vload4(0, x + (size_t)k + f);
-    const float4 c = vload4(0, x + (size_t)k * 2 + f), d = vload4(0, x + (size_t)k * 3 + f);
-    __global float *out = packed + (size_t)f * tokens;
+  for (; f + 4 <= width; f += 4) {
+    const float4 a = vload4(0, x + f), b = vload4(0, x + (size_t)width + f);
+    const float4 c = vload4(0, x + (size_t)width * 2 + f), d = vload4(0, x + (size_t)width * 3 + f);
+    __global float *out = packed + f * TOKENS;
     vstore4((float4)(a.x, b.x, c.x, d.x), 0, out);
-    vstore4((float4)(a.y, b.y, c.y, d.y), 0, out + tokens);
-    vstore4((float4)(a.z, b.z, c.z, d.z), 0, out + 2 * tokens);
-    vstore4((float4)(a.w, b.w, c.w, d.w), 0, out + 3 * tokens);
+    vstore4((float4)(a.y, b.y, c.y, d.y), 0, out + TOKENS);
+    vstore4((float4)(a.z, b.z, c.z, d.z), 0, out + 2 * TOKENS);
+    vstore4((float4)(a.w, b.w, c.w, d.w), 0, out + 3 * TOKENS);
   }
   return f;
 }
 
-// [tile][feature][token], float32.
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void pack(
-    const int count, ARRAY(const float, x), __global float *restrict packed, const int m,
-    const int k, const int padded, const int tokens) {
-  AT(x);
-  const int tile = get_global_id(0);
-  if (tile >= count) return;
-  packed += (size_t)tile * padded * tokens;
-  x += (size_t)tile * tokens * k;
-  const int present = min(tokens, m - tile * tokens);
-  for (int q = 0; q < tokens; q += 4) {
-    const int done = q + 4 <= present ? pack_quad(x + (size_t)q * k, packed + q, k, tokens) : 0;
-    for (int t = q; t < min(q + 4, tokens); t++) {
-      const int filled = t < present ? k : done;
-      pack_row(x + (size_t)t * k, packed + t, done, filled, tokens);
-      pack_row(0, packed + t, filled, padded, tokens);
+// One tile: [feature][token].
+INLINE void pack_tile(__global const float *x, __global float *packed, const int present,
+                      const int width, const int k) {
+  for (int q = 0; q < TOKENS; q += 4) {
+    const int done = q + 4 <= min(TOKENS, present)
+                         ? pack_quad(x + (size_t)q * width, packed + q, width) : 0;
+    for (int t = q; t < min(q + 4, TOKENS); t++) {
+      const int filled = t < present ? width : done;
+      for (int f = done; f < filled; f++) packed[f * TOKENS + t] = x[(size_t)t * width + f];
+      for (int f = filled; f < k; f++) packed[f * TOKENS + t] = 0.0f;
     }
   }
 }
-
-// PoCL's convert_int16_rte and fmax are slow: a sequence and a call where there are instructions.
-inline int16 nearest(const float16 v) {
-#if defined(__AVX512F__)
-  return __builtin_ia32_cvtps2dq512_mask(v, (int16)(0), (ushort)-1, 4);
-#elif defined(__AVX2__)
-  return (int16)(__builtin_ia32_cvtps2dq256(v.lo), __builtin_ia32_cvtps2dq256(v.hi));
-#else
-  return convert_int16_rte(v);
 #endif
-}
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-// Scale and codes of one group of 32; a group of zeros has scale 0. `filled` features are read.
-inline float quantize_group(__global const float *x, const int filled, int16 *low, int16 *high) {
-  float16 a, b;
-  if (filled >= 32) {
-    a = vload16(0, x);
-    b = vload16(1, x);
-  } else {
-    float values[32];
-    for (int i = 0; i < 32; i++) values[i] = i < filled ? x[i] : 0.0f;
-    a = vload16(0, values);
-    b = vload16(1, values);
-  }
-  const float16 m16 = MAX(fabs(a), fabs(b));
-  const float8 m8 = MAX(m16.lo, m16.hi);
-  const float4 m4 = MAX(m8.lo, m8.hi);
-  const float scale = MAX(MAX(m4.x, m4.y), MAX(m4.z, m4.w)) / 127.0f;
-  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  *low = nearest(a * inverse);
-  *high = nearest(b * inverse);
-  return scale;
+INLINE void pack_tiles(__global const float *x, __global x_t *packed, const int first,
+                       const int last, const int m, const int width, const int k) {
+  for (int tile = first; tile < last; tile++)
+    pack_tile(x + (size_t)tile * TOKENS * width, packed + tile * X_STRIDE(k), m - tile * TOKENS,
+              width, k);
 }
 
-// Words of 4 codes: features 0, 2, 4, 6 and 1, 3, 5, 7 of each 8, as the weights' nibbles come.
-inline int4 words(const int16 codes) {
-  return as_int4(convert_char16(codes).s024613578ace9bdf);
-}
-
-// [tile][group][10][token] int32: 8 words of codes, the scale's bits, -8 times the sum of codes.
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void quantize(
-    const int count, ARRAY(const float, x), __global int *restrict packed, const int m,
-    const int k, const int padded, const int tokens) {
+// One work-item per tile of `count`; where matmul itself has a single work-item, it packs instead.
+__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void pack(
+    const int count, ARRAY(const float, x), __global x_t *packed, const int m, const int width,
+    const int k) {
   AT(x);
   const int tile = get_global_id(0);
-  if (tile >= count) return;
-  packed += (size_t)tile * (padded / 32) * 10 * tokens;
-  for (int t = 0; t < tokens; t++) {
-    const int token = tile * tokens + t;
-    const int filled = token < m ? k : 0;
-    for (int g = 0; g < padded / 32; g++) {
-      __global int *out = packed + (size_t)g * 10 * tokens + t;
-      int16 low, high;
-      const float scale =
-          quantize_group(x + (size_t)token * k + g * 32, filled - g * 32, &low, &high);
-      const int16 s16 = low + high;
-      const int8 s8 = s16.lo + s16.hi;
-      const int4 s4 = s8.lo + s8.hi;
-      const int4 a = words(low), b = words(high);
-      // Ten stores: from an array the compiler makes a scatter, which is slower.
-      out[0] = a.x;
-      out[tokens] = a.y;
-      out[2 * tokens] = a.z;
-      out[3 * tokens] = a.w;
-      out[4 * tokens] = b.x;
-      out[5 * tokens] = b.y;
-      out[6 * tokens] = b.z;
-      out[7 * tokens] = b.w;
-      out[8 * tokens] = as_int(scale);
-      out[9 * tokens] = -8 * (s4.x + s4.y + s4.z + s4.w);
-    }
-  }
+  pack_tiles(x, packed, tile, min(tile + 1, count), m, width, k);
 }
+

@@ -1,9 +1,29 @@
 // MatMul on GPUs: a work-item per row, so that 16 neighbours read 16 neighbouring words of the
 // packed weights (hetero.backends.weights). Up to TOKENS tokens: `gemv`, one work-group per row
 // block, k split over SPLITS lanes and reduced in local memory. Above: `gemm`, 64 x 64 tiles.
-// Activations are float32 throughout; w4a8 rounds them first (`round_activations`).
+// Activations are float32 in memory; w4a8 rounds them first (`round_activations`).
 //
-// Defines: TOKENS, SPLITS; one of W4A16, W4A8, W8A16, F16, F32.
+// Defines: TOKENS, SPLITS; one of W4A16, W4A8, W8A16, F16, F32; HALF.
+// HALF 1 (devices with cl_khr_fp16; weights and activations of 16 bits or less): products and sums of
+// EXACT features in fp16, everything beyond in float32. HALF 2 computes the same in float32 with
+// every result rounded to fp16, for tests on devices without the extension. HALF 0: float32.
+
+#define EXACT 8
+#if HALF == 1
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+typedef half real;
+#define R(value) ((half)(value))
+#elif HALF == 2
+typedef float real;
+static float R(float value) {
+  ushort bits;
+  vstore_half_rte(value, 0, (__private half *)&bits);
+  return vload_half(0, (const __private half *)&bits);
+}
+#else
+typedef float real;
+#define R(value) (value)
+#endif
 
 #define ROWS 16
 #define GROUP 32
@@ -63,13 +83,19 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
   EACH_TOKEN sum[t] = 0.0f;
   for (int g = split; g * GROUP < k; g += SPLITS) {
     float part[TOKENS];
+    real few[TOKENS];
     EACH_TOKEN part[t] = 0.0f;
+    EACH_TOKEN few[t] = R(0.0f);
     for (int w = 0; w < GROUP / FEATURES; w++) {
       const word_t word = WORD(weights, block, g, w, lane, k);
       UNROLL for (int i = 0; i < FEATURES; i++) {
         const int f = g * GROUP + w * FEATURES + i;
-        const float value = VALUE(word, i);
-        if (f < k) EACH_TOKEN part[t] += value * x[(size_t)min(t, m - 1) * k + f];
+        const real value = R(VALUE(word, i));
+        if (f < k) EACH_TOKEN few[t] = R(few[t] + R(value * R(x[(size_t)min(t, m - 1) * k + f])));
+      }
+      if ((w + 1) * FEATURES % EXACT == 0) EACH_TOKEN {
+        part[t] += (float)few[t];
+        few[t] = R(0.0f);
       }
     }
     EACH_TOKEN sum[t] += SCALE(scales, block, g, lane, k) * part[t];
@@ -77,12 +103,11 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
   EACH_TOKEN sums[split][t][lane] = sum[t];
   barrier(CLK_LOCAL_MEM_FENCE);
   const int row = block * ROWS + lane;
-  if (row < n)
-    for (int t = split; t < m; t += SPLITS) {
-      float total = has_bias ? bias[row] : 0.0f;
-      for (int s = 0; s < SPLITS; s++) total += sums[s][t][lane];
-      y[(size_t)t * n + row] = total;
-    }
+  EACH_TOKEN if (row < n && t < m && t % SPLITS == split) {
+    float total = has_bias ? bias[row] : 0.0f;
+    for (int s = 0; s < SPLITS; s++) total += sums[s][t][lane];
+    y[(size_t)t * n + row] = total;
+  }
 }
 
 #define TILE_BLOCKS 4   // row blocks of a tile
@@ -96,8 +121,8 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
     const int count, ARRAY(const weight_t, weights), ARRAY(const half, scales),
     ARRAY(const float, bias), ARRAY(const float, x), ARRAY(float, y), const int m, const int n,
     const int k, const int has_bias) {
-  __local float panel[GROUP][TILE_BLOCKS * ROWS];
-  __local float tokens[GROUP][TILE_TOKENS + 1];  // + 1: neighbours write to different banks
+  __local real panel[GROUP][TILE_BLOCKS * ROWS];
+  __local real tokens[GROUP][TILE_TOKENS + 1];  // + 1: neighbours write to different banks
   AT(weights);
   AT(scales);
   AT(bias);
@@ -108,7 +133,9 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
   const int block0 = get_group_id(0) * TILE_BLOCKS, token0 = get_group_id(1) * TILE_TOKENS;
   const int blocks = (n + ROWS - 1) / ROWS;
   float sum[TILE_BLOCKS][ITEM_TOKENS];
+  real few[TILE_BLOCKS][ITEM_TOKENS];
   EACH_BLOCK EACH_OWN sum[r][t] = 0.0f;
+  EACH_BLOCK EACH_OWN few[r][t] = R(0.0f);
   for (int g = 0; g * GROUP < k; g++) {
     for (int at = own; at < TILE_BLOCKS * GROUP / FEATURES; at += SPLITS) {
       const int r = at / (GROUP / FEATURES), w = at % (GROUP / FEATURES);
@@ -116,20 +143,24 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
       const word_t word = WORD(weights, block, g, w, lane, k);
       const float scale = SCALE(scales, block, g, lane, k);
       UNROLL for (int i = 0; i < FEATURES; i++)
-        panel[w * FEATURES + i][r * ROWS + lane] = scale * VALUE(word, i);
+        panel[w * FEATURES + i][r * ROWS + lane] = R(scale * VALUE(word, i));
     }
     for (int at = item; at < GROUP * TILE_TOKENS; at += ROWS * SPLITS) {
       const int f = at % GROUP, t = at / GROUP;
       const bool inside = token0 + t < m && g * GROUP + f < k;
-      tokens[f][t] = inside ? x[(size_t)(token0 + t) * k + g * GROUP + f] : 0.0f;
+      tokens[f][t] = R(inside ? x[(size_t)(token0 + t) * k + g * GROUP + f] : 0.0f);
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int f = 0; f < GROUP; f++) {
-      float value[TILE_BLOCKS];
+      real value[TILE_BLOCKS];
       EACH_BLOCK value[r] = panel[f][r * ROWS + lane];
       EACH_OWN {
-        const float activation = tokens[f][own * ITEM_TOKENS + t];
-        EACH_BLOCK sum[r][t] += value[r] * activation;
+        const real activation = tokens[f][own * ITEM_TOKENS + t];
+        EACH_BLOCK few[r][t] = R(few[r][t] + R(value[r] * activation));
+      }
+      if ((f + 1) % EXACT == 0) EACH_BLOCK EACH_OWN {
+        sum[r][t] += (float)few[r][t];
+        few[r][t] = R(0.0f);
       }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
