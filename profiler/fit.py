@@ -15,7 +15,6 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
@@ -150,7 +149,7 @@ def _coarse(table: Table, tokens: Floats) -> Floats:
     size = np.linalg.norm(left, axis=0)
     size[size == 0] = 1.0
     right = np.concatenate((table.weight, np.zeros(len(shy))))
-    found = nnls(left / size, right)[0] / size
+    found = _nnls(left / size, right) / size
     return np.asarray(_hats(breaks, tokens) @ found.reshape(len(breaks), -1))
 
 
@@ -169,7 +168,7 @@ def _ridge_nnls(table: Table, at: npt.NDArray[np.bool_], prior: Floats) -> Float
     right = np.concatenate((table.weight[at], ridge @ prior))
     size = np.linalg.norm(left, axis=0)
     size[size == 0] = 1.0
-    return np.asarray(nnls(left / size, right)[0] / size)
+    return np.asarray(_nnls(left / size, right) / size)
 
 
 def fit_trees(
@@ -286,9 +285,15 @@ def _regimes(knots: Knots, weight_format: WeightFormat) -> Regimes:
     )
 
 
+def _nnls(columns: Floats, target: Floats) -> Floats:
+    from scipy.optimize import nnls
+
+    return np.asarray(nnls(columns, target)[0])
+
+
 def fit_nonnegative(columns: Floats, seconds: Floats) -> Floats:
     """Non-negative coefficients that minimise the relative error of columns · coefficients."""
     scaled = columns / seconds[:, None]
     size = np.linalg.norm(scaled, axis=0)
     size[size == 0] = 1.0
-    return np.asarray(nnls(scaled / size, np.ones(len(seconds)))[0] / size)
+    return np.asarray(_nnls(scaled / size, np.ones(len(seconds))) / size)

@@ -1,8 +1,8 @@
 """Timing tasks: interleaved rounds, reference kernels, adaptive repetition.
 
-A round takes one sample of each unfinished task, after timing the reference kernels of the
-devices and phases in the block. Each sample is divided by how slow its reference was in that
-round (1: as at the start of the run), so drift of the machine cancels.
+A round takes one sample of each unfinished task. The reference kernels of the devices and phases
+in the block are timed before each round and a few times a second within it. Each sample is divided
+by how slow its reference was just then (1: as at the start of the run), so drift cancels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 }
 REFERENCE_SAMPLES: Final = 3
 FIRST_REFERENCE_SAMPLES: Final = 15
-SMOOTHED: Final = 5  # rounds
+SMOOTHED_S: Final = 1.5
+FRESH_S: Final = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Meter:
         self.points: list[ReferencePoint] = []
         self._format = reference_format
         self._rng = np.random.default_rng(seed)
-        self._recent: dict[Reference, deque[float]] = {}
+        self._recent: dict[Reference, deque[tuple[float, float]]] = {}
         self._start_s = self.clock.now()
         self._blocks = 0
 
@@ -129,11 +130,12 @@ class Meter:
         references = {(task.device, phase_of(task.m)) for task in tasks}
         rows, again = [], []
         while waiting := [entry for entry in entries if not entry.done]:
-            ratios = {key: self.reference_ratio(key) for key in sorted(references)}
+            for key in sorted(references):
+                self.reference_ratio(key)
             for index in self._rng.permutation(len(waiting)):
                 entry = waiting[index]
                 key = (entry.task.device, phase_of(entry.task.m))
-                self._sample(entry, ratios[key])
+                self._sample(entry, self._ratio_now(key))
                 if self._finished(entry, until_s):
                     entry.done = True
                     row = self._row(entry)
@@ -147,8 +149,8 @@ class Meter:
     def reference_ratio(self, key: Reference) -> float:
         """Time of a reference kernel now over its time at the start of the run.
 
-        Now is the median of the last few rounds: one round's timings scatter more than a machine
-        drifts in so short a time.
+        Now is the median of the last `SMOOTHED_S`: a few timings scatter more than a machine drifts
+        in so short a time.
         """
         runner = self.reference_runner(key)
         count = REFERENCE_SAMPLES if key in self.base else FIRST_REFERENCE_SAMPLES
@@ -163,9 +165,19 @@ class Meter:
                 seconds=seconds,
             )
         )
-        recent = self._recent.setdefault(key, deque(maxlen=SMOOTHED))
-        recent.append(seconds / base_s)
-        return float(np.median(recent))
+        now_s = self.clock.now()
+        recent = self._recent.setdefault(key, deque())
+        recent.append((now_s, seconds / base_s))
+        while recent[0][0] < now_s - SMOOTHED_S:
+            recent.popleft()
+        return float(np.median([ratio for _, ratio in recent]))
+
+    def _ratio_now(self, key: Reference) -> float:
+        """As `reference_ratio`, timing the reference again only if the last time is long ago."""
+        recent = self._recent[key]
+        if self.clock.now() - recent[-1][0] > FRESH_S:
+            return self.reference_ratio(key)
+        return float(np.median([ratio for _, ratio in recent]))
 
     def reference_runner(self, key: Reference) -> Runner:
         """The reference kernel of a device and phase, warmed up when first asked for."""
