@@ -20,6 +20,7 @@ from rich.text import Text
 
 from hetero.backends.errors import DeviceError
 from hetero.benchmark import BenchOptions, peak_rss_bytes, run_benchmark
+from hetero.cli_profile import register as register_profile_commands
 from hetero.device_set import DeviceMode, FallbackWarning
 from hetero.doctor import Finding, diagnose, list_devices
 from hetero.errors import UserError
@@ -36,6 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+register_profile_commands(app)
 stderr = Console(stderr=True)
 # Typer carries its own copy of Click or uses the installed one, depending on its version; this is
 # the base of every complaint about what was typed, in either.

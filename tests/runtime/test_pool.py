@@ -13,8 +13,8 @@ import pyopencl as cl
 import pytest
 
 from hetero import LLM
+from hetero.backends.affinity import assign_cores, pinned
 from hetero.backends.protocol import DeviceKind
-from hetero.runtime.affinity import assign_cores, pinned
 from tests.runtime.models import tiny_model
 
 

@@ -1,0 +1,111 @@
+"""Taking profiles from Python: opens the devices, pins the threads, calls the profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from hetero.backends.affinity import assign_cores, pinned
+from hetero.backends.ops import WeightFormat
+from hetero.device_set import DeviceMode, open_devices
+from hetero.errors import UserError
+from hetero.models import model_spec
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.files import cached_profile_path, shipped_names
+from hetero.profiler.grid import Shape
+from hetero.profiler.records import DeviceProfile
+from hetero.profiler.session import (
+    DEFAULT_BUDGET_S,
+    QUICK_BUDGET_S,
+    Event,
+    Options,
+    profile_devices,
+)
+from hetero.solver.model_spec import ModelSpec
+
+
+def profile_device(
+    out: str | Path | None = None,
+    *,
+    quick: bool = False,
+    budget_s: float | None = None,
+    resume: bool = False,
+    device: DeviceMode = "hetero",
+    gpu: str = "auto",
+    npu: str = "auto",
+    model: str | None = None,
+    weights: Iterable[str] = ("w4a16",),
+    name: str = "host",
+    progress: Callable[[Event], None] | None = None,
+) -> DeviceProfile:
+    """Measure this machine and return its profile; written to `out` as it grows, if given.
+
+    `budget_s` defaults to ten minutes, 50 s if `quick`. `model` measures exactly the shapes of a
+    model instead of the default grid. Raises `ProfileError` and `UserError` for what cannot be.
+    """
+    options = Options(
+        name=name,
+        quick=quick,
+        budget_s=budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S),
+        shapes=model_shapes(model_spec(model)) if model is not None else (),
+        weight_formats=_formats(weights),
+        gpu_core=assign_cores().gpu,
+        control_core=assign_cores().control,
+    )
+    opened = open_devices(device, gpu=gpu, npu=npu)
+    try:
+        with pinned(opened.control_core):
+            return profile_devices(
+                opened.devices,
+                options,
+                out=Path(out) if out is not None else None,
+                resume=resume,
+                progress=progress,
+            )
+    finally:
+        opened.close()
+
+
+def model_shapes(spec: ModelSpec) -> tuple[Shape, ...]:
+    """The matmuls of a model as the profiler takes them."""
+    return tuple(Shape(matmul.name, matmul.n, matmul.k) for matmul in spec.matmuls)
+
+
+def find_profile(profile: str | Path | None = None) -> tuple[DeviceProfile, str]:
+    """A profile and why it was chosen: the named one, else this machine's from the cache, else the
+    shipped `host`. Raises `ProfileError`.
+    """
+    if profile is not None:
+        return DeviceProfile.load(profile), f"profile={profile}"
+    cached = cached_profile_path()
+    if cached.exists():
+        return DeviceProfile.load(cached), f"profile={cached} because it was taken here"
+    if "host" not in shipped_names():
+        raise ProfileError("no profile is here: take one with `hetero profile`")
+    return (
+        DeviceProfile.load("host"),
+        "profile=host (shipped, of another machine) because none was taken here: "
+        "run `hetero profile`",
+    )
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    factor = units.get(text[-1:].lower())
+    number = text[:-1] if factor is not None else text
+    try:
+        seconds = float(number) * (factor or 1.0)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise UserError(f"--budget is a time such as 90s, 10m or 1h, got {text!r}")
+    return seconds
+
+
+def _formats(weights: Iterable[str]) -> tuple[WeightFormat, ...]:
+    try:
+        return tuple(WeightFormat(weight) for weight in weights)
+    except ValueError:
+        known = ", ".join(WeightFormat)
+        raise UserError(f"weights are of {known}, got {', '.join(weights)}") from None

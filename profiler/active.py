@@ -1,0 +1,106 @@
+"""Which tasks to measure next: a spread start, then where a committee of predictors disagrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler import fit, predict
+from hetero.profiler.grid import Task
+from hetero.profiler.predict import Floats
+from hetero.profiler.records import DeviceRecord, MatMulRow
+
+COMMITTEE: Final = 6
+START_SHARE: Final = 0.12  # of a kernel's tasks, measured before anything is predicted
+START_LEAST: Final = 10
+REPEATED: Final = 0.7  # interest left in a task for each chosen one of its (n, k) or m
+
+
+def first_tasks(tasks: Sequence[Task]) -> list[Task]:
+    """A start for every kernel in `tasks`: the smallest and largest, then the farthest from all
+    chosen ones in (log m, log n, log k).
+    """
+    chosen: list[Task] = []
+    for group in by_kernel(tasks):
+        count = min(len(group), max(START_LEAST, round(START_SHARE * len(group))))
+        points = np.log2(np.asarray([(t.m, t.n, t.k) for t in group], dtype=np.float64))
+        span = np.ptp(points, axis=0)
+        points = points / np.where(span > 0, span, 1.0)
+        order = [int(points.sum(axis=1).argmin()), int(points.sum(axis=1).argmax())]
+        while len(order) < count:
+            distance = np.linalg.norm(points[:, None] - points[order][None], axis=2).min(axis=1)
+            order.append(int(distance.argmax()))
+        chosen += [group[i] for i in dict.fromkeys(order[:count])]
+    return chosen
+
+
+def next_tasks(
+    devices: dict[DeviceKind, DeviceRecord],
+    rows: Sequence[MatMulRow],
+    open_tasks: Sequence[Task],
+    count: int,
+    *,
+    seed: int = 0,
+) -> list[Task]:
+    """The `count` open tasks that would teach most for their time."""
+    interest: list[tuple[float, Task]] = []
+    for group in by_kernel(open_tasks):
+        first = group[0]
+        known = [row for row in rows if row.key[:3] == first.key[:3]]
+        device = devices[first.device]
+        doubt, seconds = uncertainty(device, known, group, seed=seed)
+        worth = doubt / np.sqrt(np.maximum(seconds, 1e-3))
+        share = worth / max(float(worth.max()), 1e-12)
+        interest += list(zip(share.tolist(), group, strict=True))
+    return _diverse(interest, count)
+
+
+def uncertainty(
+    device: DeviceRecord, rows: Sequence[MatMulRow], tasks: Sequence[Task], *, seed: int = 0
+) -> tuple[Floats, Floats]:
+    """[S] standard deviation of the committee's log times, and [S] mean time in seconds.
+
+    Each member is fitted to a bootstrap sample of the (n, k) pairs. A part of a percent per
+    doubling away from the nearest measured size keeps a confident committee curious.
+    """
+    sizes = np.asarray([(t.m, t.n, t.k) for t in tasks], dtype=np.float64)
+    if not rows:
+        return np.ones(len(tasks)), np.ones(len(tasks))
+    rng = np.random.default_rng(seed)
+    pairs = sorted({(row.n, row.k) for row in rows})
+    answers = []
+    for _ in range(COMMITTEE):
+        drawn = {pairs[i] for i in rng.integers(0, len(pairs), len(pairs))}
+        sample = [row for row in rows if (row.n, row.k) in drawn]
+        model = fit.fit_unchecked(device, sample, depth=0)
+        answers.append(np.log(predict.predict(model, device, *sizes.T)))
+    known = np.log2(np.asarray([(row.m, row.n, row.k) for row in rows], dtype=np.float64))
+    gap = np.linalg.norm(np.log2(sizes)[:, None] - known[None], axis=2).min(axis=1)
+    return np.std(answers, axis=0) + 0.005 * gap, np.exp(np.mean(answers, axis=0))
+
+
+def by_kernel(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Tasks of the same device, format and order together."""
+    groups: dict[tuple[str, str, str], list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(task.key[:3], []).append(task)
+    return list(groups.values())
+
+
+def _diverse(interest: list[tuple[float, Task]], count: int) -> list[Task]:
+    """The best ones, each choice taking interest from those like it."""
+    worth = np.asarray([value for value, _ in interest])
+    tasks = [task for _, task in interest]
+    chosen: list[Task] = []
+    while len(chosen) < min(count, len(tasks)):
+        best = int(worth.argmax())
+        chosen.append(tasks[best])
+        worth[best] = -1.0
+        for i, task in enumerate(tasks):
+            if worth[i] > 0 and task.device == tasks[best].device:
+                same_pair = (task.n, task.k) == (tasks[best].n, tasks[best].k)
+                worth[i] *= REPEATED ** (same_pair + (task.m == tasks[best].m))
+    return chosen

@@ -1,0 +1,93 @@
+"""What the machine was like when a profile was taken; nothing that names its owner."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from hetero.profiler.records import Environment
+from hetero.profiler.workload import last_level_cache_bytes
+
+PACKAGES = ("numpy", "onnxruntime", "onnxruntime-qnn", "pyopencl", "pocl-binary-distribution")
+CPU = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+THERMAL = Path("/sys/class/thermal")
+
+
+def read_environment(*, gpu_core: int | None, control_core: int | None) -> Environment:
+    """Everything that can be read here."""
+    return Environment(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=_processor(),
+        cores=os.cpu_count(),
+        memory_bytes=_memory_bytes(),
+        cache_bytes=last_level_cache_bytes(),
+        clock_hz=clock_hz(),
+        governor=_text(CPU / "scaling_governor"),
+        temperature_c=temperature_c(),
+        gpu_core=gpu_core,
+        control_core=control_core,
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        packages=package_versions(),
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of what runs the kernels."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hetero_version() -> str:
+    """Version of the installed package."""
+    try:
+        return metadata.version("hetero")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def clock_hz() -> float | None:
+    """Current clock of the first core."""
+    text = _text(CPU / "scaling_cur_freq")
+    if text is not None and text.isdigit():
+        return float(text) * 1e3
+    for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith("cpu MHz"):
+            return float(line.partition(":")[2]) * 1e6
+    return None
+
+
+def temperature_c() -> float | None:
+    """Hottest thermal zone."""
+    readings = [_text(path) for path in THERMAL.glob("thermal_zone*/temp")]
+    values = [float(text) / 1000 for text in readings if text and text.lstrip("-").isdigit()]
+    return max(values, default=None)
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None

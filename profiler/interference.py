@@ -1,0 +1,52 @@
+"""Whether other programs took our cores while we measured (Linux tells; elsewhere unknown)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+TASKS = Path("/proc/self/task")
+
+
+class Interference(Protocol):
+    """Counters of the seconds that each of our threads has waited for a core."""
+
+    def waits_s(self) -> Mapping[int, float]:
+        """Seconds by thread since it began; only differences matter."""
+
+
+class NoInterference:
+    """Where the system does not tell, or time is virtual."""
+
+    def waits_s(self) -> Mapping[int, float]:
+        """Nobody waited."""
+        return {}
+
+
+class SchedulerWaits:
+    """`run_delay` of `/proc/<pid>/task/*/schedstat`."""
+
+    def waits_s(self) -> Mapping[int, float]:
+        """Seconds by thread id."""
+        found = {}
+        for task in TASKS.iterdir():
+            try:
+                fields = (task / "schedstat").read_text(encoding="ascii").split()
+            except OSError:  # the thread ended between listing and reading
+                continue
+            found[int(task.name)] = int(fields[1]) * 1e-9
+        return found
+
+
+def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    """Longest wait of any one thread between two readings.
+
+    Waits of several threads overlap, so their sum would be more than was lost.
+    """
+    return max((after[thread] - before.get(thread, 0.0) for thread in after), default=0.0)
+
+
+def find_interference() -> Interference:
+    """The scheduler's counters where they exist."""
+    return SchedulerWaits() if (TASKS.parent / "schedstat").exists() else NoInterference()

@@ -1,0 +1,229 @@
+"""The kernels of a decoder block that are not matmuls: checked, timed, and fitted to their work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.clock import Clock
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import Tensor
+from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, weight_names
+from hetero.backends.protocol import (
+    BoundCall,
+    Device,
+    DeviceKind,
+    WeightValue,
+    port_dtype,
+    port_shape,
+)
+from hetero.backends.reference.compute import program
+from hetero.profiler import canary
+from hetero.profiler.fit import fit_nonnegative
+from hetero.profiler.predict import op_name, padded_tokens, work
+from hetero.profiler.records import DeviceRecord, OtherPredictor, OtherRow, Quarantine
+from hetero.profiler.stats import relative_errors, summarize
+from hetero.profiler.workload import WeightPool
+
+CAPACITY: Final = 2048
+CHECKED_TOKENS: Final = 32
+SAMPLES: Final = 9
+SAMPLE_S: Final = 2e-3
+TOKENS: Final = (1, 8, 64, 256, 1024)
+QUICK_TOKENS: Final = (1, 256)
+CONTEXTS: Final = (0, 256, 1000)
+EPS: Final = 1e-5
+
+
+class Block(NamedTuple):
+    """Sizes of a decoder block, as in `hetero.backends.ops`."""
+
+    d: int
+    f: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+BLOCKS: Final = (Block(2048, 8192, 32, 8, 64), Block(896, 4864, 14, 2, 64))
+
+
+class Case(NamedTuple):
+    """One operation at one size."""
+
+    op: Op
+    m: int
+    context: int
+
+
+def block_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
+    """Every operation of a block that is not a matmul, and the embedding."""
+    h, g, d = block.heads, block.kv_heads, block.head_dim
+    return [
+        ops.RMSNorm(d=block.d, eps=EPS),
+        ops.RMSNorm(d=block.d, eps=EPS, add=True),
+        ops.Rope(heads=h, kv_heads=g, head_dim=d, theta=1e4, max_position=CAPACITY),
+        ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY),
+        ops.GatedAct(f=block.f),
+        ops.Add(d=block.d),
+        ops.Embed(vocab=4096, d=block.d, weight_format=weight_format),
+    ]
+
+
+def cases(
+    device: DeviceRecord, weight_format: WeightFormat, *, quick: bool, blocks: Sequence[Block]
+) -> list[Case]:
+    """What to time on a device."""
+    wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
+    tokens = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
+    found = []
+    for block in blocks[:1] if quick else blocks:
+        for op in block_ops(block, weight_format):
+            contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
+            found += [
+                Case(op, m, context)
+                for m in tokens
+                for context in contexts
+                if context + m <= CAPACITY and not (m > 256 and context)
+            ]
+    return found
+
+
+class OtherMeter:
+    """Times cases on one device; wrong kernels are returned for quarantine instead."""
+
+    def __init__(self, kind: DeviceKind, device: Device, clock: Clock, seed: int = 0) -> None:
+        self.kind, self.device, self.clock = kind, device, clock
+        self._rng = np.random.default_rng(seed)
+        self._pool = WeightPool(1 << 24, seed)
+        self._weights: dict[Op, dict[str, WeightValue]] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def check(self, op: Op) -> Quarantine | None:
+        """Compare with the float64 reference at the smallest and a larger token count."""
+        sizes = self.device.capabilities.graph_sizes or (1, CHECKED_TOKENS)
+        for m in {min(sizes), max([s for s in sizes if s <= CHECKED_TOKENS] or [min(sizes)])}:
+            try:
+                found = self._compare(op, m)
+            except DeviceError as error:
+                return Quarantine(
+                    device=self.kind,
+                    op=op_name(op),
+                    tolerance=canary.OTHER_TOLERANCE,
+                    detail=str(error),
+                )
+            if found is not None:
+                return found
+        return None
+
+    def time(self, case: Case) -> OtherRow:
+        """Median of a few batches of launches."""
+        call = self._bind(case.op, case.m, case.context)[0]
+        call.run()
+        seconds = self._batch(call, 1)
+        count = int(min(max(SAMPLE_S / max(seconds, 1e-9), 1), 64))
+        summary = summarize([self._batch(call, count) for _ in range(SAMPLES)])
+        return OtherRow(
+            device=self.kind,
+            op=op_name(case.op),
+            sizes=sizes_of(case.op),
+            m=case.m,
+            context=case.context,
+            seconds=summary.median,
+            ci=summary.ci,
+            spread=summary.spread,
+            samples=summary.samples,
+        )
+
+    def _batch(self, call: BoundCall, count: int) -> float:
+        start_s = self.clock.now()
+        if self.device.capabilities.asynchronous:
+            [call.submit() for _ in range(count)][-1].wait()
+        else:
+            for _ in range(count):
+                call.run()
+        return (self.clock.now() - start_s) / count
+
+    def _bind(self, op: Op, m: int, context: int) -> tuple[BoundCall, dict[str, Tensor]]:
+        tensors = {port: self._tensor(op, port, m) for port in op.ports}
+        if "position" in tensors:
+            tensors["position"].array[0] = context
+        kernel = self.device.prepare(op, self._weights_of(op))
+        return kernel.bind(tensors, m), tensors
+
+    def _compare(self, op: Op, m: int) -> Quarantine | None:
+        call, tensors = self._bind(op, m, 0)
+        reference = {port: tensor.array.copy() for port, tensor in tensors.items()}
+        program(op, self._weights_of(op))[0](reference)
+        outputs = [port for port in op.ports if port in OUTPUT_PORTS]
+        for port in outputs:
+            tensors[port].array[...] = np.nan
+        call.run()
+        wanted = {port: reference[port].astype(np.float64) for port in outputs}
+        return canary.check_other(self.kind, op, tensors, wanted)
+
+    def _tensor(self, op: Op, port: str, m: int) -> Tensor:
+        shape = port_shape(op, port, m)
+        if (port, shape) not in self._buffers:
+            dtype = port_dtype(port)
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            tensor = Tensor(self.device.allocate(nbytes), shape, dtype)
+            tensor.array[...] = self._values(port, shape)
+            self._buffers[port, shape] = tensor
+        return self._buffers[port, shape]
+
+    def _values(self, port: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        if port == "tokens":
+            return self._rng.integers(0, 4096, shape)
+        if port == "position":
+            return np.zeros(shape)
+        return self._rng.standard_normal(shape, dtype=np.float32)
+
+    def _weights_of(self, op: Op) -> Mapping[str, WeightValue]:
+        if op not in self._weights:
+            self._weights[op] = {name: self._weight(op) for name in weight_names(op)}
+        return self._weights[op]
+
+    def _weight(self, op: Op) -> WeightValue:
+        if isinstance(op, ops.Embed):
+            return self._pool.weight(op.weight_format.storage, op.vocab, op.d)
+        width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
+        return self._rng.uniform(0.5, 1.5, width).astype(np.float32)
+
+
+def sizes_of(op: Op) -> dict[str, int]:
+    """Integer fields of a record by name."""
+    return {
+        name: value
+        for name, value in vars(op).items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
+
+
+def fit_others(
+    rows: Iterable[tuple[OtherRow, Op]],
+) -> tuple[OtherPredictor, ...]:
+    """One predictor for each device and kind of operation: non-negative weights of its work."""
+    groups: dict[tuple[DeviceKind, str], list[tuple[OtherRow, Op]]] = {}
+    for row, op in rows:
+        groups.setdefault((row.device, row.op), []).append((row, op))
+    return tuple(_fit_one(kind, name, found) for (kind, name), found in sorted(groups.items()))
+
+
+def _fit_one(kind: DeviceKind, name: str, rows: list[tuple[OtherRow, Op]]) -> OtherPredictor:
+    terms = [work(op, row.m, row.context) for row, op in rows]
+    columns = np.asarray([list(term.values()) for term in terms])
+    seconds = np.asarray([row.seconds for row, _ in rows])
+    found = fit_nonnegative(columns, seconds)
+    return OtherPredictor(
+        device=kind,
+        op=name,
+        coefficients=dict(zip(terms[0], found.tolist(), strict=True)),
+        max_m=max(row.m for row, _ in rows),
+        max_context=max(row.context for row, _ in rows),
+        mape=relative_errors(list(columns @ found), list(seconds))[0],
+    )

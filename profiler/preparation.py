@@ -1,0 +1,89 @@
+"""How long graphs and kernels take to prepare, by size, cold and with warm caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from hetero.backends.clock import Clock
+from hetero.backends.memory import new_tensor
+from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.weights import PackedWeight
+from hetero.profiler.fit import fit_nonnegative
+from hetero.profiler.predict import weight_bytes
+from hetero.profiler.records import PreparationPredictor, PreparationRow
+from hetero.profiler.workload import WeightPool
+
+MOST_PAIRS: Final = 5
+LEAST_S: Final = 1e-7
+
+
+def measure_preparation(
+    devices: Mapping[DeviceKind, Device],
+    pool: WeightPool,
+    clock: Clock,
+    pairs: Sequence[tuple[int, int]],
+    weight_formats: Iterable[WeightFormat],
+) -> list[PreparationRow]:
+    """Prepare, bind and run once, twice over, for a few sizes from the smallest to the largest."""
+    ordered = sorted(set(pairs), key=lambda pair: pair[0] * pair[1])
+    at = np.unique(np.linspace(0, len(ordered) - 1, MOST_PAIRS).round().astype(int))
+    rows = []
+    for kind, device in devices.items():
+        for weight_format in weight_formats:
+            if weight_format not in device.capabilities.weight_formats:
+                continue
+            for n, k in (ordered[i] for i in at):
+                op = MatMul(n=n, k=k, weight_format=weight_format)
+                times = [
+                    _once(device, op, pool.weight(weight_format.storage, n, k), clock)
+                    for _ in range(2)
+                ]
+                rows.append(
+                    PreparationRow(
+                        device=kind,
+                        weight_format=weight_format,
+                        n=n,
+                        k=k,
+                        cold_s=times[0],
+                        cached_s=times[1],
+                    )
+                )
+    return rows
+
+
+def fit_preparation(rows: Iterable[PreparationRow]) -> tuple[PreparationPredictor, ...]:
+    """Fixed time and time per byte of the weight, for each device and format."""
+    groups: dict[tuple[DeviceKind, WeightFormat], list[PreparationRow]] = {}
+    for row in rows:
+        groups.setdefault((row.device, row.weight_format), []).append(row)
+    return tuple(_fit(kind, f, found) for (kind, f), found in sorted(groups.items()))
+
+
+def _once(device: Device, op: MatMul, weight: PackedWeight, clock: Clock) -> float:
+    sizes = device.capabilities.graph_sizes
+    m = min(sizes) if sizes else 1
+    x, y = new_tensor((m, op.k)), new_tensor((m, op.n))
+    start_s = clock.now()
+    device.prepare(op, {"weight": weight}).bind({"x": x, "y": y}, m).run()
+    return clock.now() - start_s
+
+
+def _fit(
+    kind: DeviceKind, weight_format: WeightFormat, rows: Sequence[PreparationRow]
+) -> PreparationPredictor:
+    sizes = [float(weight_bytes(weight_format, row.n, row.k)) for row in rows]
+    columns = np.stack((np.ones(len(rows)), np.asarray(sizes)), axis=1)
+    cold = fit_nonnegative(columns, np.asarray([max(row.cold_s, LEAST_S) for row in rows]))
+    cached = fit_nonnegative(columns, np.asarray([max(row.cached_s, LEAST_S) for row in rows]))
+    return PreparationPredictor(
+        device=kind,
+        weight_format=weight_format,
+        fixed_s=float(cold[0]),
+        s_per_byte=float(cold[1]),
+        cached_fixed_s=float(cached[0]),
+        cached_s_per_byte=float(cached[1]),
+    )

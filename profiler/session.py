@@ -1,0 +1,575 @@
+"""Taking a profile: every measurement in its order, within a budget, resumable at any moment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from pydantic import BaseModel
+
+from hetero.backends.clock import Clock, ManualClock, SystemClock
+from hetero.backends.errors import DeviceError
+from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.profiler import active, bandwidth, canary, energy, fit, grid, other_ops, preparation
+from hetero.profiler import sync as sync_costs
+from hetero.profiler.environment import hetero_version, read_environment
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.grid import Shape, Task, shape_class
+from hetero.profiler.interference import find_interference
+from hetero.profiler.journal import Journal, journal_path
+from hetero.profiler.measure import Meter, Reference, Settings, rescale
+from hetero.profiler.records import (
+    Bandwidth,
+    Contention,
+    Coverage,
+    DeviceProfile,
+    DeviceRecord,
+    DeviceSync,
+    Environment,
+    HostSync,
+    MatMulRow,
+    OtherPredictor,
+    OtherRow,
+    Power,
+    PreparationRow,
+    Quarantine,
+    Record,
+    ReferencePoint,
+    StageCheck,
+)
+from hetero.profiler.stages import ROW_STAGES, TOKEN_STAGES, find_stage
+from hetero.profiler.workload import Workload
+
+DEFAULT_BUDGET_S: Final = 600.0
+QUICK_BUDGET_S: Final = 50.0
+RESERVED: Final = 0.06  # share of the budget that is kept for fitting and writing
+BLOCK_TASKS: Final = 32
+STAGE_SAMPLE: Final = 6  # pruned sizes per device that are measured after all
+STAGE_WRONG: Final = 0.10
+R = TypeVar("R", bound=BaseModel)
+
+
+class Event(NamedTuple):
+    """Progress: what is being done, tasks done and in all, seconds of the budget that are left."""
+
+    what: str
+    done: int
+    total: int
+    left_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure and how long.
+
+    shapes         a model's matmuls; empty: the default grid
+    weight_formats formats; the first is also that of the reference kernels
+    tokens         token counts; empty: the default ones
+    share          largest part of the grid that is measured (active sampling chooses which)
+    power          whether to look for a power meter
+    """
+
+    name: str = "host"
+    quick: bool = False
+    budget_s: float = DEFAULT_BUDGET_S
+    shapes: tuple[Shape, ...] = ()
+    weight_formats: tuple[WeightFormat, ...] = (WeightFormat.W4A16,)
+    tokens: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
+    share: float = 1.0
+    seed: int = 0
+    power: bool = True
+    gpu_core: int | None = None
+    control_core: int | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0 or not self.weight_formats or not 0 < self.share <= 1:
+            raise ProfileError(
+                "a profile needs a budget above 0 s, a weight format and a share of the grid in "
+                f"(0, 1], got {self.budget_s:g} s, {self.weight_formats} and {self.share:g}"
+            )
+
+    def grid_pairs(self) -> tuple[tuple[int, int], ...]:
+        """(n, k) to measure."""
+        if self.shapes:
+            return grid.model_pairs(self.shapes)
+        return self.pairs or (grid.QUICK_PAIRS if self.quick else grid.DEFAULT_PAIRS)
+
+    def grid_tokens(self) -> tuple[int, ...]:
+        """m to measure."""
+        default = grid.QUICK_SIZES if self.quick else grid.DECODE_SIZES + grid.PREFILL_SIZES
+        return self.tokens or default
+
+    def header(self) -> dict[str, Any]:
+        """What must be the same for a run to go on from another's journal."""
+        return {
+            "quick": self.quick,
+            "pairs": [list(pair) for pair in self.grid_pairs()],
+            "tokens": list(self.grid_tokens()),
+            "weight_formats": [f.value for f in self.weight_formats],
+            "share": self.share,
+            "seed": self.seed,
+        }
+
+
+def profile_devices(
+    devices: Mapping[DeviceKind, Device],
+    options: Options | None = None,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    clock: Clock | None = None,
+    progress: Callable[[Event], None] | None = None,
+) -> DeviceProfile:
+    """Measure open devices; the caller pins the thread. Writes `out` and its journal as it goes.
+
+    Raises `ProfileError` for options that cannot be, or a journal of another run.
+    """
+    if not devices:
+        raise ProfileError("there is no device to measure: see `hetero doctor`")
+    session = Session(devices, options or Options(), out=out, clock=clock, progress=progress)
+    return session.run(resume=resume)
+
+
+class Session:
+    """One run. Everything that is finished goes through the journal, and comes back from it."""
+
+    def __init__(
+        self,
+        devices: Mapping[DeviceKind, Device],
+        options: Options,
+        *,
+        out: Path | None,
+        clock: Clock | None,
+        progress: Callable[[Event], None] | None,
+    ) -> None:
+        self.devices = dict(devices)
+        self.options = options
+        self.clock = clock or SystemClock()
+        self.virtual = isinstance(self.clock, ManualClock)
+        self.out = out
+        self.progress = progress or (lambda _: None)
+        self.format = self._main_format()
+        self.records: dict[DeviceKind, DeviceRecord] = {}
+        self.rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {}
+        self.quarantined: list[Quarantine] = []
+        self.parts: dict[str, Any] = {}
+        self.pruned: dict[Task, Task] = {}
+        self.notes: list[str] = []
+        self.total = 0
+        self._canaries: set[tuple[str, ...]] = set()
+        self._start_s = self.clock.now()
+
+    def run(self, *, resume: bool) -> DeviceProfile:
+        """Measure, fit, write."""
+        header = self.options.header() | {
+            "devices": {kind: d.info.fingerprint for kind, d in sorted(self.devices.items())}
+        }
+        path = None if self.out is None else journal_path(self.out)
+        with Journal(path, header, resume=resume) as self.journal:
+            self._open_workload()
+            self._environment()
+            self._stages()
+            self._surroundings()
+            self._matmuls()
+            self._check_stages()
+            profile = self._profile(finished=True)
+            if self.out is not None:
+                profile.save(self.out)
+            self.journal.close(delete=True)
+        return profile
+
+    @property
+    def spent_s(self) -> float:
+        """Time since the run began, and what earlier runs that it continues have spent."""
+        earlier = sum(entry["spent_s"] for entry in self.journal.of_kind("spent")[-1:])
+        return self.clock.now() - self._start_s + float(earlier)
+
+    def _main_format(self) -> WeightFormat:
+        for wanted in self.options.weight_formats:
+            if all(wanted in d.capabilities.weight_formats for d in self.devices.values()):
+                return wanted
+        raise ProfileError(
+            "no weight format that was asked for runs on every device: choose one of "
+            + ", ".join(
+                f"{kind}: {' '.join(d.capabilities.weight_formats)}"
+                for kind, d in self.devices.items()
+            )
+        )
+
+    def _open_workload(self) -> None:
+        cold = 0 if self.virtual else None
+        self.workload = Workload(
+            self.devices,
+            clock=self.clock,
+            interference=None if self.virtual else find_interference(),
+            cold=cold,
+            seed=self.options.seed,
+        )
+        base = {
+            (entry["device"], entry["phase"]): entry["seconds"]
+            for entry in self.journal.of_kind("base")
+        }
+        self.meter = Meter(
+            self.workload,
+            settings=self.options.settings,
+            reference_format=self.format,
+            base=base,
+            seed=self.options.seed,
+        )
+        self.meter.points += [
+            ReferencePoint.model_validate(entry["point"])
+            for entry in self.journal.of_kind("reference")
+        ]
+        self._known_points = len(self.meter.points)
+        self._known_bases: set[Reference] = set(base)
+        for entry in self.journal.of_kind("row"):
+            row = MatMulRow.model_validate(entry["row"])
+            self.rows[row.key] = row
+        for entry in self.journal.of_kind("quarantine"):
+            self._quarantine(Quarantine.model_validate(entry["entry"]), write=False)
+
+    def _part(self, name: str, kind: type[R], make: Callable[[], list[R]]) -> list[R]:
+        """Records of one part of the profile: from the journal, or measured and written to it."""
+        for entry in self.journal.of_kind("part"):
+            if entry["name"] == name:
+                found = [kind.model_validate(value) for value in entry["values"]]
+                self.parts[name] = found
+                return found
+        self._report(name)
+        made = make()
+        self.journal.add(
+            {"kind": "part", "name": name, "values": [v.model_dump(mode="json") for v in made]}
+        )
+        self.parts[name] = made
+        return made
+
+    def _environment(self) -> None:
+        options = self.options
+        self._part(
+            "environment",
+            Environment,
+            lambda: [
+                read_environment(gpu_core=options.gpu_core, control_core=options.control_core)
+            ],
+        )
+
+    def _stages(self) -> None:
+        for kind, device in self.devices.items():
+            (self.records[kind],) = self._part(
+                f"{kind} stages", DeviceRecord, partial(self._record, kind, device)
+            )
+
+    def _record(self, kind: DeviceKind, device: Device) -> list[DeviceRecord]:
+        """The device with the stages that were found."""
+        capabilities = device.capabilities
+        tokens = 128
+        if capabilities.static_shapes and capabilities.graph_sizes:
+            tokens = min(capabilities.graph_sizes, key=lambda size: abs(size - 128))
+        if self.options.quick:
+            return [DeviceRecord.of(device)]
+        row_stage = find_stage(lambda n: self._time_s(kind, tokens, n, 2048), ROW_STAGES)
+        token_stage = 1
+        if not capabilities.static_shapes:
+            token_stage = find_stage(lambda m: self._time_s(kind, m, 1024, 1024), TOKEN_STAGES)
+        return [DeviceRecord.of(device, row_stage=row_stage, token_stage=token_stage)]
+
+    def _time_s(self, kind: DeviceKind, m: int, n: int, k: int) -> float:
+        """Median of a few launches, outside the grid."""
+        runner = self.workload.runner(Task(kind, self.format, "plain", m, n, k))
+        if runner.cycle == 0:
+            self.workload.warm_up(runner)
+        return sorted(self.workload.time(runner) for _ in range(5))[2]
+
+    def _surroundings(self) -> None:
+        """Everything that is not a matmul's time."""
+        clock, repeats = self.clock, 20 if self.options.quick else 60
+        for kind, device in self.devices.items():
+            self._part(
+                f"{kind} synchronisation",
+                DeviceSync,
+                partial(self._device_sync, device, repeats),
+            )
+        self._part(
+            "sleep",
+            HostSync,
+            lambda: [sync_costs.measure_host(clock, repeats=repeats, wake=not self.virtual)],
+        )
+        self._part("preparation", PreparationRow, self._preparation)
+        self._part("bandwidth", _Together, self._bandwidth)
+        self._part("power", _MaybePower, self._power)
+        self._part("other kernels", _Others, self._others)
+
+    def _device_sync(self, device: Device, repeats: int) -> list[DeviceSync]:
+        return [sync_costs.measure_device(device, self.clock, repeats=repeats)]
+
+    def _preparation(self) -> list[PreparationRow]:
+        pairs = self.options.grid_pairs()
+        return preparation.measure_preparation(
+            self.devices, self.workload.pool, self.clock, pairs, self.options.weight_formats
+        )
+
+    def _bandwidth(self) -> list[_Together]:
+        repeats = 5 if self.options.quick else 9
+        alone, contention = bandwidth.measure_together(self.workload, self.format, repeats=repeats)
+        return [_Together(bandwidth=alone, contention=contention)]
+
+    def _power(self) -> list[_MaybePower]:
+        if not self.options.power or energy.find_meter() is None:
+            return [_MaybePower(power=None, note=energy.ABSENT)]
+        names = [*self.devices, *(["both"] if len(self.devices) == 2 else [])]
+        loads = {name: bandwidth.load(self.workload, self.format, name) for name in names}
+        return [_MaybePower(power=energy.measure_power(self.clock, loads), note="")]
+
+    def _others(self) -> list[_Others]:
+        rows: list[OtherRow] = []
+        pairs: list[Any] = []
+        quarantined: list[Quarantine] = []
+        for kind, device in self.devices.items():
+            meter = other_ops.OtherMeter(kind, device, self.clock, self.options.seed)
+            found = other_ops.cases(
+                self.records[kind],
+                self.format,
+                quick=self.options.quick,
+                blocks=other_ops.BLOCKS,
+            )
+            bad = set()
+            for op in dict.fromkeys(case.op for case in found):
+                accepted = device.accepts(op)
+                entry = None if self.virtual or not accepted else meter.check(op)
+                if entry is not None:
+                    quarantined.append(entry)
+                if entry is not None or not accepted:
+                    bad.add(op)
+            for case in found:
+                if case.op not in bad:
+                    row = meter.time(case)
+                    rows.append(row)
+                    pairs.append((row, case.op))
+        return [
+            _Others(
+                rows=tuple(rows),
+                predictors=other_ops.fit_others(pairs),
+                quarantined=tuple(quarantined),
+            )
+        ]
+
+    def _matmuls(self) -> None:
+        """The grid, in the order of what teaches most, until it or the budget is used up."""
+        tasks = self._tasks()
+        self.total = len(tasks)
+        wanted = max(1, math.ceil(self.options.share * len(tasks)))
+        until_s = self._until_s()
+        open_tasks = [task for task in tasks if task.key not in self.rows]
+        for turn in range(len(tasks)):
+            left = min(wanted - len(self.rows), BLOCK_TASKS)
+            if left <= 0 or not open_tasks or self.clock.now() >= until_s:
+                break
+            block = self._choose(open_tasks, left, turn)
+            gone = set(block)
+            self._measure(block, until_s)
+            open_tasks = [task for task in open_tasks if task not in gone and self._usable(task)]
+            self._snapshot()
+
+    def _tasks(self) -> list[Task]:
+        tasks: list[Task] = []
+        for kind, record in self.records.items():
+            made = grid.make_grid(
+                kind,
+                record,
+                self.options.grid_pairs(),
+                grid.token_counts(record, self.options.grid_tokens()),
+                self.options.weight_formats,
+            )
+            tasks += made.tasks
+            self.pruned |= made.pruned
+        return tasks
+
+    def _until_s(self) -> float:
+        """Clock time at which the grid must end."""
+        left_s = self.options.budget_s * (1 - RESERVED) - self.spent_s
+        return self.clock.now() + max(left_s, 0.0)
+
+    def _choose(self, open_tasks: Sequence[Task], count: int, turn: int) -> list[Task]:
+        if len(open_tasks) <= count:
+            return list(open_tasks)
+        known = {key[:3] for key in self.rows}
+        fresh = [task for task in open_tasks if task.key[:3] not in known]
+        if fresh:
+            return active.first_tasks(fresh)[:count]
+        rows = list(self.rows.values())
+        return active.next_tasks(
+            self.records, rows, open_tasks, count, seed=self.options.seed + turn
+        )
+
+    def _measure(self, block: Sequence[Task], until_s: float) -> None:
+        good = [task for task in block if self._usable(task) and self._canary(task)]
+        if not good:
+            return
+        self.meter.measure(good, until_s=until_s, on_row=self._keep)
+        for key, seconds in self.meter.base.items():
+            if key not in self._known_bases:
+                self._known_bases.add(key)
+                self.journal.add(
+                    {"kind": "base", "device": key[0], "phase": key[1], "seconds": seconds}
+                )
+        for point in self.meter.points[self._known_points :]:
+            self.journal.add({"kind": "reference", "point": point.model_dump(mode="json")})
+        self._known_points = len(self.meter.points)
+        self.journal.add({"kind": "spent", "spent_s": self.spent_s})
+
+    def _keep(self, row: MatMulRow) -> None:
+        self.rows[row.key] = row
+        self.journal.add({"kind": "row", "row": row.model_dump(mode="json")})
+        self._report("matmuls")
+
+    def _usable(self, task: Task) -> bool:
+        return (*task.key[:3], shape_class(*task.key[3:])) not in self._bad
+
+    @property
+    def _bad(self) -> set[tuple[str, str, str, str]]:
+        return {
+            (q.device, (q.weight_format or self.format).value, q.order, q.shape_class)
+            for q in self.quarantined
+            if q.op == "MatMul"
+        }
+
+    def _canary(self, task: Task) -> bool:
+        """Check a kernel at its first use in a shape class; False if it is wrong."""
+        key = (*task.key[:3], shape_class(task.m, task.n, task.k))
+        if key in self._canaries:
+            return True
+        self._canaries.add(key)
+        try:
+            found = None
+            if not self.virtual:
+                found = canary.check_matmul(task, self.workload.runner(task))
+        except (DeviceError, ValueError) as error:
+            found = canary.failed_matmul(task, str(error))
+        if found is not None:
+            self._quarantine(found)
+        return found is None
+
+    def _quarantine(self, entry: Quarantine, *, write: bool = True) -> None:
+        self.quarantined.append(entry)
+        if write:
+            self.journal.add({"kind": "quarantine", "entry": entry.model_dump(mode="json")})
+
+    def _check_stages(self) -> None:
+        """Measure some pruned sizes; a stage that does not hold is dropped and its sizes return."""
+        self._part("stage checks", StageCheck, self._stage_checks)
+        for kind, record in list(self.records.items()):
+            checks = [c for c in self.parts["stage checks"] if c.device == kind]
+            wrong = [c for c in checks if abs(c.measured_s / c.stage_s - 1) > STAGE_WRONG]
+            if wrong:
+                self.records[kind] = record.model_copy(update={"row_stage": 1, "token_stage": 1})
+                self.notes.append(
+                    f"{kind}: stages of {record.row_stage} rows and {record.token_stage} tokens "
+                    f"did not hold for {len(wrong)} of {len(checks)} sizes and were dropped"
+                )
+                again = [task for task in self.pruned if task.device == kind]
+                self.pruned = {t: s for t, s in self.pruned.items() if t.device != kind}
+                self._measure([t for t in again if t.key not in self.rows], self._until_s())
+
+    def _stage_checks(self) -> list[StageCheck]:
+        checks: list[StageCheck] = []
+        for kind, record in self.records.items():
+            static = record.capabilities.static_shapes
+            pairs = [
+                (task, stage)
+                for task, stage in self.pruned.items()
+                if task.device == kind
+                and stage.key in self.rows
+                and not (static and task.m not in record.capabilities.graph_sizes)
+            ]
+            step = max(1, len(pairs) // STAGE_SAMPLE)
+            for task, stage in pairs[::step][:STAGE_SAMPLE]:
+                rows = self.meter.measure([task, stage], until_s=self._until_s())
+                times = {row.key: row.seconds for row in rows}
+                checks.append(
+                    StageCheck(
+                        device=kind,
+                        m=task.m,
+                        n=task.n,
+                        k=task.k,
+                        measured_s=times[task.key],
+                        stage_s=times[stage.key],
+                    )
+                )
+        return checks
+
+    def _report(self, what: str) -> None:
+        left_s = max(self.options.budget_s - self.spent_s, 0.0)
+        self.progress(Event(what, len(self.rows), self.total, left_s))
+
+    def _snapshot(self) -> None:
+        """What there is, as a valid profile, in case the process is killed."""
+        if self.out is not None:
+            self._profile(finished=False).save(self.out)
+
+    def _profile(self, *, finished: bool) -> DeviceProfile:
+        rows = rescale(self.rows.values(), self.meter.points)
+        if not rows:
+            raise ProfileError(
+                f"nothing was measured in {self.options.budget_s:g} s: give a longer --budget"
+            )
+        self._report("fitting")
+        others: list[_Others] = self.parts["other kernels"]
+        together: _Together = self.parts["bandwidth"][0]
+        power: _MaybePower = self.parts["power"][0]
+        spent_s = self.spent_s
+        return DeviceProfile(
+            name=self.options.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            hetero_version=hetero_version(),
+            environment=self.parts["environment"][0],
+            coverage=Coverage(
+                quick=self.options.quick,
+                budget_s=self.options.budget_s,
+                spent_s=spent_s,
+                grid_tasks=self.total,
+                measured_tasks=len(rows),
+                pruned_tasks=len(self.pruned),
+                finished=finished and len(rows) >= self.total,
+                seed=self.options.seed,
+            ),
+            devices=self.records,
+            quarantined=(*self.quarantined, *others[0].quarantined),
+            bandwidth=together.bandwidth,
+            contention=together.contention,
+            sync={kind: self.parts[f"{kind} synchronisation"][0] for kind in self.devices},
+            host_sync=self.parts["sleep"][0],
+            power=power.power,
+            predictors=fit.fit_all(self.records, rows, validate=finished),
+            other_predictors=others[0].predictors,
+            preparation_predictors=preparation.fit_preparation(self.parts["preparation"]),
+            matmuls=tuple(sorted(rows, key=lambda row: row.key)),
+            others=others[0].rows,
+            preparation=tuple(self.parts["preparation"]),
+            references=tuple(self.meter.points),
+            stage_checks=tuple(self.parts.get("stage checks", ())),
+            notes=(*self.notes, *([power.note] if power.note else [])),
+        )
+
+
+class _Together(Record):
+    bandwidth: Bandwidth
+    contention: tuple[Contention, ...]
+
+
+class _MaybePower(Record):
+    power: Power | None
+    note: str
+
+
+class _Others(Record):
+    rows: tuple[OtherRow, ...]
+    predictors: tuple[OtherPredictor, ...]
+    quarantined: tuple[Quarantine, ...]

@@ -1,0 +1,242 @@
+"""What it costs to submit, to wait, to copy, to sleep and to wake (paper sections 3.1 and 4.2)."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from hetero.backends.clock import Clock, ManualClock
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import HostBuffer, Tensor, new_tensor
+from hetero.backends.ops import Add
+from hetero.backends.protocol import BoundCall, Completion, Device
+from hetero.profiler.records import DeviceSync, HostSync, Sleep
+
+SMALL: Final = 256  # elements of the operation that stands for an empty kernel
+MEDIUM: Final = 1 << 16  # elements of one that takes some tens of microseconds
+QUEUE: Final = 32
+COPIED_BYTES: Final = (4096, 1 << 18, 1 << 22)
+SLEEPS_S: Final = (50e-6, 200e-6, 1e-3)
+PR_SET_TIMERSLACK: Final = 29
+PR_GET_TIMERSLACK: Final = 30
+DEADLINE_S: Final = 1.0
+
+
+def measure_device(device: Device, clock: Clock, *, repeats: int = 60) -> DeviceSync:
+    """Every synchronisation cost of one device; what it does not offer is in `notes`."""
+    small = _call(device, SMALL)
+    small.run()
+    call_s = _median(clock, small.run, repeats)
+    copy_fixed_s, copy_s_per_byte = _copy(device, clock)
+    costs = {
+        "call_s": call_s,
+        "copy_fixed_s": copy_fixed_s,
+        "copy_s_per_byte": copy_s_per_byte,
+        "map_s": _mapping(device, clock, repeats),
+    }
+    if not device.capabilities.asynchronous:
+        notes = {"submit": "calls block", "event": "calls block", "flag": "calls block"}
+        return DeviceSync(**costs, wait_s={"finish": 0.0, "fast": 0.0}, notes=notes)
+    busy_s, each_s = _queue(clock, small, repeats)
+    waits, notes = _waits(device, clock, repeats)
+    return DeviceSync(
+        **costs,
+        submit_busy_s=busy_s,
+        submit_empty_s=max(call_s - each_s - waits.get("finish", 0.0), 0.0),
+        wait_s=waits,
+        notes=notes,
+    )
+
+
+def measure_host(clock: Clock, *, repeats: int = 60, wake: bool = True) -> HostSync:
+    """Sleep and thread wake-up; `wake=False` on a virtual clock, where threads have no meaning."""
+    rows = [_sleep(clock, wanted, None, repeats) for wanted in SLEEPS_S]
+    with timer_slack(1) as possible:
+        if possible:
+            rows += [_sleep(clock, wanted, 1, repeats) for wanted in SLEEPS_S]
+    return HostSync(sleep=tuple(rows), thread_wake_s=_thread_wake(repeats) if wake else None)
+
+
+@contextmanager
+def timer_slack(nanoseconds: int) -> Iterator[bool]:
+    """Set the calling thread's timer slack (Linux), then restore it; yields whether it worked."""
+    if sys.platform != "linux":
+        yield False
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = libc.prctl(PR_GET_TIMERSLACK)
+    worked = libc.prctl(PR_SET_TIMERSLACK, nanoseconds) == 0
+    try:
+        yield worked
+    finally:
+        if before > 0:
+            libc.prctl(PR_SET_TIMERSLACK, before)
+
+
+def _call(device: Device, width: int) -> BoundCall:
+    sizes = device.capabilities.graph_sizes
+    m = min(sizes) if sizes else 1
+    tensors = {port: _tensor(device, m, width) for port in ("x", "residual", "y")}
+    return device.prepare(Add(d=width), {}).bind(tensors, m)
+
+
+def _tensor(device: Device, m: int, width: int) -> Tensor:
+    return Tensor(device.allocate(4 * m * width), (m, width))
+
+
+def _median(clock: Clock, action: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start_s = clock.now()
+        action()
+        times.append(clock.now() - start_s)
+    return statistics.median(times)
+
+
+def _queue(clock: Clock, call: BoundCall, repeats: int) -> tuple[float, float]:
+    """(host time of one submit behind others, time of one launch in a full queue)."""
+    submits, eaches = [], []
+    for _ in range(max(3, repeats // 6)):
+        start_s = clock.now()
+        completions = [call.submit() for _ in range(QUEUE)]
+        submitted_s = clock.now()
+        completions[-1].wait(DEADLINE_S)
+        submits.append((submitted_s - start_s) / QUEUE)
+        eaches.append((clock.now() - start_s) / QUEUE)
+    return statistics.median(submits), statistics.median(eaches)
+
+
+def _waits(device: Device, clock: Clock, repeats: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Added latency of each way to learn of a kernel's end, over its time in a full queue."""
+    call = _call(device, MEDIUM)
+    call.run()
+    _, kernel_s = _queue(clock, call, repeats)
+    methods: dict[str, Callable[[Completion], None]] = {
+        "finish": lambda completion: completion.wait(DEADLINE_S),
+        "event": lambda completion: _poll(completion, clock),
+    }
+    waits = {
+        name: max(_median(clock, lambda: wait(call.submit()), repeats) - kernel_s, 0.0)  # noqa: B023
+        for name, wait in methods.items()
+    }
+    notes = {}
+    flag_s = _flag(device, clock, repeats) if device.capabilities.unified_memory else None
+    if flag_s is None:
+        notes["flag"] = "the output cannot be watched while the kernel runs"
+    else:
+        waits["flag"] = max(flag_s - kernel_s, 0.0)
+        if not device.capabilities.early_visibility:
+            notes["flag"] = "measured by watching the output; not proved safe by the device"
+    safe = [s for name, s in waits.items() if name != "flag" or "flag" not in notes]
+    return waits | {"fast": min(safe)}, notes
+
+
+def _poll(completion: Completion, clock: Clock) -> None:
+    give_up_s = clock.now() + DEADLINE_S
+    while not completion.done():
+        if clock.now() > give_up_s:
+            raise DeviceError("host", "polling an event", "no completion", "reboot the device")
+        _pass(clock)
+
+
+def _pass(clock: Clock) -> None:
+    """Let virtual time go on while polling; real time does by itself."""
+    if isinstance(clock, ManualClock):
+        clock.sleep(1e-6)
+
+
+def _flag(device: Device, clock: Clock, repeats: int) -> float | None:
+    """Submit to seeing the last word of the output change, or None if it was not seen in time."""
+    width = MEDIUM
+    tensors = {port: _tensor(device, 1, width) for port in ("x", "residual", "y")}
+    call = device.prepare(Add(d=width), {}).bind(tensors, 1)
+    word = tensors["y"].array.reshape(-1)[-1:]
+    times = []
+    for _ in range(repeats):
+        word[0] = np.nan
+        start_s = clock.now()
+        completion = call.submit()
+        while np.isnan(word[0]):
+            if clock.now() - start_s > DEADLINE_S / 10 or completion.done():
+                break
+            _pass(clock)
+        times.append(clock.now() - start_s)
+        completion.wait(DEADLINE_S)
+        if np.isnan(word[0]):
+            return None
+    return statistics.median(times)
+
+
+def _copy(device: Device, clock: Clock) -> tuple[float, float]:
+    """(fixed seconds, seconds per byte) of copying between a pool buffer and other memory."""
+    points = []
+    for nbytes in COPIED_BYTES:
+        source, target = HostBuffer(nbytes), device.allocate(nbytes)
+        source.bytes[:] = 1
+        copy = partial(np.copyto, target.bytes, source.bytes)
+        copy()
+        points.append((source.nbytes, _median(clock, copy, 11)))
+    (small, small_s), (large, large_s) = points[0], points[-1]
+    per_byte = max(large_s - small_s, 0.0) / (large - small)
+    return max(small_s - per_byte * small, 0.0), per_byte
+
+
+def _mapping(device: Device, clock: Clock, repeats: int) -> float:
+    """Mapping a buffer that the device knows: what zero copies cost instead of a copy."""
+    tensor = new_tensor((1, SMALL))
+    device.map(tensor.buffer)
+    return _median(clock, lambda: device.map(tensor.buffer), repeats)
+
+
+def _sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:
+    late = []
+    for _ in range(repeats):
+        start_s = clock.now()
+        clock.sleep(wanted_s)
+        late.append(max(clock.now() - start_s - wanted_s, 0.0))
+    return Sleep(
+        requested_s=wanted_s,
+        timer_slack_ns=slack_ns,
+        late_median_s=statistics.median(late),
+        late_p99_s=float(np.percentile(late, 99)),
+    )
+
+
+def _thread_wake(repeats: int) -> float:
+    """From setting an event to the waiting thread running, by the wall clock."""
+    wake, ready = threading.Event(), threading.Event()
+    woken: list[float] = []
+    running = True
+
+    def wait() -> None:
+        while running:
+            ready.set()
+            wake.wait()
+            woken.append(time.perf_counter())
+            wake.clear()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    late = []
+    for i in range(repeats):
+        ready.wait()
+        ready.clear()
+        time.sleep(200e-6)  # long enough for the thread to be asleep
+        if i == repeats - 1:
+            running = False
+        start_s = time.perf_counter()
+        wake.set()
+        while len(woken) <= i:
+            time.sleep(0)
+        late.append(woken[-1] - start_s)
+    thread.join(DEADLINE_S)
+    return statistics.median(late)
