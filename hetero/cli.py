@@ -296,6 +296,11 @@ def main(arguments: list[str] | None = None) -> None:
     raise SystemExit(code or 0)
 
 
+def profile_main() -> None:
+    """Entry point of `hetero-profile`, short for `hetero profile`."""
+    main(["profile", *sys.argv[1:]])
+
+
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if issubclass(category, FallbackWarning) or _State.debug:
         print(f"hetero: warning: {message}", file=sys.stderr)

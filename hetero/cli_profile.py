@@ -85,15 +85,6 @@ def report(
     print(out)
 
 
-def main() -> None:
-    """Entry point of `hetero-profile`."""
-    import sys
-
-    from hetero.cli import main as hetero_main
-
-    hetero_main(["profile", *sys.argv[1:]])
-
-
 def summary(profile: DeviceProfile) -> dict[str, Any]:
     """What a script wants to know of a fresh profile."""
     return {
