@@ -38,8 +38,8 @@ def pinned(core: int | None) -> Iterator[None]:
         return
     thread = threading.get_native_id()
     before = os.sched_getaffinity(thread)
-    os.sched_setaffinity(thread, {core})
-    try:
+    try:  # around the call too: Ctrl-C may come right after it
+        os.sched_setaffinity(thread, {core})
         yield
     finally:
         os.sched_setaffinity(thread, before)

@@ -64,9 +64,13 @@ class Clock(Protocol):
 
 
 class StopFilter:
-    """Holds back text that may be the start of a stop string; cuts at the first one found."""
+    """Holds back text that may be the start of a stop string; cuts at the first one found.
+
+    A single string is one stop text, not its letters.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        stops = (stops,) if isinstance(stops, str) else stops
         if any(not stop for stop in stops):
             raise UserError("a stop text must not be empty")
         self._stops = tuple(stops)

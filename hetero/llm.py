@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends.protocol import DeviceKind
 from hetero.device_set import DeviceMode, DeviceSet, open_devices
-from hetero.errors import ModelError
+from hetero.errors import ModelError, UserError
 from hetero.generation import Generation, GenerationResult, Piece
 from hetero.models import LoadedModel, open_model
 from hetero.runtime.engine import Engine
@@ -47,8 +48,9 @@ class LLM:
     backends. `plan` is an `ExecutionPlan` or a path to one. `weights` is one of w4a16, w4a8, w8a16,
     f16, f32. `max_seq_len` bounds prompt and answer together (default: the model's, at most 4096).
 
-    Calls from several threads are served one after another. Raises `ModelError` for what the user
-    can mend, `DeviceError` for what a device could not do.
+    Calls from several threads are served one after another. A stream holds the model until it is
+    exhausted or closed; another call of the thread that reads it is refused. Raises `UserError`
+    (`ModelError`) for what the user can mend, `DeviceError` for what a device could not do.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class LLM:
         if profile is not None:
             raise ModelError("profiles are read by the solver, which this version does not have")
         self._lock = threading.Lock()
+        self._reader: int | None = None  # thread that holds an unfinished stream
         self._loaded: LoadedModel = open_model(model, weights=weights)
         self.max_seq_len = self._context_length(max_seq_len)
         spec = self._loaded.spec()
@@ -120,7 +123,7 @@ class LLM:
         With `chat` a text goes through the chat template first; ids are taken as they are, and the
         answer is a text of its own instead of going on from the prompt.
         """
-        with self._lock:
+        with self._turn():
             generation = self._start(prompt, max_tokens, stop, chat, SamplingParams(**sampling))
             for _ in generation:
                 pass
@@ -137,9 +140,14 @@ class LLM:
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Piece]:
         """Pieces of the answer as they come; `on_end` receives the finished result."""
-        with self._lock:
+        with self._turn():
             generation = self._start(prompt, max_tokens, stop, chat, SamplingParams(**sampling))
-            yield from generation
+            try:
+                for piece in generation:
+                    self._reader = threading.get_ident()
+                    yield piece
+            finally:
+                self._reader = None
             if on_end is not None:
                 on_end.append(generation.result())
 
@@ -157,7 +165,7 @@ class LLM:
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits float32 [tokens, vocab] after every token of a fresh context."""
-        with self._lock:
+        with self._turn():
             self._engine.truncate(0)
             return self._engine.score(tokens)
 
@@ -175,6 +183,17 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the other threads' calls. Raises where this thread would wait for itself."""
+        if self._reader == threading.get_ident():
+            raise UserError(
+                "a stream of this model is unfinished: read it to its end or close() it before the "
+                "next call"
+            )
+        with self._lock:
+            yield
 
     def _start(
         self,

@@ -40,6 +40,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("seed", self.seed is None or self.seed >= 0, "at least 0"),
         )
         for name, holds, rule in rules:
             if not holds:

@@ -84,6 +84,15 @@ def test_without_opencl_the_npu_does_everything_and_says_so(tmp_path: Path) -> N
     assert (answer["device"], answer["gpu"]) == ("npu", None)
 
 
+@pytest.mark.parametrize("place", ["/proc/nope", "/dev/null/cache"])
+def test_a_cache_that_cannot_be_written_changes_nothing(place: str, tmp_path: Path) -> None:
+    env = {"HOME": place, "XDG_CACHE_HOME": place, "TMPDIR": str(tmp_path)}
+    result = hetero("generate", "demo", "One day", "--max-tokens", "4", "--json", env=env)
+    assert result.returncode == 0, result.stderr
+    assert set(json.loads(result.stdout.splitlines()[-1])["placement"]) == {"gpu", "npu"}
+    assert not list(tmp_path.iterdir())
+
+
 def test_bench_shows_three_devices_side_by_side() -> None:
     devices = ("--device", "gpu", "--device", "npu", "--device", "hetero")
     result = hetero("bench", "demo", *devices, "-p", "32", "-n", "4", "-r", "2", "-o", "json")

@@ -41,6 +41,13 @@ def test_text_before_a_possible_stop_is_shown_at_once() -> None:
     assert stop_filter.stopped
 
 
-def test_an_empty_stop_text_is_refused() -> None:
+@pytest.mark.parametrize("stops", [[""], ""])
+def test_an_empty_stop_text_is_refused(stops: str | list[str]) -> None:
     with pytest.raises(UserError, match="must not be empty"):
-        StopFilter([""])
+        StopFilter(stops)
+
+
+def test_a_bare_string_is_one_stop_text() -> None:
+    stop_filter = StopFilter("END")
+    assert stop_filter.push("a Nice EmD END ") == "a Nice EmD "
+    assert stop_filter.stopped

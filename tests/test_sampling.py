@@ -73,6 +73,7 @@ def test_a_seed_repeats(seed: int) -> None:
         ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1.5"),
         ({"top_k": -3}, "top_k must be at least 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )
 def test_impossible_options_are_named(params: dict[str, Any], message: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import platformdirs
 
 from hetero.backends.errors import DeviceUnavailableError
 
@@ -28,6 +32,7 @@ def open(
     `unified_memory=False` makes every call copy its tensors as on a discrete GPU, and
     `coherent=False` maps and unmaps them around every call as on a GPU with caches of its own.
     """
+    _spare_pyopencl_cache()
     try:
         from hetero.backends.opencl.device import OpenCLDevice
         from hetero.backends.opencl.matmul import WEIGHT_FORMATS
@@ -46,3 +51,18 @@ def open(
         coherent=coherent,
         cache_dir=cache_dir,
     )
+
+
+def _spare_pyopencl_cache() -> None:
+    """Keep pyopencl from a cache that it cannot write: its first kernel would end in `OSError`.
+
+    pyopencl reads the variable when it is imported; the user's own value wins.
+    """
+    for name in ("pytools", "pyopencl"):
+        directory = Path(platformdirs.user_cache_dir(name, name))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError:
+            os.environ.setdefault("PYOPENCL_NO_CACHE", "1")

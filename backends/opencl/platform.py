@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -71,13 +73,14 @@ def prepare_environment(cache_dir: Path) -> None:
 
 
 def writable_dir(path: Path) -> Path:
-    """`path`, made if missing; a temporary folder and one warning where that is not possible."""
+    """`path`, made if missing; a folder for this process and a warning where that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
         other = Path(tempfile.mkdtemp(prefix="hetero-opencl-"))
+        atexit.register(shutil.rmtree, other, ignore_errors=True)
         warnings.warn(
             f"kernel cache {path} is not writable ({error.strerror}), using {other}", stacklevel=2
         )

@@ -142,8 +142,12 @@ class HfTokenizer(Tokenizer):
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with what the post-processor adds (and bos if `add_bos_token` asks)."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Ids of a text, with what the post-processor adds (and bos if `add_bos_token` asks).
+
+        Bytes that a terminal passed on undecoded are read as UTF-8, U+FFFD for what is none.
+        """
+        clean = _unicode(text)
+        ids: list[int] = self._backend.encode(clean, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._force_bos and self.bos_id is not None:
             return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
         return ids
@@ -259,7 +263,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
         """Bytes of the text in UTF-8."""
-        return list(text.encode("utf-8", errors="replace"))
+        return list(_unicode(text).encode("utf-8"))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The bytes' text, U+FFFD for what is not UTF-8."""
@@ -291,6 +295,17 @@ class _ByteDecoder(StreamDecoder):
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+
+def _unicode(text: str) -> str:
+    """Text without lone surrogates, which tokenizers do not take; Python puts them in the place of
+    bytes on the command line and on stdin that are not in the locale's encoding.
+    """
+    try:
+        found = text.encode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError:
+        found = text.encode("utf-8", errors="surrogatepass")
+    return found.decode("utf-8", errors="replace")
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -195,3 +195,16 @@ def test_the_real_tokenizer_streams(stories: Path) -> None:
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos_id == 1
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("text", "read_as"),
+    [
+        ("\udcc3\udca9t\udcc3\udca9", "été"),
+        ("a\udcffb", "a\ufffdb"),
+        ("a\ud800", "a\ufffd\ufffd\ufffd"),
+    ],
+)
+def test_undecoded_bytes_are_read_as_utf8(family: str, text: str, read_as: str) -> None:
+    assert FAMILIES[family].encode(text) == FAMILIES[family].encode(read_as)

@@ -182,3 +182,31 @@ def test_delays_change_no_token(folder: str) -> None:
         for engine in (fast, slow):
             engine.prefill([1, 2, 3])
         assert np.array_equal(fast.decode(4), slow.decode(4))
+
+
+def test_a_call_inside_an_unfinished_stream_is_refused_instead_of_waiting_forever(llm: LLM) -> None:
+    expected = llm.generate([1, 2, 3], max_tokens=8).tokens
+    stream = llm.stream([1, 2, 3], max_tokens=8)
+    assert next(stream).token == expected[0]
+    for call in (lambda: llm.generate([1]), lambda: llm.logits([1]), lambda: list(llm.stream([1]))):
+        with pytest.raises(UserError, match="unfinished"):
+            call()
+    assert [piece.token for piece in stream] == list(expected[1:])
+    abandoned = llm.stream([1, 2, 3], max_tokens=8)
+    next(abandoned)
+    abandoned.close()
+    assert llm.generate([1, 2, 3], max_tokens=8).tokens == expected
+
+
+def test_another_thread_waits_for_the_end_of_a_stream(llm: LLM) -> None:
+    expected = llm.generate([4, 5], max_tokens=6).tokens
+    stream = llm.stream([1, 2, 3], max_tokens=8)
+    next(stream)
+    found: list[tuple[int, ...]] = []
+    other = threading.Thread(
+        target=lambda: found.append(llm.generate([4, 5], max_tokens=6).tokens), daemon=True
+    )
+    other.start()
+    assert len(list(stream)) == 7
+    other.join(60)
+    assert found == [expected]

@@ -79,6 +79,25 @@ def test_pinning_gives_the_old_cores_back() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_ctrl_c_while_pinning_gives_the_old_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("a system without affinity: nothing is pinned")
+    before = {0, 1}
+    current = set(before)
+
+    def set_then_interrupt(_thread: int, cores: set[int]) -> None:
+        current.clear()
+        current.update(cores)
+        if cores != before:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _thread: set(before))
+    monkeypatch.setattr(os, "sched_setaffinity", set_then_interrupt)
+    with pytest.raises(KeyboardInterrupt), pinned(1):
+        pass
+    assert current == before
+
+
 def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
     """Memory after opening with a long context is that of a short one, within 40 MB."""
     folder = tiny_model(tmp_path, max_position_embeddings=60000)
