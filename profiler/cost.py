@@ -1,0 +1,244 @@
+"""`CostModel`: what the solver asks a profile. Records and numpy only; no device, no scikit-learn.
+
+Paper section 4.3: "retrieves performance results from the profiler".
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import Op, OperandOrder, WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler import predict
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.grid import shape_class
+from hetero.profiler.predict import Floats
+from hetero.profiler.records import (
+    DeviceProfile,
+    DeviceRecord,
+    DeviceSync,
+    MatMulPredictor,
+    MatMulRow,
+    OtherPredictor,
+    Phase,
+)
+
+Sizes: TypeAlias = int | npt.ArrayLike
+Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
+WaitMethod: TypeAlias = Literal["fast", "flag", "event", "finish"]
+
+
+class Cost(NamedTuple):
+    """Seconds, and whether the shape lies outside the measured range. Arrays of one shape."""
+
+    seconds: Floats
+    extrapolated: npt.NDArray[np.bool_]
+
+
+class Allowed(NamedTuple):
+    """Whether the solver may use a kernel; `reason` is empty when it may."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class CostModel:
+    """Answers from one profile. Cheap to make; immutable."""
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        self.profile = profile
+        self._matmuls: dict[Kernel, MatMulPredictor] = {
+            (p.device, p.weight_format, p.order): p for p in profile.predictors
+        }
+        self._others: dict[tuple[DeviceKind, str], OtherPredictor] = {
+            (p.device, p.op): p for p in profile.other_predictors
+        }
+        self._rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {
+            row.key: row for row in profile.matmuls
+        }
+        self._contention = {entry.phase: entry for entry in profile.contention}
+
+    def device(self, device: DeviceKind) -> DeviceRecord:
+        """The device's record. Raises `ProfileError` if the profile has none of that kind."""
+        try:
+            return self.profile.devices[device]
+        except KeyError:
+            raise ProfileError(
+                f"profile {self.profile.name} has no {device}: measure one with `hetero profile`"
+            ) from None
+
+    def matmul_s(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        m: Sizes,
+        n: Sizes,
+        k: Sizes,
+        order: OperandOrder = "plain",
+    ) -> Cost:
+        """Predicted seconds of matmul kernels; m, n, k broadcast. Raises `ProfileError` if the
+        profile has no predictor for the format and order.
+        """
+        predictor = self._predictor(device, weight_format, order)
+        record = self.device(device)
+        sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
+        shape = sizes[0].shape
+        flat = [size.ravel() for size in sizes]
+        seconds = predict.predict(predictor, record, *flat)
+        outside = predict.outside(predictor.measured, record, *flat)
+        return Cost(seconds.reshape(shape), outside.reshape(shape))
+
+    def measured_s(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        m: int,
+        n: int,
+        k: int,
+        order: OperandOrder = "plain",
+    ) -> float | None:
+        """Median of that very shape (m padded to its graph), or None if it was not measured."""
+        padded = predict.padded_tokens(self.device(device), np.asarray([float(m)]))
+        for tokens in (m, int(padded[0])):
+            row = self._rows.get((device, weight_format.value, order, tokens, n, k))
+            if row is not None:
+                return row.seconds
+        return None
+
+    def other_s(self, device: DeviceKind, op: Op, m: int, context: int = 0) -> Cost:
+        """Predicted seconds of an operation that is not a matmul, `context` tokens in its cache.
+
+        A device with static shapes is charged for the graph size.
+        """
+        predictor = self._others.get((device, predict.op_name(op)))
+        if predictor is None:
+            raise ProfileError(
+                f"profile {self.profile.name} has no times of {predict.op_name(op)} on {device}: "
+                "measure them with `hetero profile`"
+            )
+        tokens = int(predict.padded_tokens(self.device(device), np.asarray([float(m)]))[0])
+        terms = predict.work(op, tokens, context)
+        weights = predictor.coefficients
+        seconds = sum(weights.get(name, 0.0) * amount for name, amount in terms.items())
+        outside = tokens > predictor.max_m or context > predictor.max_context
+        return Cost(np.asarray(max(seconds, predict.TINY_S)), np.asarray(outside))
+
+    def allowed(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        m: int,
+        n: int,
+        k: int,
+        order: OperandOrder = "plain",
+    ) -> Allowed:
+        """Whether a matmul kernel exists here and computes correctly."""
+        if device not in self.profile.devices:
+            return Allowed(False, f"the profile has no {device}")
+        if (device, weight_format, order) not in self._matmuls:
+            return Allowed(False, f"{weight_format.value} ({order}) was not measured on {device}")
+        wanted = shape_class(m, n, k)
+        for entry in self.profile.quarantined:
+            same = (entry.device, entry.op, entry.order) == (device, "MatMul", order)
+            formats = entry.weight_format in (None, weight_format)
+            if same and formats and entry.shape_class in ("", wanted):
+                return Allowed(False, f"quarantined: {entry.detail}")
+        return Allowed(True)
+
+    def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:  # noqa: ARG002
+        """Whether an operation that is not a matmul was measured and computes correctly."""
+        name = predict.op_name(op)
+        if (device, name) not in self._others:
+            return Allowed(False, f"{name} was not measured on {device}")
+        for entry in self.profile.quarantined:
+            if (entry.device, entry.op) == (device, name):
+                return Allowed(False, f"quarantined: {entry.detail}")
+        return Allowed(True)
+
+    def submit_s(self, device: DeviceKind, queue: Literal["busy", "empty"] = "busy") -> float:
+        """Cost of submitting a kernel behind others, or to an empty queue; 0 if calls block."""
+        sync = self._sync(device)
+        return sync.submit_busy_s if queue == "busy" else sync.submit_empty_s
+
+    def wait_s(self, device: DeviceKind, method: WaitMethod = "fast") -> float:
+        """From the kernel's end until the host knows; 0 where calls block or it is unknown."""
+        waits = self._sync(device).wait_s
+        return waits.get(method, min(waits.values(), default=0.0))
+
+    def call_s(self, device: DeviceKind) -> float:
+        """Fixed cost of a blocking call (contained in its kernels' times)."""
+        return self._sync(device).call_s
+
+    def copy_s(self, device: DeviceKind, nbytes: int) -> float:
+        """Moving activations to or from the device; 0 where memory is unified."""
+        if self.device(device).capabilities.unified_memory:
+            return 0.0
+        sync = self._sync(device)
+        return sync.copy_fixed_s + sync.copy_s_per_byte * nbytes
+
+    def contention(self, device: DeviceKind, phase: Phase) -> float:
+        """Factor (>= 1) by which kernels take longer while the other device works too."""
+        entry = self._contention.get(phase)
+        return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
+
+    def bandwidth(self, who: Literal["gpu", "npu", "both"]) -> float | None:
+        """Weight bytes per second in decode; None if it was not measured."""
+        found = self.profile.bandwidth
+        match who:
+            case "gpu":
+                return found.gpu_alone_bytes_per_s
+            case "npu":
+                return found.npu_alone_bytes_per_s
+            case "both":
+                return found.together_bytes_per_s
+
+    def prepare_s(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        n: int,
+        k: int,
+        *,
+        cached: bool = False,
+    ) -> float:
+        """Time to prepare one matmul graph or kernel; 0 if it was not measured."""
+        for entry in self.profile.preparation_predictors:
+            if (entry.device, entry.weight_format) == (device, weight_format):
+                nbytes = float(predict.weight_bytes(weight_format, n, k))
+                if cached:
+                    return entry.cached_fixed_s + entry.cached_s_per_byte * nbytes
+                return entry.fixed_s + entry.s_per_byte * nbytes
+        return 0.0
+
+    def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:
+        """Mean power while these devices work; None if the platform does not tell."""
+        power = self.profile.power
+        if power is None:
+            return None
+        return {
+            "gpu": power.gpu_w,
+            "npu": power.npu_w,
+            "both": power.both_w,
+            "idle": power.idle_w,
+        }[who]
+
+    def _predictor(
+        self, device: DeviceKind, weight_format: WeightFormat, order: OperandOrder
+    ) -> MatMulPredictor:
+        try:
+            return self._matmuls[device, weight_format, order]
+        except KeyError:
+            known = sorted({f"{d} {f.value} {o}" for d, f, o in self._matmuls}) or ["nothing"]
+            raise ProfileError(
+                f"profile {self.profile.name} has no times of {weight_format.value} ({order}) on "
+                f"{device}, only of {', '.join(known)}: measure it with `hetero profile --weights`"
+            ) from None
+
+    def _sync(self, device: DeviceKind) -> DeviceSync:
+        return self.profile.sync.get(device, DeviceSync())

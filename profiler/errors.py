@@ -1,0 +1,11 @@
+"""What goes wrong with profiles, in sentences for people."""
+
+from __future__ import annotations
+
+
+class ProfileError(ValueError):
+    """A profile cannot be read, taken or used; one sentence with the remedy."""
+
+
+class ProfileWarning(UserWarning):
+    """A profile was taken on another device or driver than the one it is used for."""

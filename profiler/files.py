@@ -1,0 +1,145 @@
+"""Profiles as files: JSON that a person can read, replaced atomically, refused by name if foreign.
+
+This module knows dictionaries and paths only; the records are in `hetero.profiler.records`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import platformdirs
+
+from hetero.profiler.errors import ProfileError
+
+Document: TypeAlias = dict[str, Any]
+
+# From an old schema version to the next one; applied one after the other.
+MIGRATIONS: dict[int, Callable[[Document], Document]] = {}
+
+LONGEST_FILE_BYTES = 256 << 20
+INLINE_BELOW = 120  # characters: shorter lists and objects stay on one line
+
+
+def read_document(path: str | Path, current_version: int) -> Document:
+    """The JSON object of a profile file, migrated. Raises `ProfileError` for anything else."""
+    try:
+        if Path(path).stat().st_size > LONGEST_FILE_BYTES:
+            raise ProfileError(f"profile {path} is larger than any profile: pass another file")
+        text = Path(path).read_text(encoding="utf-8")
+        document = json.loads(text)
+    except OSError as error:
+        raise ProfileError(
+            f"profile {path} cannot be read ({error.strerror}): take one with `hetero profile`"
+        ) from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, ProfileError):
+            raise
+        raise ProfileError(
+            f"profile {path} is not JSON ({error}): take it again with `hetero profile`"
+        ) from error
+    if not isinstance(document, dict) or "schema_version" not in document:
+        raise ProfileError(
+            f"{path} is not a profile (no schema_version): pass a file written by `hetero profile`"
+        )
+    return migrate(document, current_version, str(path))
+
+
+def migrate(document: Document, current_version: int, name: str) -> Document:
+    """Bring an old document to the current version. Raises `ProfileError` where it cannot."""
+    version = document["schema_version"]
+    while version != current_version and isinstance(version, int) and version in MIGRATIONS:
+        document = MIGRATIONS[version](document)
+        version = document["schema_version"]
+    if version != current_version or isinstance(version, bool):
+        newer = isinstance(version, int) and version > current_version
+        remedy = "update hetero" if newer else "take it again with `hetero profile`"
+        raise ProfileError(
+            f"profile {name} has schema version {version!r}, this hetero reads {current_version}: "
+            f"{remedy}"
+        )
+    return document
+
+
+def to_text(document: Document) -> str:
+    """Indented JSON with one row of a table to a line."""
+    return _format(document, "") + "\n"
+
+
+def _format(value: Any, indent: str) -> str:
+    inline = json.dumps(value, allow_nan=False)
+    if not isinstance(value, dict | list) or len(inline) + len(indent) < INLINE_BELOW or not value:
+        return inline
+    deeper = indent + "  "
+    if isinstance(value, dict):
+        # A row of a table is a flat object; it stays on one line whatever its length.
+        if indent and not any(isinstance(item, dict | list) and item for item in value.values()):
+            return inline
+        parts = [f"{json.dumps(key)}: {_format(item, deeper)}" for key, item in value.items()]
+        opening, closing = "{", "}"
+    else:
+        if not any(isinstance(item, dict | list) for item in value):
+            return inline
+        parts = [_row(item, deeper) for item in value]
+        opening, closing = "[", "]"
+    body = f",\n{deeper}".join(parts)
+    return f"{opening}\n{deeper}{body}\n{indent}{closing}"
+
+
+def _row(item: Any, indent: str) -> str:
+    """An item of a list: measured rows (an object without lists of objects) on one line."""
+    if isinstance(item, dict) and not any(_is_large(part) for part in item.values()):
+        return json.dumps(item, allow_nan=False)
+    return _format(item, indent)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, dict | list) and len(json.dumps(value)) > INLINE_BELOW
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Replace a file by its new contents; a kill leaves the old or the new, never half."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+            raise
+    except OSError as error:
+        raise ProfileError(
+            f"cannot write {path} ({error.strerror}): choose another --out"
+        ) from error
+
+
+def cached_profile_path() -> Path:
+    """Where `hetero profile` puts this machine's profile unless told otherwise."""
+    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "profiles" / "host.json"
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the profiles that come with the package."""
+    folder = resources.files("hetero.profiler") / "profiles"
+    if not folder.is_dir():
+        return ()
+    names = [entry.name for entry in folder.iterdir()]
+    return tuple(sorted(name[:-5] for name in names if name.endswith(".json")))
+
+
+def shipped_path(name: str) -> Path:
+    """File of a shipped profile."""
+    return Path(str(resources.files("hetero.profiler") / "profiles" / f"{name}.json"))

@@ -1,0 +1,136 @@
+"""What to measure: shapes by default or of a model, pruned by stages (paper section 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.records import DeviceRecord, phase_of
+
+# (n, k) by aspect: square, wide (FFN-up) and tall (FFN-down), from small models to 1-3 B ones.
+DEFAULT_PAIRS: Final = (
+    (512, 512), (1024, 1024), (2048, 2048), (3072, 3072),
+    (3072, 1024), (4864, 896), (8192, 2048), (16384, 2048),
+    (1024, 3072), (896, 4864), (2048, 8192), (512, 2048),
+)  # fmt: skip
+QUICK_PAIRS: Final = ((512, 512), (2048, 2048), (4096, 1024), (1024, 4096))
+DECODE_SIZES: Final = (1, 2, 4, 8)
+PREFILL_SIZES: Final = (16, 32, 64, 96, 128, 256, 512, 1024)
+QUICK_SIZES: Final = (1, 4, 32, 128, 256)
+WIDE: Final = 1.5  # aspect from which a weight is wide or tall
+
+
+class Shape(NamedTuple):
+    """A named matmul of a model (`qkv`, `down`, …); what the CLI passes for `--model`."""
+
+    name: str
+    n: int
+    k: int
+
+
+class Task(NamedTuple):
+    """One kernel at one size: what a row of the profile times."""
+
+    device: DeviceKind
+    weight_format: WeightFormat
+    order: OperandOrder
+    m: int
+    n: int
+    k: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int, int]:
+        """As `MatMulRow.key`."""
+        return (self.device, self.weight_format.value, self.order, self.m, self.n, self.k)
+
+    @property
+    def op(self) -> MatMul:
+        """The operation record."""
+        return MatMul(n=self.n, k=self.k, weight_format=self.weight_format, order=self.order)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tasks to measure, and those that a measured one stands for: pruned task -> its stage's."""
+
+    tasks: tuple[Task, ...]
+    pruned: dict[Task, Task]
+
+
+def shape_class(m: int, n: int, k: int) -> str:
+    """Phase and aspect of a matmul, such as `decode-tall`: one canary for each."""
+    aspect = "wide" if n >= WIDE * k else "tall" if k >= WIDE * n else "square"
+    return f"{phase_of(m)}-{aspect}"
+
+
+def token_counts(device: DeviceRecord, wanted: Iterable[int]) -> list[int]:
+    """Token counts to run: the wanted ones, or the graph sizes among and between them."""
+    sizes = device.capabilities.graph_sizes
+    wanted = sorted(set(wanted))
+    if not (device.capabilities.static_shapes and sizes):
+        return wanted
+    return [size for size in sorted(sizes) if size <= wanted[-1]] or [min(sizes)]
+
+
+def pad(value: int, multiple: int) -> int:
+    """`value` rounded up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
+def stage_key(device: DeviceRecord, task: Task) -> Task:
+    """The task of the largest size in the same stage."""
+    sizes = [size for size in sorted(device.capabilities.graph_sizes) if size >= task.m]
+    if device.capabilities.static_shapes and sizes:
+        tokens = sizes[0]
+    else:
+        tokens = pad(task.m, device.token_stage)
+    return task._replace(m=tokens, n=pad(task.n, device.row_stage))
+
+
+def make_grid(
+    kind: DeviceKind,
+    device: DeviceRecord,
+    pairs: Sequence[tuple[int, int]],
+    tokens: Iterable[int],
+    formats: Iterable[WeightFormat],
+) -> Grid:
+    """All sizes of one device in every format and order it has, one task for each stage."""
+    capabilities = device.capabilities
+    orders: tuple[OperandOrder, ...] = capabilities.operand_orders if kind == "npu" else ("plain",)
+    wanted = [
+        Task(kind, weight_format, order, m, n, k)
+        for weight_format in formats
+        if weight_format in capabilities.weight_formats
+        for order in orders
+        for n, k in dict.fromkeys(pairs)
+        for m in sorted(set(tokens))
+    ]
+    return prune(device, wanted)
+
+
+def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
+    """Keep the last size of each stage that was asked for; static devices get the graph's size."""
+    static = device.capabilities.static_shapes and device.capabilities.graph_sizes
+    kept: dict[Task, Task] = {}
+    members: list[Task] = []
+    for task in wanted:
+        if static and task.m > max(device.capabilities.graph_sizes):
+            continue
+        members.append(task)
+        key = stage_key(device, task)
+        runnable = key._replace(n=task.n) if static else task
+        best = kept.get(key)
+        if best is None or (runnable.n, runnable.m) > (best.n, best.m):
+            kept[key] = runnable
+    tasks = tuple(dict.fromkeys(kept.values()))
+    chosen = set(tasks)
+    pruned = {t: kept[stage_key(device, t)] for t in members if t not in chosen}
+    return Grid(tasks, pruned)
+
+
+def model_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
+    """Distinct (n, k) of a model's matmuls."""
+    return tuple(dict.fromkeys((shape.n, shape.k) for shape in shapes))

@@ -1,0 +1,208 @@
+"""Evaluation of fitted predictors with numpy alone: thousands of shapes in milliseconds.
+
+Notation: S shapes, F features, T knots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.ops import Op, WeightFormat
+from hetero.profiler.records import DeviceRecord, Knots, MatMulPredictor, ShapeRange, Tree
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+TINY_S: Final = 1e-9
+FEATURES: Final = (
+    "log_m", "log_n", "log_k", "row_tiles", "token_tiles", "padding", "log_flops",
+    "log_bytes", "n_over_k", "m_over_n", "m_over_k", "intensity",
+)  # fmt: skip
+
+BYTES_PER_WEIGHT: Final = {
+    WeightFormat.W4A16: 0.5625,
+    WeightFormat.W4A8: 0.5625,
+    WeightFormat.W8A16: 1.0625,
+    WeightFormat.F16: 2.0,
+    WeightFormat.F32: 4.0,
+}
+
+
+def weight_bytes(weight_format: WeightFormat, n: Any, k: Any) -> Any:
+    """Bytes of an n × k weight as stored, scales included."""
+    return BYTES_PER_WEIGHT[weight_format] * n * k
+
+
+def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
+    """Token counts as the device computes them: the next graph size, or a multiple of its stage.
+
+    Above the largest graph size m stays as it is (several calls; an extrapolation).
+    """
+    sizes = device.capabilities.graph_sizes
+    if device.capabilities.static_shapes and sizes:
+        table = np.asarray(sorted(sizes), dtype=np.float64)
+        at = np.minimum(np.searchsorted(table, m), len(table) - 1)
+        return np.maximum(table[at], m)
+    return np.asarray(np.ceil(m / device.token_stage) * device.token_stage)
+
+
+def padded_rows(device: DeviceRecord, n: Floats) -> Floats:
+    """Rows after padding to the device's stage."""
+    return np.asarray(np.ceil(n / device.row_stage) * device.row_stage)
+
+
+def features(
+    device: DeviceRecord, weight_format: WeightFormat, m: Floats, n: Floats, k: Floats
+) -> Floats:
+    """[S, F] columns of `FEATURES` for the trees; m, n, k are sizes before padding, [S]."""
+    rows, tokens = padded_rows(device, n), padded_tokens(device, m)
+    row_unit = max(device.row_stage, device.capabilities.row_alignment)
+    flops = 2.0 * tokens * rows * k
+    nbytes = weight_bytes(weight_format, rows, k) + 4.0 * tokens * (rows + k)
+    columns = (
+        np.log2(tokens),
+        np.log2(rows),
+        np.log2(k),
+        np.ceil(rows / row_unit),
+        np.ceil(tokens / max(device.token_stage, 1)),
+        tokens * rows / (m * n),
+        np.log2(flops),
+        np.log2(nbytes),
+        np.log2(rows / k),
+        np.log2(tokens / rows),
+        np.log2(tokens / k),
+        np.log2(flops / nbytes),
+    )
+    return np.stack(columns, axis=1)
+
+
+def evaluate_knots(knots: Knots, m: Floats, n: Floats, k: Floats) -> Floats:
+    """[S] seconds; see `Knots`."""
+    tokens, coefficients = _knot_arrays(knots)
+    per_size = np.stack((np.ones_like(n), n, k, n * k), axis=1)
+    if len(tokens) == 1:
+        return np.maximum(per_size @ coefficients[0] * (m / tokens[0]), TINY_S)
+    at = np.clip(np.searchsorted(tokens, m, side="right") - 1, 0, len(tokens) - 2)
+    low = np.einsum("sf,sf->s", per_size, coefficients[at])
+    high = np.einsum("sf,sf->s", per_size, coefficients[at + 1])
+    share = (m - tokens[at]) / (tokens[at + 1] - tokens[at])
+    # Outside the knots the outer segments go on, but never below a tenth of the outer knot.
+    return np.maximum(low + share * (high - low), np.maximum(0.1 * low, TINY_S))
+
+
+@lru_cache(maxsize=256)
+def _knot_arrays(knots: Knots) -> tuple[Floats, Floats]:
+    return np.asarray(knots.tokens, dtype=np.float64), np.asarray(knots.coefficients)
+
+
+@dataclass(frozen=True)
+class _Forest:
+    """Trees of one predictor: arrays [trees, nodes]; leaves point to themselves."""
+
+    feature: npt.NDArray[np.intp]
+    threshold: Floats
+    left: npt.NDArray[np.intp]
+    right: npt.NDArray[np.intp]
+    value: Floats
+    depth: int
+
+
+def evaluate_trees(trees: tuple[Tree, ...], columns: Floats) -> Floats:
+    """[S] mean answer of the trees for [S, F] features."""
+    if not trees:
+        return np.zeros(len(columns))
+    forest = _forest(trees)
+    flat = columns.ravel()
+    base = np.arange(len(columns)) * columns.shape[1]
+    total = np.zeros(len(columns))
+    for i in range(len(trees)):
+        node = np.zeros(len(columns), dtype=np.intp)
+        for _ in range(forest.depth):
+            goes_left = flat[base + forest.feature[i][node]] <= forest.threshold[i][node]
+            node = np.where(goes_left, forest.left[i][node], forest.right[i][node])
+        total += forest.value[i][node]
+    return total / len(trees)
+
+
+@lru_cache(maxsize=64)
+def _forest(trees: tuple[Tree, ...]) -> _Forest:
+    nodes = max(len(tree.feature) for tree in trees)
+    shape = (len(trees), nodes)
+    feature, left, right = (np.zeros(shape, dtype=np.intp) for _ in range(3))
+    threshold, value = np.zeros(shape), np.zeros(shape)
+    for i, tree in enumerate(trees):
+        for node, column in enumerate(tree.feature):
+            leaf = column < 0
+            feature[i, node] = 0 if leaf else column
+            left[i, node] = node if leaf else tree.left[node]
+            right[i, node] = node if leaf else tree.right[node]
+            threshold[i, node] = tree.threshold[node]
+            value[i, node] = tree.value[node]
+    return _Forest(feature, threshold, left, right, value, max(map(_depth, trees)))
+
+
+def _depth(tree: Tree) -> int:
+    depth = [0] * len(tree.feature)
+    for node, column in enumerate(tree.feature):
+        if column >= 0:
+            depth[tree.left[node]] = depth[tree.right[node]] = depth[node] + 1
+    return max(depth)
+
+
+def predict(
+    predictor: MatMulPredictor, device: DeviceRecord, m: Floats, n: Floats, k: Floats
+) -> Floats:
+    """[S] seconds of one kernel."""
+    tokens, rows = padded_tokens(device, m), padded_rows(device, n)
+    seconds = evaluate_knots(predictor.knots, tokens, rows, k)
+    if predictor.trees:
+        columns = features(device, predictor.weight_format, m, n, k)
+        seconds = seconds * np.exp(evaluate_trees(predictor.trees, columns))
+    return seconds
+
+
+def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k: Floats) -> Bools:
+    """[S] whether a shape lies outside the measured range; padding counts for m."""
+    tokens = padded_tokens(device, m)
+    inside = (tokens >= measured.m[0]) & (tokens <= measured.m[1])
+    inside &= (n >= measured.n[0]) & (n <= measured.n[1])
+    return np.asarray(~(inside & (k >= measured.k[0]) & (k <= measured.k[1])))
+
+
+def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
+    """Work terms of an operation that is not a matmul, by name; an `OtherPredictor` weighs them.
+
+    calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
+    feature) and the cached elements that are read.
+    """
+    terms = {"calls": 1.0, "tokens": float(m)}
+    match op:
+        case ops.Attention():
+            average = context + (m + 1) / 2
+            reach = min(average, op.window) if op.window else average
+            terms["elements"] = float(m * op.width)
+            terms["pairs"] = float(m * reach * op.heads * op.head_dim)
+            keys = context + m
+            cached = min(keys, op.window + m) if op.window else keys
+            terms["cached"] = float(cached * op.kv_heads * op.head_dim)
+        case ops.Rope():
+            terms["elements"] = float(m * op.width)
+        case ops.GatedAct():
+            terms["elements"] = float(m * op.f)
+        case ops.MatMul():
+            terms["elements"] = float(m * (op.n + op.k))
+        case _:
+            terms["elements"] = float(m * op.d)
+    return terms
+
+
+def op_name(op: Op) -> str:
+    """Name under which an operation's kernel is measured: its class, `+add` if it is fused."""
+    fused = isinstance(op, ops.RMSNorm | ops.LayerNorm) and op.add
+    return type(op).__name__ + ("+add" if fused else "")

@@ -1,0 +1,509 @@
+"""`DeviceProfile`: everything that was measured on one machine, and what was fitted to it.
+
+Units are in the names: seconds `_s`, bytes `_bytes`, `_per_s`. Notation as in
+`hetero.backends.ops`: m tokens, n output features (rows of the weight), k input features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.protocol import Capabilities, Device, DeviceKind
+from hetero.profiler import files
+from hetero.profiler.errors import ProfileError, ProfileWarning
+
+SCHEMA_VERSION: Final = 1
+DECODE_TOKENS: Final = 8  # largest token count of the decode phase (speculative verification)
+
+Phase: TypeAlias = Literal["prefill", "decode"]
+Numbers: TypeAlias = Literal["measured", "compiler-predicted", "simulated"]
+Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed", "pruned"]
+Seconds = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1, lt=2**53)]
+
+
+def phase_of(m: int) -> Phase:
+    """Decode up to 8 tokens, prefill above."""
+    return "decode" if m <= DECODE_TOKENS else "prefill"
+
+
+class Record(BaseModel):
+    """Base of all: frozen, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null"
+    )
+
+
+class CapabilityRecord(Record):
+    """`hetero.backends.protocol.Capabilities` as measured devices declared them."""
+
+    unified_memory: bool = True
+    asynchronous: bool = False
+    static_shapes: bool = False
+    graph_sizes: tuple[Count, ...] = ()
+    weight_formats: tuple[WeightFormat, ...] = ()
+    row_alignment: Count = 16
+    token_alignment: Count = 1
+    fused_groups: tuple[str, ...] = ()
+    operand_orders: tuple[OperandOrder, ...] = ("plain",)
+    early_visibility: bool | None = None
+    memory_limit_bytes: int | None = None
+
+    @classmethod
+    def of(cls, capabilities: Capabilities) -> Self:
+        """Copy from an open device."""
+        return cls.model_validate(
+            {name: getattr(capabilities, name) for name in cls.model_fields}, strict=False
+        )
+
+
+class DeviceRecord(Record):
+    """Identity of one device and what it can do.
+
+    numbers       how the times of this device came about
+    fingerprint   `DeviceInfo.fingerprint` at measuring time
+    row_stage, token_stage    sizes that pad to the same multiple take the same time; 1: no stages
+    """
+
+    numbers: Numbers = "measured"
+    backend: str
+    name: str
+    driver: str
+    details: dict[str, str] = {}
+    fingerprint: str
+    capabilities: CapabilityRecord
+    row_stage: Count = 1
+    token_stage: Count = 1
+
+    @classmethod
+    def of(cls, device: Device, *, row_stage: int = 1, token_stage: int = 1) -> Self:
+        """Describe an open device."""
+        info = device.info
+        return cls(
+            backend=info.backend,
+            name=info.name,
+            driver=info.driver,
+            details=dict(info.details),
+            fingerprint=info.fingerprint,
+            capabilities=CapabilityRecord.of(device.capabilities),
+            row_stage=row_stage,
+            token_stage=token_stage,
+        )
+
+
+class Environment(Record):
+    """The machine at measuring time; what the platform does not tell is None."""
+
+    system: str = ""
+    processor: str = ""
+    cores: int | None = None
+    memory_bytes: int | None = None
+    cache_bytes: int | None = None
+    clock_hz: float | None = None
+    governor: str | None = None
+    temperature_c: float | None = None
+    gpu_core: int | None = None
+    control_core: int | None = None
+    load_average: float | None = None
+    packages: dict[str, str] = {}
+
+
+class Stats(Record):
+    """Summary of raw samples: median, relative half-width of its 95 % confidence interval, samples,
+    relative spread (1.4826 · median absolute deviation / median).
+    """
+
+    seconds: Positive
+    ci: Annotated[float, Field(ge=0)] | None = None
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    samples: Count = 1
+
+
+class MatMulRow(Stats):
+    """Time of one matmul kernel. `seconds` is normalised by the reference kernel: `reference` is
+    reference time during the row / its median over the run (1: no drift).
+    """
+
+    device: DeviceKind
+    weight_format: WeightFormat
+    order: OperandOrder = "plain"
+    m: Count
+    n: Count
+    k: Count
+    reference: Positive = 1.0
+    block: int = 0
+    flags: tuple[Flag, ...] = ()
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the row's token count."""
+        return phase_of(self.m)
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int, int]:
+        """What identifies the kernel and size."""
+        return (self.device, self.weight_format.value, self.order, self.m, self.n, self.k)
+
+
+class OtherRow(Stats):
+    """Time of an operation that is not a matmul. `op` is the record's class name, `sizes` its sizes
+    by name, `context` the tokens that the KV cache held before the call.
+    """
+
+    device: DeviceKind
+    op: str
+    sizes: dict[str, int]
+    m: Count
+    context: Annotated[int, Field(ge=0)] = 0
+    flags: tuple[Flag, ...] = ()
+
+
+class PreparationRow(Record):
+    """Time to prepare one matmul graph or kernel: the first time, and again with warm caches."""
+
+    device: DeviceKind
+    weight_format: WeightFormat
+    n: Count
+    k: Count
+    cold_s: Seconds
+    cached_s: Seconds
+
+
+class ShapeRange(Record):
+    """Measured range; outside it a prediction is an extrapolation."""
+
+    m: tuple[Count, Count]
+    n: tuple[Count, Count]
+    k: tuple[Count, Count]
+
+
+class Validation(Record):
+    """Error of predicting (n, k) pairs that were left out of the fit, whole, as fractions.
+
+    mape      mean |predicted - measured| / measured
+    p95       95th percentile of the same
+    folds     groups of pairs that were left out in turn; 0: too few pairs to leave any out
+    """
+
+    phase: Phase
+    mape: float
+    p95: float
+    folds: int
+    rows: int
+
+
+class Knots(Record):
+    """seconds(m, n, k): for each m in `tokens` linear in (1, n, k, n·k), linear in m between them.
+
+    `coefficients[i]` are seconds per feature at `tokens[i]`, all of them non-negative. Before the
+    first and after the last knot the outer segment goes on.
+    """
+
+    tokens: tuple[Count, ...]
+    coefficients: tuple[tuple[float, float, float, float], ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.tokens or len(self.tokens) != len(self.coefficients):
+            raise ValueError("knots need as many tokens as coefficients, and at least one")
+        if list(self.tokens) != sorted(set(self.tokens)):
+            raise ValueError(f"tokens of knots must rise, got {self.tokens}")
+        return self
+
+
+class Tree(Record):
+    """A regression tree as arrays over its nodes. Node i goes to `left[i]` if feature `feature[i]`
+    is ≤ `threshold[i]`, else to `right[i]`; a leaf has `feature[i] = -1` and answers `value[i]`.
+    """
+
+    feature: tuple[int, ...]
+    threshold: tuple[float, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    value: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        count = len(self.feature)
+        arrays = (self.threshold, self.left, self.right, self.value)
+        if count == 0 or any(len(array) != count for array in arrays):
+            raise ValueError("the arrays of a tree have one entry for each node")
+        for i, feature in enumerate(self.feature):
+            children = (self.left[i], self.right[i])
+            if feature >= 0 and not all(i < child < count for child in children):
+                raise ValueError(f"node {i} of a tree must point forward to nodes of the tree")
+        return self
+
+
+class Regimes(Record):
+    """How a person reads a device's times: memory-bound up to `knee_m` tokens at
+    `bytes_per_s`, then compute-bound at `flops_per_s`.
+    """
+
+    bytes_per_s: Positive | None = None
+    flops_per_s: Positive | None = None
+    knee_m: Positive | None = None
+
+
+class MatMulPredictor(Record):
+    """Predicts matmuls of one device, format and order: knots · exp(mean of the trees' answers).
+
+    `features` names the trees' columns (`hetero.profiler.predict.FEATURES`); without trees the
+    knots are the whole answer (piecewise linear, the GPU).
+    """
+
+    device: DeviceKind
+    weight_format: WeightFormat
+    order: OperandOrder = "plain"
+    knots: Knots
+    features: tuple[str, ...] = ()
+    trees: tuple[Tree, ...] = ()
+    measured: ShapeRange
+    regimes: Regimes = Regimes()
+    validation: tuple[Validation, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        used = {feature for tree in self.trees for feature in tree.feature}
+        if used and max(used) >= len(self.features):
+            raise ValueError(f"a tree uses column {max(used)} of {len(self.features)} features")
+        return self
+
+
+class OtherPredictor(Record):
+    """seconds = Σ coefficient · work, with the work terms of `hetero.profiler.predict.work`.
+
+    `max_m` and `max_context` bound what was measured.
+    """
+
+    device: DeviceKind
+    op: str
+    coefficients: dict[str, float]
+    max_m: Count
+    max_context: Annotated[int, Field(ge=0)] = 0
+    mape: float = 0.0
+
+
+class PreparationPredictor(Record):
+    """seconds = fixed_s + s_per_byte · packed bytes of the weight."""
+
+    device: DeviceKind
+    weight_format: WeightFormat
+    fixed_s: Seconds
+    s_per_byte: Seconds
+    cached_fixed_s: Seconds
+    cached_s_per_byte: Seconds
+
+
+class Bandwidth(Record):
+    """Weight bytes per second of one-token matmuls, out of cache (paper section 3.3)."""
+
+    gpu_alone_bytes_per_s: Positive | None = None
+    npu_alone_bytes_per_s: Positive | None = None
+    gpu_together_bytes_per_s: Positive | None = None
+    npu_together_bytes_per_s: Positive | None = None
+
+    @property
+    def together_bytes_per_s(self) -> float | None:
+        """Sum of both while both run."""
+        if self.gpu_together_bytes_per_s is None or self.npu_together_bytes_per_s is None:
+            return None
+        return self.gpu_together_bytes_per_s + self.npu_together_bytes_per_s
+
+
+class Contention(Record):
+    """By which factor each device is slower while the other runs a kernel of the same phase."""
+
+    phase: Phase
+    gpu: Positive
+    npu: Positive
+
+
+class Sleep(Record):
+    """How late `time.sleep(requested_s)` returns, with the system's or a 1 ns timer slack."""
+
+    requested_s: Seconds
+    timer_slack_ns: int | None = None
+    late_median_s: Seconds
+    late_p99_s: Seconds
+
+
+class DeviceSync(Record):
+    """Costs around a kernel on one device.
+
+    submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
+                                     a launch takes from submission to end in an empty queue
+    wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
+               (blocking call), `event` (its status polled), `flag` (a word of the output polled),
+               `fast` (the best usable)
+    call_s     fixed cost of a blocking call
+    copy_fixed_s, copy_s_per_byte    buffer copy; map_s: mapping a buffer that is mapped already
+    """
+
+    submit_busy_s: Seconds = 0.0
+    submit_empty_s: Seconds = 0.0
+    wait_s: dict[str, Seconds] = {}
+    call_s: Seconds = 0.0
+    copy_fixed_s: Seconds = 0.0
+    copy_s_per_byte: Seconds = 0.0
+    map_s: Seconds = 0.0
+    notes: dict[str, str] = {}
+
+
+class HostSync(Record):
+    """What a thread of the host pays for sleeping and waking."""
+
+    sleep: tuple[Sleep, ...] = ()
+    thread_wake_s: Seconds | None = None
+
+
+class Power(Record):
+    """Mean power while the device works, and energy source; what cannot be read is absent."""
+
+    source: str
+    idle_w: Annotated[float, Field(ge=0)] | None = None
+    gpu_w: Annotated[float, Field(ge=0)] | None = None
+    npu_w: Annotated[float, Field(ge=0)] | None = None
+    both_w: Annotated[float, Field(ge=0)] | None = None
+
+
+class Quarantine(Record):
+    """A kernel that computes wrongly here; the solver may not use it.
+
+    `shape_class` as `hetero.profiler.grid.shape_class`; empty: every shape.
+    """
+
+    device: DeviceKind
+    op: str
+    weight_format: WeightFormat | None = None
+    order: OperandOrder = "plain"
+    shape_class: str = ""
+    error: float | None = None
+    tolerance: float
+    detail: str
+
+
+class ReferencePoint(Record):
+    """One timing of a reference kernel: when (since the start), and how long."""
+
+    device: DeviceKind
+    phase: Phase
+    at_s: Seconds
+    seconds: Positive
+
+
+class StageCheck(Record):
+    """A pruned size that was measured after all, beside the size that stands for it."""
+
+    device: DeviceKind
+    m: Count
+    n: Count
+    k: Count
+    measured_s: Positive
+    stage_s: Positive
+
+
+class Coverage(Record):
+    """How much of the grid was measured, and with which settings."""
+
+    quick: bool = False
+    budget_s: Seconds = 0.0
+    spent_s: Seconds = 0.0
+    grid_tasks: int = 0
+    measured_tasks: int = 0
+    pruned_tasks: int = 0
+    finished: bool = False
+    seed: int = 0
+
+
+class DeviceProfile(Record):
+    """See the module's docstring and docs/profiler.md."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    created: str
+    hetero_version: str
+    environment: Environment = Environment()
+    coverage: Coverage = Coverage()
+    devices: dict[DeviceKind, DeviceRecord]
+    quarantined: tuple[Quarantine, ...] = ()
+    bandwidth: Bandwidth = Bandwidth()
+    contention: tuple[Contention, ...] = ()
+    sync: dict[DeviceKind, DeviceSync] = {}
+    host_sync: HostSync = HostSync()
+    power: Power | None = None
+    predictors: tuple[MatMulPredictor, ...] = ()
+    other_predictors: tuple[OtherPredictor, ...] = ()
+    preparation_predictors: tuple[PreparationPredictor, ...] = ()
+    matmuls: tuple[MatMulRow, ...] = ()
+    others: tuple[OtherRow, ...] = ()
+    preparation: tuple[PreparationRow, ...] = ()
+    references: tuple[ReferencePoint, ...] = ()
+    stage_checks: tuple[StageCheck, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits that change with any number of the profile."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+
+    def differences(self, devices: Iterable[Device]) -> list[str]:
+        """How open devices differ from those measured; empty if the profile is theirs."""
+        found = []
+        for device in devices:
+            kind = device.capabilities.kind
+            measured = self.devices.get(kind)
+            if measured is None:
+                found.append(f"it has no {kind}")
+            elif measured.fingerprint != device.info.fingerprint:
+                found.append(
+                    f"its {kind} is {measured.name} ({measured.backend}, {measured.driver}), "
+                    f"here is {device.info.name} ({device.info.backend}, {device.info.driver})"
+                )
+        return found
+
+    def warn_if_foreign(self, devices: Iterable[Device]) -> None:
+        """One `ProfileWarning` if the profile was not taken on these devices."""
+        found = self.differences(devices)
+        if found:
+            warnings.warn(
+                f"profile {self.name} was taken elsewhere ({'; '.join(found)}): predictions may be "
+                "off, take one here with `hetero profile`",
+                ProfileWarning,
+                stacklevel=2,
+            )
+
+    def to_json(self) -> str:
+        """The document that `save` writes."""
+        return files.to_text(self.model_dump(mode="json"))
+
+    def save(self, path: str | Path) -> None:
+        """Write atomically. Raises `ProfileError` if that is not possible."""
+        files.write_atomically(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file, or a shipped profile by its name. Raises `ProfileError`."""
+        if isinstance(path, str) and path in files.shipped_names() and not Path(path).exists():
+            path = files.shipped_path(path)
+        document = files.read_document(path, SCHEMA_VERSION)
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ProfileError(
+                f"profile {path} is damaged at {where or 'the top'} ({first['msg']}): take it "
+                "again with `hetero profile`"
+            ) from error
+        except RecursionError as error:
+            raise ProfileError(f"profile {path} is nested too deeply: it is not one") from error
