@@ -344,7 +344,7 @@ def _print_answer(
 ) -> GenerationResult:
     ended: list[GenerationResult] = []
     tokens = llm.encode_chat(messages)
-    for piece in llm.stream(tokens, max_tokens=max_tokens, on_end=ended, **sampling):
+    for piece in llm.stream(tokens, max_tokens=max_tokens, chat=True, on_end=ended, **sampling):
         print(piece.text, end="", flush=True)
     print(flush=True)
     return ended[0]

@@ -99,7 +99,9 @@ class StopFilter:
 class Generation:
     """One answer in the making: iterate over its pieces, then read `result()`.
 
-    Runs on the thread that iterates, which is the engine's control thread meanwhile.
+    Runs on the thread that iterates, which is the engine's control thread meanwhile. `continues`
+    says that the text goes on from the prompt (its first piece may begin with a space), not that it
+    answers it.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Generation:
         params: SamplingParams,
         *,
         max_tokens: int,
+        continues: bool = True,
         eos_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         fallback: str = "",
@@ -119,7 +122,7 @@ class Generation:
             raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
         self._engine = engine
         self._sampler = Sampler(params)
-        self._decoder: StreamDecoder = tokenizer.decoder(prompt)
+        self._decoder: StreamDecoder = tokenizer.decoder(prompt if continues else ())
         self._end = frozenset(eos_ids)
         self._prompt = list(prompt)
         self._max_tokens = max_tokens

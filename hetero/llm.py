@@ -115,7 +115,11 @@ class LLM:
         chat: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """The answer to a prompt (text or token ids), greedy unless a temperature is given."""
+        """The answer to a prompt (text or token ids), greedy unless a temperature is given.
+
+        With `chat` a text goes through the chat template first; ids are taken as they are, and the
+        answer is a text of its own instead of going on from the prompt.
+        """
         with self._lock:
             generation = self._start(prompt, max_tokens, stop, chat, SamplingParams(**sampling))
             for _ in generation:
@@ -149,7 +153,7 @@ class LLM:
     ) -> GenerationResult:
         """The next message of a conversation, by the model's chat template."""
         tokens = self.encode_chat(messages)
-        return self.generate(tokens, max_tokens=max_tokens, stop=stop, **sampling)
+        return self.generate(tokens, max_tokens=max_tokens, stop=stop, chat=True, **sampling)
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits float32 [tokens, vocab] after every token of a fresh context."""
@@ -182,12 +186,14 @@ class LLM:
     ) -> Generation:
         tokens = self.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
         self._engine.truncate(0)
+        self._engine.check(tokens)
         return Generation(
             self._engine,
             self._loaded.tokenizer,
             tokens,
             sampling,
             max_tokens=max_tokens,
+            continues=not chat,
             eos_ids=self._loaded.eos_ids,
             stop=stop,
             fallback=self.devices.fallback,

@@ -44,6 +44,7 @@ Size: TypeAlias = tuple[int, ...]
 INPUT_PORTS = frozenset({"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache"})
 OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache"})
 SPIN_S = 200e-6
+LONGEST_NAP_S = 200e-6  # bounds how late the end of a long launch is noticed
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class OpenCLCompletion(Completion):
             if waited_s > deadline_s:
                 raise WaitTimeoutError(BACKEND, self._call.name, deadline_s)
             if waited_s > SPIN_S:
-                time.sleep(min(waited_s / 20, 1e-3))
+                time.sleep(min(waited_s / 20, LONGEST_NAP_S))
 
 
 def _specialise(device: OpenCLDevice, launch: Launch, kernel: cl.Kernel) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
+SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
 QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale, correction
 
 
@@ -93,6 +94,7 @@ def cpu_launches(
         "TOKENS": tile.tokens,
         "BLOCKS": tile.blocks,
         "DOT": tuning.dot,
+        "PREFETCH": tile.prefetch,
     }
     program = device.programs.get("matmul_cpu.cl", defines)
     tiles = -(-op.n // (ROW_BLOCK * tile.blocks))
@@ -127,8 +129,32 @@ def _pack(plan: _Plan, x: Tensor, m: int, tokens: int) -> tuple[Launch, cl.Buffe
 def simt_launches(
     plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """To do."""
-    raise NotImplementedError
+    """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
+    op, device, splits = plan.op, plan.device, tuning.splits
+    tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
+    defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits}
+    program = device.programs.get("matmul_simt.cl", defines)
+    launches: list[Launch] = []
+    x_args: tuple[Argument, ...] = (tensors["x"],)
+    if op.weight_format is WeightFormat.W4A8:
+        groups = m * padded(op.k, GROUP_SIZE) // GROUP_SIZE
+        rounded = device.shared_scratch(4 * m * op.k)
+        args: tuple[Argument, ...] = (groups, tensors["x"], rounded, op.k)
+        launches.append(
+            Launch(program, "round_activations", (padded(groups, SIMT_LANES),), (SIMT_LANES,), args)
+        )
+        x_args = (rounded, 0)
+    tail = (*x_args, tensors["y"], m, op.n, op.k, plan.operands.has_bias)
+    blocks, local = -(-op.n // ROW_BLOCK), (ROW_BLOCK, splits)
+    if m <= tokens:
+        args = (blocks, *plan.operands.args, *tail)
+        launches.append(Launch(program, "gemv", (ROW_BLOCK, splits * blocks), local, args))
+    else:
+        tiles, token_tiles = -(-blocks // SIMT_TILE_BLOCKS), -(-m // SIMT_TILE_TOKENS)
+        args = (tiles, *plan.operands.args, *tail)
+        size = (ROW_BLOCK * tiles, splits * token_tiles)
+        launches.append(Launch(program, "gemm", size, local, args))
+    return launches
 
 
 def _operands(device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None) -> _Operands:

@@ -4,10 +4,12 @@
 
     graph_sizes   token counts that calls may have; others are refused when bound, as on a real NPU
     w4a16         how 4-bit weights meet floating-point activations (see `graphs.matmul`):
+                  "fp32"   (default) weights dequantised on the fly, fp32 arithmetic; 0.63 bytes
                   "split"  two int8 planes of the activations, together 15 bits for each block of
-                           32; 2 times as fast as fp32 for one token, 0.6 times for 256
-                  "fp32"   dequantised on the fly, fp32 arithmetic
-                  "both"   split for up to 16 tokens, fp32 above; holds the weights twice
+                           32: 1.2 to 1.8 times as fast as fp32 for one token, 0.6 times for 256;
+                           0.75 bytes a weight
+                  "both"   split for up to 16 tokens, fp32 above: fast decode and fast
+                           prefill, but the weights are held twice, 1.38 bytes a weight
 
 Sessions have a symbolic token count, so one session serves every graph size: ONNX Runtime packs
 weights into a private copy for each session. The caller pins the thread; nothing here does.
@@ -21,7 +23,7 @@ from hetero.backends.protocol import Device
 
 
 def open(
-    *, graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES, w4a16: ActivationPath = "split"
+    *, graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES, w4a16: ActivationPath = "fp32"
 ) -> Device:
     """Open ONNX Runtime on the host's CPU; see the module's docstring for the options."""
     return OrtCpuDevice(graph_sizes=graph_sizes, w4a16=w4a16)

@@ -6,7 +6,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ class OrtCpuDevice(Device):
     def __init__(self, *, graph_sizes: tuple[int, ...], w4a16: graphs.ActivationPath) -> None:
         if not graph_sizes or min(graph_sizes) < 1:
             raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
+        if w4a16 not in get_args(graphs.ActivationPath):
+            raise ValueError(f"w4a16 is one of {get_args(graphs.ActivationPath)}, got {w4a16!r}")
+        ort.disable_telemetry_events()
         self.info = DeviceInfo(
             backend=BACKEND,
             name=_processor_name(),
@@ -144,14 +147,15 @@ class OrtCpuDevice(Device):
 
     def _paths(self, op: ops.MatMul) -> list[tuple[int, bool]]:
         """(largest token count, whether the activations are split), see `graphs.matmul`."""
-        everything = max(self.capabilities.graph_sizes)
+        sizes = self.capabilities.graph_sizes
         match op.weight_format, self._w4a16:
             case (WeightFormat.W8A16, _) | (WeightFormat.W4A16, "split"):
-                return [(everything, True)]
+                return [(max(sizes), True)]
             case WeightFormat.W4A16, "both":
-                return [(SPLIT_PAYS_UP_TO, True), (everything, False)]
+                limits = {SPLIT_PAYS_UP_TO: True, max(sizes): max(sizes) <= SPLIT_PAYS_UP_TO}
+                return [(limit, split) for limit, split in limits.items() if min(sizes) <= limit]
             case _:
-                return [(everything, False)]
+                return [(max(sizes), False)]
 
     def _packed(self, op: ops.MatMul, split: bool) -> frozenset[str]:
         """Initializers that ONNX Runtime has packed and reads no more, tried on a small weight."""

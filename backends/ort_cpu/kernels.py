@@ -132,12 +132,12 @@ class GraphKernel(OrtKernel):
     ) -> None:
         super().__init__(host, op)
         self._session = session
-        self._extra = dict(extra)
+        self.extra = dict(extra)
         self._piece = max(1, CACHE_FRIENDLY_BYTES // row_bytes) if row_bytes else 0
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
-        pieces = _pieces(self._session, tensors, m, self._piece or m, self._extra)
-        return pieces, None, self._extra
+        pieces = _pieces(self._session, tensors, m, self._piece or m, self.extra)
+        return pieces, None, self.extra
 
 
 class RopeKernel(OrtKernel):

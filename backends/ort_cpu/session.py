@@ -112,7 +112,8 @@ class OrtCall(BoundCall):
     ) -> None:
         self.name, self.m = name, m
         self._health = health
-        self._launches = [(session.run_with_iobinding, binding) for session, binding in launches]
+        self.launches = list(launches)
+        self._runs = [(session.run_with_iobinding, binding) for session, binding in launches]
         self._before = before
         self._keep = keep  # whatever owns the bound memory
 
@@ -122,11 +123,12 @@ class OrtCall(BoundCall):
         if self._before is not None:
             self._before()
         try:
-            for run, binding in self._launches:
+            for run, binding in self._runs:
                 run(binding)  # with run options, Python's wrapper takes 50 µs longer
         except NATIVE_ERRORS as error:
             raise device_error(error, self.name) from error
 
     def release(self) -> None:
         """Drop the sessions; only a closed device does this."""
-        self._launches.clear()
+        self.launches.clear()
+        self._runs.clear()

@@ -166,9 +166,9 @@ class CheckpointWeights(ModelWeights):
 
     def _pack_tensors(self, names: list[str]) -> PackedWeight:
         sources = [SourceTensor(name, self.files.array(name)) for name in names]
-        packed = pack_rows(sources, self.weight_format.storage)
-        self.files.forget(names)
-        return packed
+        return pack_rows(
+            sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
+        )
 
     def _vector(self, name: str) -> Float32Array:
         values: Float32Array = self.files.array(name).astype(np.float32)

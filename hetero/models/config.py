@@ -34,6 +34,7 @@ _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_
 _DEFAULT_MAX_POSITION = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_WINDOW = 4096
+_MAX_LAYERS = 4096
 _DEFAULT_WINDOW_LAYERS = 28
 _DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
@@ -106,7 +107,7 @@ class ModelConfig:
         source = Fields(raw, where)
         architecture = _architecture(source)
         _refuse_quantised(source)
-        layers = source.positive_int("num_hidden_layers")
+        layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
         max_position = source.positive_int(
             "max_position_embeddings", _DEFAULT_MAX_POSITION[architecture]
         )

@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 
 from hetero.errors import ModelError
 
+MAX_SIZE = 2**31 - 1  # sizes are int32 on devices
+
 
 def read_text(path: Path) -> str:
     """A text file in UTF-8. Raises `ModelError`."""
@@ -51,13 +53,15 @@ class Fields:
         got = f", got {self.raw[name]!r}" if name in self.raw else ", but it is missing"
         return ModelError(f"{self.where}: {name} {rule}{got}; {remedy}")
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """An integer >= 1."""
+    def positive_int(self, name: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """An integer from 1 to `limit`."""
         value = self.raw.get(name)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, "must be a positive integer", "correct the file")
+        if value > limit:
+            raise self.error(name, f"must be at most {limit}", "correct the file")
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:

@@ -7,7 +7,9 @@ ten times the piece's bytes for a moment, so pieces are small.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,9 @@ from hetero.backends.weights import (
 from hetero.errors import ModelError
 from hetero.models.layout import has_scales
 
-PIECE_ELEMENTS = 1 << 18
+PIECE_ELEMENTS = 1 << 16  # stays in a core's cache
+_BATCH_PIECES = 128
+_MAX_THREADS = 4  # each holds the memory of one piece
 
 # Largest magnitude whose scale (or value) is still a finite fp16 number.
 _LIMITS = {"q4": 65504.0 * 8, "q8": 65504.0 * 127, "f16": 65504.0, "f32": math.inf}
@@ -48,21 +52,33 @@ def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
     return PackedWeight(storage, n, k, data, scales)
 
 
-def pack_rows(sources: Sequence[SourceTensor], storage: StorageFormat) -> PackedWeight:
-    """Pack the rows of `sources`, one tensor after the other.
+def pack_rows(
+    sources: Sequence[SourceTensor],
+    storage: StorageFormat,
+    after_batch: Callable[[], None] = lambda: None,
+) -> PackedWeight:
+    """Pack the rows of `sources`, one tensor after the other, on all cores.
 
+    `after_batch` is called now and then, so that pages of a mapped source can be given back.
     Raises `ModelError` for a value that is not finite or beyond the storage format's range.
     """
     k = sources[0].values.shape[1]
     n = sum(source.values.shape[0] for source in sources)
     packed = empty_packed(storage, n, k)
     step = max(ROW_BLOCK, PIECE_ELEMENTS // k // ROW_BLOCK * ROW_BLOCK)
-    for start in range(0, n, step):
+
+    def pack_piece(start: int) -> None:
         piece = pack(_gather(sources, start, min(start + step, n), storage), storage)
         first, last = start // ROW_BLOCK, start // ROW_BLOCK + piece.data.shape[0]
         packed.data[first:last] = piece.data
         if packed.scales is not None:
             packed.scales[first:last] = piece.scales
+
+    starts = range(0, n, step)
+    with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, _MAX_THREADS)) as pool:
+        for batch in range(0, len(starts), _BATCH_PIECES):
+            list(pool.map(pack_piece, starts[batch : batch + _BATCH_PIECES]))
+            after_batch()
     return packed
 
 

@@ -79,7 +79,7 @@ class Engine:
 
     def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to the context, in pieces; logits [vocab] after its last token."""
-        self._check(tokens)
+        self.check(tokens)
         pieces = split(len(tokens), self._piece_sizes("prefill"), self._longest)
         start = 0
         for i, count in enumerate(pieces):
@@ -90,13 +90,13 @@ class Engine:
 
     def decode(self, token: int) -> npt.NDArray[np.float32]:
         """Append one token to the context; logits [vocab] after it."""
-        self._check((token,))
+        self.check((token,))
         self._run("decode", (token,), 1)
         return self._last_logits()
 
     def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
-        self._check(tokens)
+        self.check(tokens)
         parts = []
         for start in range(0, len(tokens), SCORING_PIECE):
             piece = tokens[start : start + SCORING_PIECE]
@@ -166,7 +166,8 @@ class Engine:
         logits: npt.NDArray[np.float32] = self.pool["logits"].array[:rows]
         return logits
 
-    def _check(self, tokens: Sequence[int]) -> None:
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise what `prefill(tokens)` would raise, without running anything."""
         if self._closed:
             raise DeviceLostError("engine", "running the model", "the model was closed")
         if not len(tokens):

@@ -22,7 +22,7 @@ COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
     "reference-static": ("reference", {"graph_sizes": GRAPH_SIZES}),
     "ort-cpu": ("ort-cpu", {"graph_sizes": GRAPH_SIZES}),
     "ort-cpu-fp32": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "fp32"}),
-    "ort-cpu-both": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "both"}),
+    "ort-cpu-split": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "split"}),
     "opencl": ("opencl", {}),
 }
 COMPUTING_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {

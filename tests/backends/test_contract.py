@@ -58,6 +58,23 @@ def test_matmul(device: Device, n: int, k: int, weight_format: WeightFormat) -> 
     check_op(device, ops.MatMul(n=n, k=k, weight_format=weight_format), EDGE_TOKENS)
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        *(ops.MatMul(n=48, k=172, weight_format=fmt, bias=True) for fmt in WeightFormat),
+        ops.Embed(vocab=300, d=96, weight_format=WeightFormat.W4A8),
+        ops.RMSNorm(d=96, eps=1e-6, add=True),
+        replace(ROPE, max_position=256, head_dim=12),
+        replace(ATTENTION, capacity=256),
+        replace(ATTENTION, capacity=256, head_dim=12, window=100),
+        ops.GatedAct(f=3000),
+    ],
+    ids=ops.describe,
+)
+def test_long_prompt(device: Device, op: Op) -> None:
+    check_op(device, op, (256,))
+
+
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize("k", [96, 172])
 def test_matmul_bias(device: Device, k: int, weight_format: WeightFormat) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy.typing as npt
 import pytest
 import tokenizers
-from model_helpers import random_tensors
 from safetensors.numpy import save_file
 
 from hetero.models.config import ModelConfig
+from tests.models.model_helpers import random_tensors
 
 
 @pytest.fixture(scope="session")

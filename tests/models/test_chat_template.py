@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
 
 from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, load_templates
 from hetero.models.tokenizer import HfTokenizer
+from tests.models.model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
 
 LLAMA3 = """{%- if custom_tools is defined %}
     {%- set tools = custom_tools %}

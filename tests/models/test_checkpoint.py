@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from model_helpers import random_tensors, small_config
 from safetensors.numpy import load_file, save_file
 
 from hetero.backends.ops import StorageFormat, WeightFormat
@@ -23,6 +22,7 @@ from hetero.models import open_model
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
 from hetero.models.weights import BlockWeights, ModelWeights
+from tests.models.model_helpers import random_tensors, small_config
 
 Tensors = dict[str, npt.NDArray[Any]]
 ARCHITECTURES: dict[str, dict[str, Any]] = {

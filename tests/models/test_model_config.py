@@ -197,6 +197,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "vocab_size must be a positive integer, got True; correct the file"),
     (BASE | {"num_hidden_layers": "4"},
      "num_hidden_layers must be a positive integer, got '4'; correct the file"),
+    (BASE | {"num_hidden_layers": 10**9},
+     "num_hidden_layers must be at most 4096, got 1000000000; correct the file"),
+    (BASE | {"intermediate_size": 2**31},
+     "intermediate_size must be at most 2147483647, got 2147483648; correct the file"),
     (BASE | {"num_key_value_heads": 3},
      "num_attention_heads must be a multiple of num_key_value_heads, got 8 and 3; correct the "
      "file"),

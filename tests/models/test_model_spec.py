@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_helpers import small_config
 from pydantic import ValidationError
 
 from hetero.backends.ops import (
@@ -21,6 +20,7 @@ from hetero.backends.ops import (
 from hetero.backends.rope import tables
 from hetero.models.random_models import KNOWN_MODELS, RandomWeights
 from hetero.solver.model_spec import MatMulSpec, ModelSpec
+from tests.models.model_helpers import small_config
 
 
 def spec_of(name: str) -> ModelSpec:

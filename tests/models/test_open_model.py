@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from model_helpers import byte_level_tokenizer, small_config
 
 from hetero import models
 from hetero.backends.ops import WeightFormat
 from hetero.errors import ModelError
 from hetero.models import model_spec, open_model, quantized
 from hetero.models.random_models import KNOWN_MODELS
+from tests.models.model_helpers import byte_level_tokenizer, small_config
 
 
 def test_a_directory(make_checkpoint: Callable[..., Path]) -> None:

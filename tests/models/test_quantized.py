@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import byte_level_tokenizer, small_config
 from safetensors import safe_open
 
 from hetero.backends.ops import WeightFormat
@@ -23,6 +22,7 @@ from hetero.errors import ModelError
 from hetero.models import ModelConfig, ModelWeights, open_model, quantized
 from hetero.models.packed_file import PAD_PREFIX, QuantizedWeights
 from hetero.models.random_models import RandomWeights
+from tests.models.model_helpers import byte_level_tokenizer, small_config
 
 
 def same(a: Any, b: Any) -> bool:

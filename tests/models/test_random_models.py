@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from model_helpers import small_config
 
 from hetero.backends.ops import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight, padded
@@ -17,6 +16,7 @@ from hetero.models.random_models import (
     known_config,
     limited,
 )
+from tests.models.model_helpers import small_config
 
 # Parameters as published by each model's authors, in millions.
 PARAMETERS = {
@@ -116,9 +116,9 @@ def test_activations_stay_sane_through_many_layers() -> None:
     for index in range(config.num_layers):
         block = model.block(index)
         values = (normed(x, block.input_norm) @ block.qkv.dequantize().T)[:, -256:]
-        x = x + values @ block.o.dequantize().T  # attention to itself only
+        x += values @ block.o.dequantize().T  # attention to itself only
         gate, up = np.split(normed(x, block.post_norm) @ block.gate_up.dequantize().T, 2, axis=1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ block.down.dequantize().T
+        x += (gate / (1 + np.exp(-gate)) * up) @ block.down.dequantize().T
         model.release(index)
     logits = normed(x, model.final_norm()) @ model.lm_head().dequantize().T
     assert 0.5 < x.std() < 20
@@ -126,8 +126,8 @@ def test_activations_stay_sane_through_many_layers() -> None:
 
 
 def normed(x: Float32Array, weight: Float32Array) -> Float32Array:
-    scale = np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6).astype(np.float32)
-    return x / scale * weight
+    rms = np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6)
+    return np.asarray(x / rms * weight, dtype=np.float32)
 
 
 def test_arrays_are_on_pages() -> None:

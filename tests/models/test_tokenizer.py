@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
 
 from hetero.errors import ModelError
 from hetero.models.tokenizer import REPLACEMENT, ByteTokenizer, HfTokenizer, Tokenizer
+from tests.models.model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
 
 RELAXED = settings(deadline=None, max_examples=150)
 FAMILIES = {

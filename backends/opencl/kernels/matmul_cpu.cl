@@ -13,14 +13,23 @@
 #define ROWS 16
 #define GROUP 32
 
+// PoCL's vload16 is four quarter loads and three inserts, these are one instruction.
+typedef float float16_u __attribute__((ext_vector_type(16), aligned(4)));
+typedef uint uint16_u __attribute__((ext_vector_type(16), aligned(4)));
+typedef ushort ushort16_u __attribute__((ext_vector_type(16), aligned(2)));
+#define LOAD_FLOAT(i, p) (*(const __global float16_u *)((p) + 16 * (i)))
+#define LOAD_WORDS(i, p) (*(const __global uint16_u *)((p) + 16 * (i)))
+#define LOAD_SHORTS(p) (*(const __global ushort16_u *)(p))
+#define INLINE __attribute__((always_inline)) inline
+
 // PoCL's vload_half16 is a call; the instruction is not.
-inline float16 load_half16(__global const ushort *p) {
+INLINE float16 load_half16(__global const ushort *p) {
 #if defined(__AVX512F__)
-  const short16 bits = as_short16(vload16(0, p));
+  const short16 bits = as_short16(LOAD_SHORTS(p));
   return __builtin_ia32_vcvtph2ps512_mask(bits, (float16)(0.0f), (ushort)-1, 4);
 #elif defined(__F16C__)
-  return (float16)(__builtin_ia32_vcvtph2ps256(as_short8(vload8(0, p))),
-                   __builtin_ia32_vcvtph2ps256(as_short8(vload8(1, p))));
+  const short16 bits = as_short16(LOAD_SHORTS(p));
+  return (float16)(__builtin_ia32_vcvtph2ps256(bits.lo), __builtin_ia32_vcvtph2ps256(bits.hi));
 #else
   return vload_half16(0, (__global const half *)p);
 #endif
@@ -50,7 +59,7 @@ typedef short dot_t __attribute__((ext_vector_type(32)));
 typedef char bytes_t __attribute__((ext_vector_type(32)));
 #define BYTES(v) __builtin_astype(v, bytes_t)
 #define DOT_ZERO(correction) (dot_t)(0)
-inline dot_t dot_step(dot_t sum, int16 w, int8 x) {
+INLINE dot_t dot_step(dot_t sum, int16 w, int8 x) {
   sum.lo += __builtin_ia32_pmaddubsw256(BYTES(w.lo), BYTES(x));
   sum.hi += __builtin_ia32_pmaddubsw256(BYTES(w.hi), BYTES(x));
   return sum;
@@ -63,7 +72,7 @@ inline dot_t dot_step(dot_t sum, int16 w, int8 x) {
 #else
 typedef int16 dot_t;
 #define DOT_ZERO(correction) (dot_t)(correction)
-inline dot_t dot_step(dot_t sum, int16 w, int x) {
+INLINE dot_t dot_step(dot_t sum, int16 w, int x) {
   UNROLL for (int i = 0; i < 4; i++) sum += ((w >> (8 * i)) & 255) * ((x << (24 - 8 * i)) >> 24);
   return sum;
 }
@@ -73,7 +82,7 @@ inline dot_t dot_step(dot_t sum, int16 w, int x) {
 
 // One group: exact integers, then one scaled addition. Nibbles stay 0..15; the correction that x
 // carries is -8 times the sum of its codes. Even nibbles of a word meet x's even features.
-inline void add_products(float16 sum[BLOCKS][TOKENS], __global const uint *w[BLOCKS],
+INLINE void add_products(float16 sum[BLOCKS][TOKENS], __global const uint *w[BLOCKS],
                          __global const ushort *scales[BLOCKS], __global const int *x,
                          const int features) {
   for (int g = 0; g < features / GROUP; g++) {
@@ -81,7 +90,10 @@ inline void add_products(float16 sum[BLOCKS][TOKENS], __global const uint *w[BLO
     EACH dot[r][t] = DOT_ZERO(x[9 * TOKENS + t]);
     UNROLL for (int j = 0; j < 4; j++) {
       uint16 word[BLOCKS];
-      EACH_BLOCK word[r] = vload16(g * 4 + j, w[r]);
+      EACH_BLOCK word[r] = LOAD_WORDS(g * 4 + j, w[r]);
+#if PREFETCH
+      EACH_BLOCK __builtin_prefetch(w[r] + (g * 4 + j) * 16 + PREFETCH, 0, 3);
+#endif
       UNROLL for (int odd = 0; odd < 2; odd++) EACH {
         const int16 codes = as_int16((word[r] >> (4 * odd)) & 0x0f0f0f0fu);
         dot[r][t] = DOT_STEP(dot[r][t], codes, x[(2 * j + odd) * TOKENS + t]);
@@ -105,7 +117,7 @@ typedef uint weight_t;
 #define BLOCK_STRIDE(k) ((size_t)(k)*2)
 #define FEATURES 8  // per vector of words
 typedef int16 word_t;
-#define LOAD(p, f) as_int16(vload16((f) / 8, p))
+#define LOAD(p, f) as_int16(LOAD_WORDS((f) / 8, p))
 #if defined(__AVX512F__)
 // The permutation looks at the index's low 4 bits only: no mask, no conversion.
 #define NIBBLES (float16)(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7)
@@ -118,7 +130,7 @@ typedef uint weight_t;
 #define BLOCK_STRIDE(k) ((size_t)(k)*4)
 #define FEATURES 4
 typedef int16 word_t;
-#define LOAD(p, f) as_int16(vload16((f) / 4, p))
+#define LOAD(p, f) as_int16(LOAD_WORDS((f) / 4, p))
 #define VALUE(word, i) convert_float16(((word) << (24 - 8 * (i))) >> 24)
 #else
 #define BLOCK_STRIDE(k) ((size_t)(k)*ROWS)
@@ -130,7 +142,7 @@ typedef ushort weight_t;
 #define LOAD(p, f) load_half16((p) + (f)*ROWS)
 #else
 typedef float weight_t;
-#define LOAD(p, f) vload16(f, p)
+#define LOAD(p, f) LOAD_FLOAT(f, p)
 #endif
 #endif
 
@@ -165,7 +177,7 @@ typedef float weight_t;
 #endif
 
 // Sums of CHUNK products first: what the scale is applied to, and a shorter chain of roundings.
-inline void add_products(float16 sum[BLOCKS][TOKENS], __global const weight_t *w[BLOCKS],
+INLINE void add_products(float16 sum[BLOCKS][TOKENS], __global const weight_t *w[BLOCKS],
                          __global const ushort *scales[BLOCKS], __global const float *x,
                          const int features) {
   for (int start = 0; start < features; start += CHUNK) {
@@ -188,16 +200,16 @@ inline void add_products(float16 sum[BLOCKS][TOKENS], __global const weight_t *w
 }
 #endif
 
-inline float16 load_rows(__global const float *p, const int rows) {
-  if (rows >= ROWS) return vload16(0, p);
+INLINE float16 load_rows(__global const float *p, const int rows) {
+  if (rows >= ROWS) return LOAD_FLOAT(0, p);
   float lanes[ROWS];
   for (int i = 0; i < ROWS; i++) lanes[i] = i < rows ? p[i] : 0.0f;
   return vload16(0, lanes);
 }
 
-inline void store_rows(const float16 value, __global float *p, const int rows) {
+INLINE void store_rows(const float16 value, __global float *p, const int rows) {
   if (rows >= ROWS) {
-    vstore16(value, 0, p);
+    *(__global float16_u *)p = value;
     return;
   }
   float lanes[ROWS];

@@ -1,0 +1,157 @@
+// MatMul on GPUs: a work-item per row, so that 16 neighbours read 16 neighbouring words of the
+// packed weights (hetero.backends.weights). Up to TOKENS tokens: `gemv`, one work-group per row
+// block, k split over SPLITS lanes and reduced in local memory. Above: `gemm`, 64 x 64 tiles.
+// Activations are float32 throughout; w4a8 rounds them first (`round_activations`).
+//
+// Defines: TOKENS, SPLITS; one of W4A16, W4A8, W8A16, F16, F32.
+
+#define ROWS 16
+#define GROUP 32
+#define UNROLL _Pragma("unroll")
+#define EACH_TOKEN UNROLL for (int t = 0; t < TOKENS; t++)
+
+#if defined(W4A16) || defined(W4A8)
+#define QUANTIZED
+#define FEATURES 8  // per word
+#define VALUE(word, i) ((float)(((word) >> (4 * (i))) & 15) - 8.0f)
+#elif defined(W8A16)
+#define QUANTIZED
+#define FEATURES 4
+#define VALUE(word, i) ((float)(((int)(word) << (24 - 8 * (i))) >> 24))
+#else
+#define FEATURES 1
+#define VALUE(word, i) (word)
+#endif
+
+#if defined(QUANTIZED)
+typedef uint weight_t;
+typedef uint word_t;
+// Word `w` of a group of 32 features, and the group's scale; the padding of k is in the weights.
+#define WORD(p, block, g, w, lane, k) \
+  (p)[(((size_t)(block) * (((k) + 31) / GROUP) + (g)) * (GROUP / FEATURES) + (w)) * ROWS + (lane)]
+#define SCALE(p, block, g, lane, k) \
+  vload_half(((size_t)(block) * (((k) + 31) / GROUP) + (g)) * ROWS + (lane), p)
+#else
+typedef float word_t;
+#define INDEX(block, g, w, lane, k) (((size_t)(block) * (k) + (g) * GROUP + (w)) * ROWS + (lane))
+#define SCALE(p, block, g, lane, k) 1.0f
+#if defined(F16)
+typedef half weight_t;
+#define READ(p, at) vload_half(at, p)
+#else
+typedef float weight_t;
+#define READ(p, at) (p)[at]
+#endif
+#define WORD(p, block, g, w, lane, k) \
+  ((g) * GROUP + (w) < (k) ? READ(p, INDEX(block, g, w, lane, k)) : 0.0f)
+#endif
+
+// Local size (16, SPLITS); group (0, block). y[m, n] for m <= TOKENS.
+__kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
+    const int count, ARRAY(const weight_t, weights), ARRAY(const half, scales),
+    ARRAY(const float, bias), ARRAY(const float, x), ARRAY(float, y), const int m, const int n,
+    const int k, const int has_bias) {
+  __local float sums[SPLITS][TOKENS][ROWS];
+  AT(weights);
+  AT(scales);
+  AT(bias);
+  AT(x);
+  AT(y);
+  const int block = get_group_id(1), lane = get_local_id(0), split = get_local_id(1);
+  if (block >= count) return;
+  float sum[TOKENS];
+  EACH_TOKEN sum[t] = 0.0f;
+  for (int g = split; g * GROUP < k; g += SPLITS) {
+    float part[TOKENS];
+    EACH_TOKEN part[t] = 0.0f;
+    for (int w = 0; w < GROUP / FEATURES; w++) {
+      const word_t word = WORD(weights, block, g, w, lane, k);
+      UNROLL for (int i = 0; i < FEATURES; i++) {
+        const int f = g * GROUP + w * FEATURES + i;
+        const float value = VALUE(word, i);
+        if (f < k) EACH_TOKEN part[t] += value * x[(size_t)min(t, m - 1) * k + f];
+      }
+    }
+    EACH_TOKEN sum[t] += SCALE(scales, block, g, lane, k) * part[t];
+  }
+  EACH_TOKEN sums[split][t][lane] = sum[t];
+  barrier(CLK_LOCAL_MEM_FENCE);
+  const int row = block * ROWS + lane;
+  if (row < n)
+    for (int t = split; t < m; t += SPLITS) {
+      float total = has_bias ? bias[row] : 0.0f;
+      for (int s = 0; s < SPLITS; s++) total += sums[s][t][lane];
+      y[(size_t)t * n + row] = total;
+    }
+}
+
+#define TILE_BLOCKS 4   // row blocks of a tile
+#define TILE_TOKENS 64
+#define ITEM_TOKENS (TILE_TOKENS / SPLITS)
+#define EACH_BLOCK UNROLL for (int r = 0; r < TILE_BLOCKS; r++)
+#define EACH_OWN UNROLL for (int t = 0; t < ITEM_TOKENS; t++)
+
+// Local size (16, SPLITS); group (row tile, token tile). An item owns 4 rows x 64 / SPLITS tokens.
+__kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
+    const int count, ARRAY(const weight_t, weights), ARRAY(const half, scales),
+    ARRAY(const float, bias), ARRAY(const float, x), ARRAY(float, y), const int m, const int n,
+    const int k, const int has_bias) {
+  __local float panel[GROUP][TILE_BLOCKS * ROWS];
+  __local float tokens[GROUP][TILE_TOKENS + 1];  // + 1: neighbours write to different banks
+  AT(weights);
+  AT(scales);
+  AT(bias);
+  AT(x);
+  AT(y);
+  if ((int)get_group_id(0) >= count) return;
+  const int lane = get_local_id(0), own = get_local_id(1), item = own * ROWS + lane;
+  const int block0 = get_group_id(0) * TILE_BLOCKS, token0 = get_group_id(1) * TILE_TOKENS;
+  const int blocks = (n + ROWS - 1) / ROWS;
+  float sum[TILE_BLOCKS][ITEM_TOKENS];
+  EACH_BLOCK EACH_OWN sum[r][t] = 0.0f;
+  for (int g = 0; g * GROUP < k; g++) {
+    for (int at = own; at < TILE_BLOCKS * GROUP / FEATURES; at += SPLITS) {
+      const int r = at / (GROUP / FEATURES), w = at % (GROUP / FEATURES);
+      const int block = min(block0 + r, blocks - 1);
+      const word_t word = WORD(weights, block, g, w, lane, k);
+      const float scale = SCALE(scales, block, g, lane, k);
+      UNROLL for (int i = 0; i < FEATURES; i++)
+        panel[w * FEATURES + i][r * ROWS + lane] = scale * VALUE(word, i);
+    }
+    for (int at = item; at < GROUP * TILE_TOKENS; at += ROWS * SPLITS) {
+      const int f = at % GROUP, t = at / GROUP;
+      const bool inside = token0 + t < m && g * GROUP + f < k;
+      tokens[f][t] = inside ? x[(size_t)(token0 + t) * k + g * GROUP + f] : 0.0f;
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int f = 0; f < GROUP; f++) {
+      float value[TILE_BLOCKS];
+      EACH_BLOCK value[r] = panel[f][r * ROWS + lane];
+      EACH_OWN {
+        const float activation = tokens[f][own * ITEM_TOKENS + t];
+        EACH_BLOCK sum[r][t] += value[r] * activation;
+      }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+  }
+  EACH_BLOCK EACH_OWN {
+    const int row = (block0 + r) * ROWS + lane, token = token0 + own * ITEM_TOKENS + t;
+    if (row < n && token < m)
+      y[(size_t)token * n + row] = sum[r][t] + (has_bias ? bias[row] : 0.0f);
+  }
+}
+
+// x [m, k] rounded to int8 codes times the scale of each token and group of 32.
+__kernel void round_activations(const int count, ARRAY(const float, x),
+                                __global float *restrict rounded, const int k) {
+  AT(x);
+  const int groups = (k + GROUP - 1) / GROUP, item = get_global_id(0);
+  if (item >= count) return;
+  const size_t from = (size_t)(item / groups) * k + (item % groups) * GROUP;
+  const int filled = min(GROUP, k - item % groups * GROUP);
+  float largest = 0.0f;
+  for (int i = 0; i < filled; i++) largest = fmax(largest, fabs(x[from + i]));
+  const float scale = largest / 127.0f;
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (int i = 0; i < filled; i++) rounded[from + i] = rint(x[from + i] * inverse) * scale;
+}

@@ -1,0 +1,255 @@
+"""What is particular to ONNX Runtime: aliased memory, packed weights, split activations, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hetero.backends import ops
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import new_tensor
+from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice
+from hetero.backends.ort_cpu import open as open_ort_cpu
+from hetero.backends.ort_cpu.kernels import GraphKernel
+from hetero.backends.ort_cpu.packing import stage
+from hetero.backends.ort_cpu.session import OrtCall, device_error
+from hetero.backends.weights import pack
+from tests.backends.cases import check_call, expected, make_tensors, make_weights, snapshot
+from tests.helpers import relative_difference
+
+
+@pytest.fixture(scope="module")
+def ort_cpu() -> Iterator[OrtCpuDevice]:
+    with OrtCpuDevice(graph_sizes=(1, 2, 5, 32, 256), w4a16="split") as device:
+        yield device
+
+
+def test_default_graph_sizes() -> None:
+    with open_ort_cpu() as device:
+        assert device.capabilities.graph_sizes == DEFAULT_GRAPH_SIZES
+        assert device.capabilities.row_alignment == 32
+        assert not device.capabilities.asynchronous
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 4)])
+def test_graph_sizes_are_checked(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="token counts of at least 1"):
+        open_ort_cpu(graph_sizes=sizes)
+
+
+def test_w4a16_path_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"w4a16 is one of .*, got 'fp16'"):
+        open_ort_cpu(w4a16="fp16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        ops.MatMul(n=40, k=64, weight_format=WeightFormat.W4A8),
+        ops.Add(d=64),
+        ops.Attention(heads=4, kv_heads=2, head_dim=16, capacity=70),
+    ],
+    ids=ops.describe,
+)
+def test_outputs_are_bound_at_the_callers_addresses(ort_cpu: OrtCpuDevice, op: ops.Op) -> None:
+    rng = np.random.default_rng(0)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 5, rng, device=ort_cpu)
+    call = ort_cpu.prepare(op, weights).bind(tensors, 5)
+    assert isinstance(call, OrtCall)
+    call.run()
+    addresses = {tensor.address for tensor in tensors.values()}
+    for _, binding in call.launches:
+        for value in binding.get_outputs():
+            assert value.data_ptr() in addresses
+
+
+def test_embedding_reads_the_packed_table_in_place(ort_cpu: OrtCpuDevice) -> None:
+    """The table of a large vocabulary exists once, in the model file's layout."""
+    op = ops.Embed(vocab=50, d=64, weight_format=WeightFormat.W4A8)
+    table = pack(np.random.default_rng(1).standard_normal((50, 64)), StorageFormat.Q4)
+    kernel = ort_cpu.prepare(op, {"weight": table})
+    assert kernel.nbytes == 0
+    assert isinstance(kernel, GraphKernel)
+    assert kernel.extra["data"].ctypes.data == table.data.ctypes.data
+    assert table.scales is not None
+    assert kernel.extra["scales"].ctypes.data == table.scales.ctypes.data
+
+
+@pytest.mark.parametrize("storage", [StorageFormat.Q4, StorageFormat.Q8])
+def test_embedding_is_exact(ort_cpu: OrtCpuDevice, storage: StorageFormat) -> None:
+    fmt = WeightFormat.W4A16 if storage is StorageFormat.Q4 else WeightFormat.W8A16
+    op = ops.Embed(vocab=50, d=96, weight_format=fmt)
+    table = pack(np.random.default_rng(2).standard_normal((50, 96)), storage)
+    tokens, y = new_tensor((32,), np.int32), new_tensor((32, 96))
+    tokens.array[:] = np.arange(32)
+    ort_cpu.prepare(op, {"weight": table}).bind({"tokens": tokens, "y": y}, 32).run()
+    np.testing.assert_array_equal(y.array, table.dequantize()[:32])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bytes_per_weight"),
+    [((1, 256), 0.75 + 0.625), ((1, 16), 0.75), ((32, 256), 0.625)],
+)
+def test_both_holds_only_the_packs_that_graph_sizes_need(
+    sizes: tuple[int, ...], bytes_per_weight: float
+) -> None:
+    op = ops.MatMul(n=256, k=256, weight_format=WeightFormat.W4A16)
+    with open_ort_cpu(graph_sizes=sizes, w4a16="both") as device:
+        weights = make_weights(op, np.random.default_rng(0))
+        kernel = device.prepare(op, weights)
+        assert kernel.nbytes == pytest.approx(bytes_per_weight * 256 * 256)
+        for m in sizes:
+            tensors = make_tensors(op, m, np.random.default_rng(m), device=device)
+            check_call(device, kernel, weights, tensors, m)
+
+
+@pytest.mark.parametrize("k", [172, 2048])
+@pytest.mark.parametrize("weight_format", [WeightFormat.W4A16, WeightFormat.W8A16])
+def test_split_activations_lose_less_than_fp16_would(
+    ort_cpu: OrtCpuDevice, k: int, weight_format: WeightFormat
+) -> None:
+    op = ops.MatMul(n=64, k=k, weight_format=weight_format)
+    rng = np.random.default_rng(3)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 5, rng, device=ort_cpu)
+    tensors["x"].array[1] *= rng.lognormal(0, 2, k)  # outliers within a block
+    wanted = expected(op, weights, snapshot(tensors), 5)["y"]
+    ort_cpu.prepare(op, weights).bind(tensors, 5).run()
+    assert relative_difference(tensors["y"].array, wanted) < 5e-5
+
+
+def test_int8_activations_are_quantised_as_in_the_reference(ort_cpu: OrtCpuDevice) -> None:
+    """The same rounding: far closer than the size of the quantisation error itself."""
+    op = ops.MatMul(n=64, k=512, weight_format=WeightFormat.W4A8)
+    rng = np.random.default_rng(4)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 32, rng, device=ort_cpu)
+    wanted = expected(op, weights, snapshot(tensors), 32)["y"]
+    ort_cpu.prepare(op, weights).bind(tensors, 32).run()
+    assert relative_difference(tensors["y"].array, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("storage", StorageFormat)
+def test_staged_weights_hold_the_same_numbers(storage: StorageFormat) -> None:
+    weight = pack(np.random.default_rng(5).standard_normal((37, 172)), storage)
+    staged = stage(weight)
+    codes = staged["weight"].array
+    if storage is StorageFormat.Q4:
+        values = np.stack([codes & 15, codes >> 4], axis=-1).reshape(37, 6, 32) - 8.0
+    elif storage is StorageFormat.Q8:
+        values = codes - 128.0
+    else:
+        np.testing.assert_array_equal(codes, weight.dequantize())
+        return
+    scaled = (values * staged["scales"].array[..., None]).reshape(37, -1)
+    np.testing.assert_array_equal(scaled[:, :172].astype(np.float32), weight.dequantize())
+
+
+def test_native_errors_are_decoded(
+    ort_cpu: OrtCpuDevice, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A token outside the vocabulary makes ONNX Runtime fail; nothing is printed besides."""
+    op = ops.Embed(vocab=50, d=64, weight_format=WeightFormat.F32)
+    rng = np.random.default_rng(6)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 2, rng, device=ort_cpu)
+    call = ort_cpu.prepare(op, weights).bind(tensors, 2)
+    tensors["tokens"].array[1] = 1_000_000
+    with pytest.raises(DeviceError, match=r"ort-cpu: Embed\(vocab=50, .* m=2 failed: ") as caught:
+        call.run()
+    assert "indices element out of data bounds" in caught.value.code
+    assert capfd.readouterr() == ("", "")
+    tensors["tokens"].array[1] = 1
+    check_call(ort_cpu, ort_cpu.prepare(op, weights), weights, tensors, 2)
+
+
+def test_error_code_comes_first() -> None:
+    native = RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : out\nof memory")
+    assert device_error(native, "x").code == "RUNTIME_EXCEPTION: out of memory"
+    assert device_error(RuntimeError("odd"), "x").code == "RuntimeError: odd"
+
+
+@pytest.mark.parametrize(("position", "m"), [(69, 2), (70, 1), (-1, 1)])
+@pytest.mark.parametrize("head_dim", [12, 16])
+def test_positions_beyond_the_cache_are_refused(
+    ort_cpu: OrtCpuDevice, head_dim: int, position: int, m: int
+) -> None:
+    op = ops.Attention(heads=2, kv_heads=1, head_dim=head_dim, capacity=70)
+    tensors = make_tensors(op, m, np.random.default_rng(7), device=ort_cpu)
+    call = ort_cpu.prepare(op, {}).bind(tensors, m)
+    tensors["position"].array[0] = position
+    before = snapshot(tensors)
+    with pytest.raises(DeviceError, match="POSITION_OUT_OF_RANGE"):
+        call.run()
+    for port, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.array, before[port])
+
+
+def test_run_releases_the_interpreter_lock(ort_cpu: OrtCpuDevice) -> None:
+    op = ops.MatMul(n=1024, k=1024, weight_format=WeightFormat.F32)
+    rng = np.random.default_rng(8)
+    tensors = make_tensors(op, 256, rng, device=ort_cpu)
+    call = ort_cpu.prepare(op, make_weights(op, rng)).bind(tensors, 256)
+    steps, stop = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal steps
+        while not stop.is_set():
+            steps += 1
+            time.sleep(1e-4)
+
+    counter = threading.Thread(target=count)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5.0)  # far longer than the test: nobody is asked to give the lock away
+    try:
+        counter.start()
+        before = steps
+        for _ in range(10):
+            call.run()
+        during = steps - before
+    finally:
+        stop.set()
+        counter.join()
+        sys.setswitchinterval(interval)
+    assert during >= 5
+
+
+MEMORY_SCRIPT = """
+import gc, json, numpy as np
+from hetero.backends import ops, registry
+from hetero.backends.weights import PackedWeight, data_shape, scales_shape
+def resident():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+n, k = 2048, 4096
+storage = ops.StorageFormat.Q4
+weight = PackedWeight(storage, n, k, np.ones(data_shape(storage, n, k), np.uint32),
+                      np.ones(scales_shape(n, k), np.float16))
+device = registry.open_device("ort-cpu")
+op = ops.MatMul(n=n, k=k, weight_format=ops.WeightFormat.W4A8)
+kernels = [device.prepare(op, {"weight": weight})]
+before = resident()
+kernels += [device.prepare(op, {"weight": weight}) for _ in range(4)]
+gc.collect()
+print(json.dumps({"held": (resident() - before) / 4, "declared": kernels[-1].nbytes}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
+def test_a_kernel_holds_one_pack_of_its_weight() -> None:
+    """0.75 bytes per weight: ONNX Runtime's pack, and neither the source nor the staging copy."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["held"] < 0.8 * 2048 * 4096
+    assert found["held"] == pytest.approx(found["declared"], rel=0.15)

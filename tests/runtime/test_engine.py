@@ -1,0 +1,184 @@
+"""The engine: contexts, pieces, errors, fallbacks, reopening."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetero import LLM, UserError
+from hetero.backends.errors import DeviceLostError, DeviceUnavailableError, WaitTimeoutError
+from hetero.backends.registry import open_device
+from hetero.device_set import FallbackWarning
+from hetero.runtime.engine import ContextFullError, Engine
+from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.plan import ExecutionPlan
+from tests.checkpoints import relative_error
+from tests.runtime.models import tiny_model
+
+VOCABULARY = 263
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str) -> Any:
+    with LLM(folder, weights="f32", max_seq_len=200) as opened:
+        yield opened
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cuts=st.lists(st.integers(1, 60), min_size=1, max_size=4), seed=st.integers(0, 999))
+def test_any_way_of_feeding_a_prompt_gives_the_same_logits(
+    llm: LLM, cuts: list[int], seed: int
+) -> None:
+    """Pieces over a filled cache, padded graphs and decode agree with one prefill."""
+    cuts = cuts if sum(cuts) <= 199 else [sum(cuts) % 199 + 1]
+    tokens = np.random.default_rng(seed).integers(0, VOCABULARY, sum(cuts)).tolist()
+    engine = llm.engine
+    engine.truncate(0)
+    whole = engine.prefill(tokens).copy()
+    engine.truncate(0)
+    start = 0
+    for cut in cuts:
+        part = engine.prefill(tokens[start : start + cut]).copy()
+        start += cut
+    assert relative_error(part, whole) < 2e-5
+
+
+def test_cutting_the_context_back_forgets(llm: LLM) -> None:
+    engine = llm.engine
+    engine.truncate(0)
+    expected = engine.prefill([1, 2, 3]).copy()
+    engine.prefill(list(range(50)))
+    engine.truncate(2)
+    assert relative_error(engine.decode(3), expected) < 2e-5
+
+
+def test_the_context_ends_an_answer_and_refuses_a_prompt(llm: LLM) -> None:
+    result = llm.generate([5] * 195, max_tokens=50)
+    assert (result.finish_reason, len(result.tokens)) == ("context", 6)
+    with pytest.raises(ContextFullError, match="201 tokens do not fit the context of 200: shorten"):
+        llm.generate([5] * 201)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([], "the prompt is empty"), ([5, 263], "token id 263 is outside"), ([-1], "token id -1")],
+)
+def test_impossible_prompts_are_named(llm: LLM, tokens: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        llm.generate(tokens)
+
+
+def test_streamed_pieces_are_the_text(llm: LLM) -> None:
+    options: Any = {"max_tokens": 30, "temperature": 1.5, "seed": 3}
+    ended: list[Any] = []
+    pieces = list(llm.stream([7, 8, 9], on_end=ended, **options))
+    assert "".join(piece.text for piece in pieces) == ended[0].text
+    assert ended[0].text == llm.generate([7, 8, 9], **options).text
+    assert pieces[-1].finish_reason == ended[0].finish_reason
+
+
+def test_closed_models_say_so_and_open_again(folder: str) -> None:
+    first = LLM(folder)
+    text = first.generate([1, 2], max_tokens=4).tokens
+    first.close()
+    first.close()
+    with pytest.raises(DeviceLostError, match="the model was closed"):
+        first.generate([1, 2])
+    with LLM(folder) as second:
+        assert second.generate([1, 2], max_tokens=4).tokens == text
+
+
+def test_calls_from_several_threads_are_served_in_turn(llm: LLM) -> None:
+    expected = [llm.generate([seed], max_tokens=8).tokens for seed in range(4)]
+    found: list[Any] = [None] * 4
+
+    def work(seed: int) -> None:
+        found[seed] = llm.generate([seed], max_tokens=8).tokens
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == expected
+
+
+def test_two_models_side_by_side_do_not_disturb_each_other(folder: str, llm: LLM) -> None:
+    with LLM(folder, weights="f32", max_seq_len=200) as other:
+        tokens = [3, 1, 4, 1, 5]
+        expected = llm.logits(tokens)
+        other.logits([9, 9, 9])
+        assert np.array_equal(llm.logits(tokens), expected)
+        assert relative_error(other.logits(tokens), expected) < 2e-5
+
+
+@pytest.mark.parametrize(("missing", "left"), [("gpu", "npu"), ("npu", "gpu")])
+def test_a_missing_device_is_named_once_and_its_work_done(
+    folder: str, monkeypatch: pytest.MonkeyPatch, missing: str, left: str
+) -> None:
+    from hetero import device_set
+
+    real = device_set.open_device
+    gone = {"gpu": "opencl", "npu": "ort-cpu"}[missing]
+
+    def open_or_fail(name: str, **options: Any) -> Any:
+        if name == gone:
+            raise DeviceUnavailableError(name, "opening", "NO_DRIVER", "install one")
+        return real(name, **options)
+
+    monkeypatch.setattr(device_set, "open_device", open_or_fail)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with LLM(folder) as llm:
+            result = llm.generate([1, 2, 3], max_tokens=3)
+    assert [w.category for w in caught] == [FallbackWarning]
+    assert set(result.stats.placement) == {left, "fallback"}
+    assert "NO_DRIVER" in str(result.stats.placement["fallback"])
+    assert llm.devices.mode == left
+
+
+def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Any) -> None:
+    with LLM(folder) as llm:
+        spec = llm.model.spec()
+    plan = layer_level(spec, prefill="gpu", decode="npu", rest="npu")
+    plan.save(tmp_path / "plan.json")
+    with LLM(folder, plan=str(tmp_path / "plan.json")) as llm:
+        assert isinstance(llm.plan, ExecutionPlan)
+        assert llm.plan.plan_id == plan.plan_id
+        names = [s.kind for s in llm.engine.step("decode", 1).segments]
+    assert names == ["npu"]
+
+
+def open_reference(folder: str, **options: Any) -> Engine:
+    from hetero.models import open_model
+
+    loaded = open_model(folder)
+    device = open_device("reference", kind="gpu", asynchronous=True, **options)
+    return Engine(
+        loaded.weights, single_device(loaded.spec(), "gpu"), {"gpu": device}, max_seq_len=64
+    )
+
+
+def test_a_wait_past_its_deadline_names_the_kernel(folder: str) -> None:
+    with open_reference(folder, delay_s=float("inf")) as engine:
+        engine.executor.deadline_s = 0.05
+        with pytest.raises(WaitTimeoutError, match=r"MatMul\(n=263, k=64, w4a16\)"):
+            engine.prefill([1, 2, 3])
+
+
+def test_delays_change_no_token(folder: str) -> None:
+    with open_reference(folder) as fast, open_reference(folder, delay_s=0.001) as slow:
+        for engine in (fast, slow):
+            engine.prefill([1, 2, 3])
+        assert np.array_equal(fast.decode(4), slow.decode(4))

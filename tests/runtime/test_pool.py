@@ -1,0 +1,107 @@
+"""Invariant 4: one pool, the same addresses on both devices, no copy in a step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from hetero import LLM
+from hetero.backends.protocol import DeviceKind
+from hetero.runtime.affinity import assign_cores, pinned
+from tests.runtime.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: Any) -> Any:
+    with LLM(str(tiny_model(tmp_path_factory.mktemp("tiny")))) as opened:
+        assert opened.plan.devices() == {"gpu", "npu"}
+        yield opened
+
+
+def test_both_devices_see_the_same_bytes_at_the_same_address(llm: LLM) -> None:
+    gpu: Any = llm.engine.devices["gpu"]
+    for slot in ("h", "qkv", "k_cache.0", "logits"):
+        tensor = llm.engine.pool[slot]
+        view, _ = cl.enqueue_map_buffer(
+            gpu.queue,
+            gpu.map(tensor.buffer),
+            cl.map_flags.READ,
+            0,
+            (tensor.buffer.nbytes,),
+            np.uint8,
+        )
+        assert view.ctypes.data == tensor.address == tensor.array.ctypes.data
+        view.base.release(gpu.queue)
+
+
+def test_a_generation_copies_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = llm.engine.devices["gpu"]
+    before = gpu.copies
+    for name in ("enqueue_copy", "enqueue_fill_buffer"):
+        monkeypatch.setattr(cl, name, lambda *_, **__: pytest.fail("a step enqueued a copy"))
+    llm.generate([5, 6, 7], max_tokens=5)
+    assert gpu.copies == before == 0
+
+
+def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
+    engine = llm.engine
+    first = engine.step("prefill", 7)
+    assert engine.step("prefill", 7) is first
+    assert engine.step("prefill", 8) is not first
+    for m in range(9, 40):
+        engine.step("prefill", m)
+    assert engine.step("prefill", 7) is not first, "old steps are let go"
+
+
+def test_layer_level_puts_matmuls_of_a_prompt_on_the_npu_and_the_rest_on_the_gpu(llm: LLM) -> None:
+    kinds: dict[DeviceKind, set[str]] = {"gpu": set(), "npu": set()}
+    for segment in llm.engine.step("prefill", 32).segments:
+        kinds[segment.kind] |= {name.split("(")[0] for name in segment.names}
+    assert kinds["npu"] == {"MatMul"}
+    assert kinds["gpu"] >= {"Embed", "RMSNorm", "Rope", "Attention", "GatedAct"}
+
+
+def test_pinning_gives_the_old_cores_back() -> None:
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core, or a system without affinity: nothing is pinned")
+    cores = assign_cores()
+    assert cores.gpu != cores.control
+    before = os.sched_getaffinity(0)
+    with pinned(cores.control):
+        assert os.sched_getaffinity(0) == {cores.control}
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
+    """Memory after opening with a long context is that of a short one, within 40 MB."""
+    folder = tiny_model(tmp_path, max_position_embeddings=60000)
+    code = (
+        "import sys; from hetero import LLM; "
+        "llm = LLM(sys.argv[1], max_seq_len=int(sys.argv[2])); llm.generate([3, 4], max_tokens=3); "
+        "print([l.split()[1] for l in open('/proc/self/status') if l.startswith('VmRSS')][0])"
+    )
+    sizes = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", code, str(folder), length],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for length in ("64", "60000")
+    ]
+    assert sizes[1] - sizes[0] < 40_000
+
+
+def test_the_pool_holds_every_cache(llm: LLM) -> None:
+    capacity = llm.engine.pool.capacity
+    assert capacity >= llm.max_seq_len + llm.engine.pool.tokens
+    assert llm.engine.pool.nbytes > 0
