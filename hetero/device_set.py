@@ -6,11 +6,11 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from hetero.backends.affinity import assign_cores
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import BACKENDS, find, open_device
 from hetero.errors import ModelError
-from hetero.runtime.affinity import assign_cores
 
 DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
 AUTO_BACKEND: dict[DeviceKind, str] = {"gpu": "opencl", "npu": "ort-cpu"}

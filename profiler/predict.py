@@ -49,12 +49,12 @@ def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
         table = np.asarray(sorted(sizes), dtype=np.float64)
         at = np.minimum(np.searchsorted(table, m), len(table) - 1)
         return np.maximum(table[at], m)
-    return np.asarray(np.ceil(m / device.token_stage) * device.token_stage)
+    return np.asarray(device.token_stage * np.ceil(m / device.token_stage), dtype=np.float64)
 
 
 def padded_rows(device: DeviceRecord, n: Floats) -> Floats:
     """Rows after padding to the device's stage."""
-    return np.asarray(np.ceil(n / device.row_stage) * device.row_stage)
+    return np.asarray(device.row_stage * np.ceil(n / device.row_stage), dtype=np.float64)
 
 
 def features(

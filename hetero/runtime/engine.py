@@ -10,13 +10,13 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.affinity import pinned
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import BoundCall, DeviceKind
 from hetero.errors import UserError
 from hetero.models.weights import ModelWeights
-from hetero.runtime.affinity import pinned
 from hetero.runtime.decoder import Node, decoder_nodes
 from hetero.runtime.executor import Executor, Step, Usage, make_segments
 from hetero.runtime.kernels import Devices, Progress, node_device, prepare_kernels

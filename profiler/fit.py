@@ -1,0 +1,285 @@
+"""Fitting predictors to measured rows (paper section 4.3, "prediction mode").
+
+Knots: at each measured m the time is a + b·n + c·k + d·n·k with non-negative coefficients (reading
+inputs, writing outputs, streaming weights or multiplying), least squares of the relative error. A
+ridge pulls each m towards one coarse fit over all m, so that an m with few rows is not left alone
+with its noise. The NPU's trees then learn what is left: log(time / knots).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler import predict
+from hetero.profiler.predict import FEATURES, Floats
+from hetero.profiler.records import (
+    DeviceRecord,
+    Knots,
+    MatMulPredictor,
+    MatMulRow,
+    Phase,
+    Regimes,
+    ShapeRange,
+    Tree,
+    Validation,
+)
+from hetero.profiler.stats import relative_errors
+
+Pair: TypeAlias = tuple[int, int]
+Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
+
+RIDGE: Final = 0.05
+COARSE_BREAKS: Final = (1, 8, 64)
+TREE_COUNT: Final = 8
+TREE_DEPTHS: Final = (0, 2, 3, 4)
+LEAF_ROWS: Final = 4
+SMALLEST_FOREST: Final = 24  # rows below which trees only learn noise
+FOLDS: Final = 6
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one kernel as arrays [S]: sizes as computed (padded), time, weight of the row."""
+
+    m: Floats
+    n: Floats
+    k: Floats
+    seconds: Floats
+    weight: Floats
+
+    @classmethod
+    def of(cls, device: DeviceRecord, rows: Sequence[MatMulRow]) -> Table:
+        """Padded sizes; rows that are less certain weigh less."""
+        m, n, k, seconds = (
+            np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
+            for name in ("m", "n", "k", "seconds")
+        )
+        noise = np.asarray([0.02 + (row.ci or 0.05) for row in rows])
+        tokens, padded = predict.padded_tokens(device, m), predict.padded_rows(device, n)
+        return cls(tokens, padded, k, seconds, 0.05 / noise)
+
+    @property
+    def terms(self) -> Floats:
+        """[S, 4] columns 1, n, k, n·k."""
+        return np.stack((np.ones_like(self.n), self.n, self.k, self.n * self.k), axis=1)
+
+
+def fit_all(
+    devices: dict[DeviceKind, DeviceRecord], rows: Iterable[MatMulRow]
+) -> tuple[MatMulPredictor, ...]:
+    """One predictor for every kernel that has rows, with its validation."""
+    kernels: dict[Kernel, list[MatMulRow]] = {}
+    for row in rows:
+        kernels.setdefault((row.device, row.weight_format, row.order), []).append(row)
+    return tuple(fit(devices[kernel[0]], found) for kernel, found in sorted(kernels.items()))
+
+
+def fit(device: DeviceRecord, rows: Sequence[MatMulRow], seed: int = 0) -> MatMulPredictor:
+    """Fit one kernel's rows (one device, format and order) and validate by leaving out pairs."""
+    depth = 0
+    errors = {0: left_out(device, rows, 0, seed)}
+    if rows[0].device == "npu" and len(rows) >= SMALLEST_FOREST:
+        errors |= {d: left_out(device, rows, d, seed) for d in TREE_DEPTHS[1:]}
+        depth = min(errors, key=lambda d: _mean_error(errors[d], rows))
+    predictor = fit_unchecked(device, rows, depth=depth, seed=seed)
+    return predictor.model_copy(update={"validation": _validation(rows, errors[depth])})
+
+
+def fit_unchecked(
+    device: DeviceRecord, rows: Sequence[MatMulRow], *, depth: int, seed: int = 0
+) -> MatMulPredictor:
+    """Fit with trees of a given depth (0: none)."""
+    table = Table.of(device, rows)
+    knots = fit_knots(table)
+    trees: tuple[Tree, ...] = ()
+    if depth and len(rows) >= SMALLEST_FOREST:
+        base = predict.evaluate_knots(knots, table.m, table.n, table.k)
+        trees = fit_trees(device, rows, np.log(table.seconds / base), depth, seed)
+    first = rows[0]
+    return MatMulPredictor(
+        device=first.device,
+        weight_format=first.weight_format,
+        order=first.order,
+        knots=knots,
+        features=FEATURES if trees else (),
+        trees=trees,
+        measured=_range(table, rows),
+        regimes=_regimes(knots, first.weight_format),
+    )
+
+
+def fit_knots(table: Table) -> Knots:
+    """See the module's docstring."""
+    tokens = np.unique(table.m)
+    coarse = _coarse(table, tokens)
+    coefficients = []
+    for i, m in enumerate(tokens):
+        at = table.m == m
+        coefficients.append(_ridge_nnls(table, at, coarse[i]))
+    return Knots(
+        tokens=tuple(int(m) for m in tokens),
+        coefficients=tuple(tuple(float(c) for c in row) for row in coefficients),  # type: ignore[misc]
+    )
+
+
+def _coarse(table: Table, tokens: Floats) -> Floats:
+    """[T, 4] coefficients at each m of one fit in which they are piecewise linear in m."""
+    low, high = float(tokens[0]), float(tokens[-1])
+    breaks = np.unique([low, *(b for b in COARSE_BREAKS if low < b < high), high])
+    columns = (_hats(breaks, table.m)[:, :, None] * table.terms[:, None, :]).reshape(
+        len(table.m), -1
+    )
+    scaled = columns * (table.weight / table.seconds)[:, None]
+    size = np.linalg.norm(scaled, axis=0)
+    size[size == 0] = 1.0
+    found = nnls(scaled / size, table.weight)[0] / size
+    return np.asarray(_hats(breaks, tokens) @ found.reshape(len(breaks), -1))
+
+
+def _hats(breaks: Floats, m: Floats) -> Floats:
+    """[S, B] weights of the breaks in linear interpolation at m."""
+    identity = np.eye(len(breaks))
+    return np.stack([np.interp(m, breaks, column) for column in identity], axis=1)
+
+
+def _ridge_nnls(table: Table, at: npt.NDArray[np.bool_], prior: Floats) -> Floats:
+    """Coefficients at one m; the ridge works in units of relative time."""
+    relative = table.terms[at] / table.seconds[at][:, None] * table.weight[at][:, None]
+    typical = np.abs(table.terms[at] / table.seconds[at][:, None]).mean(axis=0)
+    ridge = math.sqrt(RIDGE) * np.diag(typical)
+    left = np.concatenate((relative, ridge))
+    right = np.concatenate((table.weight[at], ridge @ prior))
+    size = np.linalg.norm(left, axis=0)
+    size[size == 0] = 1.0
+    return np.asarray(nnls(left / size, right)[0] / size)
+
+
+def fit_trees(
+    device: DeviceRecord, rows: Sequence[MatMulRow], target: Floats, depth: int, seed: int
+) -> tuple[Tree, ...]:
+    """Decision trees for [S] targets, each on a bootstrap sample of the (n, k) pairs."""
+    from sklearn.tree import DecisionTreeRegressor
+
+    columns = feature_table(device, rows)
+    groups = _groups(rows)
+    rng = np.random.default_rng(seed)
+    trees = []
+    for i in range(TREE_COUNT):
+        chosen = rng.integers(0, groups.max() + 1, groups.max() + 1)
+        weight = np.bincount(chosen, minlength=groups.max() + 1)[groups].astype(np.float64)
+        kept = weight > 0
+        tree = DecisionTreeRegressor(max_depth=depth, min_samples_leaf=LEAF_ROWS, random_state=i)
+        tree.fit(columns[kept], target[kept], sample_weight=weight[kept])
+        trees.append(_export(tree.tree_))
+    return tuple(trees)
+
+
+def feature_table(device: DeviceRecord, rows: Sequence[MatMulRow]) -> Floats:
+    """[S, F] features of rows."""
+    m, n, k = (np.asarray([getattr(row, name) for row in rows], dtype=np.float64) for name in "mnk")
+    return predict.features(device, rows[0].weight_format, m, n, k)
+
+
+def _export(tree: object) -> Tree:
+    """Arrays of a scikit-learn tree; leaves get feature -1 and children 0."""
+    feature = np.asarray(tree.feature)  # type: ignore[attr-defined]
+    leaf = feature < 0
+    return Tree(
+        feature=tuple(int(f) for f in np.where(leaf, -1, feature)),
+        threshold=tuple(float(t) for t in np.where(leaf, 0.0, tree.threshold)),  # type: ignore[attr-defined]
+        left=tuple(int(c) for c in np.where(leaf, 0, tree.children_left)),  # type: ignore[attr-defined]
+        right=tuple(int(c) for c in np.where(leaf, 0, tree.children_right)),  # type: ignore[attr-defined]
+        value=tuple(float(v) for v in np.asarray(tree.value).reshape(len(feature))),  # type: ignore[attr-defined]
+    )
+
+
+def _groups(rows: Sequence[MatMulRow]) -> npt.NDArray[np.intp]:
+    """Number of each row's (n, k) pair."""
+    pairs = sorted({(row.n, row.k) for row in rows})
+    return np.asarray([pairs.index((row.n, row.k)) for row in rows])
+
+
+def left_out(device: DeviceRecord, rows: Sequence[MatMulRow], depth: int, seed: int) -> Floats:
+    """[S] prediction of each row by a fit without the rows of its fold of pairs; NaN if impossible.
+
+    Pairs go to folds at random; with few pairs each is a fold of its own.
+    """
+    groups = _groups(rows)
+    count = int(groups.max()) + 1
+    predicted = np.full(len(rows), np.nan)
+    if count < 3:
+        return predicted
+    fold_of = np.random.default_rng(seed).permutation(count) % min(FOLDS, count)
+    for fold in range(min(FOLDS, count)):
+        held = fold_of[groups] == fold
+        kept = [row for row, out in zip(rows, held, strict=True) if not out]
+        model = fit_unchecked(device, kept, depth=depth, seed=seed)
+        sizes = [
+            np.asarray([getattr(row, name) for row in rows], dtype=np.float64)[held]
+            for name in "mnk"
+        ]
+        predicted[held] = predict.predict(model, device, *sizes)
+    return predicted
+
+
+def _mean_error(predicted: Floats, rows: Sequence[MatMulRow]) -> float:
+    if np.isnan(predicted).any():
+        return math.inf
+    return relative_errors(list(predicted), [row.seconds for row in rows])[0]
+
+
+def _validation(rows: Sequence[MatMulRow], predicted: Floats) -> tuple[Validation, ...]:
+    if np.isnan(predicted).any():
+        return ()
+    folds = min(FOLDS, int(_groups(rows).max()) + 1)
+    found = []
+    phases: tuple[Phase, ...] = ("decode", "prefill")
+    for phase in phases:
+        at = [i for i, row in enumerate(rows) if row.phase == phase]
+        if at:
+            mape, p95 = relative_errors([predicted[i] for i in at], [rows[i].seconds for i in at])
+            found.append(Validation(phase=phase, mape=mape, p95=p95, folds=folds, rows=len(at)))
+    return tuple(found)
+
+
+def _range(table: Table, rows: Sequence[MatMulRow]) -> ShapeRange:
+    def bounds(values: Iterable[float]) -> tuple[int, int]:
+        listed = [int(value) for value in values]
+        return min(listed), max(listed)
+
+    return ShapeRange(
+        m=bounds(table.m), n=bounds(row.n for row in rows), k=bounds(row.k for row in rows)
+    )
+
+
+def _regimes(knots: Knots, weight_format: WeightFormat) -> Regimes:
+    """Bandwidth from the first m, arithmetic from the last two, and where the two lines meet."""
+    per_weight = [row[3] for row in knots.coefficients]
+    if len(per_weight) < 2 or not per_weight[0] or per_weight[-1] <= per_weight[-2]:
+        return Regimes()
+    nbytes = float(predict.weight_bytes(weight_format, 1, 1))
+    slope = (per_weight[-1] - per_weight[-2]) / (knots.tokens[-1] - knots.tokens[-2])
+    start = per_weight[-1] - slope * knots.tokens[-1]
+    knee = (per_weight[0] - max(start, 0.0)) / slope
+    return Regimes(
+        bytes_per_s=nbytes / per_weight[0],
+        flops_per_s=2.0 / slope,
+        knee_m=knee if knee > 0 else None,
+    )
+
+
+def fit_nonnegative(columns: Floats, seconds: Floats) -> Floats:
+    """Non-negative coefficients that minimise the relative error of columns · coefficients."""
+    scaled = columns / seconds[:, None]
+    size = np.linalg.norm(scaled, axis=0)
+    size[size == 0] = 1.0
+    return np.asarray(nnls(scaled / size, np.ones(len(seconds)))[0] / size)

@@ -1,0 +1,272 @@
+"""Timing tasks: interleaved rounds, reference kernels, adaptive repetition.
+
+A round takes one sample of each unfinished task, after timing the reference kernels of the
+devices and phases in the block. Each sample is divided by how slow its reference was in that
+round (1: as at the start of the run), so drift of the machine cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from hetero.backends.clock import Clock
+from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.grid import Task
+from hetero.profiler.interference import Interference, NoInterference
+from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint, phase_of
+from hetero.profiler.stats import summarize
+from hetero.profiler.workload import Runner, Workload
+
+Reference: TypeAlias = tuple[DeviceKind, Phase]
+
+REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
+    "decode": (1, 2048, 2048),
+    "prefill": (128, 1024, 1024),
+}
+REFERENCE_SAMPLES: Final = 3
+FIRST_REFERENCE_SAMPLES: Final = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How carefully to measure.
+
+    ci          stop when the relative half-width of the median's 95 % interval is below this
+    least, most samples of a task
+    task_s      time after which a task stops although it has not converged
+    drift       change of the reference within a task from which it is measured again
+    disturbed   share of a sample during which our threads may wait for a core
+    """
+
+    ci: float = 0.03
+    least: int = 5
+    most: int = 25
+    task_s: float = 2.0
+    drift: float = 0.10
+    disturbed: float = 0.02
+
+
+@dataclass
+class Sample:
+    """One timing, what its reference was (1: as at the start), and time lost to other programs."""
+
+    seconds: float
+    reference: float
+    waited_s: float
+
+
+@dataclass
+class Progress:
+    """State of one task while its block runs."""
+
+    task: Task
+    runner: Runner
+    samples: list[Sample] = field(default_factory=list)
+    spent_s: float = 0.0
+    done: bool = False
+
+
+class Meter:
+    """Measures blocks of tasks. `base` holds the reference kernels' times at the start of the run;
+    give it back to continue a run in the same units.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        settings: Settings,
+        reference_format: WeightFormat,
+        interference: Interference | None = None,
+        base: dict[Reference, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.workload = workload
+        self.settings = settings
+        self.clock: Clock = workload.clock
+        self.base: dict[Reference, float] = dict(base or {})
+        self.points: list[ReferencePoint] = []
+        self._format = reference_format
+        self._interference = interference or NoInterference()
+        self._rng = np.random.default_rng(seed)
+        self._start_s = self.clock.now()
+        self._blocks = 0
+
+    def measure(
+        self,
+        tasks: Sequence[Task],
+        *,
+        until_s: float = math.inf,
+        on_row: Callable[[MatMulRow], None] | None = None,
+    ) -> list[MatMulRow]:
+        """Rows of a block of tasks; those that drifted are measured once more, then marked.
+
+        After the moment `until_s` of the clock no further sample is taken beyond one for each task.
+        """
+        self._blocks += 1
+        report = on_row or (lambda _: None)
+        rows, again = self._run_block(tasks, until_s, report, final=False)
+        if again:
+            more, _ = self._run_block(again, until_s, report, final=True)
+            rows += more
+        return rows
+
+    def _run_block(
+        self,
+        tasks: Sequence[Task],
+        until_s: float,
+        report: Callable[[MatMulRow], None],
+        *,
+        final: bool,
+    ) -> tuple[list[MatMulRow], list[Task]]:
+        entries = [self._start(task) for task in tasks]
+        references = {(task.device, phase_of(task.m)) for task in tasks}
+        rows, again = [], []
+        while waiting := [entry for entry in entries if not entry.done]:
+            ratios = {key: self.reference_ratio(key) for key in sorted(references)}
+            for index in self._rng.permutation(len(waiting)):
+                entry = waiting[index]
+                key = (entry.task.device, phase_of(entry.task.m))
+                self._sample(entry, ratios[key])
+                if self._finished(entry, until_s):
+                    entry.done = True
+                    row = self._row(entry)
+                    if "drifted" in row.flags and not final and self.clock.now() < until_s:
+                        again.append(entry.task)
+                    else:
+                        rows.append(row)
+                        report(row)
+        return rows, again
+
+    def reference_ratio(self, key: Reference) -> float:
+        """Time of a reference kernel now over its time at the start of the run."""
+        runner = self.reference_runner(key)
+        count = REFERENCE_SAMPLES if key in self.base else FIRST_REFERENCE_SAMPLES
+        samples = [self._clean_time(runner) for _ in range(count)]
+        seconds = summarize([sample.seconds for sample in samples]).median
+        base_s = self.base.setdefault(key, seconds)
+        self.points.append(
+            ReferencePoint(
+                device=key[0],
+                phase=key[1],
+                at_s=self.clock.now() - self._start_s,
+                seconds=seconds,
+            )
+        )
+        return seconds / base_s
+
+    def reference_runner(self, key: Reference) -> Runner:
+        """The reference kernel of a device and phase, warmed up when first asked for."""
+        device, phase = key
+        m, n, k = REFERENCE_SIZES[phase]
+        sizes = self.workload.devices[device].capabilities.graph_sizes
+        if sizes and m not in sizes:
+            m = min(sizes, key=lambda size: abs(size - m))
+        runner = self.workload.runner(Task(device, self._format, "plain", m, n, k))
+        if runner.cycle == 0:
+            self.workload.warm_up(runner)
+        return runner
+
+    def _start(self, task: Task) -> Progress:
+        runner = self.workload.runner(task)
+        if runner.cycle == 0:
+            self.workload.warm_up(runner)
+        return Progress(task, runner)
+
+    def _sample(self, entry: Progress, reference: float) -> None:
+        start_s = self.clock.now()
+        sample = self._timed(entry.runner)
+        sample.reference = reference
+        entry.samples.append(sample)
+        entry.spent_s += self.clock.now() - start_s
+
+    def _timed(self, runner: Runner) -> Sample:
+        before_s = self._interference.waited_s()
+        seconds = self.workload.time(runner)
+        waited_s = self._interference.waited_s() - before_s
+        return Sample(seconds, 1.0, waited_s / runner.batch)
+
+    def _clean_time(self, runner: Runner, attempts: int = 3) -> Sample:
+        """The first undisturbed sample, else the least disturbed, its waiting taken off."""
+        samples: list[Sample] = []
+        for _ in range(attempts):
+            samples.append(self._timed(runner))
+            if self._is_clean(samples[-1]):
+                return samples[-1]
+        best = min(samples, key=lambda sample: sample.waited_s / sample.seconds)
+        return Sample(_without_wait(best), 1.0, best.waited_s)
+
+    def _is_clean(self, sample: Sample) -> bool:
+        return sample.waited_s <= self.settings.disturbed * sample.seconds
+
+    def _finished(self, entry: Progress, until_s: float) -> bool:
+        settings = self.settings
+        if self.clock.now() >= until_s:
+            return True
+        clean = [sample for sample in entry.samples if self._is_clean(sample)]
+        if len(clean) >= settings.least:
+            ci = summarize([sample.seconds / sample.reference for sample in clean]).ci
+            if ci <= settings.ci:
+                return True
+        spent = entry.spent_s >= settings.task_s and len(entry.samples) >= min(3, settings.least)
+        return spent or len(entry.samples) >= settings.most
+
+    def _row(self, entry: Progress) -> MatMulRow:
+        flags: list[Flag] = []
+        used = [sample for sample in entry.samples if self._is_clean(sample)]
+        if len(used) >= min(3, len(entry.samples)):
+            times = [sample.seconds / sample.reference for sample in used]
+        else:
+            used = entry.samples
+            times = [_without_wait(sample) / sample.reference for sample in used]
+            flags.append("disturbed")
+        summary = summarize(times)
+        references = [sample.reference for sample in used]
+        if summary.ci > self.settings.ci:
+            flags.append("unconverged")
+        if max(references) > (1 + self.settings.drift) * min(references):
+            flags.append("drifted")
+        task = entry.task
+        return MatMulRow(
+            device=task.device,
+            weight_format=task.weight_format,
+            order=task.order,
+            m=task.m,
+            n=task.n,
+            k=task.k,
+            seconds=summary.median,
+            ci=summary.ci if math.isfinite(summary.ci) else None,
+            spread=summary.spread,
+            samples=summary.samples,
+            reference=float(np.median(references)),
+            block=self._blocks,
+            flags=tuple(flags),
+        )
+
+
+def _without_wait(sample: Sample) -> float:
+    """Seconds less the time that our threads waited for a core, at least a tenth of them."""
+    return max(sample.seconds - sample.waited_s, 0.1 * sample.seconds)
+
+
+def rescale(rows: Iterable[MatMulRow], points: Sequence[ReferencePoint]) -> list[MatMulRow]:
+    """Rows in units of the run's median speed rather than of the speed at its start."""
+    factor: dict[Reference, float] = {}
+    for key in {(point.device, point.phase) for point in points}:
+        series = [point.seconds for point in points if (point.device, point.phase) == key]
+        factor[key] = float(np.median(series)) / series[0]
+    return [
+        row.model_copy(
+            update={
+                "seconds": row.seconds * factor.get((row.device, row.phase), 1.0),
+                "reference": row.reference / factor.get((row.device, row.phase), 1.0),
+            }
+        )
+        for row in rows
+    ]

@@ -1,0 +1,49 @@
+"""Robust summaries of a few timings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Z95 = 1.96
+FEW = 6  # below this many samples order statistics give no 95 % interval
+
+
+class Summary(NamedTuple):
+    """Median, relative half-width of its 95 % confidence interval (infinite for one sample),
+    relative spread (1.4826 · median absolute deviation / median), number of samples.
+    """
+
+    median: float
+    ci: float
+    spread: float
+    samples: int
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Summary of at least one positive sample; distribution-free (order statistics).
+
+    With fewer than six samples the whole range stands for the interval.
+    """
+    ordered = np.sort(np.asarray(samples, dtype=np.float64))
+    count = len(ordered)
+    middle = float(np.median(ordered))
+    spread = 1.4826 * float(np.median(np.abs(ordered - middle))) / middle
+    if count == 1:
+        return Summary(middle, math.inf, spread, count)
+    low, high = 0, count - 1
+    if count >= FEW:
+        reach = Z95 * math.sqrt(count) / 2
+        low = max(0, math.floor(count / 2 - reach))
+        high = min(count - 1, math.ceil(count / 2 + reach) - 1)
+    ci = float(ordered[high] - ordered[low]) / 2 / middle
+    return Summary(middle, ci, spread, count)
+
+
+def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
+    """(mean, 95th percentile) of |predicted - measured| / measured, as fractions."""
+    errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1.0)
+    return float(errors.mean()), float(np.percentile(errors, 95))

@@ -1,0 +1,243 @@
+"""Bound kernels to time: random weights, shared activations, and a cache that never holds them.
+
+A model streams all its weights for each token, so a kernel that is timed twice in a row must not
+find its weight in cache: before a launch, enough other memory is read (`Workload.evict`) that the
+last use of the weight is at least `cold_bytes` of reading away.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.clock import Clock
+from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
+from hetero.backends.ops import MatMul, StorageFormat
+from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel
+from hetero.backends.weights import PackedWeight, data_dtype, data_shape, padded, scales_shape
+from hetero.profiler.grid import Task
+
+GPU_COPIES: Final = 4  # distinct weights in one batch of launches
+BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
+KEPT_BYTES: Final = 1 << 31  # kernels beyond this are dropped, least recently used first
+LARGEST_COLD_BYTES: Final = 1 << 29
+DEFAULT_CACHE_BYTES: Final = 1 << 25
+
+
+def last_level_cache_bytes() -> int | None:
+    """Size of the largest cache as Linux tells it, None elsewhere."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text(encoding="ascii").strip()
+        factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+        digits = text.rstrip("KM")
+        if digits.isdigit():
+            sizes.append(int(digits) * factor)
+    return max(sizes, default=None)
+
+
+def cold_bytes() -> int:
+    """Reading that pushes everything out of the caches: four times the last level, bounded."""
+    return min(4 * (last_level_cache_bytes() or DEFAULT_CACHE_BYTES), LARGEST_COLD_BYTES)
+
+
+class WeightPool:
+    """Random weights of any shape as views of one block of memory per storage format."""
+
+    def __init__(self, nbytes: int, seed: int = 0) -> None:
+        self._nbytes = nbytes
+        self._rng = np.random.default_rng(seed)
+        self._blocks: dict[str, HostBuffer] = {}
+        self._cursor: dict[str, int] = {}
+
+    def weight(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
+        """The next weight: another place in memory each time, until the block is used up."""
+        data = self._take(storage.value, data_dtype(storage), data_shape(storage, n, k))
+        if storage in (StorageFormat.F16, StorageFormat.F32):
+            return PackedWeight(storage, n, k, data)
+        scales = self._take("scales", np.dtype(np.float16), scales_shape(n, k))
+        return PackedWeight(storage, n, k, data, scales)
+
+    def _take(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        block = self._block(name, max(self._nbytes if name != "scales" else 0, nbytes))
+        start = self._cursor[name]
+        if start + nbytes > block.nbytes:
+            start = 0
+        self._cursor[name] = padded(start + nbytes, PAGE_BYTES)
+        return block.array(dtype, shape, start)
+
+    def _block(self, name: str, nbytes: int) -> HostBuffer:
+        if name not in self._blocks or self._blocks[name].nbytes < nbytes:
+            block = HostBuffer(nbytes)
+            self._fill(name, block)
+            self._blocks[name], self._cursor[name] = block, 0
+        return self._blocks[name]
+
+    def _fill(self, name: str, block: HostBuffer) -> None:
+        """Repeat a megabyte of random values; its length is prime, so that rows differ."""
+        count = 1048573
+        if name in ("q4", "q8"):
+            values = self._rng.integers(0, 256, count, dtype=np.uint8)
+        elif name == "scales":
+            values = (self._rng.uniform(0.5, 1.5, count) * 0.01).astype(np.float16)
+        else:
+            kind = np.float16 if name == "f16" else np.float32
+            values = (self._rng.standard_normal(count) * 0.05).astype(kind)
+        target = block.bytes.view(values.dtype)
+        for start in range(0, len(target), count):
+            part = target[start : start + count]
+            part[:] = values[: len(part)]
+
+
+@dataclass
+class Runner:
+    """One task's calls, one for each copy of its weight. `cycle` counts launches."""
+
+    device: Device
+    calls: list[BoundCall]
+    weights: list[PackedWeight]
+    x: Tensor
+    y: Tensor
+    batch: int = 1
+    cycle: int = 0
+    last_read: list[int] = field(default_factory=list)
+
+    def next_copies(self) -> list[int]:
+        """Indices of the copies that the next batch uses."""
+        first = self.cycle
+        self.cycle += self.batch
+        return [(first + i) % len(self.calls) for i in range(self.batch)]
+
+    def launch(self, copies: list[int]) -> None:
+        """Run these copies: as one queue where the device is asynchronous, else one by one."""
+        if not self.device.capabilities.asynchronous:
+            for copy in copies:
+                self.calls[copy].run()
+            return
+        completions = [self.calls[copy].submit() for copy in copies]
+        completions[-1].wait()
+
+
+class Workload:
+    """Makes runners for tasks on open devices and keeps them while memory lasts."""
+
+    def __init__(
+        self,
+        devices: Mapping[DeviceKind, Device],
+        *,
+        clock: Clock,
+        cold: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.devices = devices
+        self.clock = clock
+        self.cold = cold_bytes() if cold is None else cold
+        self.pool = WeightPool(max(self.cold, 1 << 24), seed)
+        self.read_bytes = 0
+        self._evict = HostBuffer(max(self.cold, PAGE_BYTES))
+        self._evict.bytes[:] = 1
+        self._rng = np.random.default_rng(seed)
+        self._activations: dict[str, HostBuffer] = {}
+        self._kernels: OrderedDict[tuple[DeviceKind, MatMul], _Prepared] = OrderedDict()
+        self._runners: dict[Task, Runner] = {}
+
+    def runner(self, task: Task) -> Runner:
+        """Bound calls of a task, made when first asked for."""
+        if task not in self._runners:
+            self._runners[task] = self._make(task)
+        key = (task.device, task.op)
+        if key in self._kernels:
+            self._kernels.move_to_end(key)
+        return self._runners[task]
+
+    def evict(self, runner: Runner, copies: list[int]) -> None:
+        """Read other memory until the last use of these copies is `cold` bytes away."""
+        newest = max(runner.last_read[copy] for copy in copies)
+        missing = newest + self.cold - self.read_bytes
+        if missing > 0:
+            size = min(padded(missing, PAGE_BYTES), self._evict.nbytes)
+            self._evict.bytes[:size].view(np.uint64).max()
+            self.read_bytes += size
+        for copy in copies:
+            self.read_bytes += runner.weights[copy].nbytes
+            runner.last_read[copy] = self.read_bytes
+
+    def time(self, runner: Runner) -> float:
+        """Seconds of one launch, out of cache, by the clock."""
+        copies = runner.next_copies()
+        self.evict(runner, copies)
+        start_s = self.clock.now()
+        runner.launch(copies)
+        return (self.clock.now() - start_s) / len(copies)
+
+    def warm_up(self, runner: Runner) -> float:
+        """Launch every copy once, then choose how many launches make a batch. Returns seconds."""
+        for copy in range(len(runner.calls)):
+            runner.launch([copy])
+        seconds = self.time(runner)
+        if runner.device.capabilities.asynchronous and seconds > 0:
+            runner.batch = int(min(max(BATCH_S / seconds, 1), len(runner.calls)))
+        return seconds
+
+    def activation(self, name: str, rows: int, width: int) -> Tensor:
+        """A [rows, width] float32 tensor in memory that all tasks share, filled once."""
+        nbytes = 4 * rows * width
+        if name not in self._activations or self._activations[name].nbytes < nbytes:
+            buffer = self._allocate(nbytes)
+            values = buffer.array(np.float32, (buffer.nbytes // 4,))
+            values[:] = self._rng.standard_normal(len(values), dtype=np.float32)
+            self._activations[name] = buffer
+        return Tensor(self._activations[name], (rows, width))
+
+    def forget(self) -> None:
+        """Drop every kernel."""
+        self._runners.clear()
+        self._kernels.clear()
+
+    def _make(self, task: Task) -> Runner:
+        prepared = self._prepare(task)
+        x = self.activation("x", task.m, task.k)
+        y = self.activation("y", task.m, task.n)
+        tensors = {"x": x, "y": y}
+        calls = [kernel.bind(tensors, task.m) for kernel in prepared.kernels]
+        long_ago = [-self.cold] * len(calls)
+        return Runner(self.devices[task.device], calls, prepared.weights, x, y, last_read=long_ago)
+
+    def _prepare(self, task: Task) -> _Prepared:
+        key = (task.device, task.op)
+        if key not in self._kernels:
+            device = self.devices[task.device]
+            copies = GPU_COPIES if device.capabilities.asynchronous else 1
+            storage = task.weight_format.storage
+            weights = [self.pool.weight(storage, task.n, task.k) for _ in range(copies)]
+            kernels = [device.prepare(task.op, {"weight": weight}) for weight in weights]
+            self._kernels[key] = _Prepared(kernels, weights)
+            self._drop_old()
+        return self._kernels[key]
+
+    def _drop_old(self) -> None:
+        while len(self._kernels) > 1 and self._held() > KEPT_BYTES:
+            (device, op), _ = self._kernels.popitem(last=False)
+            gone = [t for t in self._runners if (t.device, t.op) == (device, op)]
+            for task in gone:
+                del self._runners[task]
+
+    def _held(self) -> int:
+        return sum(kernel.nbytes for p in self._kernels.values() for kernel in p.kernels)
+
+    def _allocate(self, nbytes: int) -> HostBuffer:
+        owner = self.devices.get("npu") or next(iter(self.devices.values()))
+        return owner.allocate(nbytes)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    kernels: list[Kernel]
+    weights: list[PackedWeight]
