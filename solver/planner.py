@@ -108,11 +108,12 @@ class Planner:
         *,
         masks: Masks | None = None,
         options: Extra | None = None,
+        rest: DeviceKind | None = None,
     ) -> Solution:
         """The best plan of one scenario.
 
-        `masks` limits the tilings of a matmul, by name; `options` replaces what it may choose from.
-        Raises `PlanError` if nothing is possible.
+        `masks` limits the tilings of a matmul, by name; `options` replaces what it may choose from;
+        `rest` fixes the device of the other operators. `PlanError` if nothing is possible.
         """
         objective = objective or self.objective()
         self._check_length(scenario)
@@ -124,7 +125,8 @@ class Planner:
                 mask = None if masks is None else masks.get(name)
                 found[name] = chooser.options(self.space(name), m, mask=mask)
         best: Solution | None = None
-        for rests in self.rests(scenario).values():
+        available = self.rests(scenario)
+        for rests in [available[rest]] if rest in available else available.values():
             candidate = self._solve_groups(scenario, objective, rests, found)
             if candidate is not None and (
                 best is None or candidate.chain.cost < best.chain.cost

@@ -14,7 +14,7 @@ import numpy as np
 
 from hetero.profiler.records import phase_of
 from hetero.solver.kernels import Floats, Ints, Kernels, graph_sizes
-from hetero.solver.options import GPU, HOST, Objective, Option, Sync
+from hetero.solver.options import GPU, HOST, INF, Objective, Option, Sync
 from hetero.solver.pieces import Pieces, npu_pieces
 from hetero.solver.plan import Strategy
 
@@ -158,18 +158,21 @@ class Chooser:
         self.sync, self.rules, self.objective = sync, rules, objective
 
     def options(
-        self, space: MatMulSpace, m: int, *, grid: Grid | None = None, mask: np.ndarray | None = None
+        self, space: MatMulSpace, m: int, *, grid: Grid | None = None, mask: np.ndarray | None = None,
+        gpu_alone: bool = True,
     ) -> list[Option]:
         """Best single-device options and best cuts of each mode, the margin applied.
 
-        `mask` [T, R] says which tilings may be used (residency); all if None. A gpu-only option is
-        always first; it is closed where the rules forbid it.
+        `mask` [T, R] says which tilings may be used (residency); all if None; `gpu_alone`
+        whether the GPU holds all rows. A gpu-only option comes first and is closed where the rules
+        forbid it, unless nothing else can compute the matmul.
         """
         grid = grid or space.grid(m)
         gpu = self._gpu_only(space, grid, m)
-        singles = [gpu, *self._npu_options(space, grid, m, mask)]
+        npu = list(self._npu_options(space, grid, m, mask))
+        singles = [gpu, *npu] if gpu_alone else npu
         cuts = list(self._cut_options(space, grid, m, mask))
-        if len(singles) == 1 and not cuts:
+        if gpu_alone and not npu and not cuts:
             return [replace(gpu, barred=frozenset())]  # nothing else can compute it
         return [*singles, *self._with_margin(singles, cuts)]
 
@@ -313,7 +316,7 @@ class Chooser:
 
     def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
         """Cuts, closed from each state where they do not beat the best single device enough."""
-        best = [min(self.objective.cost(s, state) for s in singles) for state in (GPU, HOST)]
+        best = [min((self.objective.cost(s, state) for s in singles), default=INF) for state in (GPU, HOST)]
         for cut in cuts:
             limits = [(1 - self.rules.margin) * b for b in best]
             closed = [
