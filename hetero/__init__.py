@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from hetero.errors import ModelError, UserError
     from hetero.generation import GenerationResult, Piece, Stats
     from hetero.llm import LLM
+    from hetero.planning import plan
+    from hetero.profiler.records import DeviceProfile
     from hetero.sampling import SamplingParams
     from hetero.solver.plan import ExecutionPlan
 
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "hetero.llm",
+    "DeviceProfile": "hetero.profiler.records",
     "ExecutionPlan": "hetero.solver.plan",
     "GenerationResult": "hetero.generation",
     "ModelError": "hetero.errors",
@@ -26,10 +29,12 @@ _LAZY = {
     "SamplingParams": "hetero.sampling",
     "Stats": "hetero.generation",
     "UserError": "hetero.errors",
+    "plan": "hetero.planning",
 }
 
 __all__ = [
     "LLM",
+    "DeviceProfile",
     "ExecutionPlan",
     "GenerationResult",
     "ModelError",
@@ -37,6 +42,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "UserError",
+    "plan",
 ]
 
 

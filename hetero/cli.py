@@ -20,6 +20,7 @@ from rich.table import Table
 
 from hetero.backends.errors import DeviceError
 from hetero.benchmark import BenchOptions, peak_rss_bytes, run_benchmark
+from hetero.cli_plan import plan_command
 from hetero.device_set import DeviceMode, FallbackWarning
 from hetero.doctor import Finding, diagnose, list_devices
 from hetero.errors import UserError
@@ -27,6 +28,7 @@ from hetero.generation import DeviceShare, GenerationResult
 from hetero.llm import DEFAULT_MAX_TOKENS, LLM, SamplingOptions
 from hetero.models import open_model
 from hetero.models.quantized import save as save_quantized
+from hetero.profiler.errors import ProfileError
 from hetero.solver.plan import PlanError
 
 app = typer.Typer(
@@ -36,6 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("plan")(plan_command)
 stderr = Console(stderr=True)
 
 
@@ -275,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ClickException as error:
         error.show()
         code = 2
-    except (UserError, PlanError, DeviceError) as error:
+    except (UserError, PlanError, ProfileError, DeviceError) as error:
         if _State.debug:
             raise
         print(f"hetero: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver import graph_sizes as sizes_module
 from hetero.solver import residency
 from hetero.solver.candidates import explain
+from hetero.solver.curves import front, strategy_curves
 from hetero.solver.kernels import Precision
 from hetero.solver.memory import weight_memory
 from hetero.solver.model_spec import ModelSpec
@@ -31,7 +32,8 @@ Clock = Callable[[], float]
 class PlanRequest:
     """What `hetero plan` asks for; see INTERFACES for the meaning of each.
 
-    `decode_tokens_per_prompt` weighs decoding against prompts where both share a memory budget.
+    `decode_tokens_per_prompt` weighs decoding against prompts where both share a memory budget;
+    `curves` adds what a report draws: times by length and the latency-energy front.
     """
 
     seq_lens: tuple[int, ...] = DEFAULT_LENGTHS
@@ -45,6 +47,7 @@ class PlanRequest:
     margin: float = 0.03
     decode_tokens_per_prompt: int = 64
     explain: bool = True
+    curves: bool = False
 
     def check(self) -> None:
         """Raises `PlanError` for a value that means nothing."""
@@ -105,6 +108,8 @@ def make_plan(
         profile_fingerprint=profile.fingerprint,
         model_fingerprint=planner.model_fingerprint,
         notes=tuple(notes),
+        curves=strategy_curves(planner, request.seq_lens) if request.curves else (),
+        front=front(planner, scenarios) if request.curves and planner.power is not None else (),
     )
 
 
@@ -196,6 +201,12 @@ def total(planner: Planner, solution: Solution) -> Total:
         context=0 if scenario.phase == "prefill" else planner.settings.context,
         energy_j=solution.joules,
         best_single_device_j=best.joules,
+        rest_s={
+            "head": solution.rests.head.together_s,
+            "attention": solution.rests.attention.together_s,
+            "norm": solution.rests.norm.together_s,
+            "activation": solution.rests.activation.together_s,
+        },
     )
 
 

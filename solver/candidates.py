@@ -51,6 +51,8 @@ def _reason(
         return "chosen"
     slower = option.seconds() / chosen.seconds() - 1
     margin = planner.settings.rules.margin
+    if abs(slower) < 1e-6:
+        return "as fast; the simpler one was kept"
     if slower > 0:
         return f"{100 * slower:.1f} % slower; {_limit(option)}"
     if option.is_cut and option.seconds() > (1 - margin) * single:
@@ -75,7 +77,7 @@ def _impossible(planner: Planner, strategy: Strategy, m: int) -> str:
         return "no NPU kernel of this format"
     if strategy in ("sequence-cut", "multi-sequence-cut") and planner.sizes:
         if not any(g < m for g in planner.sizes):
-            return f"no graph is shorter than {m} tokens"
+            return f"no graph is shorter than the call ({m} token{'s' if m > 1 else ''})"
         return "no such cut of these tokens"
     if strategy == "row-cut" and planner.sizes and m not in planner.sizes:
         return f"no graph of exactly {m} tokens (padded: hybrid-cut)"

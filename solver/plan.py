@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
+from hetero.solver.report import markdown, page
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
@@ -106,7 +108,8 @@ class OpPlan(_Record):
 class Total(_Record):
     """Predicted time of a whole step: every layer, attention, norms and the output head.
 
-    `single_devices` are the times of the plans with all matmuls on one device, by its kind.
+    `single_devices` are the times of the plans with all matmuls on one device, by its kind;
+    `rest_s` those of the other operators: head, attention, norm, activation.
     """
 
     phase: Phase
@@ -118,6 +121,7 @@ class Total(_Record):
     context: int = 0
     energy_j: float | None = None
     best_single_device_j: float | None = None
+    rest_s: dict[str, float] = {}
 
 
 class Rest(_Record):
@@ -125,6 +129,31 @@ class Rest(_Record):
 
     prefill: DeviceKind
     decode: DeviceKind
+
+
+class CurvePoint(_Record):
+    """Prefill time of one strategy at one length; None where it cannot run."""
+
+    m: int
+    seconds: float | None
+    energy_j: float | None = None
+
+
+class Curve(_Record):
+    """Prefill time by length under a named strategy (the paper's figure 14)."""
+
+    strategy: str
+    points: tuple[CurvePoint, ...]
+
+
+class FrontPoint(_Record):
+    """One point of the latency-energy front at m tokens; `energy_weight` from 0 to 1."""
+
+    phase: Phase
+    m: int
+    energy_weight: float
+    seconds: float
+    energy_j: float
 
 
 class Memory(_Record):
@@ -166,6 +195,8 @@ class ExecutionPlan(_Record):
     profile_fingerprint: str | None = None
     model_fingerprint: str | None = None
     notes: tuple[str, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    front: tuple[FrontPoint, ...] = ()
 
     @property
     def plan_id(self) -> str:
@@ -196,6 +227,20 @@ class ExecutionPlan(_Record):
         temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         temporary.replace(target)
 
+    def report(
+        self, path: str | os.PathLike[str], *, compare: Sequence[ExecutionPlan] = ()
+    ) -> None:
+        """Write a report: HTML, or Markdown or JSON by the ending of `path`. Raises `PlanError`."""
+        text = {".md": markdown.to_markdown, ".json": _to_json}.get(
+            Path(path).suffix.lower(), page.to_html
+        )(self, compare)
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write the report {path} ({error.strerror}): choose another path"
+            ) from None
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExecutionPlan:
         """Read and validate a plan file. Raises `PlanError` with one sentence."""
@@ -209,6 +254,10 @@ class ExecutionPlan(_Record):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
+
+
+def _to_json(plan: ExecutionPlan, compare: Sequence[ExecutionPlan]) -> str:  # noqa: ARG001
+    return plan.model_dump_json(indent=1) + "\n"
 
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
