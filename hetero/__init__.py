@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hetero.errors import ModelError, UserError
     from hetero.generation import GenerationResult, Piece, Stats
     from hetero.llm import LLM
+    from hetero.planning import plan
     from hetero.profiler.records import DeviceProfile
     from hetero.profiling import profile_device
     from hetero.sampling import SamplingParams
@@ -30,6 +31,7 @@ _LAZY = {
     "Stats": "hetero.generation",
     "UserError": "hetero.errors",
     "profile_device": "hetero.profiling",
+    "plan": "hetero.planning",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "UserError",
+    "plan",
     "profile_device",
 ]
 

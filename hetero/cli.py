@@ -20,6 +20,7 @@ from rich.text import Text
 
 from hetero.backends.errors import DeviceError
 from hetero.benchmark import BenchOptions, peak_rss_bytes, run_benchmark
+from hetero.cli_plan import plan_command
 from hetero.cli_profile import register as register_profile_commands
 from hetero.device_set import DeviceMode, FallbackWarning
 from hetero.doctor import Finding, diagnose, list_devices
@@ -28,6 +29,7 @@ from hetero.generation import DeviceShare, GenerationResult
 from hetero.llm import DEFAULT_MAX_TOKENS, LLM, SamplingOptions
 from hetero.models import open_model
 from hetero.models.quantized import save as save_quantized
+from hetero.profiler.errors import ProfileError
 from hetero.solver.plan import PlanError
 
 app = typer.Typer(
@@ -38,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 register_profile_commands(app)
+app.command("plan")(plan_command)
 stderr = Console(stderr=True)
 # Typer carries its own copy of Click or uses the installed one, depending on its version; this is
 # the base of every complaint about what was typed, in either.
@@ -281,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = cast("typer.BadParameter", error).format_message()
         print(f"hetero: {message} (see `hetero --help`)", file=sys.stderr)
         code = 2
-    except (UserError, PlanError, DeviceError) as error:
+    except (UserError, PlanError, ProfileError, DeviceError) as error:
         if _State.debug:
             raise
         print(f"hetero: {error}", file=sys.stderr)

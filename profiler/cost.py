@@ -206,14 +206,15 @@ class CostModel:
         k: int,
         *,
         cached: bool = False,
+        m: int = 0,
     ) -> float:
-        """Time to prepare one matmul graph or kernel; 0 if it was not measured."""
+        """Time to prepare one matmul graph (of m tokens) or kernel; 0 if it was not measured."""
         for entry in self.profile.preparation_predictors:
             if (entry.device, entry.weight_format) == (device, weight_format):
                 nbytes = float(predict.weight_bytes(weight_format, n, k))
                 if cached:
                     return entry.cached_fixed_s + entry.cached_s_per_byte * nbytes
-                return entry.fixed_s + entry.s_per_byte * nbytes
+                return entry.fixed_s + entry.s_per_byte * nbytes + entry.s_per_token * m
         return 0.0
 
     def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:

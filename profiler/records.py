@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import Capabilities, Device, DeviceKind
 from hetero.profiler import files
+from hetero.profiler.device_model import DeviceModel
 from hetero.profiler.errors import ProfileError, ProfileWarning
 
 SCHEMA_VERSION: Final = 1
@@ -259,13 +260,15 @@ class MatMulPredictor(Record):
     """Predicts matmuls of one device, format and order: knots · exp(mean of the trees' answers).
 
     `features` names the trees' columns (`hetero.profiler.predict.FEATURES`); without trees the
-    knots are the whole answer (piecewise linear, the GPU).
+    knots are the whole answer (piecewise linear, the GPU). A `model`, where there is one, answers
+    instead of both (simulated chips).
     """
 
     device: DeviceKind
     weight_format: WeightFormat
     order: OperandOrder = "plain"
     knots: Knots
+    model: DeviceModel | None = None
     features: tuple[str, ...] = ()
     trees: tuple[Tree, ...] = ()
     measured: ShapeRange
@@ -295,7 +298,7 @@ class OtherPredictor(Record):
 
 
 class PreparationPredictor(Record):
-    """seconds = fixed_s + s_per_byte · packed bytes of the weight."""
+    """seconds = fixed_s + s_per_byte · packed bytes of the weight + s_per_token · graph size."""
 
     device: DeviceKind
     weight_format: WeightFormat
@@ -303,6 +306,7 @@ class PreparationPredictor(Record):
     s_per_byte: Seconds
     cached_fixed_s: Seconds
     cached_s_per_byte: Seconds
+    s_per_token: Seconds = 0.0
 
 
 class Bandwidth(Record):

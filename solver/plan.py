@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
+from hetero.solver.report import markdown, page
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
@@ -39,12 +42,24 @@ class Tile(_Record):
 
     Ranges are half open; `None` as the end of `tokens` means the call's last token. `graph_size` is
     the NPU graph's token count (padding included), `None` on a GPU or where any graph serves.
+    `order` is the NPU's operand order, `precision` the kernel's format (None: the model's).
     """
 
     device: DeviceKind
     tokens: tuple[Start, Stop | None]
     rows: tuple[Start, Stop]
-    graph_size: int | None = None
+    graph_size: Annotated[int, Field(ge=1)] | None = None
+    order: OperandOrder = "plain"
+    precision: WeightFormat | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_graph(self) -> Self:
+        start, stop = self.tokens
+        if self.graph_size is not None and stop is not None and stop - start > self.graph_size:
+            raise ValueError(
+                f"tile tokens {self.tokens} do not fit its graph of {self.graph_size} tokens"
+            )
+        return self
 
     def resolved(self, m: int) -> Tile:
         """The same tile with an open token range ended at m."""
@@ -53,11 +68,12 @@ class Tile(_Record):
 
 
 class Candidate(_Record):
-    """One way that was considered, and why it lost."""
+    """The best tiling of one strategy: its time, and why it lost (or that it was chosen)."""
 
     strategy: Strategy
-    predicted_s: float
+    predicted_s: float | None
     reason: str
+    detail: str = ""
 
 
 class OpPlan(_Record):
@@ -71,13 +87,18 @@ class OpPlan(_Record):
     strategy: Strategy
     tiles: tuple[Tile, ...]
     predicted_s: float | None = None
+    gpu_s: float | None = None
+    npu_s: float | None = None
+    energy_j: float | None = None
     candidates: tuple[Candidate, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.m is None and len({tile.device for tile in self.tiles}) > 1 and self._cuts_tokens():
             raise ValueError(f"{self.phase} {self.op}: a cut along tokens needs an exact m")
-        check_cover(self.tiles, m=self.m or 1, n=self.n, what=f"{self.phase} {self.op}")
+        what = f"{self.phase} {self.op}" + (f" at {self.m} tokens" if self.m else "")
+        check_cover(self.tiles, m=self.m or 1, n=self.n, what=what)
+        check_pieces(self.tiles, what=what)
         return self
 
     def _cuts_tokens(self) -> bool:
@@ -85,13 +106,22 @@ class OpPlan(_Record):
 
 
 class Total(_Record):
-    """Predicted time of a whole step: every layer, attention, norms and the output head."""
+    """Predicted time of a whole step: every layer, attention, norms and the output head.
+
+    `single_devices` are the times of the plans with all matmuls on one device, by its kind;
+    `rest_s` those of the other operators: head, attention, norm, activation.
+    """
 
     phase: Phase
     m: int
     predicted_s: float
     tokens_per_s: float
     best_single_device_s: float
+    single_devices: dict[DeviceKind, float] = {}
+    context: int = 0
+    energy_j: float | None = None
+    best_single_device_j: float | None = None
+    rest_s: dict[str, float] = {}
 
 
 class Rest(_Record):
@@ -99,6 +129,47 @@ class Rest(_Record):
 
     prefill: DeviceKind
     decode: DeviceKind
+
+
+class CurvePoint(_Record):
+    """Prefill time of one strategy at one length; None where it cannot run."""
+
+    m: int
+    seconds: float | None
+    energy_j: float | None = None
+
+
+class Curve(_Record):
+    """Prefill time by length under a named strategy (the paper's figure 14)."""
+
+    strategy: str
+    points: tuple[CurvePoint, ...]
+
+
+class FrontPoint(_Record):
+    """One point of the latency-energy front at m tokens; `energy_weight` from 0 to 1."""
+
+    phase: Phase
+    m: int
+    energy_weight: float
+    seconds: float
+    energy_j: float
+
+
+class Memory(_Record):
+    """Weight bytes: what each device holds in its own layout, and rows that both hold (a part of
+    both numbers). `graphs_bytes` is what prepared graphs need beyond weights, where known.
+    """
+
+    gpu_bytes: int
+    npu_bytes: int
+    twice_bytes: int
+    budget_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Both devices together."""
+        return self.gpu_bytes + self.npu_bytes
 
 
 class ExecutionPlan(_Record):
@@ -114,6 +185,18 @@ class ExecutionPlan(_Record):
     totals: tuple[Total, ...] = ()
     graph_sizes: tuple[int, ...] = ()
     memory_bytes: int | None = None
+    memory: Memory | None = None
+    numbers: Literal["measured", "predicted", "simulated"] | None = None
+    precision: Literal["auto", "a16", "a8", "any"] = "auto"
+    weight_format: WeightFormat | None = None
+    layers: int | None = None
+    max_gpu_share: float = 1.0
+    margin: float | None = None
+    profile_fingerprint: str | None = None
+    model_fingerprint: str | None = None
+    notes: tuple[str, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    front: tuple[FrontPoint, ...] = ()
 
     @property
     def plan_id(self) -> str:
@@ -123,11 +206,14 @@ class ExecutionPlan(_Record):
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
         """Tiles of one matmul at m tokens. Raises `PlanError` if the plan says nothing of it."""
+        return tuple(tile.resolved(m) for tile in self.entry(phase, m, op).tiles)
+
+    def entry(self, phase: Phase, m: int, op: str) -> OpPlan:
+        """The entry for one matmul at m tokens. Raises `PlanError` if there is none."""
         matches = [o for o in self.ops if o.phase == phase and o.op == op and o.m in (m, None)]
         if not matches:
             raise PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens")
-        best = max(matches, key=lambda o: o.m is not None)
-        return tuple(tile.resolved(m) for tile in best.tiles)
+        return max(matches, key=lambda o: o.m is not None)
 
     def devices(self) -> frozenset[DeviceKind]:
         """Device kinds that the plan uses."""
@@ -140,6 +226,20 @@ class ExecutionPlan(_Record):
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
         temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         temporary.replace(target)
+
+    def report(
+        self, path: str | os.PathLike[str], *, compare: Sequence[ExecutionPlan] = ()
+    ) -> None:
+        """Write a report: HTML, or Markdown or JSON by the ending of `path`. Raises `PlanError`."""
+        text = {".md": markdown.to_markdown, ".json": _to_json}.get(
+            Path(path).suffix.lower(), page.to_html
+        )(self, compare)
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write the report {path} ({error.strerror}): choose another path"
+            ) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExecutionPlan:
@@ -154,6 +254,10 @@ class ExecutionPlan(_Record):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
+
+
+def _to_json(plan: ExecutionPlan, compare: Sequence[ExecutionPlan]) -> str:  # noqa: ARG001
+    return plan.model_dump_json(indent=1) + "\n"
 
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
@@ -172,6 +276,20 @@ def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
         area += (t1 - t0) * (r1 - r0)
     if area != m * n:
         raise ValueError(f"{what}: the tiles cover {area} of {m * n} outputs")
+
+
+def check_pieces(tiles: tuple[Tile, ...], *, what: str) -> None:
+    """The NPU computes at most two pieces along tokens per row range. Raises ValueError."""
+    pieces: dict[tuple[int, int], int] = {}
+    for tile in tiles:
+        if tile.device == "npu":
+            pieces[tile.rows] = pieces.get(tile.rows, 0) + 1
+    for rows, count in pieces.items():
+        if count > 2:
+            raise ValueError(
+                f"{what}: the NPU computes rows {list(rows)} in {count} pieces along tokens, at "
+                "most 2 are allowed"
+            )
 
 
 def _overlap(a: Tile, b: Tile) -> bool:

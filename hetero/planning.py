@@ -1,0 +1,127 @@
+"""Plans for a MODEL on a PROFILE: what `hetero plan` and `hetero.plan` do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from hetero.errors import UserError
+from hetero.models import model_spec
+from hetero.profiler import files
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import GraphSizes, PlanRequest, make_plan
+from hetero.solver.kernels import Precision
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.plan import ExecutionPlan
+
+ProfileLike = DeviceProfile | str | Path | None
+
+
+def plan(
+    model: str | Path | ModelSpec,
+    profile: ProfileLike = None,
+    *,
+    seq_lens: Sequence[int] = (64, 256, 1024),
+    graph_sizes: GraphSizes = None,
+    objective: Literal["latency", "energy"] = "latency",
+    precision: Precision = "auto",
+    max_gpu_share: float = 1.0,
+    memory_budget: str | int | None = None,
+    context: int = 256,
+    margin: float = 0.03,
+    weights: str = "w4a16",
+    curves: bool = True,
+) -> ExecutionPlan:
+    """The best cut of every matmul of `model` on the device of `profile`.
+
+    `model` is a MODEL or the name of a known one; `profile` a `DeviceProfile`, a file, a shipped
+    name, or None for this machine's. `curves` adds what a report draws (a second or so); the rest
+    is as in `hetero plan --help`. Raises `UserError`, `PlanError` or `ProfileError`.
+    """
+    spec = model if isinstance(model, ModelSpec) else model_spec(model, weights)
+    request = PlanRequest(
+        seq_lens=tuple(seq_lens),
+        graph_sizes=graph_sizes,
+        objective=objective,
+        precision=precision,
+        max_gpu_share=max_gpu_share,
+        memory_budget_bytes=None if memory_budget is None else parse_size(memory_budget),
+        context=context,
+        margin=margin,
+        curves=curves,
+    )
+    return make_plan(spec, find_profile(profile), request)
+
+
+def find_profile(profile: ProfileLike) -> DeviceProfile:
+    """The named profile; else this machine's from the cache; else the shipped `host`."""
+    if isinstance(profile, DeviceProfile):
+        return profile
+    shipped = files.shipped_names()
+    if profile is not None:
+        if not Path(profile).exists() and str(profile) not in shipped:
+            raise UserError(
+                f"profile {str(profile)!r}: there is no such file; give one written by "
+                f"`hetero profile` or one of: {', '.join(shipped)}"
+            )
+        return DeviceProfile.load(profile if Path(profile).exists() else str(profile))
+    cached = files.cached_profile_path()
+    if cached.exists():
+        return DeviceProfile.load(cached)
+    if "host" in shipped:
+        print(
+            "hetero: this machine has no profile yet (`hetero profile` takes one), so the shipped "
+            "profile `host` is used",
+            file=sys.stderr,
+        )
+        return DeviceProfile.load("host")
+    raise UserError(
+        "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
+        f"--profile: {', '.join(shipped)}"
+    )
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6,
+          "gb": 10**9, "k": 2**10, "m": 2**20, "g": 2**30}  # fmt: skip
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
+    if isinstance(value, int):
+        return value
+    digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = value.strip()[len(digits) :].strip().lower()
+    try:
+        found = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise UserError(f"{value!r} is not a size: write it like 4GiB or 500MB") from None
+    if not 0 < found < 2**63:
+        raise UserError(f"{value!r} is not a size above zero: write it like 4GiB or 500MB")
+    return int(found)
+
+
+def parse_tokens(value: str, option: str) -> tuple[int, ...]:
+    """`64,256` as numbers. Raises `UserError`."""
+    try:
+        found = tuple(int(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise UserError(f"{option} {value!r}: give token counts like 64,256,1024")
+    return found
+
+
+def load_either(path: str) -> ExecutionPlan | DeviceProfile:
+    """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
+    if path in files.shipped_names() and not Path(path).exists():
+        return DeviceProfile.load(path)
+    document = _document(path)
+    if "devices" in document:
+        return DeviceProfile.load(path)
+    return ExecutionPlan.load(path)
+
+
+def _document(path: str) -> dict[str, Any]:
+    return files.read_document(path, 1)

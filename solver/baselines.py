@@ -1,0 +1,164 @@
+"""The paper's systems and strategies by name, for comparison (sections 5.1 and 5.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from hetero.solver.options import HOST, Objective, Option
+from hetero.solver.pieces import Pieces
+from hetero.solver.plan import OpName, PlanError
+from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.tilings import Chooser, MatMulSpace, Rules
+
+NPU_NAMES: Final = ("padding", "pipe", "chunked", "online-prepare")
+CUT_NAMES: Final = ("row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut")
+STRATEGIES: Final = ("auto", "gpu-only", "layer", *NPU_NAMES, *CUT_NAMES)
+
+
+def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
+    """The step under a named strategy. Raises `PlanError` where it is unknown or cannot run."""
+    if strategy == "auto":
+        return planner.solve(scenario)
+    if strategy == "gpu-only":
+        found = planner.single(scenario, "gpu")
+        if found is None:
+            raise PlanError(f"gpu-only: the profile has no GPU kernels for {planner.spec.name}")
+        return found
+    if strategy == "layer":
+        return layer_level(planner, scenario)
+    if strategy in CUT_NAMES:
+        return _only(planner, scenario, strategy)
+    if strategy in NPU_NAMES:
+        return _npu(planner, scenario, strategy)
+    raise PlanError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
+
+
+def layer_level(planner: Planner, scenario: Scenario) -> Solution:
+    """Hetero-layer: whole matmuls, each on the device that is faster for it."""
+    chooser = Chooser(planner.sync, Rules(margin=0.0), Objective())
+    options: dict[OpName, list[Option]] = {}
+    for name in _matmuls(planner):
+        m = 1 if name == "lm_head" else scenario.m
+        found = chooser.options(planner.space(name), m)
+        options[name] = [o for o in found if not o.is_cut and o.strategy != "multi-sequence-cut"]
+        if len(options[name]) < 2:
+            options[name] = [o for o in found if not o.is_cut]
+    return planner.solve(scenario, options=options)
+
+
+def _only(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
+    """One strategy for every matmul where it exists, the best single device elsewhere."""
+    chooser = Chooser(planner.sync, Rules(margin=0.0), Objective())
+    options: dict[OpName, list[Option]] = {}
+    for name in _matmuls(planner):
+        m = 1 if name == "lm_head" else scenario.m
+        named = chooser.named(planner.space(name), m)
+        options[name] = [o for o in named if o.strategy == strategy] or [
+            o for o in named if not o.is_cut
+        ]
+    return planner.solve(scenario, options=options)
+
+
+def _npu(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
+    if strategy == "online-prepare":
+        planner = planner.with_graph_sizes((*planner.sizes, scenario.m))
+    sizes = tuple(g for g in planner.sizes if g > 1) or planner.sizes
+    choose: Callable[[int], tuple[int, ...]] = {
+        "padding": lambda m: _padding(m, sizes),
+        "pipe": lambda m: _pipe(planner, m, sizes),
+        "chunked": lambda m: _chunks(m, sizes),
+        "online-prepare": lambda m: (m,),
+    }[strategy]
+    options: dict[OpName, list[Option]] = {}
+    for name in _matmuls(planner):
+        if name == "lm_head":
+            options[name] = _whole(planner, name)
+        else:
+            space = planner.space(name)
+            options[name] = [_sequence(planner, space, choose(scenario.m), scenario.m)]
+    return planner.solve(scenario, options=options)
+
+
+def preparation_s(planner: Planner, m: int) -> float:
+    """Time to prepare the graphs of one block for a new token count (online-prepare pays it)."""
+    total = 0.0
+    for name in _matmuls(planner):
+        if name != "lm_head":
+            n, k = planner.shape(name)
+            total += planner.cost.prepare_s("npu", planner.spec.weight_format, n, k, m=m)
+    return total
+
+
+def latency_s(planner: Planner, scenario: Scenario, strategy: str) -> float:
+    """Seconds of a step under a strategy, online preparation included."""
+    seconds = force(planner, scenario, strategy).seconds
+    if strategy == "online-prepare":
+        seconds += preparation_s(planner, scenario.m)
+    return seconds
+
+
+def _matmuls(planner: Planner) -> Iterable[OpName]:
+    return [x.name for x in planner.spec.matmuls]
+
+
+def _whole(planner: Planner, name: OpName) -> list[Option]:
+    chooser = Chooser(planner.sync, Rules(margin=0.0), Objective())
+    return [o for o in chooser.options(planner.space(name), 1) if not o.is_cut]
+
+
+def _padding(m: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The next graph; several of the largest for more."""
+    largest = sizes[-1] if sizes else m
+    whole, left = divmod(m, largest)
+    fitting = [g for g in sizes if g >= left]
+    return (largest,) * whole + ((fitting[0] if fitting else left,) if left else ())
+
+
+def _pipe(planner: Planner, m: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Largest graphs first, the margin in smaller ones; padded where that is faster."""
+    if not sizes:
+        return (m,)
+    best: tuple[float, tuple[int, ...]] | None = None
+    taken: list[int] = []
+    left = m
+    for g in reversed(sizes):
+        ending = (*taken, *_padding(left, sizes)) if left else tuple(taken)
+        cost = _sum_s(planner, ending)
+        best = min(best, (cost, ending)) if best is not None else (cost, ending)
+        while left >= g:
+            taken.append(g)
+            left -= g
+    ending = (*taken, *_padding(left, sizes)) if left else tuple(taken)
+    return min(best or (0.0, ending), (_sum_s(planner, ending), ending))[1]
+
+
+def _sum_s(planner: Planner, graphs: tuple[int, ...]) -> float:
+    names = [x for x in _matmuls(planner) if x != "lm_head"]
+    return sum(
+        float(planner.kernels.table("npu", graphs, [n], k).seconds.sum())
+        for n, k in map(planner.shape, names)
+    )
+
+
+def _chunks(m: int, sizes: tuple[int, ...], chunk: int = 256) -> tuple[int, ...]:
+    """mllm-NPU: one fixed chunk size, the last chunk padded."""
+    fixed = min(sizes, key=lambda g: abs(g - chunk)) if sizes else m
+    return (fixed,) * -(-m // fixed)
+
+
+def _sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], m: int) -> Option:
+    """All tokens on the NPU, graph after graph."""
+    table = space.kernels.table("npu", graphs, [space.n], space.k).seconds[:, 0]
+    if not np.isfinite(table).all():
+        raise PlanError(f"the NPU has no kernel for {space.n}×{space.k} at {m} tokens")
+    starts = np.minimum(np.cumsum((0, *graphs)), m)
+    spans = tuple((int(a), int(b)) for a, b in zip(starts[:-1], starts[1:], strict=True))
+    whole = float(table.sum())
+    base = Option("npu-only", "npu", whole, npu_s=whole, leaves=HOST, rows=space.n)
+    enter = planner.sync.wait_s + planner.sync.copy(4.0 * m * space.k)
+    leave = planner.sync.copy(4.0 * m * space.n)
+    return replace(base, enter_s=(enter + leave, leave), pieces=Pieces(spans, graphs))

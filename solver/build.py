@@ -1,0 +1,249 @@
+"""From solved scenarios to an `ExecutionPlan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.records import DeviceProfile
+from hetero.solver import graph_sizes as sizes_module
+from hetero.solver import residency
+from hetero.solver.candidates import explain
+from hetero.solver.curves import front, strategy_curves
+from hetero.solver.kernels import Precision
+from hetero.solver.memory import weight_memory
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.options import Objective, Option
+from hetero.solver.place import tiles_of
+from hetero.solver.plan import ExecutionPlan, OpName, OpPlan, PlanError, Rest, Total
+from hetero.solver.planner import Planner, Scenario, Settings, Solution, with_graph_sizes
+from hetero.solver.tilings import Rules
+
+Numbers: TypeAlias = Literal["predicted", "simulated"]
+GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
+DEFAULT_LENGTHS = (64, 256, 1024)
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What `hetero plan` asks for; see INTERFACES for the meaning of each.
+
+    `decode_tokens_per_prompt` weighs decoding against prompts where both share a memory budget;
+    `curves` adds what a report draws: times by length and the latency-energy front.
+    """
+
+    seq_lens: tuple[int, ...] = DEFAULT_LENGTHS
+    graph_sizes: GraphSizes = None
+    objective: Literal["latency", "energy"] = "latency"
+    precision: Precision = "auto"
+    max_gpu_share: float = 1.0
+    memory_budget_bytes: int | None = None
+    preparation_budget_s: float | None = None
+    context: int = 256
+    margin: float = 0.03
+    decode_tokens_per_prompt: int = 64
+    explain: bool = True
+    curves: bool = False
+
+    def check(self) -> None:
+        """Raises `PlanError` for a value that means nothing."""
+        if not self.seq_lens or min(self.seq_lens) < 1:
+            raise PlanError(
+                f"prompt lengths are token counts from 1 on, got {list(self.seq_lens)}: give "
+                "--seq-lens such as 64,256,1024"
+            )
+        if not 0 <= self.max_gpu_share <= 1:
+            raise PlanError(f"--max-gpu-share is between 0 and 1, got {self.max_gpu_share:g}")
+        if not 0 <= self.margin < 1:
+            raise PlanError(f"the margin is a fraction from 0 to 1, got {self.margin:g}")
+        if self.context < 0:
+            raise PlanError(f"--context is a number of tokens, got {self.context}")
+
+
+def make_plan(
+    spec: ModelSpec,
+    profile: DeviceProfile,
+    request: PlanRequest = PlanRequest(),
+    *,
+    clock: Clock = time.perf_counter,
+) -> ExecutionPlan:
+    """Solve all lengths and decoding. Raises `PlanError` or `ProfileError`."""
+    request.check()
+    start_s = clock()
+    planner, notes = prepare(spec, profile, request)
+    scenarios = [Scenario("prefill", m) for m in sorted(set(request.seq_lens))]
+    scenarios.append(Scenario("decode", 1))
+    weights = (0.0, 1.0) if request.objective == "energy" else (1.0, 0.0)
+    objective = planner.objective(*weights)
+    solutions = _one_rest(planner, objective, [planner.solve(s, objective) for s in scenarios])
+    memory = weight_memory(planner, solutions)
+    budget = request.memory_budget_bytes
+    if budget is not None and memory.total_bytes > budget:
+        solutions = residency.solve(planner, scenarios, objective, budget, request)
+        memory = weight_memory(planner, solutions)
+        notes.append("the memory budget limits the cuts")
+    memory = memory.model_copy(update={"budget_bytes": budget})
+    notes += _share_notes(request, solutions)
+    return ExecutionPlan(
+        model=spec.name,
+        profile=profile.name,
+        objective=request.objective,
+        solve_s=clock() - start_s,
+        ops=tuple(entries(planner, solutions, with_candidates=request.explain)),
+        rest=_rest(solutions),
+        totals=tuple(total(planner, s) for s in solutions),
+        graph_sizes=planner.sizes,
+        memory_bytes=memory.total_bytes,
+        memory=memory,
+        numbers=numbers_of(profile),
+        precision=request.precision,
+        weight_format=spec.weight_format,
+        layers=spec.layers,
+        max_gpu_share=request.max_gpu_share,
+        margin=request.margin,
+        profile_fingerprint=profile.fingerprint,
+        model_fingerprint=planner.model_fingerprint,
+        notes=tuple(notes),
+        curves=strategy_curves(planner, request.seq_lens) if request.curves else (),
+        front=front(planner, scenarios) if request.curves and planner.power is not None else (),
+    )
+
+
+def prepare(
+    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest
+) -> tuple[Planner, list[str]]:
+    """A planner with the graph sizes that were asked for, and what to say about it."""
+    rules = Rules(margin=request.margin, max_gpu_share=request.max_gpu_share)
+    settings = Settings(precision=request.precision, rules=rules, context=request.context)
+    notes: list[str] = []
+    if request.graph_sizes == "auto":
+        chosen = sizes_module.choose(
+            Planner(spec, profile, settings),
+            dict.fromkeys(request.seq_lens, 1.0),
+            preparation_budget_s=request.preparation_budget_s,
+        )
+        profile = with_graph_sizes(profile, chosen.sizes)
+        notes.append(f"graph sizes chosen for these lengths: {chosen.describe()}")
+    elif request.graph_sizes is not None:
+        sizes = {*request.graph_sizes}
+        if 1 in _graphs(profile):
+            sizes.add(1)  # decoding keeps its graph
+        profile = with_graph_sizes(profile, sizes)
+    return Planner(spec, profile, settings), notes
+
+
+def _graphs(profile: DeviceProfile) -> tuple[int, ...]:
+    npu = profile.devices.get("npu")
+    return npu.capabilities.graph_sizes if npu is not None else ()
+
+
+def entries(
+    planner: Planner, solutions: Iterable[Solution], *, with_candidates: bool = True
+) -> Iterable[OpPlan]:
+    """The plan's entries: one for each matmul and scenario; the output head once per phase."""
+    heads: set[str] = set()
+    for solution in solutions:
+        scenario = solution.scenario
+        for name, option in solution.options.items():
+            if name == "lm_head" and scenario.phase in heads:
+                continue
+            heads.update([scenario.phase] if name == "lm_head" else [])
+            yield entry(planner, scenario, name, option, with_candidates=with_candidates)
+
+
+def entry(
+    planner: Planner,
+    scenario: Scenario,
+    name: OpName,
+    option: Option,
+    *,
+    with_candidates: bool,
+) -> OpPlan:
+    """One matmul. The output head sees one token in either phase and holds for every length."""
+    n, k = planner.shape(name)
+    head = name == "lm_head"
+    m = 1 if head else scenario.m
+    tiles = tiles_of(planner.space(name), option, m, open_ended=head)
+    energy = option.joules(planner.power) if planner.power is not None else None
+    return OpPlan(
+        phase=scenario.phase,
+        m=None if head else m,
+        op=name,
+        n=n,
+        k=k,
+        strategy=option.strategy,
+        tiles=tiles,
+        predicted_s=option.seconds(),
+        gpu_s=option.gpu_s,
+        npu_s=option.npu_s,
+        energy_j=energy,
+        candidates=explain(planner, name, m, option) if with_candidates else (),
+    )
+
+
+def total(planner: Planner, solution: Solution) -> Total:
+    """Time of a step beside the best single device's."""
+    scenario = solution.scenario
+    kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
+    singles = {kind: s for kind in kinds if (s := planner.single(scenario, kind)) is not None}
+    best = min(singles.values(), key=lambda s: s.seconds) if singles else solution
+    return Total(
+        phase=scenario.phase,
+        m=scenario.m,
+        predicted_s=solution.seconds,
+        tokens_per_s=scenario.m / solution.seconds,
+        best_single_device_s=best.seconds,
+        single_devices={kind: s.seconds for kind, s in singles.items()},
+        context=0 if scenario.phase == "prefill" else planner.settings.context,
+        energy_j=solution.joules,
+        best_single_device_j=best.joules,
+        rest_s={
+            "head": solution.rests.head.together_s,
+            "attention": solution.rests.attention.together_s,
+            "norm": solution.rests.norm.together_s,
+            "activation": solution.rests.activation.together_s,
+        },
+    )
+
+
+def numbers_of(profile: DeviceProfile) -> Numbers:
+    """What kind of numbers a plan of this profile has."""
+    simulated = any(d.numbers == "simulated" for d in profile.devices.values())
+    return "simulated" if simulated else "predicted"
+
+
+def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution]) -> list[Solution]:
+    """All lengths of a phase with one device for the rest, as a plan has it: the best together."""
+    prefill = [s for s in solutions if s.scenario.phase == "prefill"]
+    kinds = sorted({s.rests.device for s in prefill})
+    if len(kinds) < 2:
+        return solutions
+    tried = [[planner.solve(s.scenario, objective, rest=k) for s in prefill] for k in kinds]
+    best = min(tried, key=lambda found: sum(s.chain.cost for s in found))
+    return [*best, *(s for s in solutions if s.scenario.phase == "decode")]
+
+
+def _rest(solutions: Sequence[Solution]) -> Rest:
+    """The device of each phase (`_one_rest` made them agree)."""
+    found = {s.scenario.phase: s.rests.device for s in solutions}
+    return Rest(prefill=found["prefill"], decode=found["decode"])
+
+
+def _share_notes(request: PlanRequest, solutions: Sequence[Solution]) -> list[str]:
+    if request.max_gpu_share >= 1:
+        return []
+    over = sorted(
+        {
+            f"{name} in {s.scenario.phase} at {s.scenario.m}"
+            for s in solutions
+            for name, option in s.options.items()
+            if option.gpu_s > request.max_gpu_share * option.together_s * (1 + 1e-9)
+        }
+    )
+    return (
+        [f"only the GPU can compute {', '.join(over)}: its share is over the cap"] if over else []
+    )

@@ -1,0 +1,98 @@
+"""Every strategy of one matmul with its time, and why it lost."""
+
+from __future__ import annotations
+
+from hetero.solver.options import INF, Option
+from hetero.solver.plan import Candidate, OpName, Strategy
+from hetero.solver.planner import Planner
+from hetero.solver.tilings import Chooser
+
+ALL: tuple[Strategy, ...] = (
+    "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
+)  # fmt: skip
+
+
+def explain(planner: Planner, name: OpName, m: int, chosen: Option) -> tuple[Candidate, ...]:
+    """Candidates by time, the best tiling of each strategy, entered after a GPU kernel."""
+    space = planner.space(name)
+    rules = planner.settings.rules
+    chooser = Chooser(planner.sync, rules, planner.objective())
+    best = {o.strategy: o for o in chooser.named(space, m) if o.together_s < INF}
+    if chosen.strategy not in best or chosen.seconds() < best[chosen.strategy].seconds():
+        best[chosen.strategy] = chosen
+    single = min((o.seconds() for o in best.values() if not o.is_cut), default=INF)
+    found = []
+    for strategy in ALL:
+        option = chosen if strategy == chosen.strategy else best.get(strategy)
+        reason = _reason(planner, option, chosen, strategy, m, single)
+        seconds = None if option is None else option.seconds()
+        found.append(
+            Candidate(
+                strategy=strategy,
+                predicted_s=seconds,
+                reason=reason,
+                detail="" if option is None else describe(option, m, space.n),
+            )
+        )
+    return tuple(sorted(found, key=lambda c: INF if c.predicted_s is None else c.predicted_s))
+
+
+def _reason(
+    planner: Planner,
+    option: Option | None,
+    chosen: Option,
+    strategy: Strategy,
+    m: int,
+    single: float,
+) -> str:
+    if option is None:
+        return _impossible(planner, strategy, m)
+    if option is chosen or strategy == chosen.strategy:
+        return "chosen"
+    slower = option.seconds() / chosen.seconds() - 1
+    margin = planner.settings.rules.margin
+    if abs(slower) < 1e-6:
+        return "as fast; the simpler one was kept"
+    if slower > 0:
+        return f"{100 * slower:.1f} % slower; {_limit(option)}"
+    if option.is_cut and option.seconds() > (1 - margin) * single:
+        return f"gains less than the margin of {100 * margin:.0f} % over one device"
+    if option.gpu_s > planner.settings.rules.max_gpu_share * option.together_s:
+        return "over the GPU's share"
+    return "faster alone, but costs more with its neighbours or the memory budget"
+
+
+def _limit(option: Option) -> str:
+    if not option.is_cut:
+        return f"the {option.mode.upper()} alone takes {option.together_s * 1e6:.0f} µs"
+    if option.gpu_s > option.npu_s:
+        return f"waits for the GPU ({option.gpu_s * 1e6:.0f} µs)"
+    return f"waits for the NPU ({option.npu_s * 1e6:.0f} µs)"
+
+
+def _impossible(planner: Planner, strategy: Strategy, m: int) -> str:
+    if strategy == "gpu-only":
+        return "no GPU kernel"
+    if not planner.kernels.has("npu"):
+        return "no NPU kernel of this format"
+    if strategy in ("sequence-cut", "multi-sequence-cut") and planner.sizes:
+        if not any(g < m for g in planner.sizes):
+            return f"no graph is shorter than the call ({m} token{'s' if m > 1 else ''})"
+        return "no such cut of these tokens"
+    if strategy == "row-cut" and planner.sizes and m not in planner.sizes:
+        return f"no graph of exactly {m} tokens (padded: hybrid-cut)"
+    if strategy == "hybrid-cut" and m in planner.sizes:
+        return "nothing to pad"
+    return "no allowed kernel or cut"
+
+
+def describe(option: Option, m: int, n: int) -> str:
+    """The tiling in words."""
+    if option.pieces is None:
+        return f"GPU {m} × {n}"
+    graphs = "+".join(str(g) if g else str(m) for g in option.pieces.sizes)
+    npu = f"NPU {option.pieces.tokens} × {option.rows} (graph {graphs})"
+    if not option.is_cut:
+        return npu
+    share = 1 - option.pieces.tokens * option.rows / (m * n)
+    return f"{npu}, GPU {100 * share:.0f} % of the outputs"

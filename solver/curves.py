@@ -1,0 +1,72 @@
+"""Times by prompt length under every strategy, and the latency-energy front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from hetero.solver.baselines import force, preparation_s
+from hetero.solver.plan import Curve, CurvePoint, FrontPoint, PlanError
+from hetero.solver.planner import Planner, Scenario
+
+DRAWN: Final = (
+    "auto", "gpu-only", "layer", "padding", "pipe", "chunked", "online-prepare", "row-cut",
+    "sequence-cut", "multi-sequence-cut", "hybrid-cut",
+)  # fmt: skip
+WEIGHTS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+def curve_lengths(planner: Planner, seq_lens: Iterable[int]) -> tuple[int, ...]:
+    """The asked lengths, graph sizes, and lengths between and just above those."""
+    wanted = set(seq_lens)
+    longest = min(max(*wanted, 64), 2 * planner.sizes[-1]) if planner.sizes else max(wanted)
+    for g in planner.sizes:
+        wanted |= {g, g + 13, g + g // 2}
+    return tuple(sorted(m for m in wanted if 1 < m <= longest))
+
+
+def strategy_curves(planner: Planner, seq_lens: Iterable[int]) -> tuple[Curve, ...]:
+    """Prefill times of every strategy that this profile can run."""
+    lengths = curve_lengths(planner, seq_lens)
+    curves = []
+    for strategy in DRAWN:
+        points = tuple(_point(planner, strategy, m) for m in lengths)
+        if any(p.seconds is not None for p in points):
+            curves.append(Curve(strategy=strategy, points=points))
+    return tuple(curves)
+
+
+def _point(planner: Planner, strategy: str, m: int) -> CurvePoint:
+    try:
+        found = force(planner, Scenario("prefill", m), strategy)
+    except PlanError:
+        return CurvePoint(m=m, seconds=None)
+    seconds = found.seconds
+    if strategy == "online-prepare":
+        seconds += preparation_s(planner, m)
+    return CurvePoint(m=m, seconds=seconds, energy_j=found.joules)
+
+
+def front(planner: Planner, scenarios: Sequence[Scenario]) -> tuple[FrontPoint, ...]:
+    """Plans between the fastest and the thriftiest: a sweep of weights, dominated points left out."""
+    found: list[FrontPoint] = []
+    for scenario in scenarios:
+        fastest = planner.solve(scenario, planner.objective(1.0, 0.0))
+        assert fastest.joules is not None
+        best = float("inf")
+        for weight in WEIGHTS:
+            objective = planner.objective((1 - weight) / fastest.seconds, weight / fastest.joules)
+            solution = planner.solve(scenario, objective)
+            joules = solution.joules or 0.0
+            if joules < best * (1 - 1e-6):
+                best = joules
+                found.append(
+                    FrontPoint(
+                        phase=scenario.phase,
+                        m=scenario.m,
+                        energy_weight=weight,
+                        seconds=solution.seconds,
+                        energy_j=joules,
+                    )
+                )
+    return tuple(found)

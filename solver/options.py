@@ -1,0 +1,157 @@
+"""What an operator of the chain can choose from, and what each choice costs.
+
+States between operators: `GPU` - the operand is the last kernel of a busy queue; `HOST` - the host
+knows that it is complete, the GPU's queue has run dry (docs/solver.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, TypeAlias
+
+from hetero.profiler.cost import CostModel, WaitMethod
+from hetero.solver.pieces import Pieces
+from hetero.solver.plan import Strategy, Tile
+
+GPU: Final = 0
+HOST: Final = 1
+INF: Final = float("inf")
+Mode: TypeAlias = Literal["gpu", "npu", "gpu-dominant", "npu-dominant"]
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Costs between the devices, in seconds.
+
+    wait_s      until the host knows of the GPU's last kernel
+    submit_s    submission to an empty queue
+    join_s      learning that the GPU's part of a cut is done, where that is not seen on the way
+    copy_in_s, copy_out_s    a copy of activations to and from the NPU, per copy and per byte
+    """
+
+    wait_s: float = 0.0
+    submit_s: float = 0.0
+    join_s: float = 0.0
+    copy_s: float = 0.0
+    copy_s_per_byte: float = 0.0
+
+    @classmethod
+    def of(cls, cost: CostModel, method: WaitMethod = "fast") -> Sync:
+        """Fast synchronisation of the profile's device, with copies if memory is not unified."""
+        if "gpu" not in cost.profile.devices:
+            return cls()
+        fixed = cost.copy_s("gpu", 0)
+        return cls(
+            wait_s=cost.wait_s("gpu", method),
+            submit_s=cost.submit_s("gpu", "empty"),
+            copy_s=fixed,
+            copy_s_per_byte=(cost.copy_s("gpu", 1 << 20) - fixed) / (1 << 20),
+        )
+
+    @classmethod
+    def slow(cls, cost: CostModel) -> Sync:
+        """Without the paper's fast synchronisation: every wait is a `finish`, and activations are
+        copied on the way to the NPU and back (sections 3.1 and 4.2).
+        """
+        sync = cost.profile.sync["gpu"]
+        finish = cost.wait_s("gpu", "finish")
+        return cls(
+            wait_s=finish,
+            submit_s=sync.submit_empty_s,
+            join_s=finish,
+            copy_s=sync.copy_fixed_s,
+            copy_s_per_byte=sync.copy_s_per_byte,
+        )
+
+    def copy(self, nbytes: float) -> float:
+        """One copy; nothing where nothing is copied."""
+        if nbytes <= 0 or (self.copy_s == 0 and self.copy_s_per_byte == 0):
+            return 0.0
+        return self.copy_s + self.copy_s_per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class Power:
+    """Watts while both devices work, only one, or neither."""
+
+    gpu_w: float
+    npu_w: float
+    both_w: float
+    idle_w: float = 0.0
+
+    @classmethod
+    def of(cls, cost: CostModel) -> Power | None:
+        """None if the profile does not say."""
+        gpu, npu = cost.power_w("gpu"), cost.power_w("npu")
+        if gpu is None or npu is None:
+            return None
+        both = cost.power_w("both")
+        return cls(gpu, npu, gpu + npu if both is None else both, cost.power_w("idle") or 0.0)
+
+    def joules(self, gpu_s: float, npu_s: float, both_s: float, total_s: float) -> float:
+        """Energy of busy times (`both_s` is part of neither of the first two)."""
+        idle_s = max(total_s - gpu_s - npu_s - both_s, 0.0)
+        return self.gpu_w * gpu_s + self.npu_w * npu_s + self.both_w * both_s + self.idle_w * idle_s
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: `seconds` weighs seconds, `joules` weighs joules."""
+
+    seconds: float = 1.0
+    joules: float = 0.0
+    power: Power | None = None
+
+    def cost(self, option: Option, state: int) -> float:
+        """Cost of an option entered from a state."""
+        if state in option.barred:
+            return INF
+        total = option.seconds(state)
+        value = self.seconds * total
+        if self.joules and self.power is not None and total < INF:
+            value += self.joules * option.joules(self.power, state)
+        return value
+
+
+@dataclass(frozen=True)
+class Option:
+    """One tiling of one operator, with its times.
+
+    gpu_s, npu_s    how long each device is busy (contention included)
+    together_s      from the start until both are done, synchronisation apart
+    enter_s         T_sync + T_copy when entered from `GPU` and from `HOST`
+    leaves          state after it
+    barred          states from which it may not be entered (the margin)
+    """
+
+    strategy: Strategy
+    mode: Mode
+    together_s: float
+    gpu_s: float = 0.0
+    npu_s: float = 0.0
+    enter_s: tuple[float, float] = (0.0, 0.0)
+    leaves: int = GPU
+    rows: int = 0
+    pieces: Pieces | None = None
+    tokens_first: bool = False
+    tiles: tuple[Tile, ...] = ()
+    barred: frozenset[int] = field(default=frozenset())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether both devices compute."""
+        return self.mode.endswith("dominant")
+
+    def seconds(self, state: int = GPU) -> float:
+        """Section 4.3's time when entered from a state."""
+        return self.together_s + self.enter_s[state]
+
+    def joules(self, power: Power, state: int = GPU) -> float:
+        """Energy when entered from a state."""
+        both = max(self.gpu_s + self.npu_s - self.together_s, 0.0)
+        alone = (self.gpu_s - both, self.npu_s - both)
+        return power.joules(*alone, both, self.seconds(state))
+
+    def bar(self, *states: int) -> Option:
+        """The same, closed to these states as well."""
+        return replace(self, barred=self.barred | frozenset(states))

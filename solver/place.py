@@ -1,0 +1,67 @@
+"""From an option to the tiles of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hetero.backends.protocol import DeviceKind
+from hetero.solver.options import Option
+from hetero.solver.plan import Tile
+from hetero.solver.tilings import MatMulSpace
+
+Span = tuple[int, int]
+
+
+def tiles_of(
+    space: MatMulSpace, option: Option, m: int, *, open_ended: bool = False
+) -> tuple[Tile, ...]:
+    """The rectangles of a tiling at m tokens; with `open_ended`, for any token count."""
+    placed = [*_npu(space, option), *_gpu(space, option, m)]
+    if open_ended:
+        placed = [t.model_copy(update={"tokens": (0, None)}) for t in placed]
+    return tuple(placed)
+
+
+def _npu(space: MatMulSpace, option: Option) -> Iterator[Tile]:
+    if option.pieces is None:
+        return
+    for span, size in zip(option.pieces.spans, option.pieces.sizes, strict=True):
+        yield _tile(space, "npu", span, (0, option.rows), size)
+
+
+def _gpu(space: MatMulSpace, option: Option, m: int) -> Iterator[Tile]:
+    """The complement of the NPU's rows × tokens, cut the way that was costed."""
+    n, r = space.n, option.rows
+    t = option.pieces.tokens if option.pieces is not None else 0
+    if option.pieces is None or r == 0:
+        yield _tile(space, "gpu", (0, m), (0, n), None)
+    elif option.tokens_first:
+        if r < n:
+            yield _tile(space, "gpu", (0, t), (r, n), None)
+        if t < m:
+            yield _tile(space, "gpu", (t, m), (0, n), None)
+    else:
+        if r < n:
+            yield _tile(space, "gpu", (0, m), (r, n), None)
+        if t < m:
+            yield _tile(space, "gpu", (t, m), (0, r), None)
+
+
+def _tile(
+    space: MatMulSpace, device: DeviceKind, tokens: Span, rows: Span, size: int | None
+) -> Tile:
+    options = space.kernels.options[device]
+    chosen = options[0]
+    if len(options) > 1:
+        count = size or tokens[1] - tokens[0]
+        table = space.kernels.table(device, [count], [rows[1] - rows[0]], space.k)
+        chosen = options[int(table.option[0, 0])]
+    own = chosen.weight_format is space.kernels.weight_format
+    return Tile(
+        device=device,
+        tokens=tokens,
+        rows=rows,
+        graph_size=size,
+        order=chosen.order,
+        precision=None if own else chosen.weight_format,
+    )

@@ -1,0 +1,1 @@
+"""Reports of plans: one page of HTML, and the same as Markdown."""

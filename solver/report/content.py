@@ -1,0 +1,203 @@
+"""What a report says, as plain tables; HTML and Markdown draw the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hetero.solver.report import units
+
+if TYPE_CHECKING:
+    from hetero.solver.plan import ExecutionPlan, OpPlan, Total
+
+
+class TableData(NamedTuple):
+    """A titled table; `note` stands under the title."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def kind(plan: ExecutionPlan) -> str:
+    """What the plan's numbers are."""
+    return plan.numbers or "predicted"
+
+
+def label(total: Total) -> str:
+    """`prefill 256` or `decode`."""
+    if total.phase == "prefill":
+        return f"prefill, {total.m} tokens"
+    return f"decode after {total.context} tokens" + (f", {total.m} at once" if total.m > 1 else "")
+
+
+def gains(plan: ExecutionPlan) -> TableData:
+    """The plan beside the best single device."""
+    rows = []
+    for t in plan.totals:
+        best = min(t.single_devices, key=lambda k: t.single_devices[k], default=None)
+        saved = "–"
+        if t.energy_j is not None and t.best_single_device_j is not None:
+            saved = f"{100 * (t.energy_j / t.best_single_device_j - 1):+.0f} %"
+        rows.append(
+            (
+                label(t),
+                units.duration(t.predicted_s),
+                f"{t.tokens_per_s:.1f}",
+                f"{units.duration(t.best_single_device_s)}"
+                + (f" ({best.upper()})" if best else ""),
+                units.gain(t.predicted_s, t.best_single_device_s),
+                units.energy(t.energy_j),
+                saved,
+            )
+        )
+    head = ("step", "plan", "tokens/s", "best single device", "speed", "energy", "energy, change")
+    note = (
+        f"{kind(plan).capitalize()} times of whole steps: every layer, attention, norms, output "
+        "head. A single device runs all matmuls, and the rest if it can."
+    )
+    return TableData("Gain over the best single device", head, tuple(rows), note)
+
+
+def operators(plan: ExecutionPlan) -> TableData:
+    """The chosen strategy of every matmul."""
+    rows = []
+    for op in plan.ops:
+        busy = f"{units.duration(op.gpu_s)} / {units.duration(op.npu_s)}"
+        rows.append(
+            (where(op), op.op, f"{op.n} × {op.k}", op.strategy, share(op), busy)
+            + (units.duration(op.predicted_s),)
+        )
+    head = (
+        "step",
+        "matmul",
+        "rows × features",
+        "strategy",
+        "computed by",
+        "GPU / NPU busy",
+        "time",
+    )
+    note = f"{kind(plan).capitalize()} times of one layer, synchronisation included."
+    return TableData("The cut of every matmul", head, tuple(rows), note)
+
+
+def where(op: OpPlan) -> str:
+    """Phase and length of an entry."""
+    if op.m is None:
+        return f"{op.phase}, any length"
+    return f"{op.phase} {op.m}"
+
+
+def share(op: OpPlan) -> str:
+    """Part of the outputs that each device computes, and graphs."""
+    m = op.m or 1
+    npu = sum(_area(t, m) for t in op.tiles if t.device == "npu") / (m * op.n)
+    graphs = [str(t.graph_size) for t in op.tiles if t.graph_size]
+    text = " + ".join(
+        f"{name} {100 * part:.0f} %" for name, part in (("NPU", npu), ("GPU", 1 - npu)) if part > 0
+    )
+    return text + (f" (graph {'+'.join(graphs)})" if graphs else "")
+
+
+def _area(tile: object, m: int) -> int:
+    tokens, rows = tile.tokens, tile.rows  # type: ignore[attr-defined]
+    stop = m if tokens[1] is None else tokens[1]
+    return int((stop - tokens[0]) * (rows[1] - rows[0]))
+
+
+def memory(plan: ExecutionPlan) -> TableData | None:
+    """Weights on each device."""
+    found = plan.memory
+    if found is None:
+        return None
+    rows = [
+        ("on the GPU", units.size(found.gpu_bytes)),
+        ("on the NPU", units.size(found.npu_bytes)),
+        ("of these on both", units.size(found.twice_bytes)),
+        ("together", units.size(found.total_bytes)),
+    ]
+    if found.budget_bytes is not None:
+        rows.append(("budget", units.size(found.budget_bytes)))
+    note = "Weights as stored. A row that both devices compute somewhere is held twice."
+    return TableData("Memory", ("weights", "size"), tuple(rows), note)
+
+
+def alternatives(plan: ExecutionPlan) -> Iterator[TableData]:
+    """Why the others lost, for each matmul."""
+    for op in plan.ops:
+        rows = tuple(
+            (c.strategy, units.duration(c.predicted_s), c.detail, c.reason) for c in op.candidates
+        )
+        if rows:
+            yield TableData(
+                f"{where(op)}: {op.op}", ("strategy", "time", "tiling", "verdict"), rows
+            )
+
+
+def curves(plan: ExecutionPlan) -> TableData | None:
+    """Time by length for every strategy."""
+    if not plan.curves:
+        return None
+    lengths = [p.m for p in plan.curves[0].points]
+    rows = tuple(
+        (str(m), *(units.duration(c.points[i].seconds) for c in plan.curves))
+        for i, m in enumerate(lengths)
+    )
+    head = ("tokens", *(display(c.strategy) for c in plan.curves))
+    note = (
+        f"{kind(plan).capitalize()} prefill times. A forced cut falls back to one device where it "
+        "does not exist; online-prepare includes preparing its graphs."
+    )
+    return TableData("Time by length, every strategy", head, rows, note)
+
+
+def display(strategy: str) -> str:
+    """Names of strategies for people."""
+    return {"auto": "this plan", "layer": "layer level"}.get(strategy, strategy)
+
+
+def front(plan: ExecutionPlan) -> TableData | None:
+    """Latency against energy."""
+    if not plan.front:
+        return None
+    rows = tuple(
+        (f"{p.phase} {p.m}", f"{p.energy_weight:.1f}", units.duration(p.seconds))
+        + (units.energy(p.energy_j), f"{p.energy_j / p.seconds:.2f} W")
+        for p in plan.front
+    )
+    head = ("step", "weight of energy", "time", "energy", "mean power")
+    note = f"{kind(plan).capitalize()}; the first row of each step is the fastest plan."
+    return TableData("Energy", head, rows, note)
+
+
+def what_if(plan: ExecutionPlan, others: Sequence[ExecutionPlan]) -> TableData | None:
+    """This plan beside others, step by step."""
+    if not others:
+        return None
+    rows = []
+    for t in plan.totals:
+        row = [label(t), units.duration(t.predicted_s)]
+        for other in others:
+            twin = next((o for o in other.totals if (o.phase, o.m) == (t.phase, t.m)), None)
+            row.append(units.duration(twin.predicted_s) if twin else "–")
+            row.append(units.gain(twin.predicted_s, t.predicted_s) if twin else "–")
+        rows.append(tuple(row))
+    head = ["step", name(plan)]
+    for other in others:
+        head += [name(other), "speed"]
+    return TableData("What if", tuple(head), tuple(rows), "Speed relative to the first column.")
+
+
+def name(plan: ExecutionPlan) -> str:
+    """Model and profile of a plan."""
+    return f"{plan.model} on {plan.profile or 'a hand-made plan'}"
+
+
+def tables(plan: ExecutionPlan, others: Sequence[ExecutionPlan]) -> Iterator[TableData]:
+    """All tables but the alternatives, in the order of the report."""
+    for table in (
+        gains(plan), what_if(plan, others), operators(plan), curves(plan), memory(plan), front(plan),
+    ):  # fmt: skip
+        if table is not None:
+            yield table

@@ -1,0 +1,33 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float | None) -> str:
+    """Microseconds, milliseconds or seconds with three significant digits."""
+    if seconds is None:
+        return "–"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.2f} s"
+
+
+def size(nbytes: float | None) -> str:
+    """MiB or GiB."""
+    if nbytes is None:
+        return "–"
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def energy(joules: float | None) -> str:
+    """Joules or millijoules."""
+    if joules is None:
+        return "–"
+    return f"{joules:.2f} J" if joules >= 1 else f"{joules * 1e3:.1f} mJ"
+
+
+def gain(new_s: float, old_s: float) -> str:
+    """How much faster, as the paper says it (+24 %)."""
+    return f"{100 * (old_s / new_s - 1):+.0f} %"

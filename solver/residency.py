@@ -1,0 +1,283 @@
+"""Prefill and decode under one memory budget: which rows live where (docs/solver.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_matrix
+
+from hetero.solver.memory import Held, row_bytes
+from hetero.solver.options import GPU, HOST, INF, Objective, Option
+from hetero.solver.plan import OpName, PlanError
+from hetero.solver.planner import BLOCK, Planner, Scenario, Solution
+from hetero.solver.tilings import Chooser, Grid
+
+GRID_ROWS = 12  # places for each of the two row limits on large matmuls
+STATES = (GPU, HOST)
+
+
+class Weighing(Protocol):
+    """The part of a request that says how much a decode step counts beside a prompt."""
+
+    @property
+    def decode_tokens_per_prompt(self) -> int: ...
+
+
+def solve(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    budget_bytes: float,
+    weighing: Weighing,
+    *,
+    places: int = GRID_ROWS,
+) -> list[Solution]:
+    """Best plans of all scenarios together within the budget. Raises `PlanError` if none fits."""
+    names = [name for name, _ in BLOCK] + ["lm_head"]
+    wanted: list[OpName] = [x for x in names if x in {y.name for y in planner.spec.matmuls}]  # type: ignore[misc]
+    weights = [
+        float(weighing.decode_tokens_per_prompt) if s.phase == "decode" else 1.0 for s in scenarios
+    ]
+    program = _Program(planner, scenarios, weights, objective, wanted, places)
+    held = program.minimise(budget_bytes)
+    solved = []
+    for scenario in scenarios:
+        options: dict[OpName, list[Option]] = {
+            name: program.options(scenario, name, held[name]) for name in wanted
+        }
+        solved.append(planner.solve(scenario, objective, options=options))
+    return solved
+
+
+class _Program:
+    """Variables: y[op, residency] (integer) and flows z[scenario, wrap, op, residency, in, out]."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        scenarios: Sequence[Scenario],
+        weights: Sequence[float],
+        objective: Objective,
+        names: Sequence[OpName],
+        places: int,
+    ) -> None:
+        self.planner, self.scenarios, self.weights = planner, scenarios, weights
+        self.objective, self.names, self.places = objective, names, places
+        self.chooser = Chooser(planner.sync, planner.settings.rules, objective)
+        self._grids: dict[tuple[OpName, int], Grid] = {}
+        self.choices = {name: self._residencies(name) for name in names}
+        self._options: dict[tuple[Scenario, OpName, Held], list[Option]] = {}
+
+    def options(self, scenario: Scenario, name: OpName, held: Held) -> list[Option]:
+        """What a matmul may choose from when these rows live on each device."""
+        key = (scenario, name, held)
+        if key not in self._options:
+            m = 1 if name == "lm_head" else scenario.m
+            grid = self._grid(name, m)
+            mask = _mask(grid, held, m, self.planner.shape(name)[0])
+            self._options[key] = self.chooser.options(
+                self.planner.space(name), m, grid=grid, mask=mask, gpu_alone=held.gpu == 0
+            )
+        return self._options[key]
+
+    def minimise(self, budget_bytes: float) -> dict[OpName, Held]:
+        """Solve the program; the rows of every matmul."""
+        builder = _Builder(self)
+        builder.add_all()
+        result = builder.solve(budget_bytes)
+        if result is None:
+            least = sum(
+                row_bytes(self.planner, x, self.planner.shape(x)[1]) * self.planner.shape(x)[0]
+                for x in self.names
+            )
+            raise PlanError(
+                f"no plan of {self.planner.spec.name} fits {budget_bytes / 2**30:.2f} GiB of "
+                f"weights: they take {least / 2**30:.2f} GiB stored once; raise --memory-budget "
+                "or choose a smaller format with --weights"
+            )
+        return result
+
+    def _grid(self, name: OpName, m: int) -> Grid:
+        if (name, m) not in self._grids:
+            self._grids[name, m] = self.planner.space(name).grid(m)
+        return self._grids[name, m]
+
+    def _residencies(self, name: OpName) -> list[Held]:
+        """All [0, npu) and [gpu, n) that hold every row; a row limit is one of the row cuts."""
+        rows = [int(r) for r in self.planner.space(name).rows]
+        n = rows[-1]
+        if len(rows) > self.places:
+            wanted = {self._best_rows(name, s) for s in self.scenarios}
+            spread = [rows[i] for i in np.linspace(0, len(rows) - 1, self.places).astype(int)]
+            rows = sorted({*spread, *wanted})
+        return [Held(r, s) for r in (0, *rows) for s in (0, *rows) if s <= r or r == n == s]
+
+    def _best_rows(self, name: OpName, scenario: Scenario) -> int:
+        """The row cut that this scenario alone would like."""
+        m = 1 if name == "lm_head" else scenario.m
+        grid = self._grid(name, m)
+        j = int(np.argmin(np.min(grid.together_s, axis=0)))
+        return int(grid.rows[j])
+
+
+def _mask(grid: Grid, held: Held, m: int, n: int) -> npt.NDArray[np.bool_]:
+    """[T, R] tilings that these rows allow."""
+    rows = np.asarray(grid.rows)[None, :]
+    whole = np.asarray(grid.cuts)[:, None] == m
+    gpu_from = np.where(whole, np.where(rows < n, rows, n), 0)
+    return np.asarray((rows <= held.npu) & (gpu_from >= held.gpu))
+
+
+class _Builder:
+    """Collects columns and rows of the program."""
+
+    def __init__(self, program: _Program) -> None:
+        self.program = program
+        self.cost: list[float] = []
+        self.entries: list[tuple[int, int, float]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+        self.y: dict[tuple[OpName, Held], int] = {}
+
+    def add_all(self) -> None:
+        """y with one residency for each matmul, then each scenario's flow."""
+        for name in self.program.names:
+            row = self._row(1, 1)
+            for held in self.program.choices[name]:
+                self.y[name, held] = self._column(0.0)
+                self.entries.append((row, self.y[name, held], 1.0))
+        for scenario, weight in zip(self.program.scenarios, self.program.weights, strict=True):
+            self._add_scenario(scenario, weight)
+
+    def solve(self, budget_bytes: float) -> dict[OpName, Held] | None:
+        """Run `milp`; None if infeasible."""
+        row = self._row(-np.inf, 1.0)
+        planner = self.program.planner
+        for (name, held), column in self.y.items():
+            n, k = planner.shape(name)
+            nbytes = row_bytes(planner, name, k) * (held.npu + n - held.gpu)
+            self.entries.append((row, column, nbytes / budget_bytes))
+        i, j, v = zip(*self.entries, strict=True)
+        matrix = coo_matrix((v, (i, j)), shape=(len(self.low), len(self.cost))).tocsr()
+        price = np.asarray(self.cost)
+        whole = np.zeros(len(price))
+        whole[list(self.y.values())] = 1
+        result = milp(
+            price / max(price.max(initial=0.0), 1e-30),
+            constraints=LinearConstraint(matrix, self.low, self.high),
+            integrality=whole,
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-7},
+        )
+        if result.x is None:
+            return None
+        return {name: held for (name, held), c in self.y.items() if result.x[c] > 0.5}
+
+    def _row(self, low: float, high: float) -> int:
+        self.low.append(low)
+        self.high.append(high)
+        return len(self.low) - 1
+
+    def _column(self, cost: float) -> int:
+        self.cost.append(cost)
+        return len(self.cost) - 1
+
+    def _add_scenario(self, scenario: Scenario, weight: float) -> None:
+        """One unit of flow through (rest's device, wrap-around state) and the operators."""
+        start = self._row(1, 1)
+        used: dict[tuple[OpName, Held], list[int]] = {}
+        for rests in self.program.planner.rests(scenario).values():
+            for wrap in STATES:
+                self._add_flow(scenario, weight, rests, wrap, start, used)
+        for key, columns in used.items():
+            row = self._row(-np.inf, 0.0)
+            self.entries += [(row, c, 1.0) for c in columns] + [(row, self.y[key], -1.0)]
+
+    def _add_flow(
+        self,
+        scenario: Scenario,
+        weight: float,
+        rests: object,
+        wrap: int,
+        start: int,
+        used: dict[tuple[OpName, Held], list[int]],
+    ) -> None:
+        program, layers = self.program, self.program.planner.spec.layers
+        stages = _stages(program.names, rests)
+        first = stages[0]
+        head = rests.head  # type: ignore[attr-defined]
+        entered = {state: self._row(0, 0) for state in STATES}
+        begin = self._column(weight * program.objective.cost(head, GPU))
+        self.entries += [(start, begin, 1.0), (entered[head.leaves], begin, -1.0)]
+        for stage in stages:
+            tail = stage == "lm_head"
+            leaving = {state: self._row(0, 0) for state in STATES} if not tail else None
+            if tail:
+                self._bar_other(entered, wrap)
+            for held, option in self._stage_options(scenario, stage):
+                for state in STATES:
+                    cost = self._cost(option, state, wrap, stage is first, tail, layers)
+                    if cost >= INF:
+                        continue
+                    column = self._column(weight * cost)
+                    self.entries.append((entered[state], column, 1.0))
+                    if leaving is not None:
+                        self.entries.append((leaving[option.leaves], column, -1.0))
+                    if held is not None:
+                        used.setdefault((stage, held), []).append(column)  # type: ignore[arg-type]
+            if leaving is not None:
+                entered = leaving
+        if "lm_head" not in program.names:
+            self._drain(entered, wrap)
+
+    def _cost(
+        self, option: Option, state: int, wrap: int, first: bool, tail: bool, layers: int
+    ) -> float:
+        objective = self.program.objective
+        once = objective.cost(option, state)
+        if tail:
+            return once
+        if first:
+            return once + (layers - 1) * objective.cost(option, wrap) if layers > 1 else once
+        return layers * once
+
+    def _stage_options(self, scenario: Scenario, stage: object) -> list[tuple[Held | None, Option]]:
+        if isinstance(stage, Option):
+            return [(None, stage)]
+        name: OpName = stage  # type: ignore[assignment]
+        return [
+            (held, option)
+            for held in self.program.choices[name]
+            for option in self.program.options(scenario, name, held)
+        ]
+
+    def _bar_other(self, entered: dict[int, int], wrap: int) -> None:
+        """The block must end in the wrap-around state: nothing may flow into the other."""
+        other = entered[HOST if wrap == GPU else GPU]
+        # An empty equality row: inflow - outflow = 0 with no outflow allowed from it.
+        entered[HOST if wrap == GPU else GPU] = self._row(0, 0)
+        self.low[other] = self.high[other] = 0.0
+
+    def _drain(self, entered: dict[int, int], wrap: int) -> None:
+        column = self._column(0.0)
+        self.entries.append((entered[wrap], column, 1.0))
+
+
+def _stages(names: Sequence[OpName], rests: object) -> list[object]:
+    """Names of matmuls and options of the rest, in the order in which they run."""
+    between = {
+        "qkv": rests.attention,  # type: ignore[attr-defined]
+        "o": rests.norm,  # type: ignore[attr-defined]
+        "gate_up": rests.activation,  # type: ignore[attr-defined]
+        "down": rests.norm,  # type: ignore[attr-defined]
+    }
+    found: list[object] = []
+    for name in names:
+        found.append(name)
+        if name in between:
+            found.append(between[name])
+    return found

@@ -1,0 +1,263 @@
+"""Small random devices and models, and a solver that tries everything (no shared code)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetero.backends.ops import WeightFormat
+from hetero.profiler.cost import Cost, CostModel
+from hetero.profiler.records import (
+    CapabilityRecord,
+    DeviceProfile,
+    DeviceRecord,
+    Knots,
+    MatMulPredictor,
+    OtherPredictor,
+    Power,
+    ShapeRange,
+)
+from hetero.solver.model_spec import MatMulSpec, ModelSpec
+from hetero.solver.options import Sync
+from hetero.solver.planner import Planner, Settings
+from hetero.solver.tilings import Rules
+
+F32 = WeightFormat.F32
+ALIGN = 4
+
+
+@dataclass
+class Instance:
+    """Random tables: seconds[device][k][m, n]."""
+
+    tables: dict[str, dict[int, np.ndarray]]
+    sizes: tuple[int, ...]
+    contention: tuple[float, float]
+    sync: Sync
+    rest_s: dict[str, float]
+    margin: float
+    layers: int
+    rows: dict[str, int]
+    ks: dict[str, int]
+    npu_scale: float = 1.0
+
+    def seconds(self, device: str, m: int, n: int, k: int) -> float:
+        if m == 0 or n == 0:
+            return 0.0
+        scale = self.npu_scale if device == "npu" else 1.0
+        return scale * float(self.tables[device][k][m, n])
+
+
+class TableCost(CostModel):
+    """A cost model that answers from an instance."""
+
+    def __init__(self, profile: DeviceProfile, instance: Instance) -> None:
+        super().__init__(profile)
+        self.instance = instance
+
+    def matmul_s(
+        self, device: Any, weight_format: Any, m: Any, n: Any, k: Any, order: Any = ""
+    ) -> Cost:
+        m, n = np.broadcast_arrays(np.asarray(m, int), np.asarray(n, int))
+        scale = self.instance.npu_scale if device == "npu" else 1.0
+        found = scale * self.instance.tables[device][int(k)][m, n]
+        return Cost(found, np.zeros(found.shape, bool))
+
+    def contention(self, device: Any, phase: Any) -> float:
+        return self.instance.contention[0 if device == "gpu" else 1]
+
+
+def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = True) -> Instance:
+    rng = np.random.default_rng(seed)
+    if monotone is None:
+        monotone = bool(rng.integers(2))
+    names = ("qkv", "o", "gate_up", "down")
+    rows = {
+        x: int(rng.integers(1, 4 if tiny else 9)) * ALIGN + int(rng.integers(0, 3)) for x in names
+    }
+    ks = {"qkv": 1, "gate_up": 1, "o": 2, "down": 3}
+    sizes = tuple(sorted({int(x) for x in rng.integers(1, 9, rng.integers(1, 3 if tiny else 4))}))
+    top = 20 if tiny else 30
+    tables = {
+        device: {k: _table(rng, top, max(rows.values()) + 1, monotone, slow) for k in (1, 2, 3)}
+        for device, slow in (("gpu", 1.0), ("npu", float(rng.choice([0.2, 1.0, 2.0]))))
+    }
+    some = lambda: float(rng.choice([0.0, 0.1, 1.0]))  # noqa: E731
+    sync = Sync(
+        wait_s=some(), submit_s=some(), join_s=some() / 4, copy_s=some() / 4 * rng.integers(2)
+    )
+    slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
+    return Instance(
+        tables, sizes, slow, sync, {"gpu": 0.3, "npu": 0.5}, float(rng.choice([0.0, 0.03, 0.2])),
+        int(rng.integers(1, 5)), rows, ks,
+    )  # fmt: skip
+
+
+def _table(rng: Any, ms: int, ns: int, monotone: bool, slow: float) -> np.ndarray:
+    if monotone:
+        base = rng.random((ms, ns)).cumsum(0).cumsum(1) / 8 + rng.random()
+        return np.asarray(slow * base)
+    return np.asarray(slow * rng.exponential(2.0, (ms, ns)) + 0.01)
+
+
+def profile_of(instance: Instance, *, npu: bool = True, rest_npu: bool = False) -> DeviceProfile:
+    """A profile with the instance's capabilities; times come from `TableCost`."""
+    knots = Knots(tokens=(1,), coefficients=((0.0, 0.0, 0.0, 0.0),))
+    shape = ShapeRange(m=(1, 99), n=(1, 99), k=(1, 99))
+    kinds = ("gpu", "npu") if npu else ("gpu",)
+    devices = {
+        kind: DeviceRecord(
+            backend="null",
+            name=kind,
+            driver="",
+            fingerprint=kind,
+            capabilities=_capabilities(kind, instance),
+        )
+        for kind in kinds
+    }
+    others = [
+        OtherPredictor(device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999)
+        for d in (("gpu", "npu") if rest_npu else ("gpu",))
+        for op in ("Embed", "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct")
+    ]  # fmt: skip
+    return DeviceProfile(
+        name="random",
+        created="now",
+        hetero_version="0",
+        devices=devices,
+        power=Power(source="test", gpu_w=3.0, npu_w=1.0, both_w=3.5, idle_w=0.5),
+        predictors=tuple(
+            MatMulPredictor(device=d, weight_format=F32, knots=knots, measured=shape) for d in kinds
+        ),
+        other_predictors=tuple(others),
+    )
+
+
+def _capabilities(kind: str, instance: Instance) -> CapabilityRecord:
+    if kind == "gpu":
+        return CapabilityRecord(asynchronous=True, weight_formats=(F32,))
+    return CapabilityRecord(
+        static_shapes=True, graph_sizes=instance.sizes, weight_formats=(F32,), row_alignment=ALIGN
+    )
+
+
+def spec_of(instance: Instance) -> ModelSpec:
+    return ModelSpec(
+        name="tiny", architecture="llama", hidden_size=1, intermediate_size=3, layers=instance.layers,
+        heads=1, kv_heads=1, head_dim=2, vocab_size=9, max_position=99, weight_format=F32,
+        matmuls=tuple(
+            MatMulSpec(name=x, n=n, k=instance.ks[x], count=instance.layers)  # type: ignore[arg-type]
+            for x, n in instance.rows.items()
+        ),
+    )  # fmt: skip
+
+
+def planner_of(instance: Instance, *, apart: bool = False, **changes: Any) -> Planner:
+    """A planner whose shapes are the instance's."""
+    profile = profile_of(instance, rest_npu=changes.pop("rest_npu", False))
+    rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
+    settings = Settings(rules=rules, apart=apart)
+    cost = TableCost(profile, instance)
+    return Planner(spec_of(instance), profile, settings, cost=cost, sync=instance.sync)
+
+
+@dataclass
+class Way:
+    """One tiling in the naive solver: seconds, what it costs from each state, how it leaves."""
+
+    kind: str
+    gpu_s: float
+    npu_s: float
+    together: float
+    enter: tuple[float, float]
+    leaves: int
+    npu_rows: int = 0
+    gpu_from: int = 0
+
+    def cost(self, state: int) -> float:
+        return self.together + self.enter[state]
+
+
+def every_way(instance: Instance, name: str, m: int) -> list[Way]:
+    """All tilings of one matmul, one after another."""
+    n, k = instance.rows[name], instance.ks[name]
+    sync = instance.sync
+    moved = lambda count: sync.copy(4 * count)  # noqa: E731
+    g = lambda mm, nn: instance.seconds("gpu", mm, nn, k)  # noqa: E731
+    whole = g(m, n)
+    ways = [Way("gpu", whole, 0, whole, (0, sync.submit_s + moved(m * k)), 0)]
+    spans: list[tuple[int, tuple[int, ...]]] = []
+    for first in instance.sizes:
+        spans.append((min(first, m), (first,)))
+        for second in instance.sizes:
+            if first < m:
+                spans.append((min(first + second, m), (first, second)))
+    for t, graphs in spans:
+        for r in [*range(ALIGN, n, ALIGN), n]:
+            npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
+            if t == m and r == n:
+                enter = (sync.wait_s + moved(m * k) + moved(m * n), moved(m * n))
+                ways.append(Way("npu", 0, npu, npu, enter, 1, n, n))
+                continue
+            gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
+            ways.append(_cut(instance, m, n, k, t, r, gpu, npu))
+    return ways
+
+
+def _cut(instance: Instance, m: int, n: int, k: int, t: int, r: int, gpu: float, npu: float) -> Way:
+    a, b = instance.contention
+    sync = instance.sync
+    ends = sorted([(a * gpu, "gpu"), (b * npu, "npu")])
+    if ends[0][1] == "gpu":
+        gpu_s = a * gpu
+        npu_s = gpu_s + (npu - gpu_s / b)
+    else:
+        npu_s = b * npu
+        gpu_s = npu_s + (gpu - npu_s / a)
+    npu_dominant = npu_s >= gpu_s
+    copy = lambda count: sync.copy(4 * count)  # noqa: E731
+    result = copy(m * n - t * r) if npu_dominant else copy(t * r)
+    submit = sync.submit_s if npu_dominant else 0.0
+    enter = (
+        sync.wait_s + sync.join_s + submit + copy(t * k) + result,
+        sync.submit_s + sync.join_s + copy(m * k) + result,
+    )
+    gpu_from = r if t == m else 0
+    leaves = 1 if npu_dominant else 0
+    return Way("cut", gpu_s, npu_s, max(gpu_s, npu_s), enter, leaves, r, gpu_from)
+
+
+def allowed_costs(ways: list[Way], margin: float) -> np.ndarray:
+    """[ways, 2] cost from each state, infinite where the margin forbids a cut."""
+    best = [min(w.cost(s) for w in ways if w.kind != "cut") for s in (0, 1)]
+    return np.asarray(
+        [
+            [np.inf if w.kind == "cut" and w.cost(s) > (1 - margin) * best[s] else w.cost(s) for s in (0, 1)]
+            for w in ways
+        ]
+    )  # fmt: skip
+
+
+def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | None = None) -> float:
+    """Best whole step over all combinations of tilings; the rest on the GPU."""
+    names = ("qkv", "o", "gate_up", "down")
+    ways = ways or {x: every_way(instance, x, m) for x in names}
+    costs = {x: allowed_costs(ways[x], instance.margin) for x in names}
+    rest, layers, submit = instance.rest_s["gpu"], instance.layers, instance.sync.submit_s
+    total = np.zeros(tuple(len(ways[x]) for x in names))
+    for i, x in enumerate(names):
+        shape = [1] * 4
+        shape[i] = len(ways[x])
+        # A GPU operator lies before every matmul, so it is always entered from the GPU.
+        total = total + layers * costs[x][:, 0].reshape(shape)
+        back = np.asarray([submit if w.leaves else 0.0 for w in ways[x]])
+        between = 2 * rest if x == "qkv" else rest
+        total = total + layers * (between + back).reshape(shape)
+    return float(total.min()) + 2 * rest
+
+
+def combinations_of(*sizes: int) -> Any:
+    return itertools.product(*(range(s) for s in sizes))

@@ -1,0 +1,204 @@
+"""The solver against trying everything, on thousands of seeded random instances."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hetero.solver.chain import solve_chain, walk
+from hetero.solver.options import GPU, HOST, Objective, Option
+from hetero.solver.place import tiles_of
+from hetero.solver.plan import OpPlan, PlanError
+from hetero.solver.planner import Scenario
+from hetero.solver.residency import solve as solve_residency
+from hetero.solver.tilings import Chooser, Rules
+from tests.solver.instances import (
+    ALIGN,
+    Instance,
+    Way,
+    allowed_costs,
+    brute_force_step,
+    every_way,
+    planner_of,
+    random_instance,
+)
+
+NAMES = ("qkv", "o", "gate_up", "down")
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_every_matmul_is_as_good_as_trying_all_tilings(block: int) -> None:
+    for seed in range(200 * block, 200 * block + 200):
+        instance = random_instance(seed, tiny=False)
+        planner = planner_of(instance)
+        m = 1 + seed % (2 * instance.sizes[-1])
+        name = NAMES[seed % 4]
+        chooser = Chooser(planner.sync, Rules(margin=instance.margin), Objective())
+        found = chooser.options(planner.space(name), m)  # type: ignore[arg-type]
+        costs = allowed_costs(every_way(instance, name, m), instance.margin)
+        for state in (GPU, HOST):
+            best = min(Objective().cost(o, state) for o in found)
+            assert best == pytest.approx(costs[:, state].min(), rel=1e-9), (seed, state)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_every_chain_is_as_good_as_trying_all_combinations(block: int) -> None:
+    for seed in range(200 * block, 200 * block + 200):
+        instance = random_instance(seed)
+        m = 1 + seed % (2 * instance.sizes[-1])
+        found = planner_of(instance).solve(Scenario("prefill", m))
+        assert found.seconds == pytest.approx(brute_force_step(instance, m), rel=1e-9), seed
+        assert found.chain.cost == pytest.approx(found.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(1000))
+def test_chains_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
+    head, block, tail = stages[:1], stages[1:4], stages[4:]
+    layers = int(rng.integers(1, 5))
+    found = solve_chain(head, block, tail, layers, Objective())
+    best = min(_walk_all(combo, layers) for combo in itertools.product(*stages))
+    if best == np.inf:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.cost == pytest.approx(best)
+        assert walk(found, layers).seconds == pytest.approx(best)
+
+
+def _random_option(rng: np.random.Generator) -> Option:
+    barred = frozenset({int(rng.integers(2))}) if rng.random() < 0.1 else frozenset()
+    enter = (float(rng.random()), float(rng.random()))
+    return Option(
+        "gpu-only",
+        "gpu",
+        float(rng.random()),
+        enter_s=enter,
+        leaves=int(rng.integers(2)),
+        barred=barred,
+    )
+
+
+def _walk_all(combo: tuple[Option, ...], layers: int) -> float:
+    """Layer after layer, nothing assumed."""
+    state, total = GPU, 0.0
+    for option in (combo[0], *(combo[1:4] * layers), combo[4]):
+        total += Objective().cost(option, state)
+        state = option.leaves
+    return total
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_chain_never_loses_to_a_greedy_solver(seed: int) -> None:
+    """The slow twin takes the best option of each matmul for itself."""
+    instance = random_instance(seed)
+    planner = planner_of(instance, margin=0.0, rest_npu=True)
+    scenario = Scenario("prefill", 1 + seed % (2 * instance.sizes[-1]))
+    chooser = Chooser(planner.sync, planner.settings.rules, planner.objective())
+    greedy = {}
+    for name in NAMES:
+        options = chooser.options(planner.space(name), scenario.m)  # type: ignore[arg-type]
+        greedy[name] = min(options, key=lambda o: planner.objective().cost(o, GPU))
+    best = planner.solve(scenario).seconds
+    assert best <= planner.evaluate(scenario, greedy).seconds * (1 + 1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_tiles_cover_on_the_alignment_and_hold_two_pieces(seed: int) -> None:
+    instance = random_instance(seed, tiny=False)
+    planner = planner_of(instance, margin=0.0)
+    m = 1 + seed % (2 * instance.sizes[-1])
+    for name, option in planner.solve(Scenario("prefill", m)).options.items():
+        n, k = planner.shape(name)
+        tiles = tiles_of(planner.space(name), option, m)
+        OpPlan(phase="prefill", m=m, op=name, n=n, k=k, strategy=option.strategy, tiles=tiles)
+        for tile in tiles:
+            if tile.device == "npu":
+                assert tile.rows[0] == 0
+                assert tile.rows[1] == n or tile.rows[1] % ALIGN == 0
+                assert tile.graph_size in instance.sizes
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_time_falls_as_the_cap_on_the_gpu_rises(seed: int) -> None:
+    instance = random_instance(seed)
+    scenario = Scenario("prefill", instance.sizes[-1])
+    times = [
+        planner_of(instance, margin=0.0, max_gpu_share=cap).solve(scenario).seconds
+        for cap in (0.0, 0.3, 0.7, 1.0)
+    ]
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
+    planner = planner_of(random_instance(seed), margin=0.0)
+    scenario = Scenario("prefill", planner.sizes[-1])
+    fast = planner.solve(scenario, planner.objective(1.0, 0.0))
+    thrifty = planner.solve(scenario, planner.objective(0.0, 1.0))
+    assert fast.joules is not None
+    assert thrifty.joules is not None
+    assert fast.seconds <= thrifty.seconds + 1e-9
+    assert thrifty.joules <= fast.joules + 1e-9
+
+
+class _Equal:
+    decode_tokens_per_prompt = 1
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_memory_budget_is_spent_as_well_as_possible(seed: int) -> None:
+    instance = random_instance(seed)
+    planner = planner_of(instance, margin=-99.0)  # every cut may be chosen
+    scenarios = [Scenario("prefill", instance.sizes[-1]), Scenario("decode", 1)]
+    once = sum(4 * k * n * instance.layers for n, k in map(planner.shape, NAMES))  # type: ignore[arg-type]
+    budget = once * (1 + (seed % 4) * 0.2)
+    expected = _brute_residency(instance, [s.m for s in scenarios], budget)
+    if expected == np.inf:
+        with pytest.raises(PlanError, match="no plan of tiny fits"):
+            solve_residency(planner, scenarios, planner.objective(), budget, _Equal(), places=99)
+        return
+    found = solve_residency(planner, scenarios, planner.objective(), budget, _Equal(), places=99)
+    assert sum(s.seconds for s in found) == pytest.approx(expected, rel=1e-5), seed
+
+
+def _brute_residency(instance: Instance, ms: list[int], budget: float) -> float:
+    """All rows on each device for each matmul. Every matmul is entered from the GPU, so the best
+    tilings inside a residency are independent and only the bytes are shared.
+    """
+    fronts = []
+    for name in NAMES:
+        n, k = instance.rows[name], instance.ks[name]
+        rows = [0, *range(ALIGN, n, ALIGN), n]
+        points = [
+            (4 * k * instance.layers * (r + n - s), _best_inside(instance, name, ms, r, s))
+            for r in rows
+            for s in rows
+            if s <= r or (r, s) == (n, n)
+        ]
+        fronts.append(points)
+    fixed = sum(instance.rest_s["gpu"] * (2 + 5 * instance.layers) for _ in ms)
+    totals = [
+        sum(p[1] for p in combo)
+        for combo in itertools.product(*fronts)
+        if sum(p[0] for p in combo) <= budget * (1 + 1e-12)
+    ]
+    return min(totals, default=np.inf) + fixed
+
+
+def _best_inside(instance: Instance, name: str, ms: list[int], r: int, s: int) -> float:
+    total = 0.0
+    for m in ms:
+        inside = [w for w in every_way(instance, name, m) if _fits(w, r, s)]
+        back = instance.sync.submit_s
+        total += min((w.cost(0) + back * w.leaves for w in inside), default=np.inf)
+    return instance.layers * total
+
+
+def _fits(way: Way, r: int, s: int) -> bool:
+    if way.kind == "gpu":
+        return s == 0
+    return way.npu_rows <= r and way.gpu_from >= s
