@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -254,18 +255,26 @@ def doctor(as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(version("hetero"))
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     """Options before the command."""
     _State.debug = debug
-    if version:
-        from importlib.metadata import version as installed
-
-        print(installed("hetero"))
-        raise typer.Exit
 
 
 class _State:
@@ -278,13 +287,20 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: exit codes 0, 1 (doctor), 2 (the user can mend it), 130 (Ctrl-C)."""
     warnings.showwarning = _show_warning
     _State.debug = False
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an old code page must not end an answer
     try:
         code = app(args=arguments, standalone_mode=False)
     except UsageError as error:
         message = cast("typer.BadParameter", error).format_message()
-        print(f"hetero: {message} (see `hetero --help`)", file=sys.stderr)
+        if message:  # none where the help was printed instead
+            print(f"hetero: {message} (see `hetero --help`)", file=sys.stderr)
         code = 2
-    except (UserError, PlanError, ProfileError, DeviceError) as error:
+    except BrokenPipeError:
+        # The reader went away (`| head`): leave without a second complaint at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except (UserError, PlanError, ProfileError, DeviceError, OSError) as error:
         if _State.debug:
             raise
         print(f"hetero: {error}", file=sys.stderr)
@@ -292,10 +308,6 @@ def main(arguments: list[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:
-        # The reader went away (`| head`): leave without a second complaint at shutdown.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     raise SystemExit(code or 0)
 
 
@@ -335,7 +347,8 @@ def _open(
 def _progress(what: str) -> Iterator[Any]:
     """A progress bar on stderr, gone when done; yields a function of (done, total)."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
+    silent = not stderr.is_terminal
+    with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
         task = bar.add_task(what, total=None)
 
         def advance(done: int, total: int) -> None:
@@ -347,7 +360,7 @@ def _progress(what: str) -> Iterator[Any]:
 def _typed_lines() -> Iterator[str]:
     while True:
         stderr.print("> ", end="", style="bold")
-        line = sys.stdin.readline().strip()
+        line = sys.stdin.readline().strip() if sys.stdin else ""  # None: started without one
         if not line or line == "/exit":
             return
         yield line

@@ -75,6 +75,7 @@ class LLM:
         spec = self._loaded.spec()
         given = ExecutionPlan.load(plan) if isinstance(plan, str) else plan
         if given is not None:
+            given.check_fits(spec)
             device = _mode_of(given)
         self.devices: DeviceSet = open_devices(device, gpu=gpu, npu=npu)
         try:

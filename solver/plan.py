@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
+from hetero.solver.model_spec import ModelSpec
 from hetero.solver.report import markdown, page
 
 Phase: TypeAlias = Literal["prefill", "decode"]
@@ -219,6 +220,20 @@ class ExecutionPlan(_Record):
         """Device kinds that the plan uses."""
         tiles = {tile.device for op in self.ops for tile in op.tiles}
         return frozenset(tiles | {self.rest.prefill, self.rest.decode})
+
+    def check_fits(self, spec: ModelSpec) -> None:
+        """Raise `PlanError` unless every matmul of the plan has the model's shape.
+
+        Names are not compared: a quantised copy of a model may be called otherwise.
+        """
+        shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}
+        for op in self.ops:
+            if shapes.get(op.op, (op.n, op.k)) != (op.n, op.k):
+                n, k = shapes[op.op]
+                raise PlanError(
+                    f"the plan is for {self.model}, whose {op.op} is {op.n}×{op.k}; in {spec.name} "
+                    f"it is {n}×{k}: make a plan for this model"
+                )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +206,45 @@ def test_chat_answers_in_turn() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
+
+
+def test_version_needs_no_command() -> None:
+    result = hetero("--version")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.strip() == version("hetero")
+
+
+def test_without_a_command_the_help_is_all() -> None:
+    result = hetero()
+    assert (result.returncode, result.stderr) == (2, "")
+    assert "Usage" in result.stdout
+
+
+def test_an_error_is_the_only_line_on_stderr() -> None:
+    assert len(hetero("quantize", "demo", "--out", __file__).stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_sentence() -> None:
+    command = "exec hetero generate demo hi --max-tokens 2 > /dev/full".replace(
+        "hetero", f"'{sys.executable}' -m hetero.cli"
+    )
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "No space left" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_text_outside_the_terminals_code_page_is_replaced() -> None:
+    env = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    code = "from hetero import cli; cli.app.command('say')(lambda: print('é')); cli.main(['say'])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False, env={**os.environ, **env}
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, b"?"), result.stderr
+
+
+def test_chat_without_stdin_ends() -> None:
+    command = f"exec '{sys.executable}' -m hetero.cli chat demo --device npu <&-"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -17,7 +17,7 @@ from hetero.backends.registry import open_device
 from hetero.device_set import FallbackWarning
 from hetero.runtime.engine import ContextFullError, Engine
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.plan import ExecutionPlan, PlanError
 from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
 
@@ -210,3 +210,10 @@ def test_another_thread_waits_for_the_end_of_a_stream(llm: LLM) -> None:
     assert len(list(stream)) == 7
     other.join(60)
     assert found == [expected]
+
+
+def test_a_plan_for_another_model_is_refused(folder: str, llm: LLM) -> None:
+    other = layer_level(llm.model.spec().model_copy(update={"name": "elsewhere"}))
+    wide = [op.model_copy(update={"k": 2 * op.k}) for op in other.ops]
+    with pytest.raises(PlanError, match="the plan is for elsewhere, whose qkv is 128×128"):
+        LLM(folder, plan=other.model_copy(update={"ops": tuple(wide)}))
