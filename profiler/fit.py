@@ -187,7 +187,7 @@ def fit_trees(
         kept = weight > 0
         tree = DecisionTreeRegressor(max_depth=depth, min_samples_leaf=LEAF_ROWS, random_state=i)
         tree.fit(columns[kept], target[kept], sample_weight=weight[kept])
-        trees.append(_export(tree.tree_))
+        trees.append(export_tree(tree.tree_))
     return tuple(trees)
 
 
@@ -197,7 +197,7 @@ def feature_table(device: DeviceRecord, rows: Sequence[MatMulRow]) -> Floats:
     return predict.features(device, rows[0].weight_format, m, n, k)
 
 
-def _export(tree: object) -> Tree:
+def export_tree(tree: object) -> Tree:
     """Arrays of a scikit-learn tree; leaves get feature -1 and children 0."""
     feature = np.asarray(tree.feature)  # type: ignore[attr-defined]
     leaf = feature < 0
@@ -277,7 +277,7 @@ def _regimes(knots: Knots, weight_format: WeightFormat) -> Regimes:
     nbytes = float(predict.weight_bytes(weight_format, 1, 1))
     slope = (per_weight[-1] - per_weight[-2]) / (knots.tokens[-1] - knots.tokens[-2])
     start = per_weight[-1] - slope * knots.tokens[-1]
-    knee = (per_weight[0] - max(start, 0.0)) / slope
+    knee = (per_weight[0] - start) / slope
     return Regimes(
         bytes_per_s=nbytes / per_weight[0],
         flops_per_s=2.0 / slope,

@@ -79,7 +79,9 @@ def cases(
 ) -> list[Case]:
     """What to time on a device."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
-    tokens = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
+    graphs = device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
+    padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
+    tokens = [m for m in padded if not graphs or m in graphs]
     found = []
     for block in blocks[:1] if quick else blocks:
         for op in block_ops(block, weight_format):

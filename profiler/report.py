@@ -16,7 +16,7 @@ CSS = """
   --paper: #f6f7f9 }
 * { box-sizing: border-box }
 body { margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--ink);
-       background: var(--paper) }
+  background: var(--paper) }
 main { max-width: 1180px; margin: 0 auto; padding: 16px }
 h1 { font-size: 1.5rem; margin: .4rem 0 0 }
 h2 { font-size: 1.15rem; margin: 1.6rem 0 .6rem }

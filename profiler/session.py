@@ -370,7 +370,7 @@ class Session:
         open_tasks = [task for task in tasks if task.key not in self.rows]
         for turn in range(len(tasks)):
             left = min(wanted - len(self.rows), BLOCK_TASKS)
-            if left <= 0 or not open_tasks or self.clock.now() >= until_s:
+            if left <= 0 or not open_tasks or (self.rows and self.clock.now() >= until_s):
                 break
             block = self._choose(open_tasks, left, turn)
             gone = set(block)

@@ -1,0 +1,196 @@
+"""Timing on a virtual clock: exact medians, drift, disturbance, budgets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.backends.clock import ManualClock
+from hetero.backends.ops import MatMul, Op
+from hetero.profiler.grid import Task
+from hetero.profiler.interference import longest_wait_s
+from hetero.profiler.measure import Meter, Settings, rescale
+from hetero.profiler.stats import relative_errors, summarize
+from hetero.profiler.workload import Workload
+from tests.profiler.fakes import W4, Cost, devices, gpu_cost, npu_cost
+
+SHAPES = ((1, 512, 512), (8, 1024, 512), (32, 512, 512), (256, 1024, 1024))
+TASKS = [Task(kind, W4, "plain", *shape) for shape in SHAPES for kind in ("gpu", "npu")]
+COSTS: dict[str, Cost] = {"gpu": gpu_cost, "npu": npu_cost}
+
+
+def true_s(task: Task) -> float:
+    return COSTS[task.device](task.op, task.m)
+
+
+def meter(clock: ManualClock, *, gpu: Cost = gpu_cost, **settings: float) -> Meter:
+    workload = Workload(devices(clock, gpu=gpu), clock=clock, cold=0)
+    return Meter(workload, settings=Settings(**settings), reference_format=W4)  # type: ignore[arg-type]
+
+
+def test_times_are_exact_and_converge_at_the_least_number_of_samples() -> None:
+    rows = meter(ManualClock()).measure(TASKS)
+    assert {row.key for row in rows} == {task.key for task in TASKS}
+    by_key = {row.key: row for row in rows}
+    for task in TASKS:
+        row = by_key[task.key]
+        assert row.seconds == pytest.approx(true_s(task), rel=1e-9)
+        assert (row.samples, row.flags, row.reference) == (5, (), pytest.approx(1.0))
+
+
+def test_each_task_is_visited_once_a_round() -> None:
+    clock = ManualClock()
+    workload = Workload(devices(clock), clock=clock, cold=0)
+    counted = Meter(workload, settings=Settings(least=4), reference_format=W4)
+    npu = workload.devices["npu"]
+    shapes = [(8, 1024, 512), (32, 512, 512), (256, 1024, 1024)]
+    counted.measure([Task("npu", W4, "plain", *shape) for shape in shapes])
+    wanted = {(m, n, k) for m, n, k in shapes}
+    order = [
+        (launch.m, launch.op.n, launch.op.k)
+        for launch in npu.launches  # type: ignore[attr-defined]
+        if isinstance(launch.op, MatMul)
+    ]
+    visits = [shape for shape in order if shape in wanted][-12:]
+    for start in range(0, 12, 3):
+        assert set(visits[start : start + 3]) == wanted
+
+
+def test_drift_cancels_and_is_recorded() -> None:
+    """The GPU becomes 1.5 times slower between two blocks; the rows do not notice."""
+    clock = ManualClock()
+
+    def drifting(op: Op, m: int) -> float:
+        return gpu_cost(op, m) * (1.5 if clock.now() > 5.0 else 1.0)
+
+    found = meter(clock, gpu=drifting)
+    tasks = [task for task in TASKS if task.device == "gpu"]
+    before = found.measure(tasks)
+    assert clock.now() < 5.0
+    clock.sleep(5.0)
+    after = found.measure(tasks)
+    for rows, reference in ((before, 1.0), (after, 1.5)):
+        for row in rows:
+            task = next(task for task in tasks if task.key == row.key)
+            assert row.seconds == pytest.approx(true_s(task), rel=1e-6)
+            assert row.reference == pytest.approx(reference, rel=1e-6)
+            assert row.flags == ()
+
+
+def test_a_slow_ramp_cancels_within_a_task() -> None:
+    clock = ManualClock()
+
+    def ramp(op: Op, m: int) -> float:
+        return gpu_cost(op, m) * (1 + clock.now() / 50)
+
+    found = meter(clock, gpu=ramp, least=200, most=200, task_s=1e9)
+    task = Task("gpu", W4, "plain", 256, 4096, 4096)
+    (row,) = found.measure([task], until_s=clock.now() + 12)
+    assert clock.now() > 12.0
+    assert row.reference > 1.1
+    assert row.seconds == pytest.approx(true_s(task), rel=0.03)
+
+
+def test_a_task_that_drifts_is_measured_again_and_then_marked() -> None:
+    clock = ManualClock()
+
+    def wild(op: Op, m: int) -> float:
+        return gpu_cost(op, m) * (1.0 + 0.5 * (int(clock.now() / 1.7) % 2))
+
+    found = meter(clock, gpu=wild, least=400, most=400, task_s=1e9, drift=0.1)
+    task = Task("gpu", W4, "plain", 256, 4096, 4096)
+    (row,) = found.measure([task])
+    assert "drifted" in row.flags
+    assert row.block == 1
+    launches = found.workload.devices["gpu"].launches  # type: ignore[attr-defined]
+    timed = sum(launch.op == task.op for launch in launches)
+    assert timed >= 800  # twice
+
+
+class Waits:
+    """Two samples in five lose 5 ms to another program."""
+
+    def __init__(self) -> None:
+        self.rng, self.reads, self.total_s = np.random.default_rng(0), 0, 0.0
+
+    def waits_s(self) -> Mapping[int, float]:
+        self.reads += 1
+        if self.reads % 2 == 0 and self.rng.random() < 0.4:  # the reading after a sample
+            self.total_s += 5e-3
+        return {1: self.total_s}
+
+
+def test_disturbed_samples_are_thrown_away() -> None:
+    clock = ManualClock()
+    made = Workload(devices(clock), clock=clock, cold=0, interference=Waits())
+    found = Meter(made, settings=Settings(), reference_format=W4)
+    (row,) = found.measure([Task("npu", W4, "plain", 32, 512, 512)])
+    assert row.flags == ()
+    assert row.seconds == pytest.approx(npu_cost(TASKS[5].op, 32), rel=1e-9)
+
+
+def test_what_is_always_disturbed_is_marked() -> None:
+    class Always(Waits):
+        def waits_s(self) -> Mapping[int, float]:
+            self.total_s += 1e-6
+            return {1: self.total_s}
+
+    clock = ManualClock()
+    made = Workload(devices(clock), clock=clock, cold=0, interference=Always())
+    found = Meter(made, settings=Settings(), reference_format=W4)
+    (row,) = found.measure([Task("npu", W4, "plain", 1, 512, 512)])
+    assert "disturbed" in row.flags
+
+
+def test_no_more_than_one_sample_after_the_end() -> None:
+    clock = ManualClock()
+    rows = meter(clock).measure(TASKS, until_s=clock.now())
+    assert len(rows) == len(TASKS)
+    assert {row.samples for row in rows} == {1}
+    assert {row.ci for row in rows} == {None}
+
+
+def test_rows_are_rescaled_to_the_median_speed_of_the_run() -> None:
+    clock = ManualClock()
+    found = meter(clock, gpu=lambda op, m: gpu_cost(op, m) * (2.0 if clock.now() > 5e-3 else 1.0))
+    tasks = [task for task in TASKS if task.device == "gpu"]
+    rows = rescale(found.measure(tasks), found.points)
+    prefill = next(row for row in rows if row.m == 256)
+    assert prefill.seconds == pytest.approx(2 * true_s(TASKS[6]), rel=0.02)
+    assert prefill.reference == pytest.approx(1.0, rel=0.02)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=60))
+def test_a_summary_is_inside_its_samples(samples: list[float]) -> None:
+    found = summarize(samples)
+    assert min(samples) <= found.median <= max(samples)
+    assert found.ci >= 0
+    assert found.spread >= 0
+    assert found.samples == len(samples)
+
+
+def test_the_interval_covers_the_median_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(400):
+        samples = rng.exponential(1.0, 25)
+        found = summarize(samples.tolist())
+        reach = 2 * found.ci * found.median  # the interval is not centred on the median
+        hits += abs(found.median - math.log(2)) <= reach
+    assert hits / 400 > 0.9
+
+
+def test_summaries_of_constants_and_single_samples() -> None:
+    assert summarize([2.0]) == (2.0, math.inf, 0.0, 1)
+    assert summarize([2.0] * 5) == (2.0, 0.0, 0.0, 5)
+    assert relative_errors([1.1, 0.9], [1.0, 1.0]) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_overlapping_waits_count_once() -> None:
+    assert longest_wait_s({1: 1.0, 2: 5.0}, {1: 1.5, 2: 5.2, 3: 0.1}) == pytest.approx(0.5)
+    assert longest_wait_s({}, {}) == 0.0

@@ -1,0 +1,194 @@
+"""Predictors: exact on known devices, trees as scikit-learn's, padding, flags, speed."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from hetero.backends.ops import Add, Attention, MatMul, RMSNorm
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler import fit, predict
+from hetero.profiler.cost import CostModel
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.records import (
+    Contention,
+    DeviceProfile,
+    DeviceSync,
+    OtherPredictor,
+    Power,
+    PreparationPredictor,
+    Quarantine,
+)
+from tests.profiler.fakes import (
+    GRAPHS,
+    W4,
+    Cost,
+    gpu_cost,
+    knots,
+    npu_cost,
+    record,
+    rows_of,
+    sizes,
+)
+
+NPU = record("npu", static_shapes=True, graph_sizes=GRAPHS, row_alignment=32)
+GPU = record("gpu", asynchronous=True)
+
+
+def test_knots_are_exact_at_and_between_them() -> None:
+    line = knots((1, 2e-10), (8, 2e-10), (256, 2e-8))
+    assert predict.evaluate_knots(line, *sizes(4, 100, 100))[0] == pytest.approx(2e-6)
+    middle = predict.evaluate_knots(line, *sizes(132, 100, 100))[0]
+    assert middle == pytest.approx((2e-6 + 2e-4) / 2)
+    beyond = predict.evaluate_knots(line, *sizes(504, 100, 100))[0]
+    assert beyond == pytest.approx(2e-4 * 2 - 2e-6)
+
+
+def test_one_knot_scales_with_tokens() -> None:
+    assert predict.evaluate_knots(knots((4, 1e-9)), *sizes(8, 10, 10))[0] == pytest.approx(2e-7)
+
+
+def test_static_devices_pad_to_graphs_and_others_to_stages_in_prefill() -> None:
+    m = np.asarray([1.0, 3, 9, 33, 256, 300])
+    assert predict.padded_tokens(NPU, m).tolist() == [1, 4, 32, 64, 256, 300]
+    staged = GPU.model_copy(update={"token_stage": 16, "row_stage": 64})
+    assert predict.padded_tokens(staged, m).tolist() == [1, 3, 16, 48, 256, 304]
+    assert predict.padded_rows(staged, np.asarray([1.0, 64, 65])).tolist() == [64, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cost", "most"), [("gpu", gpu_cost, 0.002), ("npu", npu_cost, 0.12)]
+)
+def test_a_fit_finds_the_device_behind_the_times(kind: DeviceKind, cost: Cost, most: float) -> None:
+    device = NPU if kind == "npu" else GPU
+    predictor = fit.fit(device, rows_of(kind, cost))
+    for n, k, m in ((768, 768, 32), (3072, 1024, 128), (2048, 1024, 1), (1536, 2048, 256)):
+        true_s = cost(MatMul(n=n, k=k, weight_format=W4), m)
+        found = predict.predict(predictor, device, *sizes(m, n, k))[0]
+        assert found == pytest.approx(true_s, rel=most)
+    assert {v.phase for v in predictor.validation} == {"decode", "prefill"}
+
+
+def test_the_two_regimes_of_a_gpu_are_read_from_its_times() -> None:
+    regimes = fit.fit(GPU, rows_of("gpu", gpu_cost)).regimes
+    assert regimes.bytes_per_s == pytest.approx(20e9, rel=0.02)
+    assert regimes.flops_per_s == pytest.approx(100e9, rel=0.02)
+    assert regimes.knee_m == pytest.approx(4, rel=0.1)
+
+
+def test_trees_learn_what_the_roofline_misses() -> None:
+    rows = rows_of("npu", npu_cost)
+    plain = fit.fit_unchecked(NPU, rows, depth=0)
+    grown = fit.fit_unchecked(NPU, rows, depth=4)
+    assert grown.trees
+    assert not plain.trees
+
+    def error(predictor: fit.MatMulPredictor) -> float:
+        m, n, k = (np.asarray([getattr(r, c) for r in rows], dtype=float) for c in "mnk")
+        truth = np.asarray([r.seconds for r in rows])
+        return float(np.abs(predict.predict(predictor, NPU, m, n, k) / truth - 1).mean())
+
+    assert error(grown) < 0.8 * error(plain)
+
+
+def test_trees_answer_as_scikit_learn_does() -> None:
+    from sklearn.tree import DecisionTreeRegressor
+
+    rng = np.random.default_rng(0)
+    columns, target = rng.standard_normal((300, 5)), rng.standard_normal(300)
+    tree = DecisionTreeRegressor(max_depth=6, random_state=0).fit(columns, target)
+    exported = fit.export_tree(tree.tree_)
+    # scikit-learn compares features as float32.
+    asked = rng.standard_normal((500, 5)).astype(np.float32).astype(np.float64)
+    ours = predict.evaluate_trees((exported, exported), asked)
+    np.testing.assert_allclose(ours, tree.predict(asked), rtol=1e-12)
+
+
+def profile() -> DeviceProfile:
+    rows = [*rows_of("gpu", gpu_cost), *rows_of("npu", npu_cost)]
+    devices: dict[DeviceKind, object] = {"gpu": GPU, "npu": NPU}
+    return DeviceProfile(
+        name="t", created="", hetero_version="", devices=devices, matmuls=tuple(rows),  # type: ignore[arg-type]
+        predictors=tuple(fit.fit_all({"gpu": GPU, "npu": NPU}, rows)),
+        contention=(Contention(phase="decode", gpu=1.3, npu=0.9),),
+        sync={"gpu": DeviceSync(submit_busy_s=1e-6, submit_empty_s=9e-6, wait_s={
+            "finish": 6e-5, "event": 5e-5, "fast": 5e-5}, copy_fixed_s=1e-6,
+            copy_s_per_byte=1e-10)},
+        other_predictors=(OtherPredictor(device="gpu", op="RMSNorm", coefficients={
+            "calls": 1e-6, "elements": 1e-9}, max_m=256),
+            OtherPredictor(device="npu", op="Attention", coefficients={"cached": 1e-9},
+                           max_m=256, max_context=512)),
+        preparation_predictors=(PreparationPredictor(
+            device="npu", weight_format=W4, fixed_s=1e-3, s_per_byte=1e-9, cached_fixed_s=1e-4,
+            cached_s_per_byte=0),),
+        quarantined=(Quarantine(device="npu", op="MatMul", weight_format=W4,
+                                shape_class="prefill-tall", tolerance=1e-3, detail="is off"),),
+        power=Power(source="rapl", idle_w=1, gpu_w=4),
+    )  # fmt: skip
+
+
+def test_ten_thousand_shapes_take_less_than_fifty_milliseconds() -> None:
+    model = CostModel(profile())
+    rng = np.random.default_rng(0)
+    m, n, k = rng.integers(1, 256, 10_000), *rng.integers(512, 4096, (2, 10_000))
+    best = 1.0
+    for _ in range(5):
+        start_s = time.perf_counter()
+        cost = model.matmul_s("npu", W4, m, n, k)
+        best = min(best, time.perf_counter() - start_s)
+    assert cost.seconds.shape == (10_000,)
+    assert best < 0.05
+
+
+def test_shapes_outside_the_measured_range_say_so() -> None:
+    model = CostModel(profile())
+    cost = model.matmul_s("gpu", W4, [1, 256, 257, 1, 1], [512, 512, 512, 8192, 512], 1024)
+    assert cost.extrapolated.tolist() == [False, False, True, True, False]
+    assert model.matmul_s("npu", W4, 129, 512, 512).extrapolated.item() is False  # pads to 256
+    assert model.matmul_s("npu", W4, 257, 512, 512).extrapolated.item() is True
+
+
+def test_costs_around_kernels() -> None:
+    model = CostModel(profile())
+    assert (model.submit_s("gpu"), model.submit_s("gpu", "empty")) == (1e-6, 9e-6)
+    assert (model.wait_s("gpu"), model.wait_s("gpu", "finish")) == (5e-5, 6e-5)
+    assert model.submit_s("npu") == model.wait_s("npu") == 0.0
+    assert model.copy_s("gpu", 1 << 20) == 0.0  # unified memory
+    assert model.contention("gpu", "decode") == 1.3
+    assert model.contention("npu", "decode") == model.contention("gpu", "prefill") == 1.0
+    assert model.prepare_s("npu", W4, 1000, 1000) == pytest.approx(1e-3 + 562_500e-9)
+    assert model.prepare_s("npu", W4, 1000, 1000, cached=True) == 1e-4
+    assert (model.power_w("gpu"), model.power_w("both")) == (4, None)
+    assert model.bandwidth("both") is None
+
+
+def test_other_operations_are_charged_for_their_work() -> None:
+    model = CostModel(profile())
+    norm = RMSNorm(d=100, eps=1e-6)
+    assert model.other_s("gpu", norm, 10).seconds == pytest.approx(1e-6 + 1e-6)
+    attention = Attention(heads=4, kv_heads=2, head_dim=8, capacity=1024)
+    assert model.other_s("npu", attention, 3, 100).seconds == pytest.approx(104 * 16 * 1e-9)
+    assert bool(model.other_s("npu", attention, 1, 1000).extrapolated)
+    with pytest.raises(ProfileError, match="no times of Add on gpu"):
+        model.other_s("gpu", Add(d=4), 1)
+
+
+def test_a_quarantined_or_unknown_kernel_is_not_allowed() -> None:
+    model = CostModel(profile())
+    assert model.allowed("npu", W4, 32, 512, 512)
+    assert model.allowed("npu", W4, 32, 512, 4096).reason == "quarantined: is off"
+    assert model.allowed("npu", W4, 1, 512, 4096)
+    assert "was not measured" in model.allowed("npu", W4, 1, 8, 8, "transposed").reason
+    assert model.allowed_op("gpu", RMSNorm(d=8, eps=1e-6), 1)
+    assert not model.allowed_op("npu", RMSNorm(d=8, eps=1e-6), 1)
+    with pytest.raises(ProfileError, match=r"no times of w4a16 \(transposed\) on gpu"):
+        model.matmul_s("gpu", W4, 1, 8, 8, "transposed")
+
+
+def test_measured_times_are_found_by_the_padded_size() -> None:
+    model = CostModel(profile())
+    truth = npu_cost(MatMul(n=512, k=512, weight_format=W4), 32)
+    assert model.measured_s("npu", W4, 20, 512, 512) == pytest.approx(truth)
+    assert model.measured_s("npu", W4, 20, 640, 512) is None

@@ -1,0 +1,267 @@
+"""Whole profiles on a virtual clock: complete, resumable at any row, pruned, quarantined."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetero.backends.clock import ManualClock
+from hetero.backends.ops import MatMul
+from hetero.profiler import energy
+from hetero.profiler.cost import CostModel
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.grid import Shape
+from hetero.profiler.journal import Journal, journal_path, read_entries
+from hetero.profiler.records import DeviceProfile
+from hetero.profiler.session import Event, Options, profile_devices
+from tests.profiler.fakes import GRAPHS, TOKENS, W4, devices, gpu_cost, npu_cost, options
+
+
+def take(
+    out: Path | None = None,
+    *,
+    resume: bool = False,
+    stop_after: int | None = None,
+    opts: Options | None = None,
+) -> DeviceProfile:
+    """A profile of the null devices; `stop_after` rows the process is interrupted."""
+    clock = ManualClock()
+    seen = 0
+
+    def progress(event: Event) -> None:
+        nonlocal seen
+        if event.what == "matmuls":
+            seen += 1
+            if seen == stop_after:
+                raise KeyboardInterrupt
+
+    return profile_devices(
+        devices(clock),
+        opts or options(),
+        out=out,
+        resume=resume,
+        clock=clock,
+        progress=progress,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole() -> DeviceProfile:
+    """One complete profile."""
+    return take()
+
+
+def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
+    assert whole.coverage.finished
+    assert len(whole.matmuls) == whole.coverage.grid_tasks
+    assert {row.m for row in whole.matmuls if row.device == "npu"} == set(GRAPHS)
+    assert {row.m for row in whole.matmuls if row.device == "gpu"} == set(TOKENS)
+    assert {p.device for p in whole.predictors} == {"gpu", "npu"}
+    assert {p.op for p in whole.other_predictors} == {
+        "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct", "Add", "Embed"
+    }  # fmt: skip
+    assert {row.device for row in whole.preparation} == {"gpu", "npu"}
+    assert {entry.phase for entry in whole.contention} == {"decode", "prefill"}
+    assert whole.quarantined == ()
+    assert whole.environment.packages["numpy"] == np.__version__
+    assert DeviceProfile.model_validate(json.loads(whole.to_json())) == whole
+
+
+def test_every_time_is_exact(whole: DeviceProfile) -> None:
+    costs = {"gpu": gpu_cost, "npu": npu_cost}
+    for row in whole.matmuls:
+        op = MatMul(n=row.n, k=row.k, weight_format=W4)
+        assert row.seconds == pytest.approx(costs[row.device](op, row.m), rel=1e-9)
+
+
+def test_devices_that_do_not_share_anything_do_not_contend(whole: DeviceProfile) -> None:
+    for entry in whole.contention:
+        assert (entry.gpu, entry.npu) == (pytest.approx(1), pytest.approx(1))
+    size = 8192 * 2048 * 0.5625
+    op = MatMul(n=8192, k=2048, weight_format=W4)
+    assert whole.bandwidth.gpu_alone_bytes_per_s == pytest.approx(size / gpu_cost(op, 1))
+    assert whole.bandwidth.npu_alone_bytes_per_s == pytest.approx(size / npu_cost(op, 1))
+
+
+def test_synchronisation_of_devices_without_overhead_is_free(whole: DeviceProfile) -> None:
+    gpu = whole.sync["gpu"]
+    assert gpu.submit_busy_s == gpu.copy_fixed_s == 0.0
+    assert gpu.wait_s["finish"] == pytest.approx(0.0, abs=1e-9)
+    assert gpu.wait_s["event"] < 2e-6  # the polling step of the virtual clock
+    assert "flag" not in gpu.wait_s
+    assert max(s.late_median_s for s in whole.host_sync.sleep) < 1e-12
+
+
+def test_the_gpus_predictions_are_the_devices_times(whole: DeviceProfile) -> None:
+    model = CostModel(whole)
+    for n, k, m in ((1536, 1024, 32), (640, 768, 4), (3000, 1000, 128)):
+        true_s = gpu_cost(MatMul(n=n, k=k, weight_format=W4), m)
+        assert model.matmul_s("gpu", W4, m, n, k).seconds == pytest.approx(true_s, rel=0.01)
+
+
+def test_stages_are_found(whole: DeviceProfile) -> None:
+    assert whole.devices["npu"].row_stage == 64
+    assert whole.devices["gpu"].row_stage == whole.devices["gpu"].token_stage == 1
+
+
+def test_sizes_of_one_stage_are_measured_once_and_checked() -> None:
+    found = take(opts=options(pairs=((960, 512), (1000, 512), (1024, 512), (512, 1024))))
+    assert found.coverage.pruned_tasks == len(GRAPHS)
+    assert {row.n for row in found.matmuls if row.device == "npu"} == {960, 1024, 512}
+    assert {(c.n, c.device) for c in found.stage_checks} == {(1000, "npu")}
+    for check in found.stage_checks:
+        assert check.measured_s == pytest.approx(check.stage_s)
+
+
+def test_a_models_shapes_are_the_grid() -> None:
+    shapes = (Shape("qkv", 768, 512), Shape("o", 512, 512), Shape("down", 512, 1024))
+    found = take(opts=options(shapes=shapes, pairs=()))
+    assert {(row.n, row.k) for row in found.matmuls} == {(768, 512), (512, 512), (512, 1024)}
+
+
+def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) -> None:
+    part = take(opts=options(share=0.25))
+    assert len(part.matmuls) == -(-len(whole.matmuls) // 4)
+    assert not part.coverage.finished
+    model = CostModel(part)
+    op = MatMul(n=1536, k=1024, weight_format=W4)
+    assert model.matmul_s("gpu", W4, 32, 1536, 1024).seconds == pytest.approx(
+        gpu_cost(op, 32), rel=0.1
+    )
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 7, 33, 60])
+def test_an_interrupted_run_resumes_without_losing_a_row(
+    tmp_path: Path, whole: DeviceProfile, stop_after: int
+) -> None:
+    out = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        take(out, stop_after=stop_after)
+    kept = [e for e in read_entries(journal_path(out)) if e["kind"] == "row"]
+    assert len(kept) >= stop_after - 1
+    if out.exists():
+        assert DeviceProfile.load(out).coverage.finished is False
+    again = take(out, resume=True)
+    assert {row.key for row in again.matmuls} == {row.key for row in whole.matmuls}
+    for ours, theirs in zip(again.matmuls, whole.matmuls, strict=True):
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-9)
+    assert not journal_path(out).exists()
+    assert DeviceProfile.load(out) == again
+
+
+@pytest.mark.parametrize("cut", [1, 10, 200])
+def test_a_torn_journal_loses_its_last_line_only(tmp_path: Path, cut: int) -> None:
+    out = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        take(out, stop_after=20)
+    path = journal_path(out)
+    before = len(read_entries(path))
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert 0 < before - len(read_entries(path)) <= 2
+    assert take(out, resume=True).coverage.finished
+
+
+def test_resuming_with_other_options_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        take(out, stop_after=3)
+    with pytest.raises(ProfileError, match=r"was begun with another tokens.*without --resume"):
+        take(out, resume=True, opts=options(tokens=(1, 8)))
+
+
+def test_without_resume_a_run_starts_over(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        take(out, stop_after=3)
+    assert take(out).coverage.finished
+
+
+def test_resuming_nothing_is_a_fresh_run(tmp_path: Path) -> None:
+    assert take(tmp_path / "p.json", resume=True).coverage.finished
+
+
+def test_a_small_budget_gives_a_partial_valid_profile() -> None:
+    found = take(opts=options(budget_s=0.5))
+    assert 0 < len(found.matmuls) < found.coverage.grid_tasks
+    assert not found.coverage.finished
+
+
+@pytest.mark.parametrize(("budget_s", "share"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (1.0, 2.0)])
+def test_impossible_options_are_refused(budget_s: float, share: float) -> None:
+    with pytest.raises(ProfileError, match="a profile needs a budget above 0 s"):
+        options(budget_s=budget_s, share=share)
+
+
+def test_no_device_is_refused() -> None:
+    with pytest.raises(ProfileError, match="hetero doctor"):
+        profile_devices({})
+
+
+def test_one_device_alone_is_a_profile_too() -> None:
+    clock = ManualClock()
+    found = profile_devices({"gpu": devices(clock)["gpu"]}, options(), clock=clock)
+    assert set(found.devices) == {"gpu"}
+    assert found.contention == ()
+    assert found.bandwidth.npu_alone_bytes_per_s is None
+
+
+def test_a_foreign_line_ends_a_journal(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with Journal(path, {"a": 1}, resume=False) as journal:
+        journal.add({"kind": "row", "row": 1})
+    with path.open("a") as file:
+        file.write("[1]\n" + json.dumps({"kind": "row", "row": 2}) + "\n")
+    assert [entry["kind"] for entry in read_entries(path)] == ["header", "row"]
+
+
+def test_power_is_read_from_rapl(tmp_path: Path) -> None:
+    """A counter of microjoules that runs at 3 W, and wraps."""
+    clock = ManualClock()
+    folder = tmp_path / "class/powercap/intel-rapl:0"
+    folder.mkdir(parents=True)
+    (folder / "max_energy_range_uj").write_text("10000000")
+    counter = folder / "energy_uj"
+    counter.write_text("9000000")
+
+    def load() -> None:
+        clock.sleep(0.5)
+        counter.write_text(str((int(counter.read_text()) + 1_500_000) % 10_000_000))
+
+    meter = energy.find_meter(tmp_path)
+    assert meter is not None
+    assert energy.mean_power_w(meter, clock, load, 1.0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "watts"),
+    [
+        ({"hwmon/hwmon0/power1_input": "2500000"}, "hwmon", 2.5),
+        ({"power_supply/BAT0/power_now": "4000000"}, "battery", 4.0),
+        (
+            {"power_supply/b/current_now": "-500000", "power_supply/b/voltage_now": "4000000"},
+            "battery",
+            2.0,
+        ),
+    ],
+)
+def test_power_is_read_from_sysfs(
+    tmp_path: Path, files: dict[str, str], source: str, watts: float
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "class" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    clock = ManualClock()
+    meter = energy.find_meter(tmp_path)
+    assert meter is not None
+    assert meter.source == source
+    found = energy.measure_power(clock, {"gpu": lambda: clock.sleep(0.1)}, meter=meter)
+    assert found is not None
+    assert (found.gpu_w, found.npu_w) == (pytest.approx(watts), None)
+
+
+def test_power_is_absent_where_nothing_tells(tmp_path: Path) -> None:
+    assert energy.find_meter(tmp_path) is None
