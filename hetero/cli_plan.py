@@ -39,7 +39,9 @@ class PrecisionChoice(StrEnum):
 
 def plan_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A MODEL, or a known name.")],
-    profile: Annotated[str | None, typer.Option("--profile", help="A file or shipped name.")] = None,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="A file or shipped name.")
+    ] = None,
     seq_lens: Annotated[str, typer.Option("--seq-lens", help="Prompt lengths.")] = "64,256,1024",
     graph_sizes: Annotated[
         str | None, typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`.")
@@ -117,13 +119,11 @@ def _other(name: str, spec: ModelSpec, request: PlanRequest) -> ExecutionPlan:
     return found
 
 
-def _print_plan(
-    plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None
-) -> None:
+def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
     console = Console(width=max(Console().width, 110))
     if explain is not None:
-        for title, table in _matching(plan, explain):
-            _print(console, table._replace(title=title))
+        for title, candidates in _matching(plan, explain):
+            _print(console, candidates._replace(title=title))
         return
     console.print(
         f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "

@@ -67,7 +67,7 @@ class PlanRequest:
 def make_plan(
     spec: ModelSpec,
     profile: DeviceProfile,
-    request: PlanRequest = PlanRequest(),  # noqa: B008
+    request: PlanRequest = PlanRequest(),
     *,
     clock: Clock = time.perf_counter,
 ) -> ExecutionPlan:
@@ -216,9 +216,7 @@ def numbers_of(profile: DeviceProfile) -> Numbers:
     return "simulated" if simulated else "predicted"
 
 
-def _one_rest(
-    planner: Planner, objective: Objective, solutions: list[Solution]
-) -> list[Solution]:
+def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution]) -> list[Solution]:
     """All lengths of a phase with one device for the rest, as a plan has it: the best together."""
     prefill = [s for s in solutions if s.scenario.phase == "prefill"]
     kinds = sorted({s.rests.device for s in prefill})
@@ -246,4 +244,6 @@ def _share_notes(request: PlanRequest, solutions: Sequence[Solution]) -> list[st
             if option.gpu_s > request.max_gpu_share * option.together_s * (1 + 1e-9)
         }
     )
-    return [f"only the GPU can compute {', '.join(over)}: its share is over the cap"] if over else []
+    return (
+        [f"only the GPU can compute {', '.join(over)}: its share is over the cap"] if over else []
+    )

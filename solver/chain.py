@@ -45,9 +45,7 @@ def solve_chain(
 Paths = dict[int, tuple[float, tuple[Option, ...]]]
 
 
-def _block_from(
-    block: Stages, start: int, wrap: int, layers: int, objective: Objective
-) -> Paths:
+def _block_from(block: Stages, start: int, wrap: int, layers: int, objective: Objective) -> Paths:
     """Cheapest ways through all layers when the first is entered from `start`, the others from
     `wrap`.
     """

@@ -134,7 +134,9 @@ def _solve(
         matrix[row, : len(sizes)] = values
         high[row] = limit
         row += 1
-    price = np.concatenate((np.full(len(sizes), 1e-9), [weights[i] * costs[i, j] for i, j in pairs]))
+    price = np.concatenate(
+        (np.full(len(sizes), 1e-9), [weights[i] * costs[i, j] for i, j in pairs])
+    )
     whole = np.concatenate((np.ones(len(sizes)), np.zeros(len(pairs))))
     result = milp(
         price,

@@ -1,6 +1,7 @@
 """Tables of kernel times: the fastest allowed format and operand order at every size.
 
-Notation: M token counts, N row counts; seconds are float64 [M, N], infinite where no kernel may run.
+Notation: M token counts, N row counts; seconds are float64 [M, N], infinite where no
+kernel may run.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class Kernels:
         found = [
             KernelOption(p.weight_format, p.order)
             for p in self.cost.profile.predictors
-            if p.device == device and p.weight_format.storage is storage and self._fits(p.weight_format)
+            if p.device == device
+            and p.weight_format.storage is storage
+            and self._fits(p.weight_format)
         ]
         return tuple(sorted(found, key=lambda o: (o.weight_format is not self.weight_format, o)))
 

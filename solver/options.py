@@ -91,9 +91,7 @@ class Power:
     def joules(self, gpu_s: float, npu_s: float, both_s: float, total_s: float) -> float:
         """Energy of busy times (`both_s` is part of neither of the first two)."""
         idle_s = max(total_s - gpu_s - npu_s - both_s, 0.0)
-        return (
-            self.gpu_w * gpu_s + self.npu_w * npu_s + self.both_w * both_s + self.idle_w * idle_s
-        )
+        return self.gpu_w * gpu_s + self.npu_w * npu_s + self.both_w * both_s + self.idle_w * idle_s
 
 
 @dataclass(frozen=True)

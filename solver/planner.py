@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -26,8 +26,8 @@ from hetero.solver.tilings import Chooser, MatMulSpace, Rules
 BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
     ("qkv", ("q", "k", "v")), ("o", ()), ("gate_up", ("gate", "up")), ("down", ()),
 )  # fmt: skip
-Masks = Mapping[str, npt.NDArray[np.bool_]]
-Extra = Mapping[str, list[Option]]
+Masks = Mapping[OpName, npt.NDArray[np.bool_]]
+Extra = Mapping[OpName, list[Option]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Settings:
     """
 
     precision: Precision = "auto"
-    rules: Rules = Rules()
+    rules: Rules = field(default_factory=Rules)
     context: int = 256
     apart: bool = True
     row_steps: int | None = None
@@ -76,7 +76,7 @@ class Planner:
         self,
         spec: ModelSpec,
         profile: DeviceProfile,
-        settings: Settings = Settings(),  # noqa: B008
+        settings: Settings = Settings(),
         *,
         cost: CostModel | None = None,
         sync: Sync | None = None,
@@ -128,9 +128,7 @@ class Planner:
         available = self.rests(scenario)
         for rests in [available[rest]] if rest in available else available.values():
             candidate = self._solve_groups(scenario, objective, rests, found)
-            if candidate is not None and (
-                best is None or candidate.chain.cost < best.chain.cost
-            ):
+            if candidate is not None and (best is None or candidate.chain.cost < best.chain.cost):
                 best = candidate
         if best is None:
             raise PlanError(
@@ -150,9 +148,7 @@ class Planner:
         """Tables of a matmul, made on first use."""
         if name not in self._spaces:
             n, k = self.shape(name)
-            self._spaces[name] = MatMulSpace(
-                self.kernels, n, k, row_steps=self.settings.row_steps
-            )
+            self._spaces[name] = MatMulSpace(self.kernels, n, k, row_steps=self.settings.row_steps)
         return self._spaces[name]
 
     def shape(self, name: OpName) -> tuple[int, int]:

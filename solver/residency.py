@@ -24,7 +24,7 @@ class Weighing(Protocol):
     """The part of a request that says how much a decode step counts beside a prompt."""
 
     @property
-    def decode_tokens_per_prompt(self) -> int: ...  # noqa: D102
+    def decode_tokens_per_prompt(self) -> int: ...
 
 
 def solve(
@@ -38,7 +38,7 @@ def solve(
 ) -> list[Solution]:
     """Best plans of all scenarios together within the budget. Raises `PlanError` if none fits."""
     names = [name for name, _ in BLOCK] + ["lm_head"]
-    wanted: list[OpName] = [x for x in names if x in {y.name for y in planner.spec.matmuls}]  # type: ignore[misc]
+    wanted: list[OpName] = [x for x in names if x in {y.name for y in planner.spec.matmuls}]
     weights = [
         float(weighing.decode_tokens_per_prompt) if s.phase == "decode" else 1.0 for s in scenarios
     ]
@@ -245,9 +245,7 @@ class _Builder:
             return once + (layers - 1) * objective.cost(option, wrap) if layers > 1 else once
         return layers * once
 
-    def _stage_options(
-        self, scenario: Scenario, stage: object
-    ) -> list[tuple[Held | None, Option]]:
+    def _stage_options(self, scenario: Scenario, stage: object) -> list[tuple[Held | None, Option]]:
         if isinstance(stage, Option):
             return [(None, stage)]
         name: OpName = stage  # type: ignore[assignment]

@@ -55,9 +55,7 @@ class Grid:
 class MatMulSpace:
     """One matmul: n rows, k features. Everything that does not depend on m is looked up once."""
 
-    def __init__(
-        self, kernels: Kernels, n: int, k: int, *, row_steps: int | None = None
-    ) -> None:
+    def __init__(self, kernels: Kernels, n: int, k: int, *, row_steps: int | None = None) -> None:
         self.kernels, self.n, self.k = kernels, n, k
         self.has_npu = kernels.has("npu")
         record = kernels.cost.profile.devices.get("npu")
@@ -81,7 +79,7 @@ class MatMulSpace:
                 alone, none, none, (m,), self.rows[-1:], ((),), np.zeros((1, 1), np.intp), none > 0
             )
         cuts, pieces = self._cuts(m, every)
-        npu, which = self._npu_times(m, cuts, pieces)
+        npu, which = self._npu_times(cuts, pieces)
         gpu, tokens_first, alone = self._gpu_times(m, cuts)
         return self._contend(m, Grid(alone, gpu, npu, cuts, self.rows, pieces, which, tokens_first))
 
@@ -96,7 +94,7 @@ class MatMulSpace:
         return cuts, tuple(tuple(by_tokens[t]) for t in cuts)
 
     def _npu_times(
-        self, m: int, cuts: tuple[int, ...], pieces: tuple[tuple[Pieces, ...], ...]
+        self, cuts: tuple[int, ...], pieces: tuple[tuple[Pieces, ...], ...]
     ) -> tuple[Floats, Ints]:
         """[T, R] times of the fastest pieces for each cut, and which those are."""
         if not self.sizes:
@@ -111,7 +109,7 @@ class MatMulSpace:
             if len(sums) == 1:
                 times[i] = sums[0]
             else:
-                stacked = np.stack(sums)  # type: ignore[arg-type]
+                stacked = np.stack(sums)
                 which[i] = stacked.argmin(axis=0)
                 times[i] = stacked.min(axis=0)
         return times, which
@@ -158,7 +156,12 @@ class Chooser:
         self.sync, self.rules, self.objective = sync, rules, objective
 
     def options(
-        self, space: MatMulSpace, m: int, *, grid: Grid | None = None, mask: np.ndarray | None = None,
+        self,
+        space: MatMulSpace,
+        m: int,
+        *,
+        grid: Grid | None = None,
+        mask: np.ndarray | None = None,
         gpu_alone: bool = True,
     ) -> list[Option]:
         """Best single-device options and best cuts of each mode, the margin applied.
@@ -182,7 +185,9 @@ class Chooser:
         best: dict[str, Option] = {}
         for state_only in self._every_strategy(space, grid, m):
             known = best.get(state_only.strategy)
-            if known is None or self.objective.cost(state_only, GPU) < self.objective.cost(known, GPU):
+            if known is None or self.objective.cost(state_only, GPU) < self.objective.cost(
+                known, GPU
+            ):
                 best[state_only.strategy] = state_only
         return list(best.values())
 
@@ -250,7 +255,9 @@ class Chooser:
                 continue
             chosen: set[tuple[int, int]] = set()
             for state in (GPU, HOST):
-                price = np.where(allowed, base + self._copies(space, grid, m, state, dominant), np.inf)
+                price = np.where(
+                    allowed, base + self._copies(space, grid, m, state, dominant), np.inf
+                )
                 flat = int(price.argmin())
                 chosen.add((flat // price.shape[1], flat % price.shape[1]))
             for i, j in sorted(chosen):
@@ -316,7 +323,10 @@ class Chooser:
 
     def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
         """Cuts, closed from each state where they do not beat the best single device enough."""
-        best = [min((self.objective.cost(s, state) for s in singles), default=INF) for state in (GPU, HOST)]
+        best = [
+            min((self.objective.cost(s, state) for s in singles), default=INF)
+            for state in (GPU, HOST)
+        ]
         for cut in cuts:
             limits = [(1 - self.rules.margin) * b for b in best]
             closed = [

@@ -115,7 +115,9 @@ def _time_axis(end: float, left: float, y: float, scale: float) -> list[str]:
         x = left + i * step * scale
         parts.append(f'<line x1="{x:.1f}" y1="{y - 6}" x2="{x:.1f}" y2="{y}" class="axis"/>')
         anchor = "start" if i == 0 else "middle"
-        parts.append(text(x, y + 14, units.duration(i * step) if i else "0", anchor=anchor, css="small"))
+        parts.append(
+            text(x, y + 14, units.duration(i * step) if i else "0", anchor=anchor, css="small")
+        )
     return parts
 
 
@@ -140,14 +142,19 @@ def cuts(plan: ExecutionPlan, total: Total) -> str:
         parts.append(text(x, 28, _narrow(op, width), css="small"))
         parts += _tiles(op, total.m, x, top, width, height)
         x += width + gap
-    parts.append(text(0, top + height + 16, f"rows of the weight to the right (n), {total.m} token"
-                      f"{'s' if total.m > 1 else ''} downwards; n to one scale", css="small"))  # fmt: skip
+    tokens = f"{total.m} token{'s' if total.m > 1 else ''}"
+    axes = f"rows of the weight to the right (n), {tokens} downwards; n to one scale"
+    parts.append(text(0, top + height + 16, axes, css="small"))
     return svg(WIDTH, top + height + 24, parts, f"cuts of {label(total)}")
 
 
 def _narrow(op: OpPlan, width: float) -> str:
     full = f"{op.strategy}, n={op.n}"
-    return full if width > 6.4 * len(full) else (op.strategy if width > 6.4 * len(op.strategy) else f"n={op.n}")
+    return (
+        full
+        if width > 6.4 * len(full)
+        else (op.strategy if width > 6.4 * len(op.strategy) else f"n={op.n}")
+    )
 
 
 def _tiles(op: OpPlan, m: int, x: float, y: float, width: float, height: float) -> list[str]:
@@ -157,7 +164,7 @@ def _tiles(op: OpPlan, m: int, x: float, y: float, width: float, height: float) 
         t1 = m if t1 is None else t1
         left, wide = x + width * r0 / op.n, width * (r1 - r0) / op.n
         above, tall = y + height * t0 / m, height * (t1 - t0) / m
-        tip = f"{tile.device.upper()}: tokens {t0}–{t1}, rows {r0}–{r1}"
+        tip = f"{tile.device.upper()}: tokens {t0} to {t1}, rows {r0} to {r1}"
         tip += f", graph of {tile.graph_size}" if tile.graph_size else ""
         parts.append(
             f'<rect x="{left:.1f}" y="{above:.1f}" width="{max(wide, 0.8):.1f}" '
@@ -166,7 +173,9 @@ def _tiles(op: OpPlan, m: int, x: float, y: float, width: float, height: float) 
         )
         name = f"{tile.device.upper()} {r1 - r0}"
         if wide > 8 * len(name) and tall > 18:
-            parts.append(text(left + wide / 2, above + tall / 2 + 5, name, anchor="middle", css="on"))
+            parts.append(
+                text(left + wide / 2, above + tall / 2 + 5, name, anchor="middle", css="on")
+            )
     return parts
 
 
@@ -222,8 +231,8 @@ def chart(lines: Sequence[Line], x_name: str, title: str, height: int = 400) -> 
     return svg(WIDTH, height, parts, title)
 
 
-def _grid(high, low_x, high_x, px, py, left, wide, floor) -> list[str]:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    step, parts = _nice(high / 5), []
+def _grid(high, low_x, high_x, px, py, left, wide, floor) -> list[str]:  # type: ignore[no-untyped-def]
+    step, parts = _nice(high / 8), []
     for i in range(int(high / step) + 1):
         y = py(i * step)
         parts.append(
@@ -233,8 +242,10 @@ def _grid(high, low_x, high_x, px, py, left, wide, floor) -> list[str]:  # type:
         parts.append(text(left - 8, y + 4, value, anchor="end", css="small"))
     step = _nice((high_x - low_x) / 8 if high_x > low_x else 1.0)
     first = math.ceil(low_x / step)
-    for i in range(first, int(high_x / step) + 1):
-        parts.append(text(px(i * step), floor + 16, f"{i * step:g}", anchor="middle", css="small"))
+    parts.extend(
+        text(px(i * step), floor + 16, f"{i * step:g}", anchor="middle", css="small")
+        for i in range(first, int(high_x / step) + 1)
+    )
     return parts
 
 

@@ -58,7 +58,9 @@ class TableCost(CostModel):
         super().__init__(profile)
         self.instance = instance
 
-    def matmul_s(self, device: Any, weight_format: Any, m: Any, n: Any, k: Any, order: Any = "") -> Cost:
+    def matmul_s(
+        self, device: Any, weight_format: Any, m: Any, n: Any, k: Any, order: Any = ""
+    ) -> Cost:
         m, n = np.broadcast_arrays(np.asarray(m, int), np.asarray(n, int))
         scale = self.instance.npu_scale if device == "npu" else 1.0
         found = scale * self.instance.tables[device][int(k)][m, n]
@@ -73,7 +75,9 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
     if monotone is None:
         monotone = bool(rng.integers(2))
     names = ("qkv", "o", "gate_up", "down")
-    rows = {x: int(rng.integers(1, 4 if tiny else 9)) * ALIGN + int(rng.integers(0, 3)) for x in names}
+    rows = {
+        x: int(rng.integers(1, 4 if tiny else 9)) * ALIGN + int(rng.integers(0, 3)) for x in names
+    }
     ks = {"qkv": 1, "gate_up": 1, "o": 2, "down": 3}
     sizes = tuple(sorted({int(x) for x in rng.integers(1, 9, rng.integers(1, 3 if tiny else 4))}))
     top = 20 if tiny else 30
@@ -82,7 +86,9 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
         for device, slow in (("gpu", 1.0), ("npu", float(rng.choice([0.2, 1.0, 2.0]))))
     }
     some = lambda: float(rng.choice([0.0, 0.1, 1.0]))  # noqa: E731
-    sync = Sync(wait_s=some(), submit_s=some(), join_s=some() / 4, copy_s=some() / 4 * rng.integers(2))
+    sync = Sync(
+        wait_s=some(), submit_s=some(), join_s=some() / 4, copy_s=some() / 4 * rng.integers(2)
+    )
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
     return Instance(
         tables, sizes, slow, sync, {"gpu": 0.3, "npu": 0.5}, float(rng.choice([0.0, 0.03, 0.2])),
@@ -104,12 +110,18 @@ def profile_of(instance: Instance, *, npu: bool = True, rest_npu: bool = False) 
     kinds = ("gpu", "npu") if npu else ("gpu",)
     devices = {
         kind: DeviceRecord(
-            backend="null", name=kind, driver="", fingerprint=kind, capabilities=_capabilities(kind, instance)
+            backend="null",
+            name=kind,
+            driver="",
+            fingerprint=kind,
+            capabilities=_capabilities(kind, instance),
         )
         for kind in kinds
     }
     others = [
-        OtherPredictor(device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999)
+        OtherPredictor(
+            device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999
+        )
         for d in (("gpu", "npu") if rest_npu else ("gpu",))
         for op in ("Embed", "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct")
     ]  # fmt: skip
@@ -136,7 +148,8 @@ def _capabilities(kind: str, instance: Instance) -> CapabilityRecord:
 
 def spec_of(instance: Instance) -> ModelSpec:
     return ModelSpec(
-        name="tiny", architecture="llama", hidden_size=1, intermediate_size=3, layers=instance.layers,
+        name="tiny", architecture="llama", hidden_size=1, intermediate_size=3,
+        layers=instance.layers,
         heads=1, kv_heads=1, head_dim=2, vocab_size=9, max_position=99, weight_format=F32,
         matmuls=tuple(
             MatMulSpec(name=x, n=n, k=instance.ks[x], count=instance.layers)  # type: ignore[arg-type]
@@ -182,9 +195,8 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
     spans: list[tuple[int, tuple[int, ...]]] = []
     for first in instance.sizes:
         spans.append((min(first, m), (first,)))
-        for second in instance.sizes:
-            if first < m:
-                spans.append((min(first + second, m), (first, second)))
+        if first < m:
+            spans.extend((min(first + g, m), (first, g)) for g in instance.sizes)
     for t, graphs in spans:
         for r in [*range(ALIGN, n, ALIGN), n]:
             npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
@@ -225,7 +237,10 @@ def allowed_costs(ways: list[Way], margin: float) -> np.ndarray:
     best = [min(w.cost(s) for w in ways if w.kind != "cut") for s in (0, 1)]
     return np.asarray(
         [
-            [np.inf if w.kind == "cut" and w.cost(s) > (1 - margin) * best[s] else w.cost(s) for s in (0, 1)]
+            [
+                np.inf if w.kind == "cut" and w.cost(s) > (1 - margin) * best[s] else w.cost(s)
+                for s in (0, 1)
+            ]
             for w in ways
         ]
     )  # fmt: skip

@@ -6,6 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
+
+from hetero.solver.chain import solve_chain, walk
+from hetero.solver.options import GPU, HOST, Objective, Option
+from hetero.solver.place import tiles_of
+from hetero.solver.plan import OpPlan, PlanError
+from hetero.solver.planner import Scenario
+from hetero.solver.residency import solve as solve_residency
+from hetero.solver.tilings import Chooser, Rules
 from tests.solver.instances import (
     ALIGN,
     Instance,
@@ -16,14 +24,6 @@ from tests.solver.instances import (
     planner_of,
     random_instance,
 )
-
-from hetero.solver.chain import solve_chain, walk
-from hetero.solver.options import GPU, HOST, Objective, Option
-from hetero.solver.place import tiles_of
-from hetero.solver.plan import OpPlan, PlanError
-from hetero.solver.planner import Scenario
-from hetero.solver.residency import solve as solve_residency
-from hetero.solver.tilings import Chooser, Rules
 
 NAMES = ("qkv", "o", "gate_up", "down")
 
