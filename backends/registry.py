@@ -38,6 +38,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
         Backend("reference", "npu"),
         Backend("null", "npu"),
+        Backend("simulated", "npu"),
     )
 }
 

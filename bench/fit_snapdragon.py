@@ -142,7 +142,7 @@ def fit_power(profile: DeviceProfile, data: dict[str, Any]) -> Power:
     gpu, npu, both = shares(tensor)
     both_w = (tensor_w - gpu * gpu_w - npu * npu_w) / both
     return Power(
-        source="fitted to mean power of prefill (calibration file); idle is contained in the others",
+        source="fitted to mean power of prefill; idle is contained in the others",
         gpu_w=round(gpu_w, 4),
         npu_w=round(npu_w, 4),
         both_w=round(both_w, 4),
@@ -199,7 +199,8 @@ def document(fit: Fit, rows: list[Row], chip: Chip, power: Power) -> str:
     )
 
 
-TEMPLATE = """# The simulated Snapdragon 8 Gen 3
+TEMPLATE = """\
+# The simulated Snapdragon 8 Gen 3
 
 Written by `bench/fit_snapdragon.py` from `bench/data/snapdragon_8_gen_3_calibration.json` alone.
 All times of this profile are **simulated**.
@@ -227,30 +228,42 @@ All times of this profile are **simulated**.
 
 ## Residuals
 
-Of a range (`m` from … to, time from … to) both ends are points; they weigh a quarter of the others,
-because they are rounded to one or two digits and say less: read as points, the NPU at 193 tokens
-would be a third faster for each token than at 128 and at 256.
+Of a range (`m` from … to, time from … to) both ends are points; they weigh a quarter of the
+others, because they are rounded to one or two digits and say less: read as points, the NPU at 193
+tokens would be a third faster for each token than at 128 and at 256.
 
 {table}
 
+Three choices were made with the validation figures in sight, and are not evidence of fit quality:
+
+- How ranges are read. As intervals, as points with a robust loss, and as points of a quarter
+  weight, Hetero-tensor at 256 and 1024 tokens comes out at 1.10 and 1.15, 1.12 and 1.12, 1.07 and
+  1.08 of the paper's speed.
+- Launches of small operators in a busy queue cost nothing. At 15 µs each, decoding comes out at 0.90
+  (Hetero-tensor) and 0.95 (GPU-only) of the paper's speed, instead of 0.93 and 0.97.
+- Bytes per weight. With one scale per 32 weights (0.5625) decoding would be about 8 % slower.
+
 ## What cannot be identified
 
-- **Bytes per weight** (0.516: 4 bits and one fp16 scale per 128, the usual AWQ group): only the ratio
-  to bandwidth shows in latencies; decode at a given bandwidth follows it in proportion.
-- **The knee of the NPU in k**: two widths (4096, 14336) were timed. `k / resident_k` is the simplest
-  form with one parameter; a step anywhere between them would fit as well. Only the ratio of the two
-  shows: the fit would as soon put the knee below 4096, and is held there because nothing
-  narrower was timed (no speed-up is claimed for small k).
+- **Bytes per weight** (0.516: 4 bits and one fp16 scale per 128, the usual AWQ group): only the
+  ratio to bandwidth shows in latencies; decode at a given bandwidth follows it in proportion.
+- **The knee of the NPU in k**: two widths (4096, 14336) were timed. `k / resident_k` is the
+  simplest form with one parameter; a step anywhere between them would fit as well. Only the ratio
+  of the two shows: the fit would as soon put the knee below 4096, and is held there because
+  nothing narrower was timed (no speed-up is claimed for small k).
 - **The NPU below 128 tokens**, where 32 and 64 may be faster than the weight stream of one token.
 - **The GPU's knee in m** between 1 and 128 tokens, and its wide kernel's dependence on k.
-- **The NPU's memory ceiling**: its stand-alone timings stream at a third of what the paper's section 3.3
-  states for any single processor (40 to 45 GB/s). The timings are kept; the variant
+- **The NPU's memory ceiling**: its stand-alone timings stream at a third of what the paper's
+  section 3.3 states for any single processor (40 to 45 GB/s). The timings are kept; the variant
   `snapdragon-8-gen-3-strong-npu` shows the other reading.
-- **The power of both at once**: the paper's Hetero-tensor draws less than its GPU alone, which leaves
-  {both_w:.2f} W for both, below {gpu_w:.2f} W for the GPU. The GPU of the paper's plan must idle, or clock
-  down, where ours works; energy figures of this profile are no better than that.
-- **Operators other than matmuls** were not timed: they move their bytes at the GPU's bandwidth and
-  compute at its tiled rate. Their launches in a busy queue cost nothing (section 3.1: negligible).
+- **The power of both at once**: the paper's Hetero-tensor draws less than its GPU alone, which
+  leaves {both_w:.2f} W for both, below {gpu_w:.2f} W for the GPU. The GPU of the paper's plan
+  must idle, or clock down, where ours works; energy figures of this profile are no better than
+  that.
+- **Operators other than matmuls** were not timed: they move their bytes at the GPU's bandwidth
+  and compute at its tiled rate. Their launches in a busy queue cost nothing (section 3.1:
+  negligible).
+
 """
 
 

@@ -122,8 +122,8 @@ def _other(name: str, spec: ModelSpec, request: PlanRequest) -> ExecutionPlan:
 def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
     console = Console(width=max(Console().width, 110))
     if explain is not None:
-        for title, table in _matching(plan, explain):
-            _print(console, table._replace(title=title))
+        for title, candidates in _matching(plan, explain):
+            _print(console, candidates._replace(title=title))
         return
     console.print(
         f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "

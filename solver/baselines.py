@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -156,7 +157,7 @@ def _sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], m: 
     if not np.isfinite(table).all():
         raise PlanError(f"the NPU has no kernel for {space.n}×{space.k} at {m} tokens")
     starts = np.minimum(np.cumsum((0, *graphs)), m)
-    spans = tuple((int(a), int(b)) for a, b in zip(starts[:-1], starts[1:], strict=True))
+    spans = tuple((int(a), int(b)) for a, b in pairwise(starts))
     whole = float(table.sum())
     base = Option("npu-only", "npu", whole, npu_s=whole, leaves=HOST, rows=space.n)
     enter = planner.sync.wait_s + planner.sync.copy(4.0 * m * space.k)

@@ -49,6 +49,10 @@ def _reason(
         return _impossible(planner, strategy, m)
     if option is chosen or strategy == chosen.strategy:
         return "chosen"
+    return _why(planner, option, chosen, single)
+
+
+def _why(planner: Planner, option: Option, chosen: Option, single: float) -> str:
     slower = option.seconds() / chosen.seconds() - 1
     margin = planner.settings.rules.margin
     if abs(slower) < 1e-6:
@@ -75,6 +79,10 @@ def _impossible(planner: Planner, strategy: Strategy, m: int) -> str:
         return "no GPU kernel"
     if not planner.kernels.has("npu"):
         return "no NPU kernel of this format"
+    return _no_cut(planner, strategy, m)
+
+
+def _no_cut(planner: Planner, strategy: Strategy, m: int) -> str:
     if strategy in ("sequence-cut", "multi-sequence-cut") and planner.sizes:
         if not any(g < m for g in planner.sizes):
             return f"no graph is shorter than the call ({m} token{'s' if m > 1 else ''})"

@@ -48,7 +48,7 @@ def _point(planner: Planner, strategy: str, m: int) -> CurvePoint:
 
 
 def front(planner: Planner, scenarios: Sequence[Scenario]) -> tuple[FrontPoint, ...]:
-    """Plans between the fastest and the thriftiest: a sweep of weights, dominated points left out."""
+    """Plans between the fastest and the thriftiest: a sweep of weights without dominated points."""
     found: list[FrontPoint] = []
     for scenario in scenarios:
         fastest = planner.solve(scenario, planner.objective(1.0, 0.0))

@@ -1,6 +1,7 @@
 """Tables of kernel times: the fastest allowed format and operand order at every size.
 
-Notation: M token counts, N row counts; seconds are float64 [M, N], infinite where no kernel may run.
+Notation: M token counts, N row counts; seconds are float64 [M, N], infinite where no
+kernel may run.
 """
 
 from __future__ import annotations

@@ -246,9 +246,13 @@ class ExecutionPlan(_Record):
         self, path: str | os.PathLike[str], *, compare: Sequence[ExecutionPlan] = ()
     ) -> None:
         """Write a report: HTML, or Markdown or JSON by the ending of `path`. Raises `PlanError`."""
-        text = {".md": markdown.to_markdown, ".json": _to_json}.get(
-            Path(path).suffix.lower(), page.to_html
-        )(self, compare)
+        match Path(path).suffix.lower():
+            case ".md":
+                text = markdown.to_markdown(self, compare)
+            case ".json":
+                text = self.model_dump_json(indent=1) + "\n"
+            case _:
+                text = page.to_html(self, compare)
         try:
             Path(path).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -269,10 +273,6 @@ class ExecutionPlan(_Record):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
-
-
-def _to_json(plan: ExecutionPlan, compare: Sequence[ExecutionPlan]) -> str:  # noqa: ARG001
-    return plan.model_dump_json(indent=1) + "\n"
 
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -26,8 +26,8 @@ from hetero.solver.tilings import Chooser, MatMulSpace, Rules
 BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
     ("qkv", ("q", "k", "v")), ("o", ()), ("gate_up", ("gate", "up")), ("down", ()),
 )  # fmt: skip
-Masks = Mapping[str, npt.NDArray[np.bool_]]
-Extra = Mapping[str, list[Option]]
+Masks = Mapping[OpName, npt.NDArray[np.bool_]]
+Extra = Mapping[OpName, list[Option]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Settings:
     """
 
     precision: Precision = "auto"
-    rules: Rules = Rules()
+    rules: Rules = field(default_factory=Rules)
     context: int = 256
     apart: bool = True
     row_steps: int | None = None

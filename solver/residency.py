@@ -38,7 +38,7 @@ def solve(
 ) -> list[Solution]:
     """Best plans of all scenarios together within the budget. Raises `PlanError` if none fits."""
     names = [name for name, _ in BLOCK] + ["lm_head"]
-    wanted: list[OpName] = [x for x in names if x in {y.name for y in planner.spec.matmuls}]  # type: ignore[misc]
+    wanted: list[OpName] = [x for x in names if x in {y.name for y in planner.spec.matmuls}]
     weights = [
         float(weighing.decode_tokens_per_prompt) if s.phase == "decode" else 1.0 for s in scenarios
     ]

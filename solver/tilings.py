@@ -79,7 +79,7 @@ class MatMulSpace:
                 alone, none, none, (m,), self.rows[-1:], ((),), np.zeros((1, 1), np.intp), none > 0
             )
         cuts, pieces = self._cuts(m, every)
-        npu, which = self._npu_times(m, cuts, pieces)
+        npu, which = self._npu_times(cuts, pieces)
         gpu, tokens_first, alone = self._gpu_times(m, cuts)
         return self._contend(m, Grid(alone, gpu, npu, cuts, self.rows, pieces, which, tokens_first))
 
@@ -94,7 +94,7 @@ class MatMulSpace:
         return cuts, tuple(tuple(by_tokens[t]) for t in cuts)
 
     def _npu_times(
-        self, m: int, cuts: tuple[int, ...], pieces: tuple[tuple[Pieces, ...], ...]
+        self, cuts: tuple[int, ...], pieces: tuple[tuple[Pieces, ...], ...]
     ) -> tuple[Floats, Ints]:
         """[T, R] times of the fastest pieces for each cut, and which those are."""
         if not self.sizes:
@@ -109,7 +109,7 @@ class MatMulSpace:
             if len(sums) == 1:
                 times[i] = sums[0]
             else:
-                stacked = np.stack(sums)  # type: ignore[arg-type]
+                stacked = np.stack(sums)
                 which[i] = stacked.argmin(axis=0)
                 times[i] = stacked.min(axis=0)
         return times, which

@@ -25,6 +25,10 @@ def kind(plan: ExecutionPlan) -> str:
     return plan.numbers or "predicted"
 
 
+def _kind(plan: ExecutionPlan) -> str:
+    return kind(plan).capitalize()
+
+
 def label(total: Total) -> str:
     """`prefill 256` or `decode`."""
     if total.phase == "prefill":
@@ -37,7 +41,7 @@ def gains(plan: ExecutionPlan) -> TableData:
     rows = []
     for t in plan.totals:
         best = min(t.single_devices, key=lambda k: t.single_devices[k], default=None)
-        saved = "–"
+        saved = "n/a"
         if t.energy_j is not None and t.best_single_device_j is not None:
             saved = f"{100 * (t.energy_j / t.best_single_device_j - 1):+.0f} %"
         rows.append(
@@ -54,7 +58,7 @@ def gains(plan: ExecutionPlan) -> TableData:
         )
     head = ("step", "plan", "tokens/s", "best single device", "speed", "energy", "energy, change")
     note = (
-        f"{kind(plan).capitalize()} times of whole steps: every layer, attention, norms, output "
+        f"{_kind(plan)} times of whole steps: every layer, attention, norms, output "
         "head. A single device runs all matmuls, and the rest if it can."
     )
     return TableData("Gain over the best single device", head, tuple(rows), note)
@@ -66,8 +70,15 @@ def operators(plan: ExecutionPlan) -> TableData:
     for op in plan.ops:
         busy = f"{units.duration(op.gpu_s)} / {units.duration(op.npu_s)}"
         rows.append(
-            (where(op), op.op, f"{op.n} × {op.k}", op.strategy, share(op), busy)
-            + (units.duration(op.predicted_s),)
+            (
+                where(op),
+                op.op,
+                f"{op.n} × {op.k}",
+                op.strategy,
+                share(op),
+                busy,
+                units.duration(op.predicted_s),
+            )
         )
     head = (
         "step",
@@ -78,7 +89,7 @@ def operators(plan: ExecutionPlan) -> TableData:
         "GPU / NPU busy",
         "time",
     )
-    note = f"{kind(plan).capitalize()} times of one layer, synchronisation included."
+    note = f"{_kind(plan)} times of one layer, synchronisation included."
     return TableData("The cut of every matmul", head, tuple(rows), note)
 
 
@@ -146,7 +157,7 @@ def curves(plan: ExecutionPlan) -> TableData | None:
     )
     head = ("tokens", *(display(c.strategy) for c in plan.curves))
     note = (
-        f"{kind(plan).capitalize()} prefill times. A forced cut falls back to one device where it "
+        f"{_kind(plan)} prefill times. A forced cut falls back to one device where it "
         "does not exist; online-prepare includes preparing its graphs."
     )
     return TableData("Time by length, every strategy", head, rows, note)
@@ -162,12 +173,17 @@ def front(plan: ExecutionPlan) -> TableData | None:
     if not plan.front:
         return None
     rows = tuple(
-        (f"{p.phase} {p.m}", f"{p.energy_weight:.1f}", units.duration(p.seconds))
-        + (units.energy(p.energy_j), f"{p.energy_j / p.seconds:.2f} W")
+        (
+            f"{p.phase} {p.m}",
+            f"{p.energy_weight:.1f}",
+            units.duration(p.seconds),
+            units.energy(p.energy_j),
+            f"{p.energy_j / p.seconds:.2f} W",
+        )
         for p in plan.front
     )
     head = ("step", "weight of energy", "time", "energy", "mean power")
-    note = f"{kind(plan).capitalize()}; the first row of each step is the fastest plan."
+    note = f"{_kind(plan)}; the first row of each step is the fastest plan."
     return TableData("Energy", head, rows, note)
 
 
@@ -180,8 +196,8 @@ def what_if(plan: ExecutionPlan, others: Sequence[ExecutionPlan]) -> TableData |
         row = [label(t), units.duration(t.predicted_s)]
         for other in others:
             twin = next((o for o in other.totals if (o.phase, o.m) == (t.phase, t.m)), None)
-            row.append(units.duration(twin.predicted_s) if twin else "–")
-            row.append(units.gain(twin.predicted_s, t.predicted_s) if twin else "–")
+            row.append(units.duration(twin.predicted_s) if twin else "n/a")
+            row.append(units.gain(twin.predicted_s, t.predicted_s) if twin else "n/a")
         rows.append(tuple(row))
     head = ["step", name(plan)]
     for other in others:
@@ -196,8 +212,7 @@ def name(plan: ExecutionPlan) -> str:
 
 def tables(plan: ExecutionPlan, others: Sequence[ExecutionPlan]) -> Iterator[TableData]:
     """All tables but the alternatives, in the order of the report."""
-    for table in (
-        gains(plan), what_if(plan, others), operators(plan), curves(plan), memory(plan), front(plan),
-    ):  # fmt: skip
+    found = (gains(plan), what_if(plan, others), operators(plan), curves(plan), memory(plan))
+    for table in (*found, front(plan)):
         if table is not None:
             yield table

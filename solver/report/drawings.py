@@ -142,8 +142,9 @@ def cuts(plan: ExecutionPlan, total: Total) -> str:
         parts.append(text(x, 28, _narrow(op, width), css="small"))
         parts += _tiles(op, total.m, x, top, width, height)
         x += width + gap
-    parts.append(text(0, top + height + 16, f"rows of the weight to the right (n), {total.m} token"
-                      f"{'s' if total.m > 1 else ''} downwards; n to one scale", css="small"))  # fmt: skip
+    tokens = f"{total.m} token{'s' if total.m > 1 else ''}"
+    axes = f"rows of the weight to the right (n), {tokens} downwards; n to one scale"
+    parts.append(text(0, top + height + 16, axes, css="small"))
     return svg(WIDTH, top + height + 24, parts, f"cuts of {label(total)}")
 
 
@@ -163,7 +164,7 @@ def _tiles(op: OpPlan, m: int, x: float, y: float, width: float, height: float) 
         t1 = m if t1 is None else t1
         left, wide = x + width * r0 / op.n, width * (r1 - r0) / op.n
         above, tall = y + height * t0 / m, height * (t1 - t0) / m
-        tip = f"{tile.device.upper()}: tokens {t0}–{t1}, rows {r0}–{r1}"
+        tip = f"{tile.device.upper()}: tokens {t0} to {t1}, rows {r0} to {r1}"
         tip += f", graph of {tile.graph_size}" if tile.graph_size else ""
         parts.append(
             f'<rect x="{left:.1f}" y="{above:.1f}" width="{max(wide, 0.8):.1f}" '
@@ -231,7 +232,7 @@ def chart(lines: Sequence[Line], x_name: str, title: str, height: int = 400) -> 
 
 
 def _grid(high, low_x, high_x, px, py, left, wide, floor) -> list[str]:  # type: ignore[no-untyped-def]
-    step, parts = _nice(high / 5), []
+    step, parts = _nice(high / 8), []
     for i in range(int(high / step) + 1):
         y = py(i * step)
         parts.append(
@@ -241,8 +242,10 @@ def _grid(high, low_x, high_x, px, py, left, wide, floor) -> list[str]:  # type:
         parts.append(text(left - 8, y + 4, value, anchor="end", css="small"))
     step = _nice((high_x - low_x) / 8 if high_x > low_x else 1.0)
     first = math.ceil(low_x / step)
-    for i in range(first, int(high_x / step) + 1):
-        parts.append(text(px(i * step), floor + 16, f"{i * step:g}", anchor="middle", css="small"))
+    parts.extend(
+        text(px(i * step), floor + 16, f"{i * step:g}", anchor="middle", css="small")
+        for i in range(first, int(high_x / step) + 1)
+    )
     return parts
 
 

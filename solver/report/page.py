@@ -37,7 +37,8 @@ td:last-child { white-space: normal; }
 th { color: var(--muted); font-weight: 600; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; } th.n { text-align: right; }
 svg { width: 100%; height: auto; display: block; margin: 6px 0 2px; }
-svg text { font-size: 13px; fill: var(--ink); } svg .small { font-size: 11.5px; fill: var(--muted); }
+svg text { font-size: 13px; fill: var(--ink); }
+svg .small { font-size: 11.5px; fill: var(--muted); }
 svg .lane { font-weight: 600; } svg .on { fill: #fff; font-size: 12px; }
 svg .track { fill: var(--pale); } svg .grid { stroke: var(--line); } svg .axis { stroke: #999; }
 svg .tile { stroke: #fff; stroke-width: 1; }
@@ -165,15 +166,15 @@ def _section(table: TableData) -> str:
 
 def _table(table: TableData) -> str:
     head = "".join(_cell("th", cell, cell in _NUMERIC) for cell in table.head)
-    rows = "".join(
-        f"<tr>{''.join(_cell('td', c, h in _NUMERIC) for h, c in zip(table.head, row, strict=True))}"
-        "</tr>"
-        for row in table.rows
-    )
+    rows = "".join(f"<tr>{_cells(table.head, row)}</tr>" for row in table.rows)
     return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
 
 
 _NUMERIC = {"plan", "tokens/s", "speed", "energy", "energy, change", "time", "size", "tokens"}
+
+
+def _cells(head: Sequence[str], row: Sequence[str]) -> str:
+    return "".join(_cell("td", c, h in _NUMERIC) for h, c in zip(head, row, strict=True))
 
 
 def _cell(tag: str, value: str, numeric: bool) -> str:

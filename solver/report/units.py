@@ -6,7 +6,7 @@ from __future__ import annotations
 def duration(seconds: float | None) -> str:
     """Microseconds, milliseconds or seconds with three significant digits."""
     if seconds is None:
-        return "–"
+        return "n/a"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1:
@@ -17,14 +17,14 @@ def duration(seconds: float | None) -> str:
 def size(nbytes: float | None) -> str:
     """MiB or GiB."""
     if nbytes is None:
-        return "–"
+        return "n/a"
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def energy(joules: float | None) -> str:
     """Joules or millijoules."""
     if joules is None:
-        return "–"
+        return "n/a"
     return f"{joules:.2f} J" if joules >= 1 else f"{joules * 1e3:.1f} mJ"
 
 

@@ -24,6 +24,8 @@ COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
     "ort-cpu-fp32": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "fp32"}),
     "ort-cpu-split": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "split"}),
     "opencl": ("opencl", {}),
+    "simulated": ("simulated", {"graph_sizes": GRAPH_SIZES}),
+    "simulated-asynchronous": ("simulated", {"kind": "gpu"}),
 }
 COMPUTING_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
     "null": ("null", {"graph_sizes": GRAPH_SIZES}),

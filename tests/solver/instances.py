@@ -119,7 +119,9 @@ def profile_of(instance: Instance, *, npu: bool = True, rest_npu: bool = False) 
         for kind in kinds
     }
     others = [
-        OtherPredictor(device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999)
+        OtherPredictor(
+            device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999
+        )
         for d in (("gpu", "npu") if rest_npu else ("gpu",))
         for op in ("Embed", "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct")
     ]  # fmt: skip
@@ -146,7 +148,8 @@ def _capabilities(kind: str, instance: Instance) -> CapabilityRecord:
 
 def spec_of(instance: Instance) -> ModelSpec:
     return ModelSpec(
-        name="tiny", architecture="llama", hidden_size=1, intermediate_size=3, layers=instance.layers,
+        name="tiny", architecture="llama", hidden_size=1, intermediate_size=3,
+        layers=instance.layers,
         heads=1, kv_heads=1, head_dim=2, vocab_size=9, max_position=99, weight_format=F32,
         matmuls=tuple(
             MatMulSpec(name=x, n=n, k=instance.ks[x], count=instance.layers)  # type: ignore[arg-type]
@@ -192,9 +195,8 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
     spans: list[tuple[int, tuple[int, ...]]] = []
     for first in instance.sizes:
         spans.append((min(first, m), (first,)))
-        for second in instance.sizes:
-            if first < m:
-                spans.append((min(first + second, m), (first, second)))
+        if first < m:
+            spans.extend((min(first + g, m), (first, g)) for g in instance.sizes)
     for t, graphs in spans:
         for r in [*range(ALIGN, n, ALIGN), n]:
             npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
@@ -235,7 +237,10 @@ def allowed_costs(ways: list[Way], margin: float) -> np.ndarray:
     best = [min(w.cost(s) for w in ways if w.kind != "cut") for s in (0, 1)]
     return np.asarray(
         [
-            [np.inf if w.kind == "cut" and w.cost(s) > (1 - margin) * best[s] else w.cost(s) for s in (0, 1)]
+            [
+                np.inf if w.kind == "cut" and w.cost(s) > (1 - margin) * best[s] else w.cost(s)
+                for s in (0, 1)
+            ]
             for w in ways
         ]
     )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Opens the devices of a profile as a simulated chip: its times become virtual time."""
+
+from __future__ import annotations
+
+from hetero.backends import simulated
+from hetero.backends.ops import MatMul, Op, WeightFormat
+from hetero.backends.protocol import Capabilities, DeviceKind
+from hetero.backends.simulated import Chip, ChipTimes, SimulatedDevice
+from hetero.profiler.cost import CostModel
+from hetero.profiler.predict import op_name
+from hetero.profiler.records import DeviceProfile, Phase
+
+
+def open_chip(
+    profile: DeviceProfile, *, phase: Phase = "prefill", compute: bool = True, context: int = 0
+) -> dict[DeviceKind, SimulatedDevice]:
+    """Both devices on one virtual clock. Contention is that of `phase`, attention's cache holds
+    `context` tokens before the call.
+    """
+    cost = CostModel(profile)
+    chip = Chip(chip_times(cost, phase))
+    found: dict[DeviceKind, SimulatedDevice] = {}
+    for kind, record in profile.devices.items():
+        declared = record.capabilities.model_dump()
+        found[kind] = simulated.open(
+            capabilities=Capabilities(kind=kind, **declared),
+            cost=_Times(cost, kind, context),
+            chip=chip,
+            compute=compute,
+            name=record.name,
+        )
+    return found
+
+
+def chip_times(cost: CostModel, phase: Phase) -> ChipTimes:
+    """Costs between the devices."""
+    return ChipTimes(
+        submit_busy_s=cost.submit_s("gpu", "busy"),
+        submit_empty_s=cost.submit_s("gpu", "empty"),
+        wait_s=cost.wait_s("gpu", "fast"),
+        gpu_slowdown=cost.contention("gpu", phase),
+        npu_slowdown=cost.contention("npu", phase),
+    )
+
+
+class _Times:
+    """Seconds of a launch: what the profile predicts; 0 for operators that it does not know."""
+
+    def __init__(self, cost: CostModel, kind: DeviceKind, context: int) -> None:
+        self.cost, self.kind, self.context = cost, kind, context
+        self.known = {
+            (p.device, p.weight_format, p.order): p.weight_format for p in cost.profile.predictors
+        }
+        self.others = {(p.device, p.op) for p in cost.profile.other_predictors}
+
+    def __call__(self, op: Op, m: int) -> float:
+        if isinstance(op, MatMul):
+            return self._matmul(op, m)
+        if (self.kind, op_name(op)) not in self.others:
+            return 0.0
+        return float(self.cost.other_s(self.kind, op, m, self.context).seconds)
+
+    def _matmul(self, op: MatMul, m: int) -> float:
+        """The operation's own format and order, else the fastest that is known."""
+        wanted: WeightFormat = op.weight_format
+        if (self.kind, wanted, op.order) in self.known:
+            found = self.cost.matmul_s(self.kind, wanted, m, op.n, op.k, op.order)
+            return float(found.seconds)
+        times = [
+            float(self.cost.matmul_s(self.kind, f, m, op.n, op.k, order).seconds)
+            for kind, f, order in self.known
+            if kind == self.kind
+        ]
+        return min(times, default=0.0)

@@ -1,0 +1,53 @@
+"""The simulated chip: exact numbers on a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero.backends.simulated.chip import Chip, ChipTimes
+
+
+def test_launches_of_a_queue_follow_each_other() -> None:
+    chip = Chip()
+    first, second = chip.submit("gpu", "a", 2.0), chip.submit("gpu", "b", 3.0)
+    chip.finish(second)
+    assert (first.start_s, first.end_s, second.start_s, second.end_s) == (0.0, 2.0, 2.0, 5.0)
+    assert chip.clock.now() == 5.0
+
+
+def test_both_processors_work_at_once() -> None:
+    chip = Chip()
+    gpu = chip.submit("gpu", "a", 3.0)
+    chip.run("npu", "b", 2.0)
+    assert chip.clock.now() == 2.0
+    chip.finish(gpu)
+    assert chip.clock.now() == 3.0
+
+
+def test_they_slow_each_other_down_while_both_work() -> None:
+    chip = Chip(ChipTimes(gpu_slowdown=2.0, npu_slowdown=1.5))
+    gpu = chip.submit("gpu", "a", 3.0)
+    npu = chip.run("npu", "b", 2.0)
+    assert npu.end_s == 3.0  # 2 × 1.5; the GPU did 1.5 of its 3 in that time
+    chip.finish(gpu)
+    assert gpu.end_s == pytest.approx(4.5)
+
+
+def test_a_dry_queue_starts_late_and_a_busy_one_costs_the_host() -> None:
+    chip = Chip(ChipTimes(submit_busy_s=0.1, submit_empty_s=0.5))
+    first = chip.submit("gpu", "a", 1.0)
+    assert chip.clock.now() == 0.0
+    second = chip.submit("gpu", "b", 1.0)
+    assert chip.clock.now() == pytest.approx(0.1)
+    chip.finish(second)
+    assert first.start_s == 0.5
+    assert second.end_s == pytest.approx(2.5)
+
+
+def test_a_deadline_ends_the_wait() -> None:
+    chip = Chip()
+    job = chip.submit("gpu", "a", 9.0)
+    assert not chip.finish(job, deadline_s=2.0)
+    assert chip.clock.now() == 2.0
+    assert chip.finish(job)
+    assert chip.clock.now() == 9.0
