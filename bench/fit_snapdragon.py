@@ -224,7 +224,7 @@ All times of this profile are **simulated**.
 | wait of fast synchronisation | 5 µs | a constant ("a few microseconds"), not in the calibration |
 | submission, queue busy / empty | 15 / 75 µs | middle of the ranges |
 | copy, finish | 400 µs | measured |
-| power: GPU, NPU, both | {gpu_w:.2f}, {npu_w:.2f}, {both_w:.2f} W | three equations, three unknowns |
+| power: GPU, NPU, both | {gpu_w:.2f}, {npu_w:.2f}, {both_w:.2f} W | 3 equations, 3 unknowns |
 
 ## Residuals
 
@@ -239,7 +239,7 @@ Three choices were made with the validation figures in sight, and are not eviden
 - How ranges are read. As intervals, as points with a robust loss, and as points of a quarter
   weight, Hetero-tensor at 256 and 1024 tokens comes out at 1.10 and 1.15, 1.12 and 1.12, 1.07 and
   1.08 of the paper's speed.
-- Launches of small operators in a busy queue cost nothing. At 15 µs each, decoding comes out at 0.90
+- Launches of small operators in a busy queue are free. At 15 µs each, decoding comes out at 0.90
   (Hetero-tensor) and 0.95 (GPU-only) of the paper's speed, instead of 0.93 and 0.97.
 - Bytes per weight. With one scale per 32 weights (0.5625) decoding would be about 8 % slower.
 

@@ -254,7 +254,8 @@ def other_models(chip: Chip) -> Iterable[Claim]:
         gain = chip.sync_gain(model, "auto", DECODE)
         yield Claim(f"e54-fs-decode {model}", f"{model}, fast sync, decode", "x", 2.2, gain, None,
                     "" if abs(gain / 2.2 - 1) < 1 / 3 else
-                    "four fixed 400 µs costs per cut matmul explain 4.01 on Llama-8B, and more here")  # fmt: skip
+                    "four fixed 400 µs costs per cut matmul explain 4.01 on Llama-8B, more here",
+                    )  # fmt: skip
 
 
 def energy(chip: Chip) -> Iterable[Claim]:
@@ -265,8 +266,8 @@ def energy(chip: Chip) -> Iterable[Claim]:
         for x in ("auto", "layer", "gpu-only")
     }
     reason = (
-        "the paper's numbers contradict each other: 1.232 times the power in 1 / 1.244 of the time is "
-        "1 % less energy, not 3.3 % more"
+        "the paper's numbers contradict each other: 1.232 times the power in 1 / 1.244 of the time "
+        "is 1 % less energy, not 3.3 % more"
     )
     yield Claim("e56-energy-ht-vs-hl", "energy, Hetero-tensor / Hetero-layer", "x", 1.033,
                 joules["auto"] / joules["layer"], None, reason)  # fmt: skip
