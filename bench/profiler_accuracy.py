@@ -29,8 +29,9 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import Task, make_grid, token_counts
 from hetero.profiler.interference import find_interference
 from hetero.profiler.measure import REFERENCE_SIZES, Meter, Settings
+from hetero.profiler.options import Options
 from hetero.profiler.records import DeviceProfile, MatMulRow, Phase, ReferencePoint
-from hetero.profiler.session import Options, profile_devices
+from hetero.profiler.session import profile_devices
 from hetero.profiler.stats import relative_errors
 from hetero.profiler.workload import Workload
 from hetero.profiling import parse_budget

@@ -16,8 +16,8 @@ from rich.table import Table
 from hetero.errors import UserError
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import cached_profile_path
+from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
-from hetero.profiler.session import Event
 from hetero.profiling import parse_budget, profile_device
 
 stderr = Console(stderr=True)

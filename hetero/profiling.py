@@ -13,14 +13,9 @@ from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import cached_profile_path, shipped_names
 from hetero.profiler.grid import Shape
+from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
 from hetero.profiler.records import DeviceProfile
-from hetero.profiler.session import (
-    DEFAULT_BUDGET_S,
-    QUICK_BUDGET_S,
-    Event,
-    Options,
-    profile_devices,
-)
+from hetero.profiler.session import profile_devices
 from hetero.solver.model_spec import ModelSpec
 
 

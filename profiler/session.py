@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
@@ -16,17 +15,15 @@ from hetero.backends.clock import Clock, ManualClock, SystemClock
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.profiler import active, bandwidth, canary, energy, fit, grid, other_ops, preparation
-from hetero.profiler import sync as sync_costs
-from hetero.profiler.environment import hetero_version, read_environment
+from hetero.profiler import active, canary, fit, grid, preparation
+from hetero.profiler.environment import hetero_version
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.grid import Shape, Task, shape_class
+from hetero.profiler.grid import Task, shape_class
 from hetero.profiler.interference import find_interference
 from hetero.profiler.journal import Journal, journal_path
-from hetero.profiler.measure import Meter, Reference, Settings, rescale
+from hetero.profiler.measure import Meter, Reference, rescale
+from hetero.profiler.options import Event, Options
 from hetero.profiler.records import (
-    Bandwidth,
-    Contention,
     Coverage,
     DeviceProfile,
     DeviceRecord,
@@ -34,89 +31,19 @@ from hetero.profiler.records import (
     Environment,
     HostSync,
     MatMulRow,
-    OtherPredictor,
-    OtherRow,
-    Power,
     PreparationRow,
     Quarantine,
-    Record,
     ReferencePoint,
     StageCheck,
 )
-from hetero.profiler.stages import ROW_STAGES, TOKEN_STAGES, find_stage
+from hetero.profiler.surroundings import MaybePower, Others, Surroundings, Together
 from hetero.profiler.workload import Workload
 
-DEFAULT_BUDGET_S: Final = 600.0
-QUICK_BUDGET_S: Final = 50.0
 RESERVED: Final = 0.06  # share of the budget that is kept for fitting and writing
 BLOCK_TASKS: Final = 32
 STAGE_SAMPLE: Final = 6  # pruned sizes per device that are measured after all
 STAGE_WRONG: Final = 0.10
 R = TypeVar("R", bound=BaseModel)
-
-
-class Event(NamedTuple):
-    """Progress: what is being done, tasks done and in all, seconds of the budget that are left."""
-
-    what: str
-    done: int
-    total: int
-    left_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure and how long.
-
-    shapes         a model's matmuls; empty: the default grid
-    weight_formats formats; the first is also that of the reference kernels
-    tokens         token counts; empty: the default ones
-    share          largest part of the grid that is measured (active sampling chooses which)
-    power          whether to look for a power meter
-    """
-
-    name: str = "host"
-    quick: bool = False
-    budget_s: float = DEFAULT_BUDGET_S
-    shapes: tuple[Shape, ...] = ()
-    weight_formats: tuple[WeightFormat, ...] = (WeightFormat.W4A16,)
-    tokens: tuple[int, ...] = ()
-    pairs: tuple[tuple[int, int], ...] = ()
-    share: float = 1.0
-    seed: int = 0
-    power: bool = True
-    gpu_core: int | None = None
-    control_core: int | None = None
-    settings: Settings = field(default_factory=Settings)
-
-    def __post_init__(self) -> None:
-        if not self.budget_s > 0 or not self.weight_formats or not 0 < self.share <= 1:
-            raise ProfileError(
-                "a profile needs a budget above 0 s, a weight format and a share of the grid in "
-                f"(0, 1], got {self.budget_s:g} s, {self.weight_formats} and {self.share:g}"
-            )
-
-    def grid_pairs(self) -> tuple[tuple[int, int], ...]:
-        """(n, k) to measure."""
-        if self.shapes:
-            return grid.model_pairs(self.shapes)
-        return self.pairs or (grid.QUICK_PAIRS if self.quick else grid.DEFAULT_PAIRS)
-
-    def grid_tokens(self) -> tuple[int, ...]:
-        """m to measure."""
-        default = grid.QUICK_SIZES if self.quick else grid.DECODE_SIZES + grid.PREFILL_SIZES
-        return self.tokens or default
-
-    def header(self) -> dict[str, Any]:
-        """What must be the same for a run to go on from another's journal."""
-        return {
-            "quick": self.quick,
-            "pairs": [list(pair) for pair in self.grid_pairs()],
-            "tokens": list(self.grid_tokens()),
-            "weight_formats": [f.value for f in self.weight_formats],
-            "share": self.share,
-            "seed": self.seed,
-        }
 
 
 def profile_devices(
@@ -175,8 +102,6 @@ class Session:
         path = None if self.out is None else journal_path(self.out)
         with Journal(path, header, resume=resume) as self.journal:
             self._open_workload()
-            self._environment()
-            self._stages()
             self._surroundings()
             self._matmuls()
             self._check_stages()
@@ -251,115 +176,20 @@ class Session:
         self.parts[name] = made
         return made
 
-    def _environment(self) -> None:
-        options = self.options
-        self._part(
-            "environment",
-            Environment,
-            lambda: [
-                read_environment(gpu_core=options.gpu_core, control_core=options.control_core)
-            ],
-        )
-
-    def _stages(self) -> None:
-        for kind, device in self.devices.items():
-            (self.records[kind],) = self._part(
-                f"{kind} stages", DeviceRecord, partial(self._record, kind, device)
-            )
-
-    def _record(self, kind: DeviceKind, device: Device) -> list[DeviceRecord]:
-        """The device with the stages that were found."""
-        capabilities = device.capabilities
-        tokens = 128
-        if capabilities.static_shapes and capabilities.graph_sizes:
-            tokens = min(capabilities.graph_sizes, key=lambda size: abs(size - 128))
-        if self.options.quick:
-            return [DeviceRecord.of(device)]
-        row_stage = find_stage(lambda n: self._time_s(kind, tokens, n, 2048), ROW_STAGES)
-        token_stage = 1
-        if not capabilities.static_shapes:
-            token_stage = find_stage(lambda m: self._time_s(kind, m, 1024, 1024), TOKEN_STAGES)
-        return [DeviceRecord.of(device, row_stage=row_stage, token_stage=token_stage)]
-
-    def _time_s(self, kind: DeviceKind, m: int, n: int, k: int) -> float:
-        """Median of a few launches, outside the grid."""
-        runner = self.workload.runner(Task(kind, self.format, "plain", m, n, k))
-        if runner.cycle == 0:
-            self.workload.warm_up(runner)
-        return sorted(self.workload.time(runner) for _ in range(5))[2]
-
     def _surroundings(self) -> None:
         """Everything that is not a matmul's time."""
-        clock, repeats = self.clock, 20 if self.options.quick else 60
-        for kind, device in self.devices.items():
-            self._part(
-                f"{kind} synchronisation",
-                DeviceSync,
-                partial(self._device_sync, device, repeats),
+        around = Surroundings(self.devices, self.workload, self.options, self.format, self.virtual)
+        self._part("environment", Environment, around.environment)
+        for kind in self.devices:
+            (self.records[kind],) = self._part(
+                f"{kind} stages", DeviceRecord, partial(around.device, kind)
             )
-        self._part(
-            "sleep",
-            HostSync,
-            lambda: [sync_costs.measure_host(clock, repeats=repeats, wake=not self.virtual)],
-        )
-        self._part("preparation", PreparationRow, self._preparation)
-        self._part("bandwidth", _Together, self._bandwidth)
-        self._part("power", _MaybePower, self._power)
-        self._part("other kernels", _Others, self._others)
-
-    def _device_sync(self, device: Device, repeats: int) -> list[DeviceSync]:
-        return [sync_costs.measure_device(device, self.clock, repeats=repeats)]
-
-    def _preparation(self) -> list[PreparationRow]:
-        pairs = self.options.grid_pairs()
-        return preparation.measure_preparation(
-            self.devices, self.workload.pool, self.clock, pairs, self.options.weight_formats
-        )
-
-    def _bandwidth(self) -> list[_Together]:
-        repeats = 5 if self.options.quick else 9
-        alone, contention = bandwidth.measure_together(self.workload, self.format, repeats=repeats)
-        return [_Together(bandwidth=alone, contention=contention)]
-
-    def _power(self) -> list[_MaybePower]:
-        if not self.options.power or energy.find_meter() is None:
-            return [_MaybePower(power=None, note=energy.ABSENT)]
-        names = [*self.devices, *(["both"] if len(self.devices) == 2 else [])]
-        loads = {name: bandwidth.load(self.workload, self.format, name) for name in names}
-        return [_MaybePower(power=energy.measure_power(self.clock, loads), note="")]
-
-    def _others(self) -> list[_Others]:
-        rows: list[OtherRow] = []
-        pairs: list[Any] = []
-        quarantined: list[Quarantine] = []
-        for kind, device in self.devices.items():
-            meter = other_ops.OtherMeter(kind, device, self.clock, self.options.seed)
-            found = other_ops.cases(
-                self.records[kind],
-                self.format,
-                quick=self.options.quick,
-                blocks=other_ops.BLOCKS,
-            )
-            bad = set()
-            for op in dict.fromkeys(case.op for case in found):
-                accepted = device.accepts(op)
-                entry = None if self.virtual or not accepted else meter.check(op)
-                if entry is not None:
-                    quarantined.append(entry)
-                if entry is not None or not accepted:
-                    bad.add(op)
-            for case in found:
-                if case.op not in bad:
-                    row = meter.time(case)
-                    rows.append(row)
-                    pairs.append((row, case.op))
-        return [
-            _Others(
-                rows=tuple(rows),
-                predictors=other_ops.fit_others(pairs),
-                quarantined=tuple(quarantined),
-            )
-        ]
+            self._part(f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind))
+        self._part("sleep", HostSync, around.sleep)
+        self._part("preparation", PreparationRow, around.preparation)
+        self._part("bandwidth", Together, around.together)
+        self._part("power", MaybePower, around.power)
+        self._part("other kernels", Others, partial(around.others, self.records))
 
     def _matmuls(self) -> None:
         """The grid, in the order of what teaches most, until it or the budget is used up."""
@@ -521,9 +351,9 @@ class Session:
                 f"nothing was measured in {self.options.budget_s:g} s: give a longer --budget"
             )
         self._report("fitting")
-        others: list[_Others] = self.parts["other kernels"]
-        together: _Together = self.parts["bandwidth"][0]
-        power: _MaybePower = self.parts["power"][0]
+        others: list[Others] = self.parts["other kernels"]
+        together: Together = self.parts["bandwidth"][0]
+        power: MaybePower = self.parts["power"][0]
         spent_s = self.spent_s
         return DeviceProfile(
             name=self.options.name,
@@ -557,19 +387,3 @@ class Session:
             stage_checks=tuple(self.parts.get("stage checks", ())),
             notes=(*self.notes, *([power.note] if power.note else [])),
         )
-
-
-class _Together(Record):
-    bandwidth: Bandwidth
-    contention: tuple[Contention, ...]
-
-
-class _MaybePower(Record):
-    power: Power | None
-    note: str
-
-
-class _Others(Record):
-    rows: tuple[OtherRow, ...]
-    predictors: tuple[OtherPredictor, ...]
-    quarantined: tuple[Quarantine, ...]

@@ -13,6 +13,7 @@ from hetero.backends.null import NullDevice
 from hetero.backends.ops import MatMul, Op, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.measure import Settings
+from hetero.profiler.options import Options
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import (
     CapabilityRecord,
@@ -20,7 +21,6 @@ from hetero.profiler.records import (
     Knots,
     MatMulRow,
 )
-from hetero.profiler.session import Options
 
 W4 = WeightFormat.W4A16
 GRAPHS = (1, 2, 4, 8, 32, 64, 128, 256)

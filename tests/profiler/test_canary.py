@@ -19,8 +19,9 @@ from hetero.profiler import canary
 from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import Task
 from hetero.profiler.measure import Settings
+from hetero.profiler.options import Options
 from hetero.profiler.other_ops import OtherMeter
-from hetero.profiler.session import Options, profile_devices
+from hetero.profiler.session import profile_devices
 from hetero.profiler.workload import Workload
 
 W4 = WeightFormat.W4A16
@@ -143,7 +144,7 @@ def test_a_profile_keeps_a_wrong_kernel_from_the_solver(
         if isinstance(op, MatMul) and op.k >= 2 * op.n and m > 8:
             y *= 2
 
-    monkeypatch.setattr("hetero.profiler.session.other_ops.BLOCKS", ())
+    monkeypatch.setattr("hetero.profiler.other_ops.BLOCKS", ())
     monkeypatch.setattr(
         "hetero.profiler.measure.REFERENCE_SIZES", {"decode": (1, 64, 64), "prefill": (16, 64, 64)}
     )

@@ -92,7 +92,7 @@ def test_a_slow_ramp_cancels_within_a_task() -> None:
     task = Task("gpu", W4, "plain", 256, 4096, 4096)
     (row,) = found.measure([task], until_s=clock.now() + 12)
     assert clock.now() > 12.0
-    assert row.reference > 1.1
+    assert row.reference > 1.08
     assert row.seconds == pytest.approx(true_s(task), rel=0.03)
 
 

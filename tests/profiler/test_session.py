@@ -15,8 +15,9 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
 from hetero.profiler.journal import Journal, journal_path, read_entries
+from hetero.profiler.options import Event, Options
 from hetero.profiler.records import DeviceProfile
-from hetero.profiler.session import Event, Options, profile_devices
+from hetero.profiler.session import profile_devices
 from tests.profiler.fakes import GRAPHS, TOKENS, W4, devices, gpu_cost, npu_cost, options
 
 

@@ -1,0 +1,79 @@
+"""What to measure, how long, and how progress is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from hetero.backends.ops import WeightFormat
+from hetero.profiler import grid
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.grid import Shape
+from hetero.profiler.measure import Settings
+
+DEFAULT_BUDGET_S: Final = 600.0
+QUICK_BUDGET_S: Final = 50.0
+
+
+class Event(NamedTuple):
+    """Progress: what is being done, tasks done and in all, seconds of the budget that are left."""
+
+    what: str
+    done: int
+    total: int
+    left_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure and how long.
+
+    shapes         a model's matmuls; empty: the default grid
+    weight_formats formats; the first is also that of the reference kernels
+    tokens         token counts; empty: the default ones
+    share          largest part of the grid that is measured (active sampling chooses which)
+    power          whether to look for a power meter
+    """
+
+    name: str = "host"
+    quick: bool = False
+    budget_s: float = DEFAULT_BUDGET_S
+    shapes: tuple[Shape, ...] = ()
+    weight_formats: tuple[WeightFormat, ...] = (WeightFormat.W4A16,)
+    tokens: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
+    share: float = 1.0
+    seed: int = 0
+    power: bool = True
+    gpu_core: int | None = None
+    control_core: int | None = None
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0 or not self.weight_formats or not 0 < self.share <= 1:
+            raise ProfileError(
+                "a profile needs a budget above 0 s, a weight format and a share of the grid in "
+                f"(0, 1], got {self.budget_s:g} s, {self.weight_formats} and {self.share:g}"
+            )
+
+    def grid_pairs(self) -> tuple[tuple[int, int], ...]:
+        """(n, k) to measure."""
+        if self.shapes:
+            return grid.model_pairs(self.shapes)
+        return self.pairs or (grid.QUICK_PAIRS if self.quick else grid.DEFAULT_PAIRS)
+
+    def grid_tokens(self) -> tuple[int, ...]:
+        """m to measure."""
+        default = grid.QUICK_SIZES if self.quick else grid.DECODE_SIZES + grid.PREFILL_SIZES
+        return self.tokens or default
+
+    def header(self) -> dict[str, Any]:
+        """What must be the same for a run to go on from another's journal."""
+        return {
+            "quick": self.quick,
+            "pairs": [list(pair) for pair in self.grid_pairs()],
+            "tokens": list(self.grid_tokens()),
+            "weight_formats": [f.value for f in self.weight_formats],
+            "share": self.share,
+            "seed": self.seed,
+        }

@@ -1,0 +1,177 @@
+"""Everything of a profile that is not the grid of matmuls: stages, synchronisation, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero.backends.clock import Clock
+from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.profiler import bandwidth, energy, other_ops, preparation
+from hetero.profiler import sync as sync_costs
+from hetero.profiler.environment import read_environment
+from hetero.profiler.grid import Task
+from hetero.profiler.options import Options
+from hetero.profiler.records import (
+    Bandwidth,
+    Contention,
+    DeviceRecord,
+    DeviceSync,
+    Environment,
+    HostSync,
+    OtherPredictor,
+    OtherRow,
+    Power,
+    PreparationRow,
+    Quarantine,
+    Record,
+)
+from hetero.profiler.stages import ROW_STAGES, TOKEN_STAGES, find_stage
+from hetero.profiler.workload import Workload
+
+STAGE_TOKENS = 128
+STAGE_FEATURES = 2048
+STAGE_WEIGHT = (1024, 1024)
+
+
+class Together(Record):
+    """Both devices at once."""
+
+    bandwidth: Bandwidth
+    contention: tuple[Contention, ...]
+
+
+class MaybePower(Record):
+    """Power, or why there is none."""
+
+    power: Power | None
+    note: str
+
+
+class Others(Record):
+    """The kernels that are not matmuls."""
+
+    rows: tuple[OtherRow, ...]
+    predictors: tuple[OtherPredictor, ...]
+    quarantined: tuple[Quarantine, ...]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Measures the parts, each when it is asked for. `virtual`: null devices, whose results are not
+    checked, on a clock that threads know nothing of.
+    """
+
+    devices: Mapping[DeviceKind, Device]
+    workload: Workload
+    options: Options
+    weight_format: WeightFormat
+    virtual: bool
+
+    @property
+    def clock(self) -> Clock:
+        """The workload's."""
+        return self.workload.clock
+
+    @property
+    def repeats(self) -> int:
+        """Samples of a cost of microseconds."""
+        return 20 if self.options.quick else 60
+
+    def environment(self) -> list[Environment]:
+        """The machine."""
+        options = self.options
+        return [read_environment(gpu_core=options.gpu_core, control_core=options.control_core)]
+
+    def device(self, kind: DeviceKind) -> list[DeviceRecord]:
+        """A device with the stages that were found; a quick profile looks for none."""
+        device = self.devices[kind]
+        if self.options.quick:
+            return [DeviceRecord.of(device)]
+        capabilities, tokens = device.capabilities, STAGE_TOKENS
+        if capabilities.static_shapes and capabilities.graph_sizes:
+            tokens = min(capabilities.graph_sizes, key=lambda size: abs(size - STAGE_TOKENS))
+        row_stage = find_stage(lambda n: self._time_s(kind, tokens, n, STAGE_FEATURES), ROW_STAGES)
+        token_stage = 1
+        if not capabilities.static_shapes:
+            token_stage = find_stage(lambda m: self._time_s(kind, m, *STAGE_WEIGHT), TOKEN_STAGES)
+        return [DeviceRecord.of(device, row_stage=row_stage, token_stage=token_stage)]
+
+    def _time_s(self, kind: DeviceKind, m: int, n: int, k: int) -> float:
+        """Median of a few launches, outside the grid."""
+        runner = self.workload.runner(Task(kind, self.weight_format, "plain", m, n, k))
+        if runner.cycle == 0:
+            self.workload.warm_up(runner)
+        return sorted(self.workload.time(runner) for _ in range(5))[2]
+
+    def synchronisation(self, kind: DeviceKind) -> list[DeviceSync]:
+        """Costs around one device's kernels."""
+        return [sync_costs.measure_device(self.devices[kind], self.clock, repeats=self.repeats)]
+
+    def sleep(self) -> list[HostSync]:
+        """What the host's threads pay."""
+        return [sync_costs.measure_host(self.clock, repeats=self.repeats, wake=not self.virtual)]
+
+    def preparation(self) -> list[PreparationRow]:
+        """Preparing graphs and kernels."""
+        return preparation.measure_preparation(
+            self.devices,
+            self.workload.pool,
+            self.clock,
+            self.options.grid_pairs(),
+            self.options.weight_formats,
+        )
+
+    def together(self) -> list[Together]:
+        """Bandwidth and contention."""
+        alone, contention = bandwidth.measure_together(
+            self.workload, self.weight_format, repeats=5 if self.options.quick else 9
+        )
+        return [Together(bandwidth=alone, contention=contention)]
+
+    def power(self) -> list[MaybePower]:
+        """Power of each device and both."""
+        if not self.options.power or energy.find_meter() is None:
+            return [MaybePower(power=None, note=energy.ABSENT)]
+        names = [*self.devices, *(["both"] if len(self.devices) == 2 else [])]
+        loads = {n: bandwidth.load(self.workload, self.weight_format, n) for n in names}
+        return [MaybePower(power=energy.measure_power(self.clock, loads), note="")]
+
+    def others(self, records: Mapping[DeviceKind, DeviceRecord]) -> list[Others]:
+        """The kernels that are not matmuls: checked, timed, fitted."""
+        timed: list[tuple[OtherRow, Op]] = []
+        quarantined: list[Quarantine] = []
+        for kind in self.devices:
+            meter = other_ops.OtherMeter(kind, self.devices[kind], self.clock, self.options.seed)
+            cases = other_ops.cases(
+                records[kind],
+                self.weight_format,
+                quick=self.options.quick,
+                blocks=other_ops.BLOCKS,
+            )
+            good = self._good(meter, dict.fromkeys(case.op for case in cases), quarantined)
+            timed += [(meter.time(case), case.op) for case in cases if case.op in good]
+        return [
+            Others(
+                rows=tuple(row for row, _ in timed),
+                predictors=other_ops.fit_others(timed),
+                quarantined=tuple(quarantined),
+            )
+        ]
+
+    def _good(
+        self, meter: other_ops.OtherMeter, wanted: Mapping[Op, Any], quarantined: list[Quarantine]
+    ) -> set[Op]:
+        """Operations that the device takes and computes correctly; wrong ones are listed."""
+        good = set()
+        for op in wanted:
+            if not meter.device.accepts(op):
+                continue
+            found = None if self.virtual else meter.check(op)
+            if found is None:
+                good.add(op)
+            else:
+                quarantined.append(found)
+        return good
