@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class LLM:
         gpu: str = "auto",
         npu: str = "auto",
         profile: str | None = None,
-        plan: ExecutionPlan | str | None = None,
+        plan: ExecutionPlan | str | os.PathLike[str] | None = None,
         weights: str = "w4a16",
         max_seq_len: int | None = None,
         progress: Progress | None = None,
@@ -73,7 +74,7 @@ class LLM:
         self._loaded: LoadedModel = open_model(model, weights=weights)
         self.max_seq_len = self._context_length(max_seq_len)
         spec = self._loaded.spec()
-        given = ExecutionPlan.load(plan) if isinstance(plan, str) else plan
+        given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None:
             given.check_fits(spec)
             device = _mode_of(given)

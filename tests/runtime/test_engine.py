@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,12 +149,13 @@ def test_a_missing_device_is_named_once_and_its_work_done(
     assert llm.devices.mode == left
 
 
-def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Path, as_path: Any) -> None:
     with LLM(folder) as llm:
         spec = llm.model.spec()
     plan = layer_level(spec, prefill="gpu", decode="npu", rest="npu")
     plan.save(tmp_path / "plan.json")
-    with LLM(folder, plan=str(tmp_path / "plan.json")) as llm:
+    with LLM(folder, plan=as_path(tmp_path / "plan.json")) as llm:
         assert isinstance(llm.plan, ExecutionPlan)
         assert llm.plan.plan_id == plan.plan_id
         names = [s.kind for s in llm.engine.step("decode", 1).segments]
