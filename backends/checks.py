@@ -92,6 +92,11 @@ class Health:
         """Neither closed nor failed."""
         return not self._reason
 
+    @property
+    def state(self) -> str:
+        """`open`, or why not."""
+        return f"lost ({self._reason})" if self._reason else "open"
+
     def lose(self, reason: str) -> None:
         """Refuse every later call; the first reason stays."""
         self._reason = self._reason or reason
@@ -122,6 +127,8 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
             length = op.head_dim
         case ops.RMSNorm() | ops.LayerNorm():
             length = op.d
+        case ops.AddPositions():
+            length = op.rows * op.d
         case _:
             raise ValueError(f"{describe(op)} has no weight {name}")
     if not isinstance(value, np.ndarray) or value.shape != (length,) or value.dtype != np.float32:

@@ -28,9 +28,9 @@ class DeviceLostError(DeviceError):
 
 
 class WaitTimeoutError(DeviceError):
-    """A wait passed its deadline; names the kernel that did not complete."""
+    """A wait passed its deadline; names the kernel that did not complete, and the device's kind."""
 
-    def __init__(self, device: str, kernel: str, deadline_s: float) -> None:
+    def __init__(self, device: str, kernel: str, deadline_s: float, kind: str = "") -> None:
         super().__init__(
             device,
             f"waiting for {kernel}",
@@ -38,4 +38,5 @@ class WaitTimeoutError(DeviceError):
             "the driver may have hung; close the model and open it again",
         )
         self.kernel = kernel
+        self.kind = kind
         self.deadline_s = deadline_s

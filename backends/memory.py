@@ -75,6 +75,51 @@ class Tensor:
         return Tensor(self.buffer, shape, self.dtype, self.offset_bytes + start * row_bytes)
 
 
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """A [tokens, features] tensor whose columns lie in panels: how the parts of a cut matmul lie.
+
+    Each part is a contiguous `Tensor` [at least m tokens, its columns] and all are float32; side by
+    side they are the whole. A device writes its own part, and the next operation reads all of them
+    in place (`Capabilities.reads_panels`).
+    """
+
+    parts: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts or any(len(part.shape) != 2 for part in self.parts):
+            raise ValueError("panels are one or more tensors of two dimensions")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens that every part has, and the columns of all."""
+        return min(p.shape[0] for p in self.parts), sum(p.shape[1] for p in self.parts)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the parts."""
+        return self.parts[0].dtype
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First column of every part."""
+        widths = [0, *(part.shape[1] for part in self.parts)]
+        return tuple(int(start) for start in np.cumsum(widths)[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return sum(part.nbytes for part in self.parts)
+
+    def gather(self, m: int) -> npt.NDArray[Any]:
+        """The first m tokens in one array [m, features]: a copy."""
+        return np.concatenate([part.array[:m] for part in self.parts], axis=1)
+
+    def rows(self, start: int, stop: int) -> Panels:
+        """Tokens [start, stop) of the same memory."""
+        return Panels(tuple(part.rows(start, stop) for part in self.parts))
+
+
 def new_tensor(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Tensor:
     """A tensor in a buffer of its own."""
     kind = np.dtype(dtype)

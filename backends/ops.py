@@ -51,13 +51,14 @@ class StorageFormat(StrEnum):
 
 _STORAGE = {"w4a16": "q4", "w4a8": "q4", "w8a16": "q8", "f16": "f16", "f32": "f32"}
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatMul:
-    """`y[m, n] = x[m, k] · W[n, k]ᵀ (+ bias[n])`.
+    """`y[m, n] = x[m, k] · W[n, k]ᵀ (+ bias[n])`, then, with `softcap` > 0, the soft cap
+    softcap · tanh(y / softcap).
 
     Ports: `x` [m, k], `y` [m, n]. Weights: `weight` (PackedWeight of n × k), `bias` [n] float32 if
     `bias`. `order` is the NPU's operand order (paper section 4, layer-level optimisation): it
@@ -69,6 +70,7 @@ class MatMul:
     weight_format: WeightFormat
     order: OperandOrder = "plain"
     bias: bool = False
+    softcap: float = 0.0
     ports: ClassVar[tuple[str, ...]] = ("x", "y")
 
     def __post_init__(self) -> None:
@@ -185,7 +187,8 @@ class Attention:
     Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache`
     [G, C, D] float32 (updated in place at positions position … position + m - 1), `out` [m, H·D].
     Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
-    `scale` defaults to D^-0.5. Cache contents beyond position + m are never read.
+    `scale` (default D^-0.5) multiplies the scores; with `softcap` > 0 they then become
+    softcap · tanh(score / softcap). Cache contents beyond position + m are never read.
     """
 
     heads: int
@@ -194,6 +197,7 @@ class Attention:
     capacity: int
     window: int = 0
     scale: float | None = None
+    softcap: float = 0.0
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
 
     def __post_init__(self) -> None:
@@ -224,6 +228,29 @@ class GatedAct:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Act:
+    """`y = act(x)`. Ports: `x`, `y`, both [m, f]."""
+
+    f: int
+    activation: Activation
+    ports: ClassVar[tuple[str, ...]] = ("x", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddPositions:
+    """`y[t] = x[t] + table[min(position + t + offset, rows - 1)]`: learned positions.
+
+    Ports: `x` [m, d], `position` int32 [1], `y` [m, d]. Weights: `table` [rows · d] float32, row
+    after row. (Rows behind the table's end are only met by padded tokens, which nobody reads.)
+    """
+
+    d: int
+    rows: int
+    offset: int = 0
+    ports: ClassVar[tuple[str, ...]] = ("x", "position", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Add:
     """`y = x + residual`. Ports: `x`, `residual`, `y`, all [m, d]."""
 
@@ -231,7 +258,9 @@ class Add:
     ports: ClassVar[tuple[str, ...]] = ("x", "residual", "y")
 
 
-Op: TypeAlias = MatMul | Embed | RMSNorm | LayerNorm | Rope | Attention | GatedAct | Add
+Op: TypeAlias = (
+    MatMul | Embed | RMSNorm | LayerNorm | Rope | Attention | GatedAct | Act | AddPositions | Add
+)
 
 
 # Ports that a call writes and does not read. (Attention also updates its caches in place.)
@@ -249,6 +278,8 @@ def weight_names(op: Op) -> tuple[str, ...]:
             return ("weight", "bias")
         case Rope():
             return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
+        case AddPositions():
+            return ("table",)
         case _:
             return ()
 
@@ -263,7 +294,7 @@ def describe(op: Op) -> str:
         case Rope() | Attention():
             kind = type(op).__name__
             return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"
-        case GatedAct():
-            return f"GatedAct(f={op.f}, {op.activation})"
+        case GatedAct() | Act():
+            return f"{type(op).__name__}(f={op.f}, {op.activation})"
         case _:
             return f"{type(op).__name__}(d={op.d})"

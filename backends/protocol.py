@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import Op, WeightFormat
 from hetero.backends.weights import PackedWeight
 
 DeviceKind: TypeAlias = Literal["gpu", "npu"]
 WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32]
+Operand: TypeAlias = Tensor | Panels
 
 DEFAULT_DEADLINE_S = 60.0
 
@@ -57,6 +58,8 @@ class Capabilities:
     early_visibility     a flag and the data written before it are seen by the host while the kernel
                          still runs: True or False as probed, None when not probed yet
     memory_limit_bytes   memory the device can hold, None when it is the host's
+    reads_panels         operations that follow a matmul take its output as `Panels`
+                         (`takes_panels`); elsewhere the caller gathers them into one tensor
     """
 
     kind: DeviceKind
@@ -71,6 +74,7 @@ class Capabilities:
     operand_orders: tuple[str, ...] = ("plain",)
     early_visibility: bool | None = None
     memory_limit_bytes: int | None = None
+    reads_panels: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +110,16 @@ class Completion(ABC):
         When it returns, every write of the launch is visible to the host and to other devices.
         """
 
+    def block(self) -> None:
+        """The driver's own blocking wait, without a deadline; for comparisons."""
+        self.wait()
+
+    def span(self) -> tuple[float, float] | None:
+        """When a completed launch ran, in seconds of `time.perf_counter`; None if not known
+        (`Device.set_timing`).
+        """
+        return None
+
 
 class BoundCall(ABC):
     """A pre-bound launch. Holds references to everything that it uses.
@@ -136,8 +150,10 @@ class Kernel(ABC):
     nbytes: int = 0
 
     @abstractmethod
-    def bind(self, tensors: Mapping[str, Tensor], m: int) -> BoundCall:
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         """Fix the tensors (named by `op.ports`) and the token count.
+
+        `Panels` are taken for the ports that `takes_panels` names where the device reads them.
 
         Every [m, …] tensor has at least m rows; a row of `tensors` has exactly the record's width.
         Raises `ValueError` for a missing or misshapen tensor, or for a token count that a device
@@ -171,6 +187,22 @@ class Device(ABC):
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
         """Compile `op` on `weights` (`ops.weight_names`). Raises `DeviceError` or `ValueError`."""
 
+    def finish(self) -> None:  # noqa: B027
+        """Block until everything submitted is complete, as the driver does it; for comparisons."""
+
+    def flag(self) -> BoundCall | None:
+        """A call that, submitted behind another, shows its completion in shared memory without the
+        driver; None where the host does not see such a flag and the data before it in time.
+        """
+        return None
+
+    def set_timing(self, on: bool) -> None:  # noqa: B027
+        """Let completions know when they ran (`Completion.span`), where the device can tell."""
+
+    def state(self) -> str:
+        """One word or sentence on whether the device takes calls, for error messages."""
+        return "open"
+
     @abstractmethod
     def close(self) -> None:
         """Release everything; idempotent. Later calls raise `DeviceLostError`."""
@@ -187,7 +219,9 @@ class Device(ABC):
         self.close()
 
 
-def check_tensors(op: Op, tensors: Mapping[str, Tensor], m: int) -> None:
+def check_tensors(
+    op: Op, tensors: Mapping[str, Operand], m: int, *, reads_panels: bool = False
+) -> None:
     """Validate names, widths, row counts and dtypes of a binding. Raises `ValueError`."""
     if m < 1:
         raise ValueError(f"a call needs at least one token, got m={m}")
@@ -201,6 +235,8 @@ def check_tensors(op: Op, tensors: Mapping[str, Tensor], m: int) -> None:
     for port in op.ports:
         expected, dtype = port_shape(op, port, m), port_dtype(port)
         tensor = tensors[port]
+        if isinstance(tensor, Panels) and not (reads_panels and takes_panels(op, port)):
+            raise ValueError(f"{type(op).__name__} takes {port} as one tensor here, got panels")
         rows_ok = tensor.shape[:1] == expected[:1] or (
             port not in FIXED_PORTS and tensor.shape[0] >= expected[0]
         )
@@ -212,6 +248,32 @@ def check_tensors(op: Op, tensors: Mapping[str, Tensor], m: int) -> None:
 
 
 FIXED_PORTS = frozenset({"position", "k_cache", "v_cache"})
+
+
+def takes_panels(op: Op, port: str) -> bool:
+    """Whether a port may be the output of a cut matmul, where the device reads `Panels`."""
+    match op:
+        case ops.RMSNorm() | ops.LayerNorm():
+            return port == ("residual" if op.add else "x")
+        case ops.Rope():
+            return port == "qkv"
+        case ops.GatedAct() | ops.Act():
+            return port == "x"
+        case ops.Add():
+            return port in ("x", "residual")
+        case _:
+            return False
+
+
+def whole(operand: Operand) -> Tensor:
+    """An operand that is one tensor, as `check_tensors` has made sure."""
+    assert isinstance(operand, Tensor)
+    return operand
+
+
+def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
+    """Operands that are all one tensor each, as `check_tensors` has made sure."""
+    return {port: whole(operand) for port, operand in operands.items()}
 
 
 def port_dtype(port: str) -> np.dtype[Any]:
@@ -242,4 +304,4 @@ def _width(op: Op, port: str) -> tuple[int, ...]:
         case ops.GatedAct():
             return (2 * op.f,) if port == "x" else (op.f,)
         case _:
-            return (op.d,)
+            return (op.f if isinstance(op, ops.Act) else op.d,)

@@ -36,6 +36,7 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         Backend("opencl", "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
         Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
+        Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'"),
         Backend("reference", "npu"),
         Backend("null", "npu"),
         Backend("simulated", "npu"),

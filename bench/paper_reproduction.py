@@ -1,6 +1,6 @@
 """The paper's end-to-end claims beside the simulated chip: paper, simulated, ratio.
 
-    python bench/paper_reproduction.py [--json FILE]
+    python bench/paper_reproduction.py [--json FILE] [--profile FILE]
 
 The simulated chip is fitted to component timings alone (docs/snapdragon.md); nothing was fitted to
 these claims. Claims that the component timings contradict are named with the reason.
@@ -110,6 +110,12 @@ def claims(chip: Chip) -> Iterable[Claim]:
     yield from energy(chip)
 
 
+_LONG_GPU = (
+    "the GPU's FFN-down timings rise by 15 ms from 257 to 384 tokens, 117 µs a token, and average "
+    "138 up to 256; the paper's GPU at 1024 tokens would need more than that average"
+)
+
+
 def prefill(chip: Chip) -> Iterable[Claim]:
     """Section 5.2.1, Llama-8B at graph sizes."""
     at = {m: Scenario("prefill", m) for m in (32, 64, 256, 1024)}
@@ -118,8 +124,12 @@ def prefill(chip: Chip) -> Iterable[Claim]:
     gpu = chip.speed("Llama-8B", "gpu-only", at[256])
     yield Claim("e54-fs-256", "Hetero-tensor, 256", "tok/s", 236.92, tensor[256], 0.10)
     yield Claim("e521-ht-llama8b", "Hetero-tensor, 1024", "tok/s", 247.9, tensor[1024], 0.10)
-    yield Claim("e56 24.4 %", "Hetero-layer, 256", "tok/s", 236.92 / 1.244, layer[256], 0.10)
-    yield Claim("25.1/34.5", "Hetero-layer, 1024", "tok/s", 247.9 * 25.1 / 34.5, layer[1024], 0.10)
+    yield Claim(
+        "e56-speed-ht-vs-hl", "Hetero-layer, 256", "tok/s", 236.92 / 1.244, layer[256], 0.10
+    )
+    yield Claim(
+        "e51-hl, e521-ht1024", "Hetero-layer, 1024", "tok/s", 247.9 * 25.1 / 34.5, layer[1024], 0.10
+    )
     yield Claim("e521-hl256-ppl", "GPU-only, 256", "tok/s", 236.92 / 1.244 / 2.99, gpu, 0.15)
     gains = [tensor[m] / layer[m] for m in (64, 256, 1024)]
     yield Claim(
@@ -131,7 +141,27 @@ def prefill(chip: Chip) -> Iterable[Claim]:
         "e521-ht-vs-hl-max", "Hetero-tensor / Hetero-layer, 32", "x", 1.408, tensor[32] / layer[32]
     )
     yield Claim("e521-hl256-ppl", "Hetero-layer / GPU-only, 256", "x", 2.99, layer[256] / gpu)
-    yield Claim("e56 (3.72)", "Hetero-tensor / GPU-only, 256", "x", 3.72, tensor[256] / gpu)
+    yield Claim(
+        "e56-speed-ht-vs-ppl", "Hetero-tensor / GPU-only, 256", "x", 3.72, tensor[256] / gpu, None,
+        "our GPU alone is 7 % slower and our cut 6 % faster, both within their targets",
+    )  # fmt: skip
+    for m, least in ((64, 3.67), (1024, 3.17)):
+        ratio = layer[m] / chip.speed("Llama-8B", "gpu-only", at[m])
+        yield Claim(
+            f"e521-hl{m}-range", f"Hetero-layer / GPU-only, {m} (over other GPU engines: {least}+)",
+            "x", least, ratio, None, "" if ratio >= least else _LONG_GPU,
+        )  # fmt: skip
+    yield Claim(
+        "ffn-down-share", "FFN-down's share of Hetero-layer prefill, 256 (nearly half)", "x", 0.5,
+        _share_of_down(chip, at[256]),
+    )  # fmt: skip
+
+
+def _share_of_down(chip: Chip, scenario: Scenario) -> float:
+    """Part of a layer-level step that FFN-down takes."""
+    planner = chip.fast["Llama-8B"]
+    found = force(planner, scenario, "layer")
+    return planner.spec.layers * found.options["down"].seconds() / found.seconds
 
 
 def misaligned(chip: Chip) -> Iterable[Claim]:
@@ -163,8 +193,9 @@ def misaligned(chip: Chip) -> Iterable[Claim]:
         for m in (135, 300, 525, 600)
     ]
     yield Claim(
-        "e522-padding-avg", "padding / Hetero-tensor, above a size", "x", 1.91, sum(above) / 4
-    )
+        "e522-padding-avg", "padding / Hetero-tensor, above a size", "x", 1.91, sum(above) / 4,
+        None, "our plan is faster by the cut of all matmuls (above)",
+    )  # fmt: skip
     for m in MISALIGNED:
         saved = 100 * (1 - seconds[m, "auto"] / seconds[m, "pipe"])
         reason = (
@@ -188,7 +219,7 @@ def decode(chip: Chip) -> Iterable[Claim]:
     """Section 5.3."""
     tensor, gpu = (chip.speed("Llama-8B", x, DECODE) for x in ("auto", "gpu-only"))
     yield Claim("e53-decode-l8b", "decode, Hetero-tensor", "tok/s", 14.01, tensor, 0.10)
-    yield Claim("14.01/1.234", "decode, GPU-only", "tok/s", 14.01 / 1.234, gpu, 0.10)
+    yield Claim("e53-decode, -vs-ppl", "decode, GPU-only", "tok/s", 14.01 / 1.234, gpu, 0.10)
     layer = chip.speed("Llama-8B", "layer", DECODE)
     yield Claim("e53-hl-decode-eq-ppl", "decode, Hetero-layer / GPU-only", "x", 1.0, layer / gpu)
     yield Claim(
@@ -213,6 +244,12 @@ def synchronisation(chip: Chip) -> Iterable[Claim]:
     yield Claim("e54-fs-decode-l8b", "fast sync, decode, Hetero-tensor", "x", 4.01, gain, 1 / 3)
 
 
+_SYNC_REASONS = {
+    True: "fixed costs per matmul that fit Llama-8B weigh more on its short ones",
+    False: "the same fixed costs weigh as on Llama-8B, whose matmuls are about as long",
+}
+
+
 def other_models(chip: Chip) -> Iterable[Claim]:
     """Sections 5.2.1 to 5.4 on the other models: none of them is a target."""
     at256 = Scenario("prefill", 256)
@@ -223,33 +260,27 @@ def other_models(chip: Chip) -> Iterable[Claim]:
     )  # fmt: skip
     for model, tensor, gain in (("Llama-3B", 29.9, 1.0852), ("InternLM-1.8B", 51.12, 1.1338)):
         speeds = [chip.speed(model, x, DECODE) for x in ("auto", "gpu-only")]
-        yield Claim(f"e53 {model}", f"{model}, decode, Hetero-tensor", "tok/s", tensor, speeds[0])
-        yield Claim(f"e53 {model}", f"{model}, decode, gain", "x", gain, speeds[0] / speeds[1])
+        yield Claim(
+            f"e53-decode {model}", f"{model}, decode, Hetero-tensor", "tok/s", tensor, speeds[0]
+        )
+        yield Claim(
+            f"e53-decode-vs-ppl {model}", f"{model}, decode, gain", "x", gain, speeds[0] / speeds[1]
+        )
     lengths = [Scenario("prefill", m) for m in (64, 256, 1024)]
     ratios = [
         chip.speed("Llama-3B", "auto", s) / chip.speed("Llama-3B", "gpu-only", s) for s in lengths
     ]
     yield Claim(
-        "e521-ht-l3b-ppl", "Llama-3B, Hetero-tensor / GPU-only, mean", "x", 3.51, sum(ratios) / 3
-    )
+        "e521-ht-l3b-ppl", "Llama-3B, Hetero-tensor / GPU-only, mean", "x", 3.51, sum(ratios) / 3,
+        None, "its widths (k = 3072, 8192) were not timed, and every matmul is cut here",
+    )  # fmt: skip
     for model, layer, tensor in (("Llama-7B", 31.7, 49.0), ("InternLM-1.8B", 26.7, 34.5)):
         for system, paper in (("layer", layer), ("auto", tensor)):
             gains = [chip.sync_gain(model, system, s) for s in lengths]
             mean = 100 * (sum(gains) / 3 - 1)
-            why = (
-                ""
-                if abs(mean / paper - 1) < 1 / 3
-                else "fixed costs per matmul that fit Llama-8B weigh more on its short ones"
-            )
-            yield Claim(
-                f"e54 {model}",
-                f"{model}, fast sync, prefill, {system}",
-                "%",
-                paper,
-                mean,
-                None,
-                why,
-            )
+            why = "" if abs(mean / paper - 1) < 1 / 3 else _SYNC_REASONS[mean > paper]
+            what = f"{model}, fast sync, prefill, {system}"
+            yield Claim(f"e54-fs {model}", what, "%", paper, mean, None, why)
     for model in ("Llama-7B", "Llama-3B", "InternLM-1.8B"):
         gain = chip.sync_gain(model, "auto", DECODE)
         yield Claim(f"e54-fs-decode {model}", f"{model}, fast sync, decode", "x", 2.2, gain, None,
@@ -295,8 +326,10 @@ def order(chip: Chip) -> list[str]:
 
 
 CONTRADICTIONS = (
-    "Online-prepare is longest only at 1000 tokens. At 135 the paper's own numbers forbid it: "
-    "408.4 ms are 34.6 % of 1180 ms, and padding to 256 takes 256 / 190.4 tok/s = 1344 ms.",
+    "Online-prepare is longest only at 1000 tokens. The paper's own numbers forbid it below: its "
+    "preparation takes 408 ms at 135 tokens and 2050 ms at 1000, so about 0.72, 1.15 and 1.29 s at "
+    "300, 525 and 600, while padding to 256, 512, 1024 and 1024 tokens costs 0.6, 1.1, 2.8 and "
+    "2.3 s more than those tokens alone, at the paper's Hetero-layer speed (180 to 190 tok/s).",
     "Power: Hetero-tensor (2.75 W) below the GPU alone (4.34 W) although the GPU works for most of "
     "the time in any cut that balances: the profile's power of both has no physical meaning.",
     "Single-processor bandwidth of 40 to 45 GB/s holds for the GPU; the NPU's one-token timings "
@@ -323,8 +356,10 @@ def main(load: Callable[[str], DeviceProfile] = DeviceProfile.load) -> int:
     """Print; exit 1 if a target is missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
-    target = parser.parse_args().json
-    chip = Chip(load("snapdragon-8-gen-3"))
+    parser.add_argument("--profile", default="snapdragon-8-gen-3")
+    arguments = parser.parse_args()
+    target = arguments.json
+    chip = Chip(load(arguments.profile))
     found = list(claims(chip))
     ranks = order(chip)
     print(table(found))

@@ -1,10 +1,12 @@
 """Every figure of the profiler's "how good": errors on pairs never measured, decision regret, a
 quarter of the grid, a repeated profile, and the speed of predicting.
 
-    python bench/profiler_accuracy.py [--budget 10m] [--held-budget 3m] [--repeat] [--out log.json]
+    python bench/profiler_accuracy.py [--budget 10m] [--held-budget 6m] [--repeat] [--out log.json]
+        [--profile p.json --rows held.jsonl [--again]]
 
 Takes a full profile, then measures (n, k) pairs that are not in its grid, on the same devices in
-the same process, in units of the same reference kernels.
+the same process, in units of the same reference kernels. With --again the predictors of today are
+fitted to the rows of an earlier run and judged by its held-out rows.
 """
 
 from __future__ import annotations
@@ -100,6 +102,12 @@ def errors(model: CostModel, rows: Sequence[MatMulRow]) -> dict[str, dict[str, f
     return found
 
 
+def mean_error(found: dict[str, dict[str, float]]) -> float:
+    """Mean relative error over all shapes."""
+    shapes = sum(group["shapes"] for group in found.values())
+    return sum(group["mape"] * group["shapes"] for group in found.values()) / shapes
+
+
 def predictions(model: CostModel, rows: Sequence[MatMulRow]) -> np.ndarray[Any, Any]:
     """Predicted seconds of rows of one device."""
     m, n, k = ([getattr(row, name) for row in rows] for name in "mnk")
@@ -172,6 +180,15 @@ def prediction_time_s(model: CostModel) -> float:
     return max(times)
 
 
+def run_again(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Figures of a saved run with the predictors as they are now."""
+    saved = DeviceProfile.load(arguments.profile)
+    predictors = fit.fit_all(saved.devices, saved.matmuls)
+    lines = arguments.rows.read_text().splitlines()
+    held = [MatMulRow.model_validate_json(line) for line in lines]
+    return figures(saved.model_copy(update={"predictors": predictors}), held, None)
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures as one record."""
     opened = open_devices("hetero")
@@ -186,15 +203,28 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     opened.close()
     if arguments.rows is not None:
         arguments.rows.write_text("".join(row.model_dump_json() + "\n" for row in held))
+    return figures(first, held, second)
+
+
+def figures(
+    first: DeviceProfile, held: Sequence[MatMulRow], second: DeviceProfile | None
+) -> dict[str, Any]:
+    """The record of one run."""
     model = CostModel(first)
+    full, part = errors(model, held), quarter(first, held)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "measured": first.created,
         "machine": first.environment.processor,
         "load_average": first.environment.load_average,
         "coverage": first.coverage.model_dump(),
-        "held_out": errors(model, held),
+        "held_out": full,
         "decision_regret": regret(model, held),
-        "quarter_of_grid": quarter(first, held),
+        "quarter_of_grid": part,
+        "quarter_over_full": {
+            **{key: part[key]["mape"] / full[key]["mape"] for key in full},
+            "all": mean_error(part) / mean_error(full),
+        },
         "repeat_median_difference": repeated(first, second) if second else None,
         "predict_10000_shapes_s": prediction_time_s(model),
         "validation": {
@@ -208,13 +238,15 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", default="10m")
-    parser.add_argument("--held-budget", default="3m")
+    parser.add_argument("--held-budget", default="6m")
     parser.add_argument("--repeat", action="store_true", help="take the profile twice")
     parser.add_argument("--profile", type=Path, help="where to keep the first profile")
     parser.add_argument("--rows", type=Path, help="where to keep the held-out rows (JSONL)")
     parser.add_argument("--out", type=Path, help="where to write the figures (JSON)")
+    parser.add_argument("--again", action="store_true", help="judge a saved run again")
     arguments = parser.parse_args()
-    text = json.dumps(run(arguments), indent=1, default=str)
+    found = run_again(arguments) if arguments.again else run(arguments)
+    text = json.dumps(found, indent=1, default=str)
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n", encoding="utf-8")

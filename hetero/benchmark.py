@@ -10,15 +10,18 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetero.device_set import DeviceMode
+from hetero.errors import UserError
 from hetero.llm import LLM
+from hetero.runtime.sync import SyncMethod
+from hetero.solver.plan import NamedStrategy
 
 WARMUP_DECODE_TOKENS = 2
 
@@ -62,7 +65,7 @@ class BenchReport:
     def to_markdown(self) -> str:
         """A table and a line on the machine."""
         lines = [
-            f"model {self.model}, measured on {self.environment['cpu']}",
+            f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}",
             "",
             "| test | device | strategy | sync | tokens/s (median) | min | max |",
             "|---|---|---|---|---:|---:|---:|",
@@ -83,15 +86,45 @@ class BenchReport:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure: prompt and decode lengths in tokens, rounds, devices side by side."""
+    """What to measure: prompt and decode lengths in tokens, rounds, contenders side by side.
+
+    Every device runs with every way of synchronising; strategies are for `hetero`, in place of its
+    own plan. `profile` is what strategies are planned with.
+    """
 
     prompt_tokens: int = 256
     decode_tokens: int = 64
     rounds: int = 5
     devices: tuple[DeviceMode, ...] = ("hetero",)
+    strategies: tuple[NamedStrategy, ...] = ()
+    syncs: tuple[SyncMethod, ...] = ("fast",)
+    profile: str | None = None
     gpu: str = "auto"
     npu: str = "auto"
     weights: str = "w4a16"
+
+
+class Contender(NamedTuple):
+    """One row of the table for each test."""
+
+    device: DeviceMode
+    strategy: NamedStrategy | None
+    sync: SyncMethod
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.device, self.strategy, self.sync)))
+
+
+def contenders(options: BenchOptions) -> list[Contender]:
+    """All combinations that mean something. Raises `UserError` for a strategy without `hetero`."""
+    if options.strategies and "hetero" not in options.devices:
+        raise UserError("--strategy says how both devices share the work: add --device hetero")
+    return [
+        Contender(device, strategy, sync)
+        for device in options.devices
+        for strategy in (options.strategies if device == "hetero" else ()) or (None,)
+        for sync in options.syncs
+    ]
 
 
 def run_benchmark(
@@ -101,32 +134,38 @@ def run_benchmark(
 
     `load_cold_s` is the first load in this process, `load_warm_s` a later one of the same device.
     """
+    wanted = contenders(options)
+    first = wanted[0]
     start = time.perf_counter()
-    models = {options.devices[0]: _open(model, options.devices[0], options)}
+    models = {first: _open(model, first, options)}
     load_cold_s = time.perf_counter() - start
-    for device in options.devices[1:]:
-        note(f"loading on {device}")
-        models[device] = _open(model, device, options)
+    for contender in wanted[1:]:
+        note(f"loading {contender}")
+        models[contender] = _open(model, contender, options)
     try:
         samples = _measure(models, options, note)
     finally:
         for llm in models.values():
             llm.close()
-    first = options.devices[0]
     start = time.perf_counter()
     _open(model, first, options).close()
     load_warm_s = time.perf_counter() - start
-    rows = [
-        _row(test, device, models[device], values) for (test, device), values in samples.items()
-    ]
+    rows = [_row(test, who, models[who], values) for (test, who), values in samples.items()]
     return BenchReport(
         model=model,
         rows=tuple(rows),
         load_cold_s=load_cold_s,
         load_warm_s=load_warm_s,
         peak_rss_bytes=peak_rss_bytes(),
-        environment=environment(models[first]) | {"weights": options.weights},
+        environment=environment(models[first])
+        | {"weights": options.weights, "numbers": _numbers(models.values())},
     )
+
+
+def _numbers(models: Iterable[LLM]) -> str:
+    """`emulated` if any device's times are those of an emulator."""
+    kinds = {model.devices.numbers for model in models}
+    return "emulated" if "emulated" in kinds else "measured"
 
 
 def peak_rss_bytes() -> int:
@@ -173,26 +212,47 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _open(model: str, device: DeviceMode, options: BenchOptions) -> LLM:
-    return LLM(model, device=device, gpu=options.gpu, npu=options.npu, weights=options.weights)
+def _open(model: str, who: Contender, options: BenchOptions) -> LLM:
+    return LLM(
+        model,
+        device=who.device,
+        gpu=options.gpu,
+        npu=options.npu,
+        weights=options.weights,
+        sync=who.sync,
+        strategy=who.strategy,
+        profile=options.profile,
+        prompt_lengths=(options.prompt_tokens,),
+    )
 
 
 def _measure(
-    models: dict[DeviceMode, LLM], options: BenchOptions, note: Callable[[str], None]
-) -> dict[tuple[str, DeviceMode], list[float]]:
-    samples: dict[tuple[str, DeviceMode], list[float]] = {}
+    models: dict[Contender, LLM], options: BenchOptions, note: Callable[[str], None]
+) -> dict[tuple[str, Contender], list[float]]:
+    _check_room(models.values(), options)
+    samples: dict[tuple[str, Contender], list[float]] = {}
     prompt = _prompt(next(iter(models.values())), options.prompt_tokens)
     for llm in models.values():
         _round(llm, prompt, WARMUP_DECODE_TOKENS)
     for turn in range(options.rounds):
         note(f"round {turn + 1} of {options.rounds}")
-        for device, llm in models.items():
+        for who, llm in models.items():
             prefill, decode = _round(llm, prompt, options.decode_tokens)
             if prompt:
-                samples.setdefault((f"pp{len(prompt)}", device), []).append(prefill)
+                samples.setdefault((f"pp{len(prompt)}", who), []).append(prefill)
             if options.decode_tokens:
-                samples.setdefault((f"tg{options.decode_tokens}", device), []).append(decode)
+                samples.setdefault((f"tg{options.decode_tokens}", who), []).append(decode)
     return dict(sorted(samples.items(), key=lambda item: item[0][0]))
+
+
+def _check_room(models: Iterable[LLM], options: BenchOptions) -> None:
+    needed = options.prompt_tokens + max(options.decode_tokens, WARMUP_DECODE_TOKENS)
+    room = min(llm.max_seq_len for llm in models)
+    if needed > room:
+        raise UserError(
+            f"-p {options.prompt_tokens} and -n {options.decode_tokens} need a context of {needed} "
+            f"tokens, this model's has {room}: choose a smaller -p or -n"
+        )
 
 
 def _round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[float, float]:
@@ -213,13 +273,13 @@ def _prompt(llm: LLM, count: int) -> list[int]:
     return [int(token) for token in random.integers(3, llm.model.config.vocab_size, count)]
 
 
-def _row(test: str, device: str, llm: LLM, values: Sequence[float]) -> BenchRow:
+def _row(test: str, who: Contender, llm: LLM, values: Sequence[float]) -> BenchRow:
     both = len(llm.plan.devices()) == 2
     return BenchRow(
         test=test,
-        device=device,
-        strategy="layer" if both else f"{llm.devices.mode}-only",
-        sync="event",
+        device=who.device,
+        strategy=who.strategy or ("layer" if both else f"{llm.devices.mode}-only"),
+        sync=who.sync,
         tokens_per_s_median=statistics.median(values),
         tokens_per_s_min=min(values),
         tokens_per_s_max=max(values),

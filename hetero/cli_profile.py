@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from hetero.compiler_mode import compiled_profile, is_compiled_for
 from hetero.errors import UserError
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import cached_profile_path
@@ -45,7 +46,8 @@ def profile(
         list[str] | None, typer.Option("--weights", help="Formats; repeat for several.")
     ] = None,
     soc: Annotated[
-        str | None, typer.Option("--soc", help="Name of the profile (default: host).")
+        str | None,
+        typer.Option("--soc", help="A chip that is not here, or just a name."),
     ] = None,
     gpu: Annotated[str, typer.Option("--gpu", help="GPU backend.")] = "auto",
     npu: Annotated[str, typer.Option("--npu", help="NPU backend.")] = "auto",
@@ -53,6 +55,11 @@ def profile(
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
     path = out or cached_profile_path()
+    if soc is not None and is_compiled_for(soc):
+        with _as_user_error(), _progress() as show:
+            taken = compiled_profile(soc, out, model=model, progress=show)
+        _report(taken, out or Path(f"{soc}.json"), as_json)
+        return
     with _as_user_error(), _progress() as show:
         taken = profile_device(
             path,
@@ -66,6 +73,10 @@ def profile(
             name=soc or "host",
             progress=show,
         )
+    _report(taken, path, as_json)
+
+
+def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
         return

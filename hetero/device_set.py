@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from hetero import hexagon
 from hetero.backends.affinity import assign_cores
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import BACKENDS, find, open_device
-from hetero.errors import ModelError
+from hetero.errors import FallbackWarning, ModelError
 
 DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
 AUTO_BACKEND: dict[DeviceKind, str] = {"gpu": "opencl", "npu": "ort-cpu"}
-
-
-class FallbackWarning(UserWarning):
-    """A device is missing or failed; another does its work."""
 
 
 @dataclass
@@ -40,29 +38,48 @@ class DeviceSet:
         for device in self.devices.values():
             device.close()
 
+    @property
+    def numbers(self) -> Literal["measured", "emulated"]:
+        """What times of these devices are; emulated ones say nothing of the chip's speed."""
+        emulated = any("emulated" in d.info.details for d in self.devices.values())
+        return "emulated" if emulated else "measured"
+
     def name(self, kind: DeviceKind) -> str | None:
         """Backend name of a kind, None if it is not open."""
         return self.devices[kind].info.backend if kind in self.devices else None
 
 
-def open_devices(mode: DeviceMode, *, gpu: str = "auto", npu: str = "auto") -> DeviceSet:
+def open_devices(
+    mode: DeviceMode,
+    *,
+    gpu: str = "auto",
+    npu: str = "auto",
+    compiled: Mapping[str, Any] | None = None,
+) -> DeviceSet:
     """Open what `mode` needs. A missing device leaves the other to do its work, with one warning.
 
+    `compiled` are the options of `qnn` for a compiled model, which is then the automatic NPU.
     Raises `ModelError` for an unknown name and `DeviceUnavailableError` if nothing can be opened.
     """
     if mode not in get_args(DeviceMode):
         raise ModelError(f"unknown device {mode!r}: choose gpu, npu, hetero or auto")
-    names = {"gpu": _backend_name("gpu", gpu), "npu": _backend_name("npu", npu)}
+    if compiled and npu == "auto":
+        npu = "qnn"
+    names = {"gpu": backend_name("gpu", gpu), "npu": backend_name("npu", npu)}
     cores = assign_cores()
     wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else ["gpu", "npu"]
     opened: dict[DeviceKind, Device] = {}
     failures: dict[DeviceKind, DeviceError] = {}
+
+    def options(kind: DeviceKind) -> dict[str, Any]:
+        return _options(kind, names[kind], cores.gpu, compiled or {})
+
     for kind in wanted:
-        _try_open(kind, names[kind], cores.gpu, opened, failures)
+        _try_open(kind, names[kind], options(kind), opened, failures)
     if not opened:
         other: DeviceKind = "npu" if wanted == ["gpu"] else "gpu"
         if len(wanted) == 1:
-            _try_open(other, names[other], cores.gpu, opened, failures)
+            _try_open(other, names[other], options(other), opened, failures)
     if not opened:
         raise DeviceUnavailableError(
             "hetero",
@@ -76,18 +93,26 @@ def open_devices(mode: DeviceMode, *, gpu: str = "auto", npu: str = "auto") -> D
     return result
 
 
+def _options(
+    kind: DeviceKind, name: str, gpu_core: int | None, compiled: Mapping[str, Any]
+) -> dict[str, Any]:
+    match name:
+        case "opencl":
+            return {"cpu": gpu_core}
+        case "null" | "reference":
+            return {"kind": kind}
+        case "qnn":
+            return dict(compiled)
+    return {}
+
+
 def _try_open(
     kind: DeviceKind,
     name: str,
-    gpu_core: int | None,
+    options: Mapping[str, Any],
     opened: dict[DeviceKind, Device],
     failures: dict[DeviceKind, DeviceError],
 ) -> None:
-    options: dict[str, Any] = {}
-    if name == "opencl":
-        options["cpu"] = gpu_core
-    elif name in ("null", "reference"):
-        options["kind"] = kind
     try:
         opened[kind] = open_device(name, **options)
     except DeviceUnavailableError as error:
@@ -103,13 +128,14 @@ def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -
     warnings.warn(result.fallback, FallbackWarning, stacklevel=4)
 
 
-def _backend_name(kind: DeviceKind, name: str) -> str:
+def backend_name(kind: DeviceKind, name: str) -> str:
     """Resolve `auto`. Raises `ModelError` for a backend that does not exist or cannot play `kind`.
 
-    `auto` for the NPU is a real Hexagon if there is one; none can be driven yet, so the host's.
+    `auto` for the NPU is a real Hexagon if there is one, else the host's; the emulated Hexagon is
+    used only by name.
     """
     if name == "auto":
-        return AUTO_BACKEND[kind]
+        return "qnn" if kind == "npu" and hexagon.present() else AUTO_BACKEND[kind]
     try:
         backend = find(name)
     except ValueError as error:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetero import hexagon
 from hetero.backends.errors import DeviceError
-from hetero.backends.memory import new_tensor
+from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Add, MatMul, StorageFormat, WeightFormat
 from hetero.backends.protocol import Device
 from hetero.backends.registry import BACKENDS, Backend, open_device
 from hetero.backends.weights import pack
 
-REAL_BACKENDS = ("opencl", "ort-cpu")
+REAL_BACKENDS = ("opencl", "ort-cpu", "qnn")
 TOLERANCE = 1e-3
 
 
@@ -34,13 +35,56 @@ def list_devices() -> list[Finding]:
 
 
 def diagnose() -> list[Finding]:
-    """Open every real backend and check a small sum and a small matmul on it."""
-    return [_diagnose(BACKENDS[name]) for name in REAL_BACKENDS]
+    """Check every real backend by a small sum and matmul, and the GPU and the NPU at once.
+
+    The Hexagon is checked where there is one, or where its emulator is installed.
+    """
+    names = [name for name in REAL_BACKENDS if name != "qnn" or hexagon.expected()]
+    found = [_diagnose(BACKENDS[name]) for name in names]
+    if "qnn" in names:
+        found += [Finding(name, "npu", *state) for name, state in hexagon.surroundings()]
+    working = {finding.name for finding in found if finding.ok}
+    if {"opencl", names[-1]} <= working:
+        found.append(_check_together("opencl", names[-1]))
+    return found
+
+
+def _check_together(gpu: str, npu: str) -> Finding:
+    """Both devices at once in this process, on one input buffer and halves of one output."""
+    name = f"{gpu} + {npu}"
+    random = np.random.default_rng(0)
+    weight = pack(random.standard_normal((64, 64), dtype=np.float32), StorageFormat.Q4)
+    op = MatMul(n=64, k=64, weight_format=WeightFormat.W4A16)
+    try:
+        with _open(gpu) as first, _open(npu) as second:
+            x, y = (Tensor(second.allocate(32 * 64 * 4), (m, 64)) for m in (1, 2))
+            for device in (first, second):
+                device.map(x.buffer)
+                device.map(y.buffer)
+            x.array[:] = random.standard_normal((1, 64))
+            kernels = [device.prepare(op, {"weight": weight}) for device in (first, second)]
+            calls = [k.bind({"x": x, "y": y.rows(i, i + 1)}, 1) for i, k in enumerate(kernels)]
+            running = calls[0].submit()
+            calls[1].run()
+            running.wait()
+            expected = x.array.astype(np.float64) @ weight.dequantize().astype(np.float64).T
+    except DeviceError as error:
+        return Finding(name, "both", False, f"{error.operation}: {error.code}", error.remedy)
+    off = np.linalg.norm(y.array - expected, axis=1) / np.linalg.norm(expected)
+    if off.max() < TOLERANCE:
+        return Finding(name, "both", True, "one buffer, both at once, in one process")
+    detail = f"at once on one buffer, the results are off by {off[0]:.2g} and {off[1]:.2g}"
+    return Finding(name, "both", False, detail, "update the GPU's driver; use one device alone")
+
+
+def _open(name: str) -> Device:
+    """Small graphs are compiled on the spot: a check must not depend on a cache."""
+    return open_device(name, cache=None) if name == "qnn" else open_device(name)
 
 
 def _look(backend: Backend) -> Finding:
     try:
-        with open_device(backend.name) as device:
+        with _open(backend.name) as device:
             return Finding(backend.name, backend.kind, True, _describe(device))
     except DeviceError as error:
         return _failed(backend, error)
@@ -48,7 +92,7 @@ def _look(backend: Backend) -> Finding:
 
 def _diagnose(backend: Backend) -> Finding:
     try:
-        with open_device(backend.name) as device:
+        with _open(backend.name) as device:
             failure = _check_add(device) or _check_matmul(device)
             if failure:
                 remedy = "update the driver; results from this device cannot be trusted"
@@ -72,7 +116,7 @@ def _check_add(device: Device) -> str:
     x.array[:] = (1, 2, 3)
     residual.array[:] = (10, 20, 30)
     device.prepare(Add(d=3), {}).bind({"x": x, "residual": residual, "y": y}, 1).run()
-    if not np.array_equal(y.array, [[11, 22, 33]]):
+    if not np.allclose(y.array, [[11, 22, 33]], rtol=1e-6):
         return f"1+10, 2+20, 3+30 gave {y.array.tolist()}"
     return ""
 

@@ -9,3 +9,7 @@ class UserError(ValueError):
 
 class ModelError(UserError):
     """A model, its files or the name it was asked by cannot be used."""
+
+
+class FallbackWarning(UserWarning):
+    """A device is missing or failed; another does its work."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import Literal, Protocol, TypeAlias
 from hetero.errors import UserError
 from hetero.models.tokenizer import StreamDecoder, Tokenizer
 from hetero.runtime.engine import Engine
-from hetero.sampling import Sampler, SamplingParams
+from hetero.sampling import Logits, Sampler, SamplingParams, TokenLogprob, token_logprob
+from hetero.speculative import Acceptance, LookupDecoder
 
 FinishReason: TypeAlias = Literal["stop", "length", "context"]
 
@@ -27,7 +29,11 @@ class DeviceShare:
 class Stats:
     """Measured on this machine. Speeds in tokens/s; `ttft_s` is the time to the first token.
 
-    `decode_tokens_per_s` counts decode steps (one token each after the first); 0 without any.
+    `reused_tokens` of the prompt were in the context already; `prefill_tokens_per_s` counts the
+    others. `decode_tokens_per_s` counts decode steps (one token each after the first); 0 without
+    any.
+    `speculation` says how many guessed tokens were right, where tokens were guessed.
+    `choice` is why `--device auto` chose what it did; empty otherwise.
     """
 
     prompt_tokens: int
@@ -35,7 +41,10 @@ class Stats:
     ttft_s: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    reused_tokens: int = 0
     placement: dict[str, DeviceShare | str] = field(default_factory=dict)
+    speculation: Acceptance | None = None
+    choice: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +58,25 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
-    """A finished answer."""
+    """A finished answer.
+
+    `logprobs` has an entry per token of the answer (an end-of-text token included), if asked for;
+    `prompt_logprobs` one per token of the prompt but the first, if it was to be echoed too.
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     stats: Stats
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the answer's tokens; minus infinity without `logprobs`."""
+        if not self.logprobs:
+            return -math.inf
+        return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
 class Clock(Protocol):
@@ -101,11 +123,13 @@ class StopFilter:
 
 
 class Generation:
-    """One answer in the making: iterate over its pieces, then read `result()`.
+    """One answer in the making; iterate over its pieces, then ask for the `result`.
 
-    Runs on the thread that iterates, which is the engine's control thread meanwhile. `continues`
-    says that the text goes on from the prompt (its first piece may begin with a space), not that it
-    answers it.
+    The engine's context holds the first `reused` tokens of the prompt, and nothing else; the rest
+    is prefilled. Used by one thread, which is the engine's control thread meanwhile. `continues`
+    says that the text goes on from the prompt (its first piece may begin with a space), not that
+    it answers it. With `logprobs` (how many alternatives) every token's log-probability is kept;
+    with `echo` the prompt is part of the text, and of the log-probabilities.
     """
 
     def __init__(
@@ -116,10 +140,15 @@ class Generation:
         params: SamplingParams,
         *,
         max_tokens: int,
+        reused: int = 0,
         continues: bool = True,
         eos_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        echo: bool = False,
         fallback: str = "",
+        speculative: int = 0,
+        choice: str = "",
         clock: Clock = time.perf_counter,
     ) -> None:
         if max_tokens < 1:
@@ -129,31 +158,49 @@ class Generation:
         self._decoder: StreamDecoder = tokenizer.decoder(prompt if continues else ())
         self._end = frozenset(eos_ids)
         self._prompt = list(prompt)
+        self._reused = reused
         self._max_tokens = max_tokens
         self._filter = StopFilter(stop)
-        self._fallback = fallback
+        self._alternatives = logprobs
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._echo = echo
+        self._fallback, self._choice = fallback, choice
         self._clock = clock
         self._tokens: list[int] = []
-        self._texts: list[str] = []
+        self._texts: list[str] = [tokenizer.decode(prompt)] if echo else []
         self._reason: FinishReason | None = None
         self._decode_steps = 0
+        self._speculative = speculative
+        self._lookup: LookupDecoder | None = None
         self._times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def context(self) -> list[int]:
+        """Tokens that the engine's context holds."""
+        return (self._prompt + self._tokens)[: self._engine.position]
 
     def __iter__(self) -> Iterator[Piece]:
         start = self._clock()
         self._engine.reset_usage()
-        logits = self._engine.prefill(self._prompt)
-        token = self._sampler.choose(logits, self._prompt)
+        logits = self._read_prompt()
+        token = self._choose(logits)
         first = last = self._clock()
+        decode = self._engine.decode
+        if self._speculative:
+            self._lookup = LookupDecoder(self._engine, self._prompt, self._speculative)
+            decode = self._lookup.decode
         while True:
             self._times = (start, first, last)
             piece = self._take(token)
             yield piece
             if piece.finish_reason is not None:
+                if self._lookup is not None:
+                    self._lookup.close()
                 return
-            logits = self._engine.decode(token)
+            logits = decode(token)
             self._decode_steps += 1
-            token = self._sampler.choose(logits, self._prompt + self._tokens)
+            token = self._choose(logits)
             last = self._clock()
 
     def result(self) -> GenerationResult:
@@ -163,7 +210,28 @@ class Generation:
             tokens=tuple(self._tokens),
             finish_reason=self._reason or "length",
             stats=self._stats(),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+    def _read_prompt(self) -> Logits:
+        """Logits after the prompt's last token."""
+        rest = self._prompt[self._reused :]
+        if not (self._echo and self._alternatives is not None):
+            return self._engine.prefill(rest)
+        scores = self._engine.score(rest)
+        self._prompt_logprobs = tuple(
+            token_logprob(logits, token, self._alternatives)
+            for logits, token in zip(scores[:-1], rest[1:], strict=True)
+        )
+        last: Logits = scores[-1]
+        return last
+
+    def _choose(self, logits: Logits) -> int:
+        token = self._sampler.choose(logits, self._prompt + self._tokens, self._tokens)
+        if self._alternatives is not None:
+            self._logprobs.append(token_logprob(logits, token, self._alternatives))
+        return token
 
     def _take(self, token: int) -> Piece:
         """Account for a chosen token; decide whether it ends the answer."""
@@ -174,7 +242,7 @@ class Generation:
             text = self._decoder.push(token)
             if len(self._tokens) >= self._max_tokens:
                 self._reason = "length"
-            elif self._engine.position >= self._engine.max_seq_len:
+            elif len(self._prompt) + len(self._tokens) >= self._engine.max_seq_len:
                 self._reason = "context"
             if self._reason is not None:
                 text += self._decoder.finish()
@@ -192,14 +260,18 @@ class Generation:
         placement: dict[str, DeviceShare | str] = {
             kind: DeviceShare(ops=use.ops, busy_s=use.busy_s) for kind, use in usage.items()
         }
-        if self._fallback:
-            placement["fallback"] = self._fallback
+        fallback = self._engine.fallback or self._fallback
+        if fallback:
+            placement["fallback"] = fallback
         ttft = first - start
         return Stats(
             prompt_tokens=len(self._prompt),
             completion_tokens=len(self._tokens),
             ttft_s=ttft,
-            prefill_tokens_per_s=len(self._prompt) / ttft if ttft else 0.0,
+            prefill_tokens_per_s=(len(self._prompt) - self._reused) / ttft if ttft else 0.0,
             decode_tokens_per_s=self._decode_steps / (last - first) if last > first else 0.0,
+            reused_tokens=self._reused,
             placement=placement,
+            speculation=self._lookup.statistics if self._lookup is not None else None,
+            choice=self._choice,
         )

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
+from hetero import session_file
+from hetero.arguments import (
+    Message,
+    check_count,
+    check_ids,
+    check_messages,
+    check_prompt,
+    check_stop,
+)
 from hetero.backends.protocol import DeviceKind
+from hetero.bundle import PLAN_FILE, find_bundle
+from hetero.choosing import Choice, Wishes, choose, plan_on
+from hetero.conversation import Conversation
 from hetero.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.errors import ModelError, UserError
 from hetero.generation import Generation, GenerationResult, Piece
 from hetero.models import LoadedModel, open_model
-from hetero.runtime.engine import Engine
+from hetero.planning import ProfileLike
+from hetero.runtime.engine import LONGEST_PIECE, ContextFullError, Engine
 from hetero.runtime.kernels import Progress
+from hetero.runtime.sync import SyncMethod
 from hetero.sampling import SamplingParams
-from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.model_spec import ModelSpec
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.plan import ExecutionPlan, NamedStrategy
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT = 4096
-
-Message = Mapping[str, str]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -38,15 +50,43 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of `LLM.generate` and `LLM.stream`.
+
+    max_tokens   longest answer (default 256)
+    stop         texts that end the answer; they are not part of it
+    chat         a text goes through the chat template; the answer is a text of its own
+    reuse        prefill only what the context does not hold already (conversations); the numbers
+                 may differ in their last bits from those of a fresh context
+    logprobs     keep every token's log-probability, and those of this many alternatives
+    echo         the prompt is part of the result's text (and of its log-probabilities)
+    speculative  tokens that are guessed ahead from the text so far; changes no answer
+    """
+
+    max_tokens: int
+    stop: Sequence[str]
+    chat: bool
+    reuse: bool
+    logprobs: int | None
+    speculative: int
+    echo: bool
 
 
 class LLM:
     """A language model, ready to answer. A context manager that frees its devices.
 
-    `model` is a Hugging Face directory, a directory written by `hetero quantize`, `demo` or
-    `random:NAME`. `device` is `hetero` (both), `gpu`, `npu` or `auto`; `gpu` and `npu` name
-    backends. `plan` is an `ExecutionPlan` or a path to one. `weights` is one of w4a16, w4a8, w8a16,
+    `model` is a Hugging Face directory, a `.gguf` file, a directory written by `hetero quantize`,
+    `demo` or `random:NAME`. `device` is `hetero` (both, the default), `gpu`, `npu` or `auto`; `gpu`
+    and `npu` name backends. `plan` is an `ExecutionPlan` or a path to one; the devices are then
+    those of the plan, and naming others is an error. `profile` is a `DeviceProfile`, a file or a
+    shipped name that the plan is made from (default: this machine's); `strategy` forces one, and
+    `choice` says what was chosen and why. `weights` is one of w4a16, w4a8, w8a16,
     f16, f32. `max_seq_len` bounds prompt and answer together (default: the model's, at most 4096).
 
     Calls from several threads are served one after another. A stream holds the model until it is
@@ -58,35 +98,60 @@ class LLM:
         self,
         model: str,
         *,
-        device: DeviceMode = "hetero",
+        device: DeviceMode | None = None,
         gpu: str = "auto",
         npu: str = "auto",
-        profile: str | None = None,
+        profile: ProfileLike = None,
         plan: ExecutionPlan | str | os.PathLike[str] | None = None,
         weights: str = "w4a16",
         max_seq_len: int | None = None,
+        sync: SyncMethod = "fast",
+        strategy: NamedStrategy | None = None,
+        prompt_lengths: Sequence[int] = (),
         progress: Progress | None = None,
     ) -> None:
-        if profile is not None:
-            raise ModelError("profiles are read by the solver, which this version does not have")
         self._lock = threading.Lock()
         self._reader: int | None = None  # thread that holds an unfinished stream
         self._loaded: LoadedModel = open_model(model, weights=weights)
-        self.max_seq_len = self._context_length(max_seq_len)
+        bundle = find_bundle(model)
+        length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
+        self.max_seq_len = self._context_length(length)
         spec = self._loaded.spec()
+        if (
+            bundle is not None
+            and plan is None
+            and npu in ("auto", "qnn")
+            and device in (None, "hetero")
+        ):
+            plan = Path(model).expanduser() / PLAN_FILE
         given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None:
             given.check_fits(spec)
-            device = _mode_of(given)
-        self.devices: DeviceSet = open_devices(device, gpu=gpu, npu=npu)
+            device = _device_of(given, device)
+        self._context: list[int] = []  # tokens that the KV cache holds
+        wishes = Wishes(
+            mode=device or "hetero",
+            gpu=gpu,
+            npu=npu,
+            profile=profile,
+            plan=given,
+            strategy=strategy or "auto",
+            seq_lens=prompt_lengths,
+            longest=LONGEST_PIECE,
+        )
+        self.choice: Choice = choose(spec, wishes)
+        options = {} if bundle is None else bundle.npu_options(model)
+        self.devices: DeviceSet = open_devices(self.choice.mode, gpu=gpu, npu=npu, compiled=options)
         try:
-            self.plan = self._choose_plan(given, spec)
+            self.plan = plan_on(self.choice, spec, self.devices.devices)
             self._engine = Engine(
                 self._loaded.weights,
                 self.plan,
                 self.devices.devices,
                 max_seq_len=self.max_seq_len,
                 control_core=self.devices.control_core,
+                sync=sync,
+                solver=self.choice.solver if self.plan is self.choice.plan else None,
                 progress=progress,
             )
         except BaseException:
@@ -112,40 +177,60 @@ class LLM:
         return self._loaded.tokenizer.encode(prompt)
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        stop: Sequence[str] = (),
-        chat: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
     ) -> GenerationResult:
         """The answer to a prompt (text or token ids), greedy unless a temperature is given.
 
         With `chat` a text goes through the chat template first; ids are taken as they are, and the
-        answer is a text of its own instead of going on from the prompt.
+        answer is a text of its own instead of going on from the prompt. Equal seeds give equal
+        answers on one machine and plan. `speculative` tokens are guessed ahead from the text so
+        far (`hetero.speculative`), which changes no answer.
         """
         with self._turn():
-            generation = self._start(prompt, max_tokens, stop, chat, SamplingParams(**sampling))
-            for _ in generation:
+            generation = self._start(prompt, options)
+            for _ in self._pieces(generation):
                 pass
             return generation.result()
+
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        n: int = 1,
+        **options: Unpack[GenerateOptions],
+    ) -> list[list[GenerationResult]]:
+        """`n` answers to each prompt, the likeliest (by mean log-probability) first.
+
+        Answer i is drawn with seed + i; log-probabilities are always kept.
+        """
+        check_count("n", n)
+        if isinstance(prompts, str):
+            raise UserError("prompts must be a list of prompts; for one use generate")
+        if options.get("logprobs") is None:
+            options["logprobs"] = 0
+        seed = options.get("seed")
+        found = []
+        for prompt in prompts:
+            answers = []
+            for i in range(n):
+                if seed is not None:
+                    options["seed"] = check_count("seed", seed, 0) + i
+                answers.append(self.generate(prompt, **options))
+            found.append(sorted(answers, key=lambda x: -x.mean_logprob))
+        return found
 
     def stream(
         self,
         prompt: str | Sequence[int],
         *,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        stop: Sequence[str] = (),
-        chat: bool = False,
         on_end: list[GenerationResult] | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[Piece]:
         """Pieces of the answer as they come; `on_end` receives the finished result."""
         with self._turn():
-            generation = self._start(prompt, max_tokens, stop, chat, SamplingParams(**sampling))
+            generation = self._start(prompt, options)
             try:
-                for piece in generation:
+                for piece in self._pieces(generation):
                     self._reader = threading.get_ident()
                     yield piece
             finally:
@@ -154,22 +239,51 @@ class LLM:
                 on_end.append(generation.result())
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        stop: Sequence[str] = (),
-        **sampling: Unpack[SamplingOptions],
+        self, messages: Sequence[Message], **options: Unpack[GenerateOptions]
     ) -> GenerationResult:
         """The next message of a conversation, by the model's chat template."""
-        tokens = self.encode_chat(messages)
-        return self.generate(tokens, max_tokens=max_tokens, stop=stop, chat=True, **sampling)
+        options["chat"] = True
+        return self.generate(self.encode_chat(messages), **options)
+
+    def conversation(self, *, system: str | None = None) -> Conversation:
+        """A conversation with history, of which each turn prefills only what is new."""
+        return Conversation(self, system=system)
+
+    def save_session(self, path: str | Path, *, messages: Sequence[Message] = ()) -> None:
+        """Write the context (tokens, keys, values) and `messages` to a file, all or nothing."""
+        with self._turn():
+            session_file.save_session(
+                Path(path), self._loaded, self._engine, self._context, messages
+            )
+
+    def load_session(self, path: str | Path) -> list[dict[str, Any]]:
+        """Put a saved context back, for calls with `reuse`; returns its messages.
+
+        Raises `ModelError`, and changes nothing, if the file is broken or of another model.
+        """
+        with self._turn():
+            session = session_file.load_session(Path(path), self._loaded, self._engine)
+            self._context = session.tokens
+            return session.messages
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits float32 [tokens, vocab] after every token of a fresh context."""
         with self._turn():
-            self._engine.truncate(0)
-            return self._engine.score(tokens)
+            self._rewind([])
+            return self._engine.score(check_ids(tokens))
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a Chrome/Perfetto trace of everything that runs inside to `path`."""
+        engine = self._engine
+        with self._turn():
+            engine.start_trace()
+        try:
+            yield
+        finally:
+            about = {"model": self._loaded.name, "plan": self.plan.plan_id}
+            about |= {kind: d.info.name for kind, d in self.devices.devices.items()}
+            engine.stop_trace().save(path, about=about)
 
     def close(self) -> None:
         """Free the devices; idempotent. Later calls raise `DeviceLostError`."""
@@ -197,57 +311,101 @@ class LLM:
         with self._lock:
             yield
 
-    def _start(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int,
-        stop: Sequence[str],
-        chat: bool,
-        sampling: SamplingParams,
-    ) -> Generation:
-        tokens = self.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
-        self._engine.truncate(0)
-        self._engine.check(tokens)
+    def _start(self, prompt: str | Sequence[int], options: GenerateOptions) -> Generation:
+        """Check everything, and rewind the context to what the prompt shares with it."""
+        asked: dict[str, Any] = {**options}
+        max_tokens = check_count("max_tokens", asked.pop("max_tokens", DEFAULT_MAX_TOKENS))
+        stop = check_stop(asked.pop("stop", ()))
+        chat, reuse = bool(asked.pop("chat", False)), bool(asked.pop("reuse", False))
+        logprobs, echo = asked.pop("logprobs", None), bool(asked.pop("echo", False))
+        if logprobs is not None:
+            check_count("logprobs", logprobs, 0)
+        speculative = check_count("speculative", asked.pop("speculative", 0), 0)
+        sampling = _sampling(asked)
+        sampling.check_vocabulary(self._loaded.config.vocab_size)
+        given = check_prompt(prompt)
+        tokens = self.encode(given, chat=chat) if isinstance(given, str) else given
+        self._check_room(tokens)
+        whole = not reuse or (echo and logprobs is not None)
+        reused = self._rewind([] if whole else tokens[:-1])
+        self._engine.check(tokens[reused:])
         return Generation(
             self._engine,
             self._loaded.tokenizer,
             tokens,
             sampling,
             max_tokens=max_tokens,
+            reused=reused,
             continues=not chat,
             eos_ids=self._loaded.eos_ids,
             stop=stop,
+            logprobs=logprobs,
+            echo=echo,
             fallback=self.devices.fallback,
+            speculative=speculative,
+            choice=self.choice.reason,
         )
+
+    def _pieces(self, generation: Generation) -> Iterator[Piece]:
+        """The answer's pieces; afterwards, also after an error, the context is known again."""
+        try:
+            yield from generation
+        finally:
+            self._context = generation.context
+
+    def _rewind(self, tokens: Sequence[int]) -> int:
+        """Keep what the context shares with the beginning of `tokens`; how many that are."""
+        pairs = zip(self._context, tokens, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        kept = min(len(self._context), len(tokens)) if shared is None else shared
+        kept = min(kept, self._engine.position)
+        self._engine.truncate(kept)
+        self._context = self._context[:kept]
+        return kept
+
+    def _check_room(self, tokens: Sequence[int]) -> None:
+        """The context must hold the prompt and at least one token of an answer."""
+        if len(tokens) >= self.max_seq_len:
+            raise ContextFullError(
+                f"a prompt of {len(tokens)} tokens and its answer do not fit the context of "
+                f"{self.max_seq_len}: shorten the prompt or open the model with a larger "
+                "max_seq_len"
+            )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
-        return self._loaded.tokenizer.encode_chat([dict(message) for message in messages])
+        return self._loaded.tokenizer.encode_chat(check_messages(messages))
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position
         if asked is None:
             return min(limit, DEFAULT_CONTEXT)
+        check_count("max_seq_len", asked)
         if not 1 <= asked <= limit:
             raise ModelError(
                 f"max_seq_len must be in [1, {limit}] for {self._loaded.name}, got {asked}"
             )
         return asked
 
-    def _choose_plan(self, given: ExecutionPlan | None, spec: ModelSpec) -> ExecutionPlan:
-        kinds = frozenset(self.devices.devices)
-        if given is not None and given.devices() <= kinds:
-            return given
-        if kinds == {"gpu", "npu"}:
-            return layer_level(spec)
-        (only,) = kinds
-        return single_device(spec, only)
+
+def _sampling(options: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters; an unknown name is told the nearest."""
+    known = SamplingParams.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, "max_tokens", "stop", "chat"], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{name!r} is not an option of generate{hint}")
+    return SamplingParams(**options)
 
 
-def _mode_of(plan: ExecutionPlan) -> DeviceMode:
-    """Devices that a plan needs."""
+def _device_of(plan: ExecutionPlan, asked: DeviceMode | None) -> DeviceMode:
+    """Devices that a plan needs. Raises `UserError` if others were asked for."""
     kinds: frozenset[DeviceKind] = plan.devices()
-    if len(kinds) == 2:
-        return "hetero"
-    (only,) = kinds
-    return only
+    needed: DeviceMode = "hetero" if len(kinds) == 2 else next(iter(kinds))
+    if asked not in (None, "auto", needed):
+        raise UserError(
+            f"plan {plan.plan_id} runs on {needed}, not on {asked}: leave out the device, or make "
+            "another plan"
+        )
+    return needed

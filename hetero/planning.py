@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.profiler import files
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import GraphSizes, PlanRequest, make_plan
 from hetero.solver.kernels import Precision
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan
 
-ProfileLike = DeviceProfile | str | Path | None
+ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
 
 
 def plan(
@@ -56,9 +58,19 @@ def plan(
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:
-    """The named profile; else this machine's from the cache; else the shipped `host`."""
+    """The named profile; else this machine's from the cache; else the shipped `host`, which is said
+    on stderr. Raises `UserError` or `ProfileError`.
+    """
+    found, notice = locate_profile(profile)
+    if notice:
+        print(f"hetero: {notice}", file=sys.stderr)
+    return found
+
+
+def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
+    """As `find_profile`, with what is to be said (empty if nothing)."""
     if isinstance(profile, DeviceProfile):
-        return profile
+        return profile, ""
     shipped = files.shipped_names()
     if profile is not None:
         if not Path(profile).exists() and str(profile) not in shipped:
@@ -66,17 +78,16 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
                 f"profile {str(profile)!r}: there is no such file; give one written by "
                 f"`hetero profile` or one of: {', '.join(shipped)}"
             )
-        return DeviceProfile.load(profile if Path(profile).exists() else str(profile))
+        return DeviceProfile.load(Path(profile) if Path(profile).exists() else str(profile)), ""
+    problem = "this machine has no profile yet (`hetero profile` takes one)"
     cached = files.cached_profile_path()
     if cached.exists():
-        return DeviceProfile.load(cached)
+        try:
+            return DeviceProfile.load(cached), ""
+        except ProfileError as error:  # caches are disposable
+            problem = str(error)
     if "host" in shipped:
-        print(
-            "hetero: this machine has no profile yet (`hetero profile` takes one), so the shipped "
-            "profile `host` is used",
-            file=sys.stderr,
-        )
-        return DeviceProfile.load("host")
+        return DeviceProfile.load("host"), f"{problem}, so the shipped profile `host` is used"
     raise UserError(
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from hetero.errors import UserError
 
 Logits = npt.NDArray[np.float32]
+LARGEST_BIAS = 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,9 @@ class SamplingParams:
 
     repetition_penalty   logits of tokens already in the context are divided (if positive) or
                          multiplied (CTRL, arXiv 1909.05858)
+    frequency_penalty    subtracted for every time that a token was generated
+    presence_penalty     subtracted once if a token was generated
+    logit_bias           added to the logits of these ids
     temperature          divides the logits
     top_k                keep the k most likely (0: all)
     top_p                keep the smallest set with at least this probability (1: all)
@@ -31,20 +36,82 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         rules = (
-            ("temperature", self.temperature >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("frequency_penalty", abs(self.frequency_penalty) < math.inf, "a finite number"),
+            ("presence_penalty", abs(self.presence_penalty) < math.inf, "a finite number"),
             ("seed", self.seed is None or self.seed >= 0, "at least 0"),
         )
         for name, holds, rule in rules:
             if not holds:
                 raise UserError(f"{name} must be {rule}, got {getattr(self, name)}")
+        for token, bias in self.logit_bias.items():
+            if not abs(bias) <= LARGEST_BIAS:
+                raise UserError(
+                    f"logit_bias of token {token} must be within ±{LARGEST_BIAS:g}, got {bias}"
+                )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `UserError` for a biased id that is no token."""
+        bad = next((x for x in self.logit_bias if not 0 <= x < vocab_size), None)
+        if bad is not None:
+            raise UserError(f"logit_bias: token id {bad} is outside the vocabulary of {vocab_size}")
+
+    def _check_types(self) -> None:
+        if not _is_whole(self.top_k):
+            raise UserError(f"top_k must be a whole number, got {self.top_k!r}")
+        if self.seed is not None and not _is_whole(self.seed):
+            raise UserError(f"seed must be a whole number, got {self.seed!r}")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if not _is_number(value):
+                raise UserError(f"{name} must be a number, got {value!r}")
+        bias: object = self.logit_bias
+        if not isinstance(bias, Mapping) or not all(
+            _is_whole(token) and _is_number(value) for token, value in bias.items()
+        ):
+            raise UserError(f"logit_bias must map token ids to numbers, got {bias!r}")
+
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability before any penalty or filter, and the likeliest.
+
+    `top` are (id, log-probability) pairs, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Sampler:
@@ -54,12 +121,16 @@ class Sampler:
         self.params = params
         self._random = np.random.default_rng(params.seed)
 
-    def choose(self, logits: Logits, context: Sequence[int] = ()) -> int:
-        """Next token id from logits [vocab]; `context` is what repetition_penalty looks at.
+    def choose(
+        self, logits: Logits, context: Sequence[int] = (), generated: Sequence[int] = ()
+    ) -> int:
+        """Next token id from logits [vocab].
 
-        Ties go to the lowest id. Raises `ValueError` if a logit is not a number.
+        `context` (prompt and answer) is what repetition_penalty looks at, `generated` (the answer)
+        the other penalties. Ties go to the lowest id. Raises `ValueError` if a logit is not a
+        number.
         """
-        scores = self._penalised(logits, context)
+        scores = self._penalised(logits, context, generated)
         best = int(np.argmax(scores))
         if not np.isfinite(scores[best]):
             raise ValueError("the model's logits are not finite: its weights or kernels are broken")
@@ -68,13 +139,27 @@ class Sampler:
         ids, probabilities = self._distribution(scores)
         return int(self._random.choice(ids, p=probabilities))
 
-    def _penalised(self, logits: Logits, context: Sequence[int]) -> Logits:
-        penalty = self.params.repetition_penalty
-        if penalty == 1.0 or not context:
+    def _penalised(
+        self, logits: Logits, context: Sequence[int], generated: Sequence[int]
+    ) -> Logits:
+        params = self.params
+        counted = params.frequency_penalty or params.presence_penalty
+        if params.repetition_penalty == 1.0 and not counted and not params.logit_bias:
             return logits
         scores = logits.copy()
-        seen = np.unique(np.asarray(context, dtype=np.int64))
-        scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+        if params.repetition_penalty != 1.0 and len(context):
+            seen = np.unique(np.asarray(context, dtype=np.int64))
+            penalty = np.float32(params.repetition_penalty)
+            scores[seen] = np.where(
+                scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty
+            )
+        if counted and len(generated):
+            ids, counts = np.unique(np.asarray(generated, dtype=np.int64), return_counts=True)
+            scores[ids] -= np.float32(params.presence_penalty) + (
+                np.float32(params.frequency_penalty) * counts.astype(np.float32)
+            )
+        for token, bias in params.logit_bias.items():
+            scores[token] += np.float32(bias)
         return scores
 
     def _distribution(
@@ -96,3 +181,20 @@ class Sampler:
             likely = probabilities >= params.min_p * probabilities[0]
             ids, probabilities = ids[likely], probabilities[likely]
         return ids, probabilities / probabilities.sum()
+
+
+def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Log-probabilities [..., vocab] in float64."""
+    wide = logits.astype(np.float64)
+    shifted = wide - wide.max(axis=-1, keepdims=True)
+    found: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return found
+
+
+def token_logprob(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
+    """Log-probability of a token and of the `alternatives` likeliest, from logits [vocab]."""
+    logs = log_softmax(logits)
+    count = min(alternatives, len(logs))
+    best = np.argsort(-logs, kind="stable")[:count]
+    top = tuple((int(i), float(logs[i])) for i in best)
+    return TokenLogprob(token=token, logprob=float(logs[token]), top=top)

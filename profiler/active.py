@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,27 +15,45 @@ from hetero.profiler.predict import Floats
 from hetero.profiler.records import DeviceRecord, MatMulRow
 
 COMMITTEE: Final = 6
-START_SHARE: Final = 0.12  # of a kernel's tasks, measured before anything is predicted
+START_SHARE: Final = 0.06  # of a kernel's tasks, measured before anything is predicted
 START_LEAST: Final = 10
+LARGE_WEIGHT: Final = 1 << 22  # elements from which a weight's time is all n·k
 REPEATED: Final = 0.7  # interest left in a task for each chosen one of its (n, k) or m
 
 
 def first_tasks(tasks: Sequence[Task]) -> list[Task]:
-    """A start for every kernel in `tasks`: the smallest and largest, then the farthest from all
-    chosen ones in (log m, log n, log k).
+    """A start for every kernel in `tasks`: a typical weight at each token count, whose kernels
+    may be different ones; then the smallest and largest, and the farthest from all chosen ones in
+    (log m, log n, log k).
     """
     chosen: list[Task] = []
     for group in by_kernel(tasks):
-        count = min(len(group), max(START_LEAST, round(START_SHARE * len(group))))
+        levels = _levels(group)
+        count = min(len(group), max(START_LEAST, len(levels) + round(START_SHARE * len(group))))
         points = np.log2(np.asarray([(t.m, t.n, t.k) for t in group], dtype=np.float64))
         span = np.ptp(points, axis=0)
         points = points / np.where(span > 0, span, 1.0)
-        order = [int(points.sum(axis=1).argmin()), int(points.sum(axis=1).argmax())]
+        ends = [int(points.sum(axis=1).argmin()), int(points.sum(axis=1).argmax())]
+        order = list(dict.fromkeys([*levels, *ends]))
         while len(order) < count:
             distance = np.linalg.norm(points[:, None] - points[order][None], axis=2).min(axis=1)
             order.append(int(distance.argmax()))
         chosen += [group[i] for i in dict.fromkeys(order[:count])]
     return chosen
+
+
+def _levels(group: Sequence[Task]) -> list[int]:
+    """For each token count the place of the weight that is nearest to `LARGE_WEIGHT`."""
+    nearest: dict[int, int] = {}
+    for i, task in enumerate(group):
+        other = nearest.get(task.m)
+        if other is None or _off(task) < _off(group[other]):
+            nearest[task.m] = i
+    return list(nearest.values())
+
+
+def _off(task: Task) -> float:
+    return abs(math.log2(task.n * task.k / LARGE_WEIGHT))
 
 
 def next_tasks(
@@ -79,7 +98,8 @@ def uncertainty(
         answers.append(np.log(predict.predict(model, device, *sizes.T)))
     known = np.log2(np.asarray([(row.m, row.n, row.k) for row in rows], dtype=np.float64))
     gap = np.linalg.norm(np.log2(sizes)[:, None] - known[None], axis=2).min(axis=1)
-    return np.std(answers, axis=0) + 0.005 * gap, np.exp(np.mean(answers, axis=0))
+    doubt = np.std(answers, axis=0) + 0.005 * gap
+    return doubt, np.exp(np.mean(answers, axis=0))
 
 
 def by_kernel(tasks: Sequence[Task]) -> list[list[Task]]:

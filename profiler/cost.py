@@ -94,6 +94,21 @@ class CostModel:
         outside = predict.outside(predictor.measured, record, *flat)
         return Cost(seconds.reshape(shape), outside.reshape(shape))
 
+    def table_s(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        ms: Floats,
+        ns: Floats,
+        k: int,
+        order: OperandOrder = "plain",
+    ) -> Floats:
+        """[M, N] seconds of all pairs of token counts ms [M] and rows ns [N], as `matmul_s` has
+        them. Raises `ProfileError` as it does.
+        """
+        predictor = self._predictor(device, weight_format, order)
+        return predict.predict_table(predictor, self.device(device), ms, ns, float(k))
+
     def measured_s(
         self,
         device: DeviceKind,
@@ -104,8 +119,7 @@ class CostModel:
         order: OperandOrder = "plain",
     ) -> float | None:
         """Median of that very shape (m padded to its graph), or None if it was not measured."""
-        padded = predict.padded_tokens(self.device(device), np.asarray([float(m)]))
-        for tokens in (m, int(padded[0])):
+        for tokens in (m, predict.padded_count(self.device(device), m)):
             row = self._rows.get((device, weight_format.value, order, tokens, n, k))
             if row is not None:
                 return row.seconds
@@ -122,7 +136,7 @@ class CostModel:
                 f"profile {self.profile.name} has no times of {predict.op_name(op)} on {device}: "
                 "measure them with `hetero profile`"
             )
-        tokens = int(predict.padded_tokens(self.device(device), np.asarray([float(m)]))[0])
+        tokens = predict.padded_count(self.device(device), m)
         terms = predict.work(op, tokens, context)
         weights = predictor.coefficients
         seconds = sum(weights.get(name, 0.0) * amount for name, amount in terms.items())

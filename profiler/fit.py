@@ -2,8 +2,9 @@
 
 Knots: at each measured m the time is a + b·n + c·k + d·n·k with non-negative coefficients (reading
 inputs, writing outputs, streaming weights or multiplying), least squares of the relative error. A
-ridge pulls each m towards one coarse fit over all m, so that an m with few rows is not left alone
-with its noise. The NPU's trees then learn what is left: log(time / knots).
+ridge pulls each m towards one coarse fit over all m (times how far that m lies above it), so that
+an m with few rows is not left alone with its noise. The NPU's trees then learn what is left:
+log(time / knots).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ Pair: TypeAlias = tuple[int, int]
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
 
 RIDGE: Final = 0.05
+LEVEL_SHRINK: Final = 0.5
 SHY: Final = 1e-3
 COARSE_BREAKS: Final = (1, 8, 64)
 TREE_COUNT: Final = 8
@@ -127,11 +129,23 @@ def fit_knots(table: Table) -> Knots:
     coefficients = []
     for i, m in enumerate(tokens):
         at = table.m == m
-        coefficients.append(_ridge_nnls(table, at, coarse[i]))
+        coefficients.append(_ridge_nnls(table, at, coarse[i] * _level(table, at, coarse[i])))
     return Knots(
         tokens=tuple(int(m) for m in tokens),
         coefficients=tuple(tuple(float(c) for c in row) for row in coefficients),  # type: ignore[misc]
     )
+
+
+def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats) -> float:
+    """How far the rows of one m lie above the prior, as one factor.
+
+    Kernels work in tiles of tokens (six cost what eight do), which no fit that is smooth in m sees;
+    one row or two tell it: those of large shapes, whose time is n·k's. Shrunk towards 1.
+    """
+    expected = np.maximum(table.terms[at] @ prior, predict.TINY_S)
+    logs = np.log(table.seconds[at] / expected)
+    weight = table.weight[at] * np.square(table.terms[at][:, 3] * prior[3] / expected)
+    return float(np.exp(np.sum(weight * logs) / (np.sum(weight) + LEVEL_SHRINK)))
 
 
 def _coarse(table: Table, tokens: Floats) -> Floats:

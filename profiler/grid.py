@@ -96,8 +96,14 @@ def make_grid(
     pairs: Sequence[tuple[int, int]],
     tokens: Iterable[int],
     formats: Iterable[WeightFormat],
+    *,
+    heads: Iterable[tuple[int, int]] = (),
 ) -> Grid:
-    """All sizes of one device in every format and order it has, one task for each stage."""
+    """All sizes of one device in every format and order it has, one task for each stage.
+
+    `heads` are pairs of output heads, which only ever see the few tokens that are predicted from.
+    """
+    few = frozenset(heads)
     capabilities = device.capabilities
     orders: tuple[OperandOrder, ...] = capabilities.operand_orders if kind == "npu" else ("plain",)
     wanted = [
@@ -107,6 +113,7 @@ def make_grid(
         for order in orders
         for n, k in dict.fromkeys(pairs)
         for m in sorted(set(tokens))
+        if m <= DECODE_TOKENS or (n, k) not in few
     ]
     return prune(device, wanted)
 
@@ -134,3 +141,9 @@ def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
 def model_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
     """Distinct (n, k) of a model's matmuls."""
     return tuple(dict.fromkeys((shape.n, shape.k) for shape in shapes))
+
+
+def head_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
+    """(n, k) that only a model's output head has."""
+    others = {(shape.n, shape.k) for shape in shapes if shape.name != "lm_head"}
+    return tuple((s.n, s.k) for s in shapes if s.name == "lm_head" and (s.n, s.k) not in others)

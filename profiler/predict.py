@@ -60,6 +60,15 @@ def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
     return np.where(m > DECODE_TOKENS, stages, m)
 
 
+def padded_count(device: DeviceRecord, m: int) -> int:
+    """`padded_tokens` of one token count."""
+    sizes = device.capabilities.graph_sizes
+    if device.capabilities.static_shapes and sizes:
+        return min((g for g in sizes if g >= m), default=m)
+    stage = device.token_stage
+    return m if m <= DECODE_TOKENS else -(-m // stage) * stage
+
+
 def padded_rows(device: DeviceRecord, n: Floats) -> Floats:
     """Rows after padding to the device's stage."""
     return np.ceil(n / device.row_stage).astype(np.float64) * float(device.row_stage)
@@ -103,6 +112,28 @@ def evaluate_knots(knots: Knots, m: Floats, n: Floats, k: Floats) -> Floats:
     share = (m - tokens[at]) / (tokens[at + 1] - tokens[at])
     # Outside the knots the outer segments go on, but never below a tenth of the outer knot.
     return np.asarray(np.maximum(low + share * (high - low), np.maximum(0.1 * low, TINY_S)))
+
+
+def knots_table(knots: Knots, m: Floats, n: Floats, k: float) -> Floats:
+    """[M, N] seconds of all pairs of m [M] and n [N]: `evaluate_knots` at a fraction of its cost,
+    because time is linear in n at fixed m and k.
+    """
+    tokens, coefficients = _knot_arrays(knots)
+    fixed = coefficients[:, 0] + coefficients[:, 2] * k
+    slope = coefficients[:, 1] + coefficients[:, 3] * k
+    if len(tokens) == 1:
+        share = (m / tokens[0])[:, None]
+        return np.asarray(np.maximum((fixed[0] + slope[0] * n)[None, :] * share, TINY_S))
+    at = np.clip(np.searchsorted(tokens, m, side="right") - 1, 0, len(tokens) - 2)
+    share = (m - tokens[at]) / (tokens[at + 1] - tokens[at])
+    start = fixed[at] + share * (fixed[at + 1] - fixed[at])
+    rise = slope[at] + share * (slope[at + 1] - slope[at])
+    seconds = start[:, None] + rise[:, None] * n
+    beyond = (share > 1) | (share < 0) | (fixed[at + 1] < fixed[at]) | (slope[at + 1] < slope[at])
+    if beyond.any():
+        low = fixed[at[beyond]][:, None] + slope[at[beyond]][:, None] * n
+        seconds[beyond] = np.maximum(seconds[beyond], 0.1 * low)
+    return np.asarray(np.maximum(seconds, TINY_S, out=seconds))
 
 
 @lru_cache(maxsize=256)
@@ -178,6 +209,22 @@ def predict(
     return seconds
 
 
+def predict_table(
+    predictor: MatMulPredictor, device: DeviceRecord, m: Floats, n: Floats, k: float
+) -> Floats:
+    """[M, N] seconds of one kernel for all pairs of token counts m [M] and rows n [N]."""
+    tokens, rows = padded_tokens(device, m), padded_rows(device, n)
+    if predictor.model is not None:
+        return predictor.model.seconds(tokens[:, None], rows, np.asarray(k))
+    seconds = knots_table(predictor.knots, tokens, rows, k)
+    if predictor.trees:
+        every_m, every_n = (x.ravel() for x in np.meshgrid(m, n, indexing="ij"))
+        ks = np.full(len(every_m), k)
+        columns = features(device, predictor.weight_format, every_m, every_n, ks)
+        seconds *= np.exp(evaluate_trees(predictor.trees, columns)).reshape(seconds.shape)
+    return seconds
+
+
 def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k: Floats) -> Bools:
     """[S] whether a shape lies outside the measured range; padding counts for m."""
     tokens = padded_tokens(device, m)
@@ -204,7 +251,7 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["cached"] = float(cached * op.kv_heads * op.head_dim)
         case ops.Rope():
             terms["elements"] = float(m * op.width)
-        case ops.GatedAct():
+        case ops.GatedAct() | ops.Act():
             terms["elements"] = float(m * op.f)
         case ops.MatMul():
             terms["elements"] = float(m * (op.n + op.k))

@@ -348,7 +348,7 @@ class DeviceSync(Record):
     submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
                                      a launch takes from submission to end in an empty queue
     wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
-               (blocking call), `event` (its status polled), `flag` (a word of the output polled),
+               (blocking call), `event` (its status polled), `flag` (a completion flag polled),
                `fast` (the best usable)
     call_s     fixed cost of a blocking call
     copy_fixed_s, copy_s_per_byte    buffer copy; map_s: mapping a buffer that is mapped already

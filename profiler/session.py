@@ -217,6 +217,7 @@ class Session:
                 self.options.grid_pairs(),
                 grid.token_counts(record, self.options.grid_tokens()),
                 self.options.weight_formats,
+                heads=grid.head_pairs(self.options.shapes),
             )
             tasks += made.tasks
             self.pruned |= made.pruned

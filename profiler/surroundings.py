@@ -88,6 +88,7 @@ class Surroundings:
     def device(self, kind: DeviceKind) -> list[DeviceRecord]:
         """A device with the stages that were found; a quick profile looks for none."""
         device = self.devices[kind]
+        device.flag()  # so that the capabilities say whether one is seen in time
         if self.options.quick:
             return [DeviceRecord.of(device)]
         capabilities, tokens = device.capabilities, STAGE_TOKENS

@@ -9,26 +9,25 @@ from typing import Final
 
 import numpy as np
 
+from hetero.backends.protocol import DeviceKind
 from hetero.solver.options import HOST, Objective, Option
 from hetero.solver.pieces import Pieces
-from hetero.solver.plan import OpName, PlanError
+from hetero.solver.plan import OpName, PlanError, Strategy
 from hetero.solver.planner import Planner, Scenario, Solution
 from hetero.solver.tilings import Chooser, MatMulSpace, Rules
 
 NPU_NAMES: Final = ("padding", "pipe", "chunked", "online-prepare")
 CUT_NAMES: Final = ("row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut")
-STRATEGIES: Final = ("auto", "gpu-only", "layer", *NPU_NAMES, *CUT_NAMES)
+STRATEGIES: Final = ("auto", "gpu-only", "npu-only", "layer", *NPU_NAMES, *CUT_NAMES)
+CHUNK_TOKENS: Final = 256  # mllm-NPU's fixed chunk, or the graph next to it
 
 
 def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
     """The step under a named strategy. Raises `PlanError` where it is unknown or cannot run."""
     if strategy == "auto":
         return planner.solve(scenario)
-    if strategy == "gpu-only":
-        found = planner.single(scenario, "gpu")
-        if found is None:
-            raise PlanError(f"gpu-only: the profile has no GPU kernels for {planner.spec.name}")
-        return found
+    if strategy in ("gpu-only", "npu-only"):
+        return _single(planner, scenario, "gpu" if strategy == "gpu-only" else "npu")
     if strategy == "layer":
         return layer_level(planner, scenario)
     if strategy in CUT_NAMES:
@@ -36,6 +35,17 @@ def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
     if strategy in NPU_NAMES:
         return _npu(planner, scenario, strategy)
     raise PlanError(f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}")
+
+
+def _single(planner: Planner, scenario: Scenario, kind: DeviceKind) -> Solution:
+    found = planner.single(scenario, kind)
+    if found is None:
+        raise PlanError(
+            f"{kind}-only: profile {planner.profile.name} has no {kind.upper()} kernels for "
+            f"{planner.spec.name} in {scenario.phase} at {scenario.m} tokens: choose another "
+            "strategy"
+        )
+    return found
 
 
 def layer_level(planner: Planner, scenario: Scenario) -> Solution:
@@ -71,7 +81,7 @@ def _npu(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
     choose: Callable[[int], tuple[int, ...]] = {
         "padding": lambda m: _padding(m, sizes),
         "pipe": lambda m: _pipe(planner, m, sizes),
-        "chunked": lambda m: _chunks(m, sizes),
+        "chunked": lambda m: _chunks(planner, m),
         "online-prepare": lambda m: (m,),
     }[strategy]
     options: dict[OpName, list[Option]] = {}
@@ -145,9 +155,15 @@ def _sum_s(planner: Planner, graphs: tuple[int, ...]) -> float:
     )
 
 
-def _chunks(m: int, sizes: tuple[int, ...], chunk: int = 256) -> tuple[int, ...]:
-    """mllm-NPU: one fixed chunk size, the last chunk padded."""
-    fixed = min(sizes, key=lambda g: abs(g - chunk)) if sizes else m
+def chunk_tokens(planner: Planner, m: int) -> int:
+    """Tokens of one chunk of a prompt of m tokens (mllm-NPU)."""
+    sizes = [g for g in planner.sizes if g > 1]
+    return min(sizes, key=lambda g: abs(g - CHUNK_TOKENS)) if sizes else min(m, CHUNK_TOKENS)
+
+
+def _chunks(planner: Planner, m: int) -> tuple[int, ...]:
+    """One fixed chunk size, the last chunk padded."""
+    fixed = chunk_tokens(planner, m)
     return (fixed,) * -(-m // fixed)
 
 
@@ -159,7 +175,8 @@ def _sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], m: 
     starts = np.minimum(np.cumsum((0, *graphs)), m)
     spans = tuple((int(a), int(b)) for a, b in pairwise(starts))
     whole = float(table.sum())
-    base = Option("npu-only", "npu", whole, npu_s=whole, leaves=HOST, rows=space.n)
+    name: Strategy = "npu-only" if len(graphs) == 1 else "multi-sequence-cut"
+    base = Option(name, "npu", whole, npu_s=whole, leaves=HOST, rows=space.n)
     enter = planner.sync.wait_s + planner.sync.copy(4.0 * m * space.k)
     leave = planner.sync.copy(4.0 * m * space.n)
     return replace(base, enter_s=(enter + leave, leave), pieces=Pieces(spans, graphs))

@@ -14,17 +14,28 @@ from hetero.solver import residency
 from hetero.solver.candidates import explain
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.kernels import Precision
-from hetero.solver.memory import weight_memory
+from hetero.solver.memory import held_by_op, weight_memory
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Objective, Option
 from hetero.solver.place import tiles_of
-from hetero.solver.plan import ExecutionPlan, OpName, OpPlan, PlanError, Rest, Total
+from hetero.solver.plan import (
+    PHASES,
+    ExecutionPlan,
+    NamedStrategy,
+    OpName,
+    OpPlan,
+    PlanError,
+    Residency,
+    Rest,
+    Total,
+)
 from hetero.solver.planner import Planner, Scenario, Settings, Solution, with_graph_sizes
 from hetero.solver.tilings import Rules
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 DEFAULT_LENGTHS = (64, 256, 1024)
+DECODE = Scenario("decode", 1)
 Clock = Callable[[], float]
 
 
@@ -48,6 +59,11 @@ class PlanRequest:
     decode_tokens_per_prompt: int = 64
     explain: bool = True
     curves: bool = False
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Of seconds and of joules in the objective."""
+        return (0.0, 1.0) if self.objective == "energy" else (1.0, 0.0)
 
     def check(self) -> None:
         """Raises `PlanError` for a value that means nothing."""
@@ -75,30 +91,59 @@ def make_plan(
     request.check()
     start_s = clock()
     planner, notes = prepare(spec, profile, request)
-    scenarios = [Scenario("prefill", m) for m in sorted(set(request.seq_lens))]
-    scenarios.append(Scenario("decode", 1))
-    weights = (0.0, 1.0) if request.objective == "energy" else (1.0, 0.0)
-    objective = planner.objective(*weights)
-    solutions = _one_rest(planner, objective, [planner.solve(s, objective) for s in scenarios])
-    memory = weight_memory(planner, solutions)
-    budget = request.memory_budget_bytes
-    if budget is not None and memory.total_bytes > budget:
-        solutions = residency.solve(planner, scenarios, objective, budget, request)
-        memory = weight_memory(planner, solutions)
-        notes.append("the memory budget limits the cuts")
-    memory = memory.model_copy(update={"budget_bytes": budget})
+    scenarios = [*(Scenario("prefill", m) for m in sorted(set(request.seq_lens))), DECODE]
+    objective = planner.objective(*request.weights)
+    solutions = solve_within(planner, scenarios, objective, request, notes)
     notes += _share_notes(request, solutions)
+    found = assemble(planner, solutions, request, notes)
+    return found.model_copy(update={"solve_s": clock() - start_s} | _drawn(planner, request))
+
+
+def solve_within(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> list[Solution]:
+    """The best solutions that one plan can have: one device for the other operators of a phase,
+    weights within the memory budget.
+    """
+    solutions = _one_rest(planner, objective, [planner.solve(s, objective) for s in scenarios])
+    budget = request.memory_budget_bytes
+    if budget is not None and weight_memory(planner, solutions).total_bytes > budget:
+        solutions = agree(
+            planner, residency.solve(planner, scenarios, objective, budget, request), objective
+        )
+        notes.append("the memory budget limits the cuts")
+    return solutions
+
+
+def assemble(
+    planner: Planner,
+    solutions: Sequence[Solution],
+    request: PlanRequest,
+    notes: Sequence[str] = (),
+    *,
+    strategy: NamedStrategy = "auto",
+) -> ExecutionPlan:
+    """The document of these solutions."""
+    spec, profile = planner.spec, planner.profile
+    memory = weight_memory(planner, solutions)
+    candidates, pipe = request.explain and strategy == "auto", strategy == "pipe"
     return ExecutionPlan(
         model=spec.name,
+        strategy=strategy,
+        step_tokens=planner.step_tokens,
         profile=profile.name,
         objective=request.objective,
-        solve_s=clock() - start_s,
-        ops=tuple(entries(planner, solutions, with_candidates=request.explain)),
-        rest=_rest(solutions),
+        ops=tuple(entries(planner, solutions, with_candidates=candidates, pipe=pipe)),
+        rest=rest_of(solutions),
         totals=tuple(total(planner, s) for s in solutions),
         graph_sizes=planner.sizes,
         memory_bytes=memory.total_bytes,
-        memory=memory,
+        memory=memory.model_copy(update={"budget_bytes": request.memory_budget_bytes}),
+        residency=residency_of(planner, solutions),
         numbers=numbers_of(profile),
         precision=request.precision,
         weight_format=spec.weight_format,
@@ -108,17 +153,43 @@ def make_plan(
         profile_fingerprint=profile.fingerprint,
         model_fingerprint=planner.model_fingerprint,
         notes=tuple(notes),
-        curves=strategy_curves(planner, request.seq_lens) if request.curves else (),
-        front=front(planner, scenarios) if request.curves and planner.power is not None else (),
     )
 
 
+def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:
+    """What only a report needs."""
+    if not request.curves:
+        return {}
+    scenarios = [*(Scenario("prefill", m) for m in sorted(set(request.seq_lens))), DECODE]
+    found: dict[str, object] = {"curves": strategy_curves(planner, request.seq_lens)}
+    if planner.power is not None:
+        found["front"] = front(planner, scenarios)
+    return found
+
+
+def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, Residency]:
+    """Row cuts and the rows on each device, by matmul."""
+    solutions = list(solutions)
+    cuts: dict[OpName, set[int]] = {}
+    for solution in solutions:
+        for name, option in solution.options.items():
+            cuts.setdefault(name, set()).add(option.rows)
+    return {
+        name: Residency(
+            cuts=tuple(sorted(r for r in cuts[name] if 0 < r < planner.shape(name)[0])),
+            npu_rows=held.npu,
+            gpu_from=held.gpu,
+        )
+        for name, held in held_by_op(planner, solutions).items()
+    }
+
+
 def prepare(
-    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest
+    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, apart: bool = True
 ) -> tuple[Planner, list[str]]:
     """A planner with the graph sizes that were asked for, and what to say about it."""
     rules = Rules(margin=request.margin, max_gpu_share=request.max_gpu_share)
-    settings = Settings(precision=request.precision, rules=rules, context=request.context)
+    settings = Settings(request.precision, rules, request.context, apart)
     notes: list[str] = []
     if request.graph_sizes == "auto":
         chosen = sizes_module.choose(
@@ -142,7 +213,11 @@ def _graphs(profile: DeviceProfile) -> tuple[int, ...]:
 
 
 def entries(
-    planner: Planner, solutions: Iterable[Solution], *, with_candidates: bool = True
+    planner: Planner,
+    solutions: Iterable[Solution],
+    *,
+    with_candidates: bool = True,
+    pipe: bool = False,
 ) -> Iterable[OpPlan]:
     """The plan's entries: one for each matmul and scenario; the output head once per phase."""
     heads: set[str] = set()
@@ -152,7 +227,7 @@ def entries(
             if name == "lm_head" and scenario.phase in heads:
                 continue
             heads.update([scenario.phase] if name == "lm_head" else [])
-            yield entry(planner, scenario, name, option, with_candidates=with_candidates)
+            yield entry(planner, scenario, name, option, with_candidates=with_candidates, pipe=pipe)
 
 
 def entry(
@@ -162,6 +237,7 @@ def entry(
     option: Option,
     *,
     with_candidates: bool,
+    pipe: bool = False,
 ) -> OpPlan:
     """One matmul. The output head sees one token in either phase and holds for every length."""
     n, k = planner.shape(name)
@@ -182,6 +258,7 @@ def entry(
         npu_s=option.npu_s,
         energy_j=energy,
         candidates=explain(planner, name, m, option) if with_candidates else (),
+        pipe=pipe,
     )
 
 
@@ -227,8 +304,21 @@ def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution])
     return [*best, *(s for s in solutions if s.scenario.phase == "decode")]
 
 
-def _rest(solutions: Sequence[Solution]) -> Rest:
-    """The device of each phase (`_one_rest` made them agree)."""
+def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective) -> list[Solution]:
+    """The same options with one device for the other operators of each phase, the better one."""
+    found: list[Solution] = []
+    for phase in PHASES:
+        members = [s for s in solutions if s.scenario.phase == phase]
+        kinds = sorted({s.rests.device for s in members})
+        tried = [
+            [planner.evaluate(s.scenario, s.options, k, objective) for s in members] for k in kinds
+        ]
+        found += min(tried, key=lambda group: sum(s.chain.cost for s in group)) if kinds else []
+    return found
+
+
+def rest_of(solutions: Sequence[Solution]) -> Rest:
+    """The device of each phase; its scenarios agree."""
     found = {s.scenario.phase: s.rests.device for s in solutions}
     return Rest(prefill=found["prefill"], decode=found["decode"])
 

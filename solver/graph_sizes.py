@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_matrix
 
 from hetero.solver.plan import PlanError
 from hetero.solver.planner import Planner, Scenario
@@ -116,6 +114,9 @@ def _solve(
     limits: list[float],
 ) -> tuple[set[int], float]:
     """y_g and x_{l,set}: Σ_set x = 1, x ≤ y_g for every g of the set, budgets on y."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
+    from scipy.sparse import lil_matrix
+
     at = {g: i for i, g in enumerate(sizes)}
     lengths, columns = costs.shape
     pairs = [(i, j) for i in range(lengths) for j in range(columns) if np.isfinite(costs[i, j])]

@@ -18,6 +18,7 @@ from hetero.profiler.records import DeviceRecord, phase_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.intp]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 Precision: TypeAlias = Literal["auto", "a16", "a8", "any"]
 
 _ASPECT: Final = 1.5  # as `hetero.profiler.grid.WIDE`: wide or tall from here
@@ -50,9 +51,11 @@ class Kernels:
     ) -> None:
         self.cost, self.weight_format, self.precision = cost, weight_format, precision
         kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
+        self._quarantined = {entry.device for entry in cost.profile.quarantined}
         self.options: dict[DeviceKind, tuple[KernelOption, ...]] = {
             kind: self._options(kind) for kind in kinds
         }
+        self._choices: dict[tuple[DeviceKind, int, int, int], KernelOption] = {}
         self._allowed: dict[tuple[DeviceKind, KernelOption, str, str], bool] = {}
 
     def has(self, device: DeviceKind) -> bool:
@@ -72,13 +75,24 @@ class Kernels:
             if self.precision == "auto" and not self._is_base(device, i):
                 better &= ~self._base_exists(device, parts)
             chosen, index = np.where(better, part, chosen), np.where(better, i, index)
-        empty = (tokens == 0)[:, None] | (rows == 0)[None, :]
-        return Table(np.where(empty, 0.0, chosen), index)
+        chosen[tokens == 0] = 0.0
+        chosen[:, rows == 0] = 0.0
+        return Table(chosen, index)
+
+    def choice(self, device: DeviceKind, m: int, n: int, k: int) -> KernelOption:
+        """The kernel that gives the time of one pair of sizes."""
+        options = self.options[device]
+        if len(options) == 1:
+            return options[0]
+        key = (device, m, n, k)
+        if key not in self._choices:
+            self._choices[key] = options[int(self.table(device, [m], [n], k).option[0, 0])]
+        return self._choices[key]
 
     def _is_base(self, device: DeviceKind, i: int) -> bool:
         return self.options[device][i].weight_format is self.weight_format
 
-    def _base_exists(self, device: DeviceKind, parts: list[Floats]) -> npt.NDArray[np.bool_]:
+    def _base_exists(self, device: DeviceKind, parts: list[Floats]) -> Bools:
         base = [np.isfinite(p) for i, p in enumerate(parts) if self._is_base(device, i)]
         return np.any(base, axis=0) if base else np.zeros(parts[0].shape, dtype=np.bool_)
 
@@ -92,6 +106,9 @@ class Kernels:
             and p.weight_format.storage is storage
             and self._fits(p.weight_format)
         ]
+        base = [option for option in found if option.weight_format is self.weight_format]
+        if self.precision == "auto" and base and device not in self._quarantined:
+            found = base  # nothing else would ever be chosen
         return tuple(sorted(found, key=lambda o: (o.weight_format is not self.weight_format, o)))
 
     def _fits(self, weight_format: WeightFormat) -> bool:
@@ -101,15 +118,15 @@ class Kernels:
     def _seconds(
         self, device: DeviceKind, option: KernelOption, ms: Floats, ns: Floats, k: int
     ) -> Floats:
-        found = self.cost.matmul_s(
+        found = self.cost.table_s(
             device,
             option.weight_format,
-            np.maximum(ms, 1)[:, None],
-            np.maximum(ns, 1)[None, :],
+            np.maximum(ms, 1),
+            np.maximum(ns, 1),
             k,
             option.order,
-        ).seconds
-        if not self.cost.profile.quarantined:
+        )
+        if device not in self._quarantined:
             return found
         decode = np.asarray([phase_of(int(m)) == "decode" for m in ms])[:, None]
         aspects = np.where(ns >= _ASPECT * k, 2, np.where(k >= _ASPECT * ns, 0, 1))

@@ -12,10 +12,14 @@ from typing import Final, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero.backends.ops import (
+    Act,
     Activation,
+    Add,
+    AddPositions,
     Attention,
     Embed,
     GatedAct,
+    LayerNorm,
     MatMul,
     Op,
     RMSNorm,
@@ -55,7 +59,7 @@ class ModelSpec(BaseModel):
     """Shapes of a decoder-only model; everything needed to cost a step, and no weights.
 
     `max_position` is in tokens. `windows` has one entry per layer: the sliding attention window in
-    tokens, 0 for full attention.
+    tokens, 0 for full attention. The other fields are those of `hetero.models.config.ModelConfig`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,6 +84,16 @@ class ModelSpec(BaseModel):
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
+    rotary_dim: int = 0
+    positions: int = 0
+    norm: Literal["rms", "layer"] = "rms"
+    out_norms: bool = False
+    parallel: bool = False
+    gated: bool = True
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embed_scale: float = 1.0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -102,7 +116,13 @@ class ModelSpec(BaseModel):
     def matmul_op(self, name: MatMulName) -> MatMul:
         """Operation record of a matmul, all rows in one piece."""
         spec = self.matmul(name)
-        return MatMul(n=spec.n, k=spec.k, weight_format=self.weight_format, bias=spec.bias)
+        return MatMul(
+            n=spec.n,
+            k=spec.k,
+            weight_format=self.weight_format,
+            bias=spec.bias,
+            softcap=self.logit_softcap if name == "lm_head" else 0.0,
+        )
 
     def step_ops(self, capacity: int) -> tuple[StepOp, ...]:
         """Every operator of one step with a KV cache of `capacity` tokens, matmuls included.
@@ -113,31 +133,63 @@ class ModelSpec(BaseModel):
         return (*matmuls, *self._other_ops(capacity))
 
     def _other_ops(self, capacity: int) -> list[StepOp]:
-        first = RMSNorm(d=self.hidden_size, eps=self.rms_norm_eps)
-        fused = RMSNorm(d=self.hidden_size, eps=self.rms_norm_eps, add=True)
-        embed = Embed(vocab=self.vocab_size, d=self.hidden_size, weight_format=self.weight_format)
-        gated = GatedAct(f=self.intermediate_size, activation=self.activation)
-        attention = [
-            StepOp("attention", self.attention_op(capacity, window), count)
-            for window, count in sorted(self._window_counts().items())
+        """The operators that are not matmuls, named by what they do."""
+        norms = self.layers if self.parallel else 2 * self.layers  # input norms but one, final norm
+        found = [
+            StepOp("embed", self.embed_op(), 1),
+            StepOp("first_norm", self.norm_op(), 1),
+            StepOp("norm", self.norm_op(add=True), norms),
+            self._placing(),
+            *(
+                StepOp("attention", self.attention_op(capacity, window), count)
+                for window, count in sorted(self._window_counts().items())
+            ),
+            StepOp("activation", self.activation_op(), self.layers),
         ]
-        return [
-            StepOp("embed", embed, 1),
-            StepOp("first_norm", first, 1),
-            StepOp("norm", fused, 2 * self.layers),  # input norms but one, post norms, final norm
-            StepOp("rope", self.rope_op(), self.layers),
-            *attention,
-            StepOp("gated_act", gated, self.layers),
-        ]
+        if self.out_norms:
+            found.append(StepOp("out_norm", self.norm_op(), 2 * self.layers))
+        if self.parallel:
+            found.append(StepOp("join", Add(d=self.hidden_size), self.layers))
+        return found
 
-    def rope_op(self) -> Rope:
+    def _placing(self) -> StepOp:
+        """What tells positions apart."""
+        if self.positions:
+            return StepOp("positions", self.positions_op(), 1)
+        return StepOp("rope", self.rope_op(), self.layers)
+
+    def embed_op(self) -> Embed:
+        """Operation record of the embedding."""
+        return Embed(
+            vocab=self.vocab_size,
+            d=self.hidden_size,
+            weight_format=self.weight_format,
+            scale=self.embed_scale,
+        )
+
+    def positions_op(self, offset: int = 0) -> AddPositions:
+        """Operation record of the learned positions, whose first is row `offset` of the table."""
+        return AddPositions(d=self.hidden_size, rows=self.positions, offset=offset)
+
+    def norm_op(self, *, add: bool = False) -> RMSNorm | LayerNorm:
+        """Operation record of a norm, with the addition to the residual stream before it."""
+        kind = LayerNorm if self.norm == "layer" else RMSNorm
+        return kind(d=self.hidden_size, eps=self.rms_norm_eps, add=add)
+
+    def activation_op(self) -> GatedAct | Act:
+        """Operation record of what is between the matmuls of the feed-forward."""
+        kind = GatedAct if self.gated else Act
+        return kind(f=self.intermediate_size, activation=self.activation)
+
+    def rope_op(self, max_position: int = 0) -> Rope:
         """Operation record of the rotary embedding, with the query/key norm if there is one."""
         return Rope(
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             theta=self.rope_theta,
-            max_position=self.max_position,
+            max_position=max_position or self.max_position,
+            rotary_dim=self.rotary_dim,
             scaling=self.rope_scaling,
             qk_norm_eps=self.rms_norm_eps if self.qk_norm else None,
         )
@@ -150,6 +202,8 @@ class ModelSpec(BaseModel):
             head_dim=self.head_dim,
             capacity=capacity,
             window=window,
+            scale=self.attention_scale,
+            softcap=self.attention_softcap,
         )
 
     def _window_counts(self) -> dict[int, int]:

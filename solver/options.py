@@ -63,9 +63,14 @@ class Sync:
             copy_s_per_byte=sync.copy_s_per_byte,
         )
 
+    @property
+    def copies(self) -> bool:
+        """Whether activations are copied at all."""
+        return self.copy_s != 0 or self.copy_s_per_byte != 0
+
     def copy(self, nbytes: float) -> float:
         """One copy; nothing where nothing is copied."""
-        if nbytes <= 0 or (self.copy_s == 0 and self.copy_s_per_byte == 0):
+        if nbytes <= 0 or not self.copies:
             return 0.0
         return self.copy_s + self.copy_s_per_byte * nbytes
 

@@ -50,12 +50,8 @@ def _gpu(space: MatMulSpace, option: Option, m: int) -> Iterator[Tile]:
 def _tile(
     space: MatMulSpace, device: DeviceKind, tokens: Span, rows: Span, size: int | None
 ) -> Tile:
-    options = space.kernels.options[device]
-    chosen = options[0]
-    if len(options) > 1:
-        count = size or tokens[1] - tokens[0]
-        table = space.kernels.table(device, [count], [rows[1] - rows[0]], space.k)
-        chosen = options[int(table.option[0, 0])]
+    count = size or tokens[1] - tokens[0]
+    chosen = space.kernels.choice(device, count, rows[1] - rows[0], space.k)
     own = chosen.weight_format is space.kernels.weight_format
     return Tile(
         device=device,

@@ -25,6 +25,10 @@ Strategy: TypeAlias = Literal[
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"
 ]
 OpName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head", "q", "k", "v", "gate", "up"]
+NamedStrategy: TypeAlias = Literal[
+    "auto", "gpu-only", "npu-only", "layer", "row-cut", "sequence-cut", "multi-sequence-cut",
+    "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
+]  # fmt: skip
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Start = Annotated[int, Field(ge=0)]
 Stop = Annotated[int, Field(ge=1)]
@@ -67,6 +71,11 @@ class Tile(_Record):
         start, stop = self.tokens
         return self.model_copy(update={"tokens": (start, m if stop is None else stop)})
 
+    def clipped(self, m: int) -> Tile:
+        """The same tile without the tokens from m on; its graph is padded."""
+        start, stop = self.tokens
+        return self.model_copy(update={"tokens": (start, m if stop is None else min(stop, m))})
+
 
 class Candidate(_Record):
     """The best tiling of one strategy: its time, and why it lost (or that it was chosen)."""
@@ -78,7 +87,11 @@ class Candidate(_Record):
 
 
 class OpPlan(_Record):
-    """The partition of one matmul (all layers alike) for a phase and token count."""
+    """The partition of one matmul (all layers alike) for a phase and token count.
+
+    `pipe` marks the paper's NPU-only comparison of that name, which alone may give the NPU more
+    than two pieces along tokens.
+    """
 
     phase: Phase
     m: int | None
@@ -92,6 +105,7 @@ class OpPlan(_Record):
     npu_s: float | None = None
     energy_j: float | None = None
     candidates: tuple[Candidate, ...] = ()
+    pipe: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -99,8 +113,24 @@ class OpPlan(_Record):
             raise ValueError(f"{self.phase} {self.op}: a cut along tokens needs an exact m")
         what = f"{self.phase} {self.op}" + (f" at {self.m} tokens" if self.m else "")
         check_cover(self.tiles, m=self.m or 1, n=self.n, what=what)
-        check_pieces(self.tiles, what=what)
+        if not self.pipe:
+            check_pieces(self.tiles, what=what)
         return self
+
+    def clipped(self, m: int) -> OpPlan:
+        """The same partition with the outputs of the first m tokens only (m at most the entry's).
+
+        Its times are those of the longer call.
+        """
+        tiles = (tile.clipped(m) for tile in self.tiles if tile.tokens[0] < m)
+        return self.model_copy(update={"m": m, "tiles": tuple(tiles)})
+
+    def for_any_length(self) -> OpPlan:
+        """A whole matmul's entry for every token count. Raises `PlanError` for a cut one."""
+        if len(self.tiles) > 1:
+            raise PlanError(f"{self.phase} {self.op}: a cut matmul holds for {self.m} tokens alone")
+        tile = self.tiles[0].model_copy(update={"tokens": (0, None), "graph_size": None})
+        return self.model_copy(update={"m": None, "tiles": (tile,)})
 
     def _cuts_tokens(self) -> bool:
         return any(tile.tokens != (0, None) for tile in self.tiles)
@@ -173,11 +203,30 @@ class Memory(_Record):
         return self.gpu_bytes + self.npu_bytes
 
 
+class Residency(_Record):
+    """Where the rows of one matmul live: [0, npu_rows) on the NPU, [gpu_from, n) on the GPU.
+
+    `cuts` are the row cuts of the plan's tilings: the ends of segments to prepare.
+    """
+
+    cuts: tuple[Stop, ...]
+    npu_rows: Start
+    gpu_from: Start
+
+
 class ExecutionPlan(_Record):
-    """What the solver decides and the runtime executes (INTERFACES: the document of `plan`)."""
+    """What the solver decides and the runtime executes (INTERFACES: the document of `plan`).
+
+    `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
+    `graph_sizes` are the token counts whose NPU graphs are prepared ahead; a tile with another
+    `graph_size` is prepared while the prompt waits (`online-prepare`). `step_tokens` is the longest
+    call that the plan is meant for; longer prompts run in several (`steps`).
+    """
 
     schema_version: Literal[1] = 1
     model: str
+    strategy: NamedStrategy = "auto"
+    step_tokens: Annotated[int, Field(ge=1)] | None = None
     profile: str | None = None
     objective: Literal["latency", "energy"] = "latency"
     solve_s: float | None = None
@@ -187,6 +236,7 @@ class ExecutionPlan(_Record):
     graph_sizes: tuple[int, ...] = ()
     memory_bytes: int | None = None
     memory: Memory | None = None
+    residency: dict[OpName, Residency] = {}
     numbers: Literal["measured", "predicted", "simulated"] | None = None
     precision: Literal["auto", "a16", "a8", "any"] = "auto"
     weight_format: WeightFormat | None = None
@@ -210,11 +260,27 @@ class ExecutionPlan(_Record):
         return tuple(tile.resolved(m) for tile in self.entry(phase, m, op).tiles)
 
     def entry(self, phase: Phase, m: int, op: str) -> OpPlan:
-        """The entry for one matmul at m tokens. Raises `PlanError` if there is none."""
-        matches = [o for o in self.ops if o.phase == phase and o.op == op and o.m in (m, None)]
-        if not matches:
-            raise PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens")
-        return max(matches, key=lambda o: o.m is not None)
+        """The entry for one matmul at m tokens: that for exactly m, else that for any m, else the
+        next longer one without the tokens that are not there. Raises `PlanError` if there is none.
+        """
+        matches = [o for o in self.ops if o.phase == phase and o.op == op]
+        exact = [o for o in matches if o.m == m] or [o for o in matches if o.m is None]
+        if exact:
+            return exact[0]
+        longer = [o for o in matches if o.m is not None and o.m > m]
+        if longer:
+            return min(longer, key=lambda o: o.m or 0).clipped(m)
+        known = sorted({o.m for o in matches if o.m is not None})
+        hint = f", only for up to {known[-1]}" if known else ""
+        raise PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens{hint}")
+
+    def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
+        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each."""
+        limits = [x for x in (self.step_tokens, longest) if x is not None]
+        if not limits:
+            return (tokens,)
+        full, rest = divmod(tokens, min(limits))
+        return (min(limits),) * full + ((rest,) if rest else ())
 
     def devices(self) -> frozenset[DeviceKind]:
         """Device kinds that the plan uses."""
@@ -277,17 +343,16 @@ class ExecutionPlan(_Record):
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
     """Every output of [0, m) × [0, n) lies in exactly one tile (invariant 2). Raises ValueError."""
-    resolved = [tile.resolved(m) for tile in tiles]
+    spans: list[tuple[int, int, int, int]] = []
     area = 0
-    for i, tile in enumerate(resolved):
-        (t0, t1), (r0, r1) = tile.tokens, tile.rows
-        assert t1 is not None
+    for tile in tiles:
+        (t0, end), (r0, r1) = tile.tokens, tile.rows
+        t1 = m if end is None else end
         if not (0 <= t0 < t1 <= m and 0 <= r0 < r1 <= n):
-            raise ValueError(
-                f"{what}: tile tokens {tile.tokens} rows {tile.rows} is outside {m}×{n}"
-            )
-        if any(_overlap(tile, other) for other in resolved[:i]):
-            raise ValueError(f"{what}: tile tokens {tile.tokens} rows {tile.rows} overlaps another")
+            raise ValueError(f"{what}: tile tokens {(t0, t1)} rows {tile.rows} is outside {m}×{n}")
+        if any(t0 < b and a < t1 and r0 < d and c < r1 for a, b, c, d in spans):
+            raise ValueError(f"{what}: tile tokens {(t0, t1)} rows {tile.rows} overlaps another")
+        spans.append((t0, t1, r0, r1))
         area += (t1 - t0) * (r1 - r0)
     if area != m * n:
         raise ValueError(f"{what}: the tiles cover {area} of {m * n} outputs")
@@ -305,12 +370,3 @@ def check_pieces(tiles: tuple[Tile, ...], *, what: str) -> None:
                 f"{what}: the NPU computes rows {list(rows)} in {count} pieces along tokens, at "
                 "most 2 are allowed"
             )
-
-
-def _overlap(a: Tile, b: Tile) -> bool:
-    def meet(x: tuple[int, int | None], y: tuple[int, int | None]) -> bool:
-        assert x[1] is not None
-        assert y[1] is not None
-        return x[0] < y[1] and y[0] < x[1]
-
-    return meet(a.tokens, b.tokens) and meet(a.rows, b.rows)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
@@ -20,13 +17,12 @@ from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option, Power, Sync
 from hetero.solver.plan import OpName, Phase, PlanError
-from hetero.solver.steps import Rests, rest_options
+from hetero.solver.steps import RestCosts, Rests
 from hetero.solver.tilings import Chooser, MatMulSpace, Rules
 
 BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
     ("qkv", ("q", "k", "v")), ("o", ()), ("gate_up", ("gate", "up")), ("down", ()),
 )  # fmt: skip
-Masks = Mapping[OpName, npt.NDArray[np.bool_]]
 Extra = Mapping[OpName, list[Option]]
 
 
@@ -70,7 +66,10 @@ class Solution(NamedTuple):
 
 
 class Planner:
-    """Tables of one model on one profile; `solve` is then quick for any length."""
+    """Tables of one model on one profile; `solve` is then quick for any length.
+
+    `rows` limits the row cuts of a matmul, by name.
+    """
 
     def __init__(
         self,
@@ -80,7 +79,9 @@ class Planner:
         *,
         cost: CostModel | None = None,
         sync: Sync | None = None,
+        rows: Mapping[OpName, Sequence[int]] | None = None,
     ) -> None:
+        self.rows = dict(rows or {})
         self.spec, self.profile, self.settings = spec, profile, settings
         self.cost = cost or CostModel(profile)
         self.kernels = Kernels(self.cost, spec.weight_format, settings.precision)
@@ -89,7 +90,7 @@ class Planner:
         record = profile.devices.get("npu")
         self.sizes = graph_sizes(record) if record is not None else ()
         self._spaces: dict[OpName, MatMulSpace] = {}
-        self._rests: dict[Scenario, dict[DeviceKind, Rests]] = {}
+        self._menus: dict[tuple[OpName, int, Objective], list[Option]] = {}
         self._refuse_foreign_formats()
 
     def objective(self, seconds: float = 1.0, joules: float = 0.0) -> Objective:
@@ -106,27 +107,23 @@ class Planner:
         scenario: Scenario,
         objective: Objective | None = None,
         *,
-        masks: Masks | None = None,
         options: Extra | None = None,
         rest: DeviceKind | None = None,
     ) -> Solution:
         """The best plan of one scenario.
 
-        `masks` limits the tilings of a matmul, by name; `options` replaces what it may choose from;
-        `rest` fixes the device of the other operators. `PlanError` if nothing is possible.
+        `options` replaces what a matmul may choose from, by name; `rest` fixes the device of the
+        other operators. `PlanError` if nothing is possible.
         """
         objective = objective or self.objective()
         self._check_length(scenario)
         found = dict(options or {})
-        chooser = Chooser(self.sync, self.settings.rules, objective)
-        for name in self._names(apart=self.settings.apart and masks is None and options is None):
+        for name in self._names(apart=self.settings.apart and options is None):
             if name not in found:
                 m = 1 if name == "lm_head" else scenario.m
-                mask = None if masks is None else masks.get(name)
-                found[name] = chooser.options(self.space(name), m, mask=mask)
+                found[name] = self.menu(name, m, objective)
         best: Solution | None = None
-        available = self.rests(scenario)
-        for rests in [available[rest]] if rest in available else available.values():
+        for rests in self.rests(scenario, rest).values():
             candidate = self._solve_groups(scenario, objective, rests, found)
             if candidate is not None and (best is None or candidate.chain.cost < best.chain.cost):
                 best = candidate
@@ -140,15 +137,30 @@ class Planner:
 
     def with_graph_sizes(self, sizes: Iterable[int]) -> Planner:
         """The same with other NPU graphs."""
+        profile = with_graph_sizes(self.profile, sizes)
+        return Planner(self.spec, profile, self.settings, sync=self.sync, rows=self.rows)
+
+    def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
+        """The same with these row cuts alone."""
         return Planner(
-            self.spec, with_graph_sizes(self.profile, sizes), self.settings, sync=self.sync
+            self.spec, self.profile, self.settings, cost=self.cost, sync=self.sync, rows=rows
         )
+
+    def menu(self, name: OpName, m: int, objective: Objective) -> list[Option]:
+        """What a matmul may choose from (`Chooser.options`), worked out once."""
+        key = (name, m, objective)
+        if key not in self._menus:
+            chooser = Chooser(self.sync, self.settings.rules, objective)
+            self._menus[key] = chooser.options(self.space(name), m)
+        return self._menus[key]
 
     def space(self, name: OpName) -> MatMulSpace:
         """Tables of a matmul, made on first use."""
         if name not in self._spaces:
             n, k = self.shape(name)
-            self._spaces[name] = MatMulSpace(self.kernels, n, k, row_steps=self.settings.row_steps)
+            self._spaces[name] = MatMulSpace(
+                self.kernels, n, k, row_steps=self.settings.row_steps, rows=self.rows.get(name)
+            )
         return self._spaces[name]
 
     def shape(self, name: OpName) -> tuple[int, int]:
@@ -166,42 +178,50 @@ class Planner:
                 matmul = spec.matmul(name)
                 return matmul.n, matmul.k
 
-    def rests(self, scenario: Scenario) -> dict[DeviceKind, Rests]:
-        """Times of all other operators by device."""
-        if scenario not in self._rests:
-            context = 0 if scenario.phase == "prefill" else self.settings.context
-            self._rests[scenario] = rest_options(
-                self.cost, self.spec, self.sync, scenario.m, context
-            )
-        return self._rests[scenario]
+    @property
+    def step_tokens(self) -> int | None:
+        """Tokens of the longest call: what two graphs hold; None where the NPU takes any."""
+        return 2 * self.sizes[-1] if self.sizes else None
+
+    def rests(self, scenario: Scenario, only: DeviceKind | None = None) -> dict[DeviceKind, Rests]:
+        """Times of all other operators by device; of one device alone if it can run them."""
+        context = 0 if scenario.phase == "prefill" else self.settings.context
+        costs = self._rest_costs
+        kinds = (only,) if only is not None and only in costs.devices else costs.devices
+        return {kind: costs.on(kind, scenario.m, context) for kind in kinds}
 
     def evaluate(
-        self, scenario: Scenario, options: Mapping[OpName, Option], rest: DeviceKind | None = None
+        self,
+        scenario: Scenario,
+        options: Mapping[OpName, Option],
+        rest: DeviceKind | None = None,
+        objective: Objective | None = None,
     ) -> Solution:
         """The step with these options and no choice left but the rest's device."""
         single: Extra = {name: [replace(o, barred=frozenset())] for name, o in options.items()}
-        available = self.rests(scenario)
-        wanted = [available[rest]] if rest in available else list(available.values())
-        objective = Objective()
+        wanted = self.rests(scenario, rest).values()
+        objective = objective or Objective()
         solved = [self._solve_groups(scenario, objective, r, single) for r in wanted]
-        return min((s for s in solved if s is not None), key=lambda s: s.seconds)
+        return min((s for s in solved if s is not None), key=lambda s: s.chain.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
         """All matmuls on one device, and the rest too if it can; None if it cannot."""
-        chooser = Chooser(self.sync, Rules(margin=0.0), Objective())
         options: dict[OpName, Option] = {}
         for name in self._names(apart=False):
             m = 1 if name == "lm_head" else scenario.m
             fitting = [
                 replace(o, barred=frozenset())
-                for o in chooser.options(self.space(name), m)
+                for o in self.menu(name, m, Objective(power=self.power))
                 if o.mode == device and o.together_s < INF
             ]
             if not fitting:
                 return None
             options[name] = fitting[0]
-        rest = device if device in self.rests(scenario) else None
-        return self.evaluate(scenario, options, rest)
+        return self.evaluate(scenario, options, device)
+
+    @cached_property
+    def _rest_costs(self) -> RestCosts:
+        return RestCosts(self.cost, self.spec, self.sync)
 
     @cached_property
     def model_fingerprint(self) -> str:
@@ -213,7 +233,7 @@ class Planner:
         for name, parts in BLOCK:
             if name in known:
                 yield name
-                if apart:
+                if apart and (name != "gate_up" or self.spec.gated):
                     yield from parts
         if "lm_head" in known:
             yield "lm_head"

@@ -7,8 +7,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
 
 from hetero.solver.memory import Held, row_bytes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
@@ -78,7 +76,7 @@ class _Program:
         if key not in self._options:
             m = 1 if name == "lm_head" else scenario.m
             grid = self._grid(name, m)
-            mask = _mask(grid, held, m, self.planner.shape(name)[0])
+            mask = mask_of(grid, held, m, self.planner.shape(name)[0])
             self._options[key] = self.chooser.options(
                 self.planner.space(name), m, grid=grid, mask=mask, gpu_alone=held.gpu == 0
             )
@@ -124,10 +122,10 @@ class _Program:
         return int(grid.rows[j])
 
 
-def _mask(grid: Grid, held: Held, m: int, n: int) -> npt.NDArray[np.bool_]:
+def mask_of(grid: Grid, held: Held, m: int, n: int) -> npt.NDArray[np.bool_]:
     """[T, R] tilings that these rows allow."""
     rows = np.asarray(grid.rows)[None, :]
-    whole = np.asarray(grid.cuts)[:, None] == m
+    whole = grid.cuts[:, None] == m
     gpu_from = np.where(whole, np.where(rows < n, rows, n), 0)
     return np.asarray((rows <= held.npu) & (gpu_from >= held.gpu))
 
@@ -155,6 +153,9 @@ class _Builder:
 
     def solve(self, budget_bytes: float) -> dict[OpName, Held] | None:
         """Run `milp`; None if infeasible."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
+        from scipy.sparse import coo_matrix
+
         row = self._row(-np.inf, 1.0)
         planner = self.program.planner
         for (name, held), column in self.y.items():

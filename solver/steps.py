@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from hetero.backends.ops import Op
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import GPU, HOST, Option, Sync
+
+# Stage of the chain that an operator belongs to, and how often a layer has that stage (0: the stage
+# comes once, before the layers).
+STAGES: Final = {
+    "embed": ("head", 0),
+    "positions": ("head", 0),
+    "first_norm": ("head", 0),
+    "rope": ("attention", 1),
+    "attention": ("attention", 1),
+    "norm": ("norm", 2),
+    "out_norm": ("norm", 2),
+    "join": ("norm", 2),
+    "activation": ("activation", 1),
+}
+KEPT: Final = 1024  # times that are remembered
 
 
 @dataclass(frozen=True)
@@ -27,51 +42,60 @@ class Rests:
         return "gpu" if self.head.mode == "gpu" else "npu"
 
 
-def rest_options(
-    cost: CostModel, spec: ModelSpec, sync: Sync, m: int, context: int
-) -> dict[DeviceKind, Rests]:
-    """Devices that run all other operators of a step. Raises `ProfileError` if none does."""
-    found: dict[DeviceKind, Rests] = {}
-    reasons: list[str] = []
-    ops = {step.name: (step.op, step.count) for step in spec.step_ops(context + m)}
-    names = [step.name for step in spec.step_ops(context + m)][len(spec.matmuls) :]
-    kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
-    for kind in kinds:
-        missing = [
-            a.reason for name in set(names) if not (a := cost.allowed_op(kind, ops[name][0], m))
+class RestCosts:
+    """Times of a model's other operators on one profile. Raises `ProfileError` if no device has
+    all of them.
+    """
+
+    def __init__(self, cost: CostModel, spec: ModelSpec, sync: Sync) -> None:
+        self.cost, self.spec, self.sync = cost, spec, sync
+        self._known: dict[tuple[DeviceKind, int, int], Rests] = {}
+        steps = spec.step_ops(spec.max_position)[len(spec.matmuls) :]
+        self.steps = [
+            (STAGES[step.name][0], step.op, step.count / _occasions(step.name, spec))
+            for step in steps
         ]
-        if missing or kind not in cost.profile.devices:
-            reasons += missing
-            continue
-        found[kind] = _rests(cost, spec, sync, kind, m, context)
-    if not found:
-        raise ProfileError(
-            f"profile {cost.profile.name} lacks operators of {spec.name} "
-            f"({', '.join(sorted(set(reasons))) or 'no device'}): take it again with "
-            "`hetero profile`"
+        kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
+        reasons = {kind: self._reasons(kind) for kind in kinds}
+        self.devices = tuple(kind for kind in kinds if not reasons[kind])
+        if not self.devices:
+            missing = sorted({reason for found in reasons.values() for reason in found})
+            raise ProfileError(
+                f"profile {cost.profile.name} lacks operators of {spec.name} "
+                f"({', '.join(missing)}): take it again with `hetero profile`"
+            )
+
+    def _reasons(self, kind: DeviceKind) -> list[str]:
+        if kind not in self.cost.profile.devices:
+            return [f"no {kind}"]
+        checks = [self.cost.allowed_op(kind, op, 1) for _, op, _ in self.steps]
+        return [check.reason for check in checks if not check]
+
+    def on(self, kind: DeviceKind, m: int, context: int) -> Rests:
+        """Times of m tokens after `context` others on one of `devices`."""
+        key = (kind, m, context)
+        if key not in self._known:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[key] = self._rests(kind, m, context)
+        return self._known[key]
+
+    def _rests(self, kind: DeviceKind, m: int, context: int) -> Rests:
+        times = dict.fromkeys(("head", "attention", "norm", "activation"), 0.0)
+        for stage, op, share in self.steps:
+            times[stage] += share * float(self.cost.other_s(kind, op, m, context).seconds)
+        return Rests(
+            head=_option(kind, times["head"], self.sync),
+            attention=_option(kind, times["attention"], self.sync),
+            norm=_option(kind, times["norm"], self.sync),
+            activation=_option(kind, times["activation"], self.sync),
         )
-    return found
 
 
-def _rests(
-    cost: CostModel, spec: ModelSpec, sync: Sync, kind: DeviceKind, m: int, context: int
-) -> Rests:
-    times = {"embed": 0.0, "first_norm": 0.0, "norm": 0.0, "rope": 0.0, "attention": 0.0}
-    times["gated_act"] = 0.0
-    for step in spec.step_ops(context + m)[len(spec.matmuls) :]:
-        seconds = _seconds(cost, kind, step.op, m, context)
-        share = step.count / spec.layers if step.name == "attention" else 1.0
-        times[step.name] += share * seconds
-    return Rests(
-        head=_option(kind, times["embed"] + times["first_norm"], sync),
-        attention=_option(kind, times["rope"] + times["attention"], sync),
-        norm=_option(kind, times["norm"], sync),
-        activation=_option(kind, times["gated_act"], sync),
-    )
-
-
-def _seconds(cost: CostModel, kind: DeviceKind, op: Op, m: int, context: int) -> float:
-    return float(cost.other_s(kind, op, m, context).seconds)
+def _occasions(name: str, spec: ModelSpec) -> int:
+    """How often a step has an operator's stage."""
+    per_layer = STAGES[name][1]
+    return per_layer * spec.layers if per_layer else 1
 
 
 def _option(kind: DeviceKind, seconds: float, sync: Sync) -> Option:

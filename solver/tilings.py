@@ -6,16 +6,17 @@ seconds [T, R]; impossible ones are infinite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from hetero.profiler.cost import CostModel
 from hetero.profiler.records import phase_of
-from hetero.solver.kernels import Floats, Ints, Kernels, graph_sizes
+from hetero.solver.kernels import Bools, Floats, Ints, Kernels, graph_sizes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, Sync
-from hetero.solver.pieces import Pieces, npu_pieces
+from hetero.solver.pieces import Choices, Pieces, npu_choices
 from hetero.solver.plan import Strategy
 
 ACTIVATION_BYTES = 4  # float32
@@ -40,22 +41,42 @@ class Grid:
     gpu_only_s: float
     gpu_s: Floats
     npu_s: Floats
-    cuts: tuple[int, ...]
     rows: Ints
-    pieces: tuple[tuple[Pieces, ...], ...]
-    which: Ints
-    tokens_first: np.ndarray
+    choices: Choices
+    every_npu_s: Floats
+    tokens_first: Bools
 
     @cached_property
     def together_s(self) -> Floats:
         """[T, R] until both are done."""
         return np.maximum(self.gpu_s, self.npu_s)
 
+    @property
+    def cuts(self) -> Ints:
+        """[T] token cuts."""
+        return self.choices.cuts
+
+    def pieces(self, cut: int, row: int) -> Pieces:
+        """The fastest pieces for a cut and a number of rows (places in `cuts` and `rows`)."""
+        group = self.choices.group(cut)
+        return self.choices.pieces(group.start + int(self.every_npu_s[group, row].argmin()))
+
 
 class MatMulSpace:
-    """One matmul: n rows, k features. Everything that does not depend on m is looked up once."""
+    """One matmul: n rows, k features. Everything that does not depend on m is looked up once.
 
-    def __init__(self, kernels: Kernels, n: int, k: int, *, row_steps: int | None = None) -> None:
+    `rows` limits the row cuts, `row_steps` their number; every alignment step by default.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        n: int,
+        k: int,
+        *,
+        row_steps: int | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> None:
         self.kernels, self.n, self.k = kernels, n, k
         self.has_npu = kernels.has("npu")
         record = kernels.cost.profile.devices.get("npu")
@@ -64,89 +85,97 @@ class MatMulSpace:
         step = record.capabilities.row_alignment if record is not None else n
         if row_steps is not None:
             step *= max(1, -(-n // (step * row_steps)))
-        self.rows = np.asarray([*range(step, n, step), n], dtype=np.intp)
+        cuts = range(step, n, step) if rows is None else sorted({r for r in rows if 0 < r < n})
+        self.rows = np.asarray([*cuts, n], dtype=np.intp)
         if self.sizes and self.has_npu:
-            self._graphs = kernels.table("npu", self.sizes, self.rows, k)
+            self._graphs = self.npu_table(np.zeros(0, np.intp))
 
     def grid(self, m: int, *, every: bool = False) -> Grid:
         """Cost every tiling of m tokens. Pieces that end at the same token share a row of the grid
         (the fastest counts) unless `every` is set.
         """
         if not self.has_npu:
-            alone = float(self.kernels.table("gpu", [m], [self.n], self.k).seconds[0, 0])
-            none = np.full((1, 1), np.inf)
-            return Grid(
-                alone, none, none, (m,), self.rows[-1:], ((),), np.zeros((1, 1), np.intp), none > 0
-            )
-        cuts, pieces = self._cuts(m, every)
-        npu, which = self._npu_times(cuts, pieces)
-        gpu, tokens_first, alone = self._gpu_times(m, cuts)
-        return self._contend(m, Grid(alone, gpu, npu, cuts, self.rows, pieces, which, tokens_first))
+            return self._gpu_grid(m)
+        choices = npu_choices(m, self.sizes, self.alignment, every=every)
+        npu, every_npu = self._npu_times(choices)
+        gpu, tokens_first, alone = self._gpu_times(m, choices.cuts)
+        gpu, npu = contend(self.kernels.cost, m, gpu, npu)
+        return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first)
 
-    def _cuts(self, m: int, every: bool) -> tuple[tuple[int, ...], tuple[tuple[Pieces, ...], ...]]:
-        pieces = npu_pieces(m, self.sizes, self.alignment)
-        if every:
-            return tuple(p.tokens for p in pieces), tuple((p,) for p in pieces)
-        by_tokens: dict[int, list[Pieces]] = {}
-        for found in pieces:
-            by_tokens.setdefault(found.tokens, []).append(found)
-        cuts = tuple(sorted(by_tokens))
-        return cuts, tuple(tuple(by_tokens[t]) for t in cuts)
+    def _gpu_grid(self, m: int) -> Grid:
+        alone = float(self.kernels.table("gpu", [m], [self.n], self.k).seconds[0, 0])
+        none = np.full((1, 1), np.inf)
+        choices = npu_choices(m, (), m)
+        return Grid(alone, none, none, self.rows[-1:], choices, none, none < 0)
 
-    def _npu_times(
-        self, cuts: tuple[int, ...], pieces: tuple[tuple[Pieces, ...], ...]
-    ) -> tuple[Floats, Ints]:
-        """[T, R] times of the fastest pieces for each cut, and which those are."""
+    def npu_table(self, counts: Ints) -> Floats:
+        """[G + 1, R] NPU seconds of every graph, the last row nothing; [L, R] of these token counts
+        where the NPU takes any.
+        """
         if not self.sizes:
-            free = self.kernels.table("npu", cuts, self.rows, self.k).seconds
-            return free, np.zeros(free.shape, dtype=np.intp)
-        at = {g: i for i, g in enumerate(self.sizes)}
-        table = self._graphs.seconds
-        times = np.empty((len(cuts), len(self.rows)))
-        which = np.zeros(times.shape, dtype=np.intp)
-        for i, choices in enumerate(pieces):
-            sums = [sum(table[at[g]] for g in c.sizes if g is not None) for c in choices]
-            if len(sums) == 1:
-                times[i] = sums[0]
-            else:
-                stacked = np.stack(sums)
-                which[i] = stacked.argmin(axis=0)
-                times[i] = stacked.min(axis=0)
-        return times, which
+            return self.kernels.table("npu", counts, self.rows, self.k).seconds
+        table = self.kernels.table("npu", self.sizes, self.rows, self.k).seconds
+        return np.concatenate((table, np.zeros((1, len(self.rows)))))
 
-    def _gpu_times(self, m: int, cuts: tuple[int, ...]) -> tuple[Floats, np.ndarray, float]:
+    def gpu_table(self, counts: Ints, rows: Ints) -> Floats:
+        """[L, R] GPU seconds of these token counts and rows."""
+        return self.kernels.table("gpu", counts, rows, self.k).seconds
+
+    def fastest(self, choices: Choices, table: Floats) -> tuple[Floats, Floats]:
+        """[T, R] times of the fastest pieces for each cut, and [P, R] of every choice, from a table
+        of graphs (or, where the NPU takes any token count, of all token counts).
+        """
+        if not self.sizes:
+            free = table[choices.cuts]
+            return free, free
+        sums = table[choices.first] + table[choices.second]
+        if len(choices.starts) == len(sums):
+            return sums, sums
+        return np.minimum.reduceat(sums, choices.starts, axis=0), sums
+
+    def _npu_times(self, choices: Choices) -> tuple[Floats, Floats]:
+        if self.sizes:
+            return self.fastest(choices, self._graphs)
+        free = self.npu_table(choices.cuts)
+        return free, free
+
+    def _gpu_times(self, m: int, cuts: Ints) -> tuple[Floats, Bools, float]:
         """[T, R] times of the complement, cut either way; and of the whole."""
-        t, r, n = np.asarray(cuts), self.rows, self.n
-        counts = np.unique(np.concatenate((t, m - t, [m])))
-        at = {int(c): i for i, c in enumerate(counts)}
-        table = self.kernels.table("gpu", counts, np.concatenate((r, n - r, [n])), self.k).seconds
-        low, rest, whole = table[:, : len(r)], table[:, len(r) : -1], table[:, -1]
-        margin = [at[int(m - x)] for x in t]
-        rows_first = rest[at[m]][None, :] + low[margin]
-        tokens_first = whole[margin][:, None] + rest[[at[int(x)] for x in t]]
-        better = tokens_first < rows_first
-        return np.where(better, tokens_first, rows_first), better, float(whole[at[m]])
+        margin = self.gpu_table(np.append(m - cuts, m), self.rows)
+        low = self.gpu_table(np.append(cuts, m), self.n - self.rows)
+        gpu, tokens_first = complement(margin[:-1], margin[:-1, -1:], low[:-1], low[-1])
+        return gpu, tokens_first, float(margin[-1, -1])
 
-    def _contend(self, m: int, grid: Grid) -> Grid:
-        """Slow both devices down while both work."""
-        cost, phase = self.kernels.cost, phase_of(m)
-        a, b = cost.contention("gpu", phase), cost.contention("npu", phase)
-        possible = np.isfinite(grid.gpu_s) & np.isfinite(grid.npu_s)
-        gpu = np.where(possible, grid.gpu_s, 0.0)
-        npu = np.where(possible, grid.npu_s, 0.0)
-        longer = a * gpu >= b * npu
-        gpu_s = np.where(longer, b * npu + gpu - b * npu / a, a * gpu)
-        npu_s = np.where(longer, b * npu, a * gpu + npu - a * gpu / b)
-        return Grid(
-            grid.gpu_only_s,
-            np.where(possible, gpu_s, np.inf),
-            np.where(possible, npu_s, np.inf),
-            grid.cuts,
-            grid.rows,
-            grid.pieces,
-            grid.which,
-            grid.tokens_first,
-        )
+
+def complement(
+    margin: Floats, whole_margin: Floats, low: Floats, low_all: Floats
+) -> tuple[Floats, Bools]:
+    """[T, R] GPU seconds of what the NPU leaves, cut the faster way; whether tokens come first.
+
+    margin          [T, R] of m - t tokens and r rows
+    whole_margin    of m - t tokens and all rows
+    low             [T, R] of t tokens and n - r rows
+    low_all         of m tokens and n - r rows
+    """
+    rows_first, tokens_first = low_all + margin, whole_margin + low
+    better = tokens_first < rows_first
+    return np.where(better, tokens_first, rows_first), better
+
+
+def contend(cost: CostModel, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
+    """Seconds of both devices, slowed down while both work; infinite where one is."""
+    phase = phase_of(m)
+    a, b = cost.contention("gpu", phase), cost.contention("npu", phase)
+    if a == b == 1:
+        return gpu_s, npu_s
+    impossible = ~(np.isfinite(gpu_s) & np.isfinite(npu_s))
+    gpu_s, npu_s = np.where(impossible, 0.0, gpu_s), np.where(impossible, 0.0, npu_s)
+    gpu, npu = a * gpu_s, b * npu_s
+    longer = gpu >= npu
+    gpu_all = np.where(longer, npu + gpu_s - npu / a, gpu)
+    npu_all = np.where(longer, npu, gpu + npu_s - gpu / b)
+    gpu_all[impossible] = npu_all[impossible] = np.inf
+    return gpu_all, npu_all
 
 
 class Chooser:
@@ -161,20 +190,22 @@ class Chooser:
         m: int,
         *,
         grid: Grid | None = None,
-        mask: np.ndarray | None = None,
+        mask: Bools | None = None,
+        price: Floats | None = None,
         gpu_alone: bool = True,
     ) -> list[Option]:
         """Best single-device options and best cuts of each mode, the margin applied.
 
         `mask` [T, R] says which tilings may be used (residency); all if None; `gpu_alone`
-        whether the GPU holds all rows. A gpu-only option comes first and is closed where the rules
-        forbid it, unless nothing else can compute the matmul.
+        whether the GPU holds all rows; `price` is `self.price` with that mask, if it is known
+        already. A gpu-only option comes first and is closed where the rules forbid it, unless
+        nothing else can compute the matmul.
         """
         grid = grid or space.grid(m)
         gpu = self._gpu_only(space, grid, m)
         npu = list(self._npu_options(space, grid, m, mask))
         singles = [gpu, *npu] if gpu_alone else npu
-        cuts = list(self._cut_options(space, grid, m, mask))
+        cuts = list(self._cut_options(space, grid, m, mask, price))
         if gpu_alone and not npu and not cuts:
             return [replace(gpu, barred=frozenset())]  # nothing else can compute it
         return [*singles, *self._with_margin(singles, cuts)]
@@ -197,7 +228,7 @@ class Chooser:
         for code in np.unique(codes):
             mask = (codes == code) & np.isfinite(grid.together_s)
             yield from self._npu_options(space, grid, m, mask)
-            yield from self._cut_options(space, grid, m, mask)
+            yield from self._cut_options(space, grid, m, mask, None)
 
     def _gpu_only(self, space: MatMulSpace, grid: Grid, m: int) -> Option:
         into = self.sync.copy(ACTIVATION_BYTES * m * space.k)
@@ -212,15 +243,15 @@ class Chooser:
         return option if self.rules.max_gpu_share >= 1 else option.bar(GPU, HOST)
 
     def _npu_options(
-        self, space: MatMulSpace, grid: Grid, m: int, mask: np.ndarray | None
+        self, space: MatMulSpace, grid: Grid, m: int, mask: Bools | None
     ) -> Iterator[Option]:
-        allowed = (np.asarray(grid.cuts) == m) & np.isfinite(grid.npu_s[:, -1])
+        price = np.where(grid.cuts == m, grid.npu_s[:, -1], INF)
         if mask is not None:
-            allowed &= mask[:, -1]
-        if not allowed.any():
+            price = np.where(mask[:, -1], price, INF)
+        i = int(price.argmin())
+        if price[i] == INF:
             return
-        i = int(np.where(allowed, grid.npu_s[:, -1], np.inf).argmin())
-        seconds, pieces = float(grid.npu_s[i, -1]), grid.pieces[i][grid.which[i, -1]]
+        seconds, pieces = float(price[i]), grid.pieces(i, -1)
         sync = self.sync
         enter = sync.wait_s + sync.copy(ACTIVATION_BYTES * m * space.k)
         leave = sync.copy(ACTIVATION_BYTES * m * space.n)
@@ -236,51 +267,50 @@ class Chooser:
         )
 
     def _cut_options(
-        self, space: MatMulSpace, grid: Grid, m: int, mask: np.ndarray | None
+        self, space: MatMulSpace, grid: Grid, m: int, mask: Bools | None, price: Floats | None
     ) -> Iterator[Option]:
-        possible = np.isfinite(grid.together_s)
-        possible[np.asarray(grid.cuts) == m, -1] = False  # the NPU alone
+        price = self.price(grid, m, mask) if price is None else price
+        npu_dominant = grid.npu_s >= grid.gpu_s
+        for dominant in (True, False):
+            allowed = np.where(npu_dominant if dominant else ~npu_dominant, price, INF)
+            places = {self._cheapest(allowed)}
+            if self.sync.copies:
+                copies = [self._copies(space, grid, m, state, dominant) for state in (GPU, HOST)]
+                places = {self._cheapest(allowed + found) for found in copies}
+            for i, j in sorted(places):
+                if allowed[i, j] < INF:
+                    yield self._cut(space, grid, m, i, j, dominant)
+
+    @staticmethod
+    def _cheapest(price: Floats) -> tuple[int, int]:
+        i, j = divmod(int(price.argmin()), price.shape[1])
+        return i, j
+
+    def price(
+        self, grid: Grid, m: int, mask: Bools | None = None, alone: Ints | int = -1
+    ) -> Floats:
+        """[T, R] objective of every cut without synchronisation; infinite where it is not allowed.
+        The NPU alone (all tokens, all rows: the columns `alone`) is no cut.
+        """
+        objective, power, total = self.objective, self.objective.power, grid.together_s
+        possible = np.isfinite(total)
+        whole = np.flatnonzero(grid.cuts == m)
+        possible[whole[:, None], alone] = False
         if self.rules.max_gpu_share < 1:
             share = self.rules.max_gpu_share * (1 + 1e-12)
-            possible &= grid.gpu_s <= share * np.where(possible, grid.together_s, 0.0)
+            possible &= grid.gpu_s <= share * np.where(possible, total, 0.0)
         if mask is not None:
             possible &= mask
-        if not possible.any():
-            return
-        npu_dominant = grid.npu_s >= grid.gpu_s
-        base = self._price(grid, possible)
-        for dominant in (True, False):
-            allowed = possible & (npu_dominant == dominant)
-            if not allowed.any():
-                continue
-            chosen: set[tuple[int, int]] = set()
-            for state in (GPU, HOST):
-                price = np.where(
-                    allowed, base + self._copies(space, grid, m, state, dominant), np.inf
-                )
-                flat = int(price.argmin())
-                chosen.add((flat // price.shape[1], flat % price.shape[1]))
-            for i, j in sorted(chosen):
-                yield self._cut(space, grid, m, i, j, dominant)
-
-    def _price(self, grid: Grid, possible: np.ndarray) -> Floats:
-        """[T, R] objective without synchronisation."""
-        objective, power = self.objective, self.objective.power
-        total = grid.together_s
         price = objective.seconds * np.where(possible, total, 0.0)
         if objective.joules and power is not None:
             gpu, npu = (np.where(possible, x, 0.0) for x in (grid.gpu_s, grid.npu_s))
             both = np.minimum(gpu, npu)
             joules = power.gpu_w * (gpu - both) + power.npu_w * (npu - both) + power.both_w * both
             price = price + objective.joules * joules
-        return price
+        return np.where(possible, price, INF)
 
-    def _copies(
-        self, space: MatMulSpace, grid: Grid, m: int, state: int, dominant: bool
-    ) -> Floats | float:
-        """Objective of the copies of a cut, [T, R]; nothing where memory is unified."""
-        if self.sync.copy_s == 0 and self.sync.copy_s_per_byte == 0:
-            return 0.0
+    def _copies(self, space: MatMulSpace, grid: Grid, m: int, state: int, dominant: bool) -> Floats:
+        """Objective of the copies of a cut, [T, R]."""
         weigh = self.objective.seconds
         if self.objective.joules and self.objective.power is not None:
             weigh += self.objective.joules * self.objective.power.idle_w
@@ -288,7 +318,7 @@ class Chooser:
         found = np.empty(shape)
         for i, t in enumerate(grid.cuts):
             for j, r in enumerate(grid.rows):
-                found[i, j] = self._copy_s(space, m, t, int(r), state, dominant)
+                found[i, j] = self._copy_s(space, m, int(t), int(r), state, dominant)
         return weigh * found
 
     def _copy_s(
@@ -303,8 +333,8 @@ class Chooser:
     def _cut(
         self, space: MatMulSpace, grid: Grid, m: int, i: int, j: int, dominant: bool
     ) -> Option:
-        sync, r, t = self.sync, int(grid.rows[j]), grid.cuts[i]
-        pieces = grid.pieces[i][grid.which[i, j]]
+        sync, r, t = self.sync, int(grid.rows[j]), int(grid.cuts[i])
+        pieces = grid.pieces(i, j)
         submit = sync.submit_s + sync.join_s if dominant else sync.join_s
         from_gpu = sync.wait_s + submit + self._copy_s(space, m, t, r, GPU, dominant)
         from_host = sync.submit_s + sync.join_s + self._copy_s(space, m, t, r, HOST, dominant)
@@ -323,15 +353,11 @@ class Chooser:
 
     def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
         """Cuts, closed from each state where they do not beat the best single device enough."""
-        best = [
-            min((self.objective.cost(s, state) for s in singles), default=INF)
-            for state in (GPU, HOST)
-        ]
+        cost, states = self.objective.cost, (GPU, HOST)
+        best = [min([cost(s, state) for s in singles], default=INF) for state in states]
+        limits = [(1 - self.rules.margin) * b for b in best]
         for cut in cuts:
-            limits = [(1 - self.rules.margin) * b for b in best]
-            closed = [
-                state for state in (GPU, HOST) if self.objective.cost(cut, state) > limits[state]
-            ]
+            closed = [state for state in states if cost(cut, state) > limits[state]]
             if len(closed) < 2:
                 yield cut.bar(*closed) if closed else cut
 
@@ -352,9 +378,9 @@ def _strategy_codes(grid: Grid, m: int) -> Ints:
     codes = np.empty(grid.together_s.shape, dtype=np.intp)
     known: dict[str, int] = {}
     n = int(grid.rows[-1])
-    for i, choices in enumerate(grid.pieces):
+    for i in range(len(grid.cuts)):
         for j, columns in ((0, slice(0, -1)), (-1, slice(-1, None))):
             rows = n if j else min(int(grid.rows[0]), n - 1)
-            name = strategy_name(m, n, rows, choices[0]) if choices else ""
+            name = strategy_name(m, n, rows, grid.choices.pieces(i))
             codes[i, columns] = known.setdefault(name, len(known))
     return codes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 
 from hetero.backends.weights import PackedWeight
 from hetero.models import LoadedModel
+from hetero.models.architectures import ARCHITECTURES
 
 TINY = {
     "vocab_size": 263,
@@ -34,6 +36,7 @@ class Case:
     name: str
     kind: str
     changes: dict[str, Any]
+    rewritten: str = ""  # another architecture that these weights are saved as
 
 
 CASES = (
@@ -75,7 +78,29 @@ CASES = (
         {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
     ),
     Case("qwen3-qk-norm", "Qwen3", {"head_dim": 16, "num_key_value_heads": 2}),
-)
+    Case("qwen1.5", "Qwen2", {"num_key_value_heads": 8, "tie_word_embeddings": False}),
+    Case("internlm2", "Llama", {"num_key_value_heads": 2, "attention_bias": True}, "internlm2"),
+    Case("gemma", "Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    Case(
+        "gemma2",
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",  # the only one that caps scores
+        },
+    ),
+    Case("phi2", "Phi", {"num_attention_heads": 4, "num_key_value_heads": 4,
+                         "partial_rotary_factor": 0.5}),
+    Case("phi3-window", "Phi3", {"sliding_window": 24, "pad_token_id": 0}),
+    Case("phi3-partial", "Phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+    Case("opt", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64}),
+    Case("opt-untied", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64, "enable_bias": False,
+                               "tie_word_embeddings": False}),
+)  # fmt: skip
 
 
 def make_checkpoint(
@@ -96,6 +121,8 @@ def make_checkpoint(
             if name.endswith(("norm.weight", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.to(dtype).save_pretrained(folder)
+    if case.rewritten:
+        rewrite_as_internlm2(folder)
     write_byte_tokenizer(folder, config.vocab_size)
     return model.to(torch.float32)
 
@@ -117,30 +144,67 @@ def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
     )
 
 
+def rewrite_as_internlm2(folder: Path) -> None:
+    """Turn a Llama checkpoint into InternLM2's: the same numbers under its names and row order."""
+    from safetensors.torch import load_file, save_file
+
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads, groups = raw["num_attention_heads"], raw["num_key_value_heads"]
+    tensors = load_file(folder / "model.safetensors")
+    names = {
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        "model.embed_tokens": "model.tok_embeddings", "lm_head": "output",
+    }  # fmt: skip
+    found = {}
+    for name, value in tensors.items():
+        if "self_attn.k_proj" in name or "self_attn.v_proj" in name:
+            continue
+        if "self_attn.q_proj" in name:
+            k, v = (tensors[name.replace("q_proj", x)] for x in ("k_proj", "v_proj"))
+            rest = value.shape[1:]
+            parts = [x.reshape(groups, -1, raw["head_dim"], *rest) for x in (value, k, v)]
+            found[name.replace("self_attn.q_proj", "attention.wqkv")] = (
+                torch.cat(parts, dim=1).reshape(-1, *rest).contiguous()
+            )
+            continue
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)  # noqa: PLW2901
+        found[name] = value
+    assert heads % groups == 0
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    raw |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": True}
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+
+
 def load_dequantized(model: Any, loaded: LoadedModel) -> Any:
     """Put the numbers that `loaded` computes with into the reference model."""
     config = loaded.config
+    named = "llama" if config.architecture == "internlm2" else config.architecture
+    names = ARCHITECTURES[named].names
+    own = model.state_dict()
     state: dict[str, torch.Tensor] = {}
 
-    def put(name: str, weight: PackedWeight, rows: slice = slice(None)) -> None:
-        state[f"{name}.weight"] = torch.from_numpy(weight.dequantize()[rows].copy())
+    def put(weight: PackedWeight, modules: Sequence[str]) -> None:
+        values, start = weight.dequantize(), 0
+        for module in modules:
+            rows = own[f"{module}.weight"].shape[0]
+            state[f"{module}.weight"] = torch.from_numpy(values[start : start + rows].copy())
+            start += rows
+        assert start == weight.n
 
-    put("model.embed_tokens", loaded.weights.embed())
-    put("lm_head", loaded.weights.lm_head())
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    cuts = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
+    put(loaded.weights.embed(), [names.ends["embed"]])
+    put(loaded.weights.lm_head(), [names.ends["lm_head"]])
     for i in range(config.num_layers):
         block = loaded.weights.block(i)
-        for name, rows in cuts.items():
-            put(f"model.layers.{i}.self_attn.{name}_proj", block.qkv, rows)
-        put(f"model.layers.{i}.self_attn.o_proj", block.o)
-        half = config.intermediate_size
-        put(f"model.layers.{i}.mlp.gate_proj", block.gate_up, slice(0, half))
-        put(f"model.layers.{i}.mlp.up_proj", block.gate_up, slice(half, None))
-        put(f"model.layers.{i}.mlp.down_proj", block.down)
+        for name, modules in names.matmuls.items():
+            put(getattr(block, name), [names.block.format(i) + module for module in modules])
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
-    assert all(name.endswith(("norm.weight", "bias")) for name in missing), missing
+    assert all(
+        name.endswith(("norm.weight", "bias", "embed_positions.weight")) for name in missing
+    ), missing
     return model
 
 

@@ -8,10 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 
-def relative_difference(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    """‖actual - expected‖ / ‖expected‖ in float64; the numerator alone if `expected` is zero."""
+def relative_difference(
+    actual: npt.NDArray[Any], expected: npt.NDArray[Any], floor: float = 0.0
+) -> float:
+    """‖actual - expected‖ / ‖expected‖ in float64; the numerator alone if `expected` is zero.
+
+    `floor` is the least root mean square that `expected` counts as.
+    """
     difference = np.linalg.norm(actual.astype(np.float64) - expected.astype(np.float64))
-    size = np.linalg.norm(expected.astype(np.float64))
+    size = max(np.linalg.norm(expected.astype(np.float64)), floor * np.sqrt(expected.size))
     return float(difference / size) if size else float(difference)
 
 
@@ -20,13 +25,17 @@ def assert_close(
     expected: npt.NDArray[Any],
     tolerance: float,
     what: str = "result",
+    *,
+    floor: float = 0.0,
 ) -> None:
     """Fail unless the relative difference is at most `tolerance` (NaN and infinity always fail).
+
+    `floor` as in `relative_difference`.
 
     The message has the shape, the dtypes, and the largest and mean difference.
     """
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
-    found = relative_difference(actual, expected)
+    found = relative_difference(actual, expected, floor)
     if found <= tolerance:
         return
     difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))

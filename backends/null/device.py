@@ -11,7 +11,7 @@ import numpy as np
 from hetero.backends import checks
 from hetero.backends.clock import Clock
 from hetero.backends.errors import WaitTimeoutError
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
@@ -23,8 +23,10 @@ from hetero.backends.protocol import (
     DeviceInfo,
     DeviceKind,
     Kernel,
+    Operand,
     WeightValue,
     check_tensors,
+    whole,
 )
 
 Cost: TypeAlias = Callable[[Op, int], float]
@@ -67,6 +69,7 @@ class NullDevice(Device):
             row_alignment=row_alignment,
             token_alignment=token_alignment,
             early_visibility=False,
+            reads_panels=True,
         )
         self.clock = clock
         self.health = checks.Health("null")
@@ -88,6 +91,10 @@ class NullDevice(Device):
         checks.check_weights(op, weights)
         return _Kernel(self, op)
 
+    def state(self) -> str:
+        """See `Device.state`."""
+        return self.health.state
+
     def close(self) -> None:
         """Refuse every later call."""
         self.health.lose("closed")
@@ -107,18 +114,20 @@ class _Kernel(Kernel):
     def __init__(self, device: NullDevice, op: Op) -> None:
         self.device, self.op = device, op
 
-    def bind(self, tensors: Mapping[str, Tensor], m: int) -> BoundCall:
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self.device.health.check(f"binding {describe(self.op)}")
-        check_tensors(self.op, tensors, m)
+        check_tensors(self.op, tensors, m, reads_panels=True)
         checks.check_token_count(self.device.capabilities, self.op, m)
         return _Call(self.device, self.op, tensors, m)
 
 
 class _Call(BoundCall):
-    def __init__(self, device: NullDevice, op: Op, tensors: Mapping[str, Tensor], m: int) -> None:
+    def __init__(self, device: NullDevice, op: Op, tensors: Mapping[str, Operand], m: int) -> None:
         self.name, self.m, self.op = f"{describe(op)} m={m}", m, op
         self._device = device
-        self._outputs = [tensors[port].array[:m] for port in op.ports if port in OUTPUT_PORTS]
+        self._outputs = [
+            whole(tensors[port]).array[:m] for port in op.ports if port in OUTPUT_PORTS
+        ]
 
     def run(self) -> None:
         self._launch().wait()

@@ -13,7 +13,7 @@ from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.program import Define
 from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Attention
-from hetero.backends.protocol import WeightValue
+from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
@@ -28,9 +28,12 @@ def prepare_attention(
     """Compile for the record's heads, capacity and window."""
     if device.tuning.lanes > 1:
         return _prepare_group(device, op)
-    program = device.programs.get("attention_cpu.cl", _defines(device.tuning, op))
+    program = device.programs.get(
+        "attention_cpu.cl", _defines(device.tuning, op), before=_before(op)
+    )
 
-    def launches(tensors: Mapping[str, Tensor], m: int) -> Sequence[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
+        tensors = tensors_of(operands)
         if m <= FEW_TOKENS:
             args = tuple(tensors[port] for port in op.ports)
             return [Launch(program, "attend_few", (op.kv_heads,), (1,), (m, *args))]
@@ -42,6 +45,10 @@ def prepare_attention(
 def head_vector(head_dim: int, widest: int) -> int:
     """Widest vector that divides a head."""
     return next(width for width in (16, 8, 4, 2, 1) if width <= widest and head_dim % width == 0)
+
+
+def _before(op: Attention) -> tuple[str, ...]:
+    return ("activations.cl",) if op.softcap else ()
 
 
 def _defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
@@ -56,6 +63,8 @@ def _defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         "WINDOW": op.window,
         "SCALE": op.softmax_scale * math.log2(math.e),
     }
+    if op.softcap:  # scores are in base 2
+        shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:
         return {**shape, "HV": head_vector(op.head_dim, 4), "ROWS": GROUP_ROWS}
     return {**shape, "TOKENS": tuning.attention_tokens, "KEYS": tuning.attention_keys}
@@ -84,13 +93,16 @@ def _attend_tiles(
 def _prepare_group(device: OpenCLDevice, op: Attention) -> OpenCLKernel:
     """Work-groups over rows; decode also splits the context."""
     lanes = device.tuning.lanes
-    program = device.programs.get("attention_group.cl", _defines(device.tuning, op))
+    program = device.programs.get(
+        "attention_group.cl", _defines(device.tuning, op), before=_before(op)
+    )
 
     def flat(name: str, count: int, args: tuple[Tensor | cl.Buffer | int, ...]) -> Launch:
         size = -(-count // lanes) * lanes
         return Launch(program, name, (size,), (lanes,), (count, *args))
 
-    def launches(tensors: Mapping[str, Tensor], m: int) -> Sequence[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
+        tensors = tensors_of(operands)
         splits = device.tuning.decode_splits if m <= FEW_TOKENS else 1
         qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))

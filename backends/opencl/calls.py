@@ -3,7 +3,7 @@
 Every kernel's argument 0 is an int32 count of work, and a launch with count 0 writes nothing: that
 is how a launch is warmed up when it is bound (PoCL specialises a kernel for its local size at the
 first launch, 30 ms). A `Tensor` argument becomes two kernel arguments, `__global T *x, uint x_at`:
-its buffer and the offset of its first element.
+its buffer and the offset of its first element. `InPanels` becomes three.
 
 What the host sees. A CPU device shares the host's caches: nothing is done. A GPU with unified
 memory works in place, and OpenCL makes writes visible where a buffer is mapped and unmapped: inputs
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.errors import WaitTimeoutError
-from hetero.backends.memory import Tensor
+from hetero.backends.memory import Panels, Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
@@ -32,13 +32,42 @@ from hetero.backends.protocol import (
     BoundCall,
     Completion,
     Kernel,
+    Operand,
     check_tensors,
 )
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
 
-Argument: TypeAlias = Tensor | cl.Buffer | int | float
+
+@dataclass(frozen=True)
+class InPanels:
+    """An operand that a kernel reads panel by panel (PANELS in common.cl); one tensor is one panel.
+
+    Becomes three kernel arguments: the buffer that all panels lie in, a table, their count.
+    """
+
+    operand: Operand
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The panels. Raises `ValueError` unless they lie in one buffer."""
+        parts = self.operand.parts if isinstance(self.operand, Panels) else (self.operand,)
+        if any(part.buffer is not parts[0].buffer for part in parts):
+            raise ValueError("the panels of an operand lie in one buffer")
+        return parts
+
+    def table(self) -> npt.NDArray[np.int32]:
+        """[panels, 4]: first column, end, element of column 0 of token 0, elements of a token."""
+        rows, start = [], 0
+        for part in self.parts:
+            width = part.shape[1]
+            rows.append((start, start + width, _first_element(part) - start, width))
+            start += width
+        return np.array(rows, dtype=np.int32)
+
+
+Argument: TypeAlias = Tensor | InPanels | cl.Buffer | int | float
 Size: TypeAlias = tuple[int, ...]
 
 INPUT_PORTS = frozenset({"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache"})
@@ -74,7 +103,7 @@ class OpenCLKernel(Kernel):
         self,
         device: OpenCLDevice,
         op: Op,
-        launches: Callable[[Mapping[str, Tensor], int], Sequence[Launch]],
+        launches: Callable[[Mapping[str, Operand], int], Sequence[Launch]],
         *,
         keep: Sequence[object] = (),
         nbytes: int = 0,
@@ -85,10 +114,10 @@ class OpenCLKernel(Kernel):
         self._launches = launches
         self._keep = tuple(keep)
 
-    def bind(self, tensors: Mapping[str, Tensor], m: int) -> OpenCLCall:
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> OpenCLCall:
         """See `Kernel.bind`. Kernels are specialised here, not at the first run."""
         self._device.check()
-        check_tensors(self.op, tensors, m)
+        check_tensors(self.op, tensors, m, reads_panels=True)
         name = describe(self.op)
         with decoded(f"binding {name}"):
             return OpenCLCall(
@@ -107,7 +136,7 @@ class OpenCLCall(BoundCall):
         name: str,
         m: int,
         launches: Sequence[Launch],
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Operand],
         *,
         keep: tuple[object, ...] = (),
     ) -> None:
@@ -128,9 +157,11 @@ class OpenCLCall(BoundCall):
         try:
             for region in self._inputs:
                 region.publish(device)
+            first: cl.Event | None = None
             for kernel, global_size, local_size in self._bound:
                 event = cl.enqueue_nd_range_kernel(queue, kernel, global_size, local_size)
-            events = [event, *(region.fetch(device) for region in self._outputs)]
+                first = first or event
+            events = [first or event, event, *(region.fetch(device) for region in self._outputs)]
             queue.flush()
         except cl.Error as error:
             raise device.failed(f"launching {self.name}", error.code) from error
@@ -157,6 +188,11 @@ class OpenCLCall(BoundCall):
                 buffer = self.device.map(argument.buffer)
                 self._keep.append(buffer)
                 return buffer, np.uint32(_first_element(argument))
+            case InPanels():
+                parts, table = argument.parts, self.device.constant(argument.table())
+                buffer = self.device.map(parts[0].buffer)
+                self._keep += [buffer, table]
+                return buffer, table, np.int32(len(parts))
             case int():
                 return (np.int32(argument),)
             case float():
@@ -183,6 +219,20 @@ class OpenCLCompletion(Completion):
         if status < 0:
             raise self._call.device.failed(f"running {self._call.name}", status)
         return status == cl.command_execution_status.COMPLETE
+
+    def span(self) -> tuple[float, float] | None:
+        """See `Completion.span`."""
+        offset_s = self._call.device.clock_offset_s
+        if offset_s is None:
+            return None
+        with decoded(f"timing {self._call.name}"):
+            start_ns, end_ns = self._events[0].profile.start, self._last.profile.end
+        return start_ns * 1e-9 + offset_s, end_ns * 1e-9 + offset_s
+
+    def block(self) -> None:
+        """`clWaitForEvents`."""
+        with decoded(f"waiting for {self._call.name}"):
+            self._last.wait()
 
     def wait(self, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """Poll the event: busily at first, then in naps of a twentieth of the time waited."""
@@ -259,12 +309,13 @@ class _Region:
 
 
 def _regions(
-    device: OpenCLDevice, tensors: Mapping[str, Tensor], ports: frozenset[str], m: int
+    device: OpenCLDevice, tensors: Mapping[str, Operand], ports: frozenset[str], m: int
 ) -> list[_Region]:
     """The rows of each port that a call touches; caches and positions whole."""
     regions = []
-    for port, tensor in tensors.items():
-        if port in ports:
+    for port, operand in tensors.items():
+        parts = operand.parts if isinstance(operand, Panels) else (operand,)
+        for tensor in parts if port in ports else ():
             used = tensor if port in FIXED_PORTS else tensor.rows(0, m)
             start = used.offset_bytes
             host = used.buffer.bytes[start : start + used.nbytes]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +18,7 @@ from hetero.backends.checks import Health, check_weights
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import HostBuffer
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
+from hetero.backends.opencl.flag import Flag, probe
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
 from hetero.backends.opencl.pocl_repair import cpu_flags, known_cpu_name
 from hetero.backends.opencl.program import ProgramCache
@@ -89,6 +92,7 @@ class OpenCLDevice(Device):
             weight_formats=weight_formats,
             row_alignment=16,
             memory_limit_bytes=None if unified_memory else int(native.global_mem_size),
+            reads_panels=True,
         )
         self._table = table
         is_cpu = bool(native.type & cl.device_type.CPU)
@@ -96,6 +100,8 @@ class OpenCLDevice(Device):
         # fp16 arithmetic: 1 where the device has it, 0 elsewhere, 2 emulated (tests set it).
         self.half = int("cl_khr_fp16" in native.extensions.split())
         self.copies = 0
+        self._flag: Flag | None = None
+        self.clock_offset_s: float | None = None  # perf_counter less the device's clock, timing on
         self.worker_cpu = found.worker_cpu
         self.native = native
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
@@ -161,6 +167,44 @@ class OpenCLDevice(Device):
             self._health.lose(str(error))
         return error
 
+    def flag(self) -> Flag | None:
+        """See `Device.flag`; probed at the first call, which takes a few milliseconds."""
+        if self.capabilities.early_visibility is None:
+            self._flag = Flag(self) if self.capabilities.unified_memory and self.coherent else None
+            visible = self._flag is not None and probe(self, self._flag)
+            self.capabilities = replace(self.capabilities, early_visibility=visible)
+        return self._flag if self.capabilities.early_visibility else None
+
+    def set_timing(self, on: bool) -> None:
+        """See `Device.set_timing`: a queue that keeps the times of its commands."""
+        self.finish()
+        with decoded("making a queue"):
+            if not on:
+                self.queue, self.clock_offset_s = cl.CommandQueue(self.context), None
+                return
+            profiling = cl.command_queue_properties.PROFILING_ENABLE
+            self.queue = cl.CommandQueue(self.context, properties=profiling)
+            self.clock_offset_s = self._clock_offset_s()
+
+    def _clock_offset_s(self) -> float:
+        """From commands that take no time: the host saw the end at the earliest when it was."""
+        offsets = []
+        for _ in range(CLOCK_SAMPLES):
+            event = cl.enqueue_marker(self.queue)
+            event.wait()
+            offsets.append(time.perf_counter() - event.profile.end * 1e-9)
+        return min(offsets)
+
+    def finish(self) -> None:
+        """`clFinish`."""
+        self.check()
+        with decoded("finishing"):
+            self.queue.finish()
+
+    def state(self) -> str:
+        """See `Device.state`."""
+        return self._health.state
+
     def close(self) -> None:
         """See `Device.close`."""
         alive = self._health.alive
@@ -182,6 +226,7 @@ class OpenCLDevice(Device):
 
 
 SHARED_SCRATCH_BYTES = 1 << 20
+CLOCK_SAMPLES = 20
 
 
 def _info(found: Found, family: str) -> DeviceInfo:

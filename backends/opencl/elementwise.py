@@ -1,32 +1,36 @@
-"""Add and GatedAct."""
+"""Add, GatedAct and Act."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.calls import InPanels, Launch, OpenCLKernel
 from hetero.backends.opencl.tuning import Tuning
-from hetero.backends.ops import Add, GatedAct
-from hetero.backends.protocol import WeightValue
+from hetero.backends.ops import Act, Add, GatedAct
+from hetero.backends.protocol import Operand, WeightValue, whole
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
 
-_MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
+MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "RELU"}
 
 
 def prepare_add(device: OpenCLDevice, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """`y = x + residual`: a flat loop over m·d floats."""
+    """`y = x + residual`: one row of items per token."""
     tuning = device.tuning
-    program = device.programs.get("elementwise.cl", {"VEC": tuning.vector})
+    program = device.programs.get("elementwise.cl", {"VEC": tuning.vector, "D": op.d})
 
-    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
-        count = m * op.d
-        chunk, items = _split(tuning, count)
-        args = (count, tensors["x"], tensors["residual"], tensors["y"], chunk)
-        return [Launch(program, "add", (items,), (tuning.lanes,), args)]
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+        chunk, items = split_floats(tuning, op.d)
+        args = (
+            m,
+            InPanels(tensors["x"]),
+            InPanels(tensors["residual"]),
+            whole(tensors["y"]),
+            chunk,
+        )
+        return [Launch(program, "add", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 
@@ -38,18 +42,36 @@ def prepare_gated_act(
     tuning = device.tuning
     program = device.programs.get(
         "elementwise.cl",
-        {"VEC": tuning.vector, "F": op.f, "ACTIVATION": _MACROS[op.activation]},
+        {"VEC": tuning.vector, "F": op.f, "ACTIVATION": MACROS[op.activation]},
+        before=("activations.cl",),
     )
 
-    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
-        chunk, items = _split(tuning, op.f)
-        args = (m, tensors["x"], tensors["y"], chunk)
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+        chunk, items = split_floats(tuning, op.f)
+        args = (m, InPanels(tensors["x"]), whole(tensors["y"]), chunk)
         return [Launch(program, "gated_act", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 
 
-def _split(tuning: Tuning, count: int) -> tuple[int, int]:
+def prepare_act(device: OpenCLDevice, op: Act, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
+    """`y = act(x)`: one row of items per token."""
+    tuning = device.tuning
+    program = device.programs.get(
+        "elementwise.cl",
+        {"VEC": tuning.vector, "F": op.f, "ACTIVATION": MACROS[op.activation]},
+        before=("activations.cl",),
+    )
+
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+        chunk, items = split_floats(tuning, op.f)
+        args = (m, InPanels(tensors["x"]), whole(tensors["y"]), chunk)
+        return [Launch(program, "act", (items, m), (tuning.lanes, 1), args)]
+
+    return OpenCLKernel(device, op, launches)
+
+
+def split_floats(tuning: Tuning, count: int) -> tuple[int, int]:
     """Floats per work-item and number of work-items, a multiple of the lanes."""
     if tuning.lanes == 1:
         return count, 1

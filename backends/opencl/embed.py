@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hetero.backends.checks import packed
-from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.ops import Embed
-from hetero.backends.protocol import WeightValue
+from hetero.backends.protocol import Operand, WeightValue, tensors_of
 from hetero.backends.weights import GROUP_SIZE
 
 if TYPE_CHECKING:
@@ -32,7 +31,8 @@ def prepare_embed(
     groups = total if lanes == 1 else 1
     items = 1 if lanes == 1 else -(-total // lanes) * lanes
 
-    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
+        tensors = tensors_of(operands)
         args = (m, tensors["tokens"], tensors["y"], data, scales, groups)
         return [Launch(program, "embed", (items, m), (lanes, 1), args)]
 

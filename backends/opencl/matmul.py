@@ -9,7 +9,7 @@ local-memory tiles above.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,11 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.checks import packed
-from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, Tile, matmul_tuning
+from hetero.backends.opencl.pointwise import softcap_launch
 from hetero.backends.ops import MatMul, WeightFormat
-from hetero.backends.protocol import Acceptance, WeightValue
+from hetero.backends.protocol import Acceptance, Operand, WeightValue, tensors_of, whole
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def prepare_matmul(
         else partial(simt_launches, plan, tuning)
     )
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
+    if op.softcap:
+        launches = partial(_capped, plan, launches)
     return OpenCLKernel(device, op, launches, keep=(operands, *weights.values()), nbytes=copied)
 
 
@@ -80,10 +82,22 @@ class _Plan:
         return padded(self.op.k, GROUP_SIZE) if quantised else self.op.k
 
 
+def _capped(
+    plan: _Plan,
+    launches: Callable[[Mapping[str, Operand], int], list[Launch]],
+    operands: Mapping[str, Operand],
+    m: int,
+) -> list[Launch]:
+    """The matmul, then the soft cap on its output in place."""
+    cap = softcap_launch(plan.device, plan.op.softcap, whole(operands["y"]), m)
+    return [*launches(operands, m), cap]
+
+
 def cpu_launches(
-    plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
+    plan: _Plan, tuning: CpuTuning, operands: Mapping[str, Operand], m: int
 ) -> list[Launch]:
     """One launch; where several threads share the rows, one before it packs x for all of them."""
+    tensors = tensors_of(operands)
     op, device, x = plan.op, plan.device, tensors["x"]
     tile = tuning.tile(op.weight_format, m)
     program = _cpu_program(plan, tuning, tile)
@@ -126,9 +140,10 @@ def work_items(device: OpenCLDevice) -> int:
 
 
 def simt_launches(
-    plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
+    plan: _Plan, tuning: SimtTuning, operands: Mapping[str, Operand], m: int
 ) -> list[Launch]:
     """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
+    tensors = tensors_of(operands)
     op, device, splits = plan.op, plan.device, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
     half = device.half if op.weight_format in HALF_FORMATS else 0

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hetero.backends.checks import vector
-from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
 from hetero.backends.ops import LayerNorm, RMSNorm
-from hetero.backends.protocol import WeightValue
+from hetero.backends.protocol import Operand, WeightValue, takes_panels, whole
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
@@ -34,8 +33,12 @@ def prepare_norm(
     constants = [device.constant(vector(weights, name)) for name in names]
     kernel = "layer_norm" if isinstance(op, LayerNorm) else "rms_norm"
 
-    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
-        args: tuple[Argument, ...] = (m, *(tensors[port] for port in op.ports), *constants)
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+        ports = [
+            InPanels(tensors[port]) if takes_panels(op, port) else whole(tensors[port])
+            for port in op.ports
+        ]
+        args: tuple[Argument, ...] = (m, *ports, *constants)
         return [Launch(program, kernel, (m * tuning.lanes,), (tuning.lanes,), args)]
 
     return OpenCLKernel(device, op, launches)

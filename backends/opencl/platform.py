@@ -92,7 +92,7 @@ def _devices() -> list[cl.Device]:
         platforms = cl.get_platforms()
     except cl.Error as error:
         raise DeviceUnavailableError(
-            BACKEND, "looking for OpenCL platforms", code_name(error.code), NO_DRIVER
+            BACKEND, "looking for OpenCL platforms", code_name(error.code), _driver_remedy()
         ) from error
     found = []
     for platform in platforms:
@@ -102,7 +102,7 @@ def _devices() -> list[cl.Device]:
             continue
     if not found:
         raise DeviceUnavailableError(
-            BACKEND, "looking for OpenCL devices", "CL_DEVICE_NOT_FOUND", NO_DRIVER
+            BACKEND, "looking for OpenCL devices", "CL_DEVICE_NOT_FOUND", _driver_remedy()
         )
     return found
 
@@ -156,8 +156,25 @@ def _build_trivial(device: cl.Device) -> None:
             BACKEND,
             f"building a kernel with {device.platform.version.strip()} ({device.version})",
             f"{code_name(error.code)}: {str(error)[:300]}",
-            "PoCL's compiler does not know this CPU; install a newer PoCL or another driver",
+            _cache_remedy()
+            or "PoCL's compiler does not know this CPU; install a newer PoCL or another driver",
         ) from error
+
+
+def _driver_remedy() -> str:
+    """PoCL shows no device at all where it cannot make its cache."""
+    return _cache_remedy() or NO_DRIVER
+
+
+def _cache_remedy() -> str:
+    """What to do about a cache that the user chose and PoCL cannot write; empty if it can."""
+    folder = Path(os.environ.get("POCL_CACHE_DIR", ""))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError:
+        return f"POCL_CACHE_DIR={folder} cannot be written: unset it or name a writable directory"
 
 
 def _tasks() -> set[int]:

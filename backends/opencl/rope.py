@@ -11,12 +11,11 @@ import pyopencl as cl
 
 from hetero.backends import rope as tables
 from hetero.backends.checks import vector
-from hetero.backends.memory import Tensor
 from hetero.backends.opencl.attention import head_vector
-from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
 from hetero.backends.opencl.program import Define
 from hetero.backends.ops import Rope
-from hetero.backends.protocol import WeightValue
+from hetero.backends.protocol import Operand, WeightValue, whole
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
@@ -37,11 +36,13 @@ def prepare_rope(
         else tuple(device.constant(vector(weights, name)) for name in ("q_norm", "k_norm"))
     )
 
-    def launches(tensors: Mapping[str, Tensor], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
         items = m * (total // item_heads)
         args: tuple[Argument, ...] = (
             items,
-            *(tensors[port] for port in op.ports),
+            InPanels(tensors["qkv"]),
+            whole(tensors["position"]),
+            whole(tensors["out"]),
             cosines,
             sines,
             *norms,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from hetero.backends import ops
 from hetero.backends.opencl.attention import prepare_attention
 from hetero.backends.opencl.device import Entry
-from hetero.backends.opencl.elementwise import prepare_add, prepare_gated_act
+from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
 from hetero.backends.opencl.embed import prepare_embed
 from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
 from hetero.backends.opencl.norm import prepare_norm
+from hetero.backends.opencl.pointwise import prepare_add_positions
 from hetero.backends.opencl.rope import prepare_rope
 from hetero.backends.ops import Op
 
@@ -20,5 +21,7 @@ TABLE: dict[type[Op], Entry] = {
     ops.Rope: Entry(prepare_rope),
     ops.Attention: Entry(prepare_attention),
     ops.GatedAct: Entry(prepare_gated_act),
+    ops.Act: Entry(prepare_act),
+    ops.AddPositions: Entry(prepare_add_positions),
     ops.Add: Entry(prepare_add),
 }

@@ -17,6 +17,12 @@ weights into a private copy for each session. The caller pins the thread; nothin
 
 from __future__ import annotations
 
+import os
+
+# Read once, when the library is loaded (that is, when a device is opened): without it a home that
+# cannot be written gets a warning about a telemetry identifier.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 from hetero.backends.ort_cpu.device import DEFAULT_GRAPH_SIZES, OrtCpuDevice
 from hetero.backends.ort_cpu.graphs import ActivationPath
 from hetero.backends.protocol import Device

@@ -14,9 +14,11 @@ import onnxruntime as ort
 
 from hetero.backends import checks, ops
 from hetero.backends.memory import HostBuffer
+from hetero.backends.onnx_common import packing
+from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, StorageFormat, WeightFormat, describe
-from hetero.backends.ort_cpu import graphs, kernels, packing
-from hetero.backends.ort_cpu.session import BACKEND, NATIVE_ERRORS, device_error, new_session
+from hetero.backends.ort_cpu import graphs, kernels
+from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,
@@ -84,6 +86,10 @@ class OrtCpuDevice(Device):
         self._kernels.add(kernel)
         return kernel
 
+    def state(self) -> str:
+        """See `Device.state`."""
+        return self._health.state
+
     def close(self) -> None:
         """Release every session, also those that kernels and calls still refer to."""
         self._health.lose("closed")
@@ -115,6 +121,13 @@ class OrtCpuDevice(Device):
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.GraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
+            case ops.Act():
+                session = self._session(op, graphs.act)
+                return kernels.GraphKernel(self._host, op, session, {})
+            case ops.AddPositions():
+                session = self._session(op, graphs.add_positions)
+                table = checks.vector(weights, "table").reshape(op.rows, op.d)
+                return kernels.PositionsKernel(self._host, op, session, table)
             case ops.Add():
                 return kernels.GraphKernel(self._host, op, self._session(op, graphs.add), {})
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.ops import StorageFormat, WeightFormat
-from hetero.backends.ort_cpu.builder import CONTRIB, GraphBuilder
+from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
+from hetero.backends.ops import Activation, StorageFormat, WeightFormat
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, padded
 
 ActivationPath: TypeAlias = Literal["split", "fp32", "both"]
@@ -38,15 +38,24 @@ def matmul(op: ops.MatMul, *, split: bool) -> bytes:
     x = graph.input("x", F32, ("m", op.k))
     bias = graph.input("bias", F32, (op.n,)) if op.bias else ""
     graph.output("y", F32, ("m", op.n))
+    out = "uncapped" if op.softcap else "y"
     if op.weight_format.storage in (StorageFormat.F16, StorageFormat.F32):
         weight = graph.weight("weight", F32, (op.n, op.k))
-        graph.node("Gemm", *filter(None, (x, weight, bias)), out="y", transB=1)
+        graph.node("Gemm", *filter(None, (x, weight, bias)), out=out, transB=1)
     elif split:
-        _split_matmul(graph, op, x, bias)
+        _split_matmul(graph, op, x, bias, out)
     else:
         level = INT8_LEVEL if op.weight_format is WeightFormat.W4A8 else FLOAT_LEVEL
-        _matmul_nbits(graph, op, x, level=level, bias=bias, out="y")
+        _matmul_nbits(graph, op, x, level=level, bias=bias, out=out)
+    if op.softcap:
+        _softcapped(graph, out, op.softcap, "y")
     return graph.model()
+
+
+def _softcapped(graph: GraphBuilder, x: str, cap: float, out: str = "") -> str:
+    """cap · tanh(x / cap)."""
+    small = graph.node("Tanh", graph.node("Mul", x, graph.scalar(1 / cap)))
+    return graph.node("Mul", small, graph.scalar(cap), out=out)
 
 
 def _matmul_nbits(
@@ -69,7 +78,7 @@ def _matmul_nbits(
     )
 
 
-def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str) -> None:
+def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str, out: str) -> None:
     width = padded(op.k, GROUP_SIZE)
     blocks = graph.node("Reshape", _padded_features(graph, op, x), graph.ints(-1, width // 32, 32))
     largest = graph.node("ReduceMax", graph.node("Abs", blocks), graph.ints(2), keepdims=1)
@@ -84,9 +93,9 @@ def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str) -> Non
     )
     graph.node("Split", product, out=("of_high", "of_low"), axis=0, num_outputs=2)
     if bias:
-        graph.node("Add", graph.node("Add", "of_high", "of_low"), bias, out="y")
+        graph.node("Add", graph.node("Add", "of_high", "of_low"), bias, out=out)
     else:
-        graph.node("Add", "of_high", "of_low", out="y")
+        graph.node("Add", "of_high", "of_low", out=out)
 
 
 def _padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
@@ -262,6 +271,7 @@ def fused_attention(op: ops.Attention) -> bytes:
         kv_num_heads=op.kv_heads,
         scale=op.softmax_scale,
         local_window_size=op.window or -1,
+        softcap=op.softcap,
     )
     return graph.model()
 
@@ -286,7 +296,8 @@ def composed_attention(op: ops.Attention) -> bytes:
     keys = graph.node("Transpose", _cached(graph, op, "k_cache", end), perm=[0, 1, 3, 2])
     scores = graph.node("MatMul", queries, keys)  # [G, H/G, m, end]
     scaled = graph.node("Mul", scores, graph.scalar(op.softmax_scale))
-    masked = graph.node("Where", visible, scaled, graph.scalar(-np.inf))
+    capped = _softcapped(graph, scaled, op.softcap) if op.softcap else scaled
+    masked = graph.node("Where", visible, capped, graph.scalar(-np.inf))
     weights = graph.node("Softmax", masked, axis=-1)
     mixed = graph.node("MatMul", weights, _cached(graph, op, "v_cache", end))
     by_token = graph.node("Transpose", mixed, perm=[2, 0, 1, 3])  # [m, G, H/G, D]
@@ -322,14 +333,45 @@ def gated_act(op: ops.GatedAct) -> bytes:
     graph.output("y", F32, ("m", op.f))
     gate = graph.slice(x, 0, op.f, axis=1)
     up = graph.slice(x, op.f, 2 * op.f, axis=1)
-    match op.activation:
+    graph.node("Mul", _activated(graph, op.activation, gate), up, out="y")
+    return graph.model()
+
+
+def act(op: ops.Act) -> bytes:
+    """act(x)."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.f))
+    graph.output("y", F32, ("m", op.f))
+    _activated(graph, op.activation, x, "y")
+    return graph.model()
+
+
+def _activated(graph: GraphBuilder, activation: Activation, x: str, out: str = "") -> str:
+    match activation:
         case "silu":
-            active = graph.node("QuickGelu", gate, domain=CONTRIB, alpha=1.0)
+            return graph.node("QuickGelu", x, domain=CONTRIB, alpha=1.0, out=out)
         case "gelu":
-            active = graph.node("Gelu", gate, domain=CONTRIB)
+            return graph.node("Gelu", x, domain=CONTRIB, out=out)
         case "gelu_tanh":
-            active = graph.node("FastGelu", gate, domain=CONTRIB)
-    graph.node("Mul", active, up, out="y")
+            return graph.node("FastGelu", x, domain=CONTRIB, out=out)
+        case "relu":
+            return graph.node("Relu", x, out=out)
+
+
+def add_positions(op: ops.AddPositions) -> bytes:
+    """x plus rows of the table. Inputs besides `x`: `first` int64 [1], `table` [rows, d]."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.d))
+    graph.input("first", np.int64, (1,))
+    graph.input("table", F32, (op.rows, op.d))
+    graph.output("y", F32, ("m", op.d))
+    zero, one = graph.constant(np.array(0, np.int64)), graph.constant(np.array(1, np.int64))
+    count = graph.node("Squeeze", graph.node("Shape", x, start=0, end=1))
+    places = graph.node("Add", graph.node("Range", zero, count, one), "first")
+    places = graph.node(
+        "Min", graph.node("Add", places, graph.ints(op.offset)), graph.ints(op.rows - 1)
+    )
+    graph.node("Add", x, graph.node("Gather", "table", places), out="y")
     return graph.model()
 
 

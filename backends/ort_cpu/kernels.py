@@ -5,28 +5,34 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
 from hetero.backends import checks, ops, rope
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Op, describe
-from hetero.backends.ort_cpu.session import (
-    BACKEND,
+from hetero.backends.onnx_common.binding import (
     NATIVE_ERRORS,
     Argument,
+    Array,
     Launch,
-    OrtCall,
     argument,
-    device_error,
     io_binding,
+    rows_argument,
 )
-from hetero.backends.protocol import FIXED_PORTS, BoundCall, Capabilities, Kernel, check_tensors
+from hetero.backends.ops import OUTPUT_PORTS, Op, describe
+from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
+from hetero.backends.protocol import (
+    FIXED_PORTS,
+    BoundCall,
+    Capabilities,
+    Kernel,
+    Operand,
+    check_tensors,
+    tensors_of,
+)
 
-Array: TypeAlias = npt.NDArray[Any]
 # Graphs to run, what to compute before each run, and what to keep alive.
 Prepared: TypeAlias = tuple[list[Launch], Callable[[], None] | None, object]
 
@@ -50,13 +56,13 @@ class OrtKernel(Kernel):
         self._host = host
         self._calls: weakref.WeakSet[OrtCall] = weakref.WeakSet()
 
-    def bind(self, tensors: Mapping[str, Tensor], m: int) -> BoundCall:
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self._host.health.check(f"binding {describe(self.op)}")
         check_tensors(self.op, tensors, m)
         checks.check_token_count(self._host.capabilities, self.op, m)
         name = self.call_name(m)
         try:
-            launches, before, keep = self.launches(tensors, m)
+            launches, before, keep = self.launches(tensors_of(tensors), m)
         except NATIVE_ERRORS as error:
             raise device_error(error, f"binding {name}") from error
         call = OrtCall(name, m, self._host.health, launches, keep=(tensors, keep), before=before)
@@ -169,6 +175,29 @@ class RopeKernel(OrtKernel):
         return [Launch(self._session, binding)], before, (first, self._extra)
 
 
+class PositionsKernel(OrtKernel):
+    """Learned positions: gives the graph the position as int64."""
+
+    def __init__(
+        self, host: Host, op: ops.AddPositions, session: ort.InferenceSession, table: Array
+    ) -> None:
+        super().__init__(host, op)
+        self._session = session
+        self._table = np.ascontiguousarray(table)
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        first = np.zeros(1, dtype=np.int64)
+        position = tensors["position"].array
+
+        def before() -> None:
+            first[0] = position[0]
+
+        inputs = {"first": argument(first), "table": argument(self._table)}
+        inputs["x"] = rows_argument(tensors["x"], m)
+        binding = io_binding(self._session, inputs, {"y": rows_argument(tensors["y"], m)})
+        return [Launch(self._session, binding)], before, (first, self._table)
+
+
 class FusedAttentionKernel(OrtKernel):
     """GroupQueryAttention with past and present caches at one address: it appends in place.
 
@@ -240,9 +269,9 @@ class ComposedAttentionKernel(OrtKernel):
         for i, start in enumerate(starts.tolist()):
             rows = _rows(tensors, start, m)
             count = min(ATTENTION_ROWS, m - start)
-            inputs = {"first": argument(firsts[i]), "qkv": _argument(rows, "qkv", count)}
+            inputs = {"first": argument(firsts[i]), "qkv": rows_argument(rows["qkv"], count)}
             inputs |= {"k_cache": argument(k_cache), "v_cache": argument(v_cache)}
-            output = {"out": _argument(rows, "out", count)}
+            output = {"out": rows_argument(rows["out"], count)}
             pieces.append(Launch(self._session, io_binding(self._session, inputs, output)))
         return pieces, before, firsts
 
@@ -263,7 +292,7 @@ def _launch(
     inputs = {key: argument(array) for key, array in extra.items()}
     outputs: dict[str, Argument] = {}
     for port in tensors:
-        (outputs if port in OUTPUT_PORTS else inputs)[port] = _argument(tensors, port, m)
+        (outputs if port in OUTPUT_PORTS else inputs)[port] = rows_argument(tensors[port], m)
     return Launch(session, io_binding(session, inputs, outputs))
 
 
@@ -287,11 +316,6 @@ def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Ten
         port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
         for port, tensor in tensors.items()
     }
-
-
-def _argument(tensors: Mapping[str, Tensor], port: str, m: int) -> Argument:
-    tensor = tensors[port]
-    return Argument(tensor.address, tensor.dtype, (m, *tensor.shape[1:]))
 
 
 def _batch_of_one(tensor: Tensor, rows: int) -> Argument:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError
+from hetero.backends.onnx_common.binding import NATIVE_ERRORS, Launch
+from hetero.backends.onnx_common.builder import STAND_IN_FILE
 from hetero.backends.protocol import BoundCall
 
 BACKEND = "ort-cpu"
 FATAL_ONLY = 4  # errors are raised; printed as well they would come twice
-NATIVE_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    *(kind for _, kind in inspect.getmembers(native, inspect.isclass)
-      if issubclass(kind, Exception)),
-)  # fmt: skip
-
 Array: TypeAlias = npt.NDArray[Any]
 
 
@@ -41,7 +33,7 @@ def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(
-        "session.model_external_initializers_file_folder_path", str(Path(__file__).parent)
+        "session.model_external_initializers_file_folder_path", str(STAND_IN_FILE.parent)
     )
     # The options only point at these values; they must live until the session is made.
     values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in (weights or {}).items()}
@@ -61,40 +53,6 @@ def device_error(error: Exception, operation: str) -> DeviceError:
         f"{code}: {message[:300]}",
         "close other programs if memory is short; else report it with this line",
     )
-
-
-class Argument(NamedTuple):
-    """Memory bound to a graph's input or output."""
-
-    address: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-
-def argument(array: Array) -> Argument:
-    """The argument that an array is; the caller keeps the array alive."""
-    return Argument(array.ctypes.data, array.dtype, array.shape)
-
-
-def io_binding(
-    session: ort.InferenceSession,
-    inputs: Mapping[str, Argument],
-    outputs: Mapping[str, Argument],
-) -> ort.IOBinding:
-    """Fix the addresses of a session's inputs and outputs."""
-    binding = session.io_binding()
-    for name, (address, dtype, shape) in inputs.items():
-        binding.bind_input(name, "cpu", 0, dtype.type, shape, address)
-    for name, (address, dtype, shape) in outputs.items():
-        binding.bind_output(name, "cpu", 0, dtype.type, shape, address)
-    return binding
-
-
-class Launch(NamedTuple):
-    """One graph to run on fixed addresses."""
-
-    session: ort.InferenceSession
-    binding: ort.IOBinding
 
 
 class OrtCall(BoundCall):

@@ -45,6 +45,10 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
             return partial(attention, op), 0
         case ops.GatedAct():
             return partial(gated_act, op), 0
+        case ops.Act():
+            return partial(act, op), 0
+        case ops.AddPositions():
+            return add_positions(op, _wide(weights)["table"])
         case ops.Add():
             return add, 0
 
@@ -58,9 +62,14 @@ def matmul(op: ops.MatMul, weight: PackedWeight, bias: Float64Array | None) -> t
         if op.weight_format is WeightFormat.W4A8:
             x = quantized_activations(x)
         product = x.astype(np.float64) @ transposed
-        arrays["y"][:] = product if bias is None else product + bias
+        arrays["y"][:] = softcapped(product if bias is None else product + bias, op.softcap)
 
     return run, transposed.nbytes
+
+
+def softcapped(x: Float64Array, cap: float) -> Float64Array:
+    """cap · tanh(x / cap); x itself without a cap (0)."""
+    return cap * np.tanh(x / cap) if cap > 0 else x
 
 
 def quantized_activations(x: Array) -> Float64Array:
@@ -158,7 +167,8 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
         q = heads[g * group : (g + 1) * group].astype(np.float64)  # [H/G, m, D]
         keys = arrays["k_cache"][g, :end].astype(np.float64)  # [end, D]
         values = arrays["v_cache"][g, :end].astype(np.float64)
-        scores = np.where(visible, q @ keys.T * op.softmax_scale, -np.inf)  # [H/G, m, end]
+        scores = softcapped(q @ keys.T * op.softmax_scale, op.softcap)
+        scores = np.where(visible, scores, -np.inf)  # [H/G, m, end]
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values  # [H/G, m, D]
         columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
@@ -171,8 +181,27 @@ def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
     arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
 
 
+def act(op: ops.Act, arrays: Arrays) -> None:
+    """act(x)."""
+    arrays["y"][:] = activate(op.activation, arrays["x"].astype(np.float64))
+
+
+def add_positions(op: ops.AddPositions, table: Float64Array) -> tuple[Program, int]:
+    """x + rows of the table."""
+    rows = table.reshape(op.rows, op.d)
+
+    def run(arrays: Arrays) -> None:
+        x = arrays["x"]
+        at = int(arrays["position"][0]) + op.offset + np.arange(len(x))
+        arrays["y"][:] = x.astype(np.float64) + rows[np.minimum(at, op.rows - 1)]
+
+    return run, table.nbytes
+
+
 def activate(activation: Activation, x: Float64Array) -> Float64Array:
-    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh: its tanh approximation (Hendrycks and Gimpel 2016)."""
+    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh: its tanh approximation (Hendrycks and Gimpel 2016).
+    relu: max(x, 0).
+    """
     match activation:
         case "silu":
             return x * 0.5 * (1.0 + np.tanh(0.5 * x))  # σ(x) without overflow
@@ -180,6 +209,8 @@ def activate(activation: Activation, x: Float64Array) -> Float64Array:
             return x * 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
         case "gelu_tanh":
             return x * 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+        case "relu":
+            return np.maximum(x, 0.0)
 
 
 def add(arrays: Arrays) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from hetero.backends import checks
 from hetero.backends.clock import Clock
 from hetero.backends.errors import DeviceError, WaitTimeoutError
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import Op, WeightFormat, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
@@ -25,6 +25,7 @@ from hetero.backends.protocol import (
     DeviceInfo,
     DeviceKind,
     Kernel,
+    Operand,
     WeightValue,
     check_tensors,
 )
@@ -63,6 +64,7 @@ class ReferenceDevice(Device):
             row_alignment=row_alignment,
             token_alignment=token_alignment,
             early_visibility=False,
+            reads_panels=True,
         )
         self.health = checks.Health("reference")
         self.clock = clock
@@ -83,6 +85,10 @@ class ReferenceDevice(Device):
         self.health.check(f"preparing {describe(op)}")
         checks.check_weights(op, weights)
         return _Kernel(self, op, *program(op, weights))
+
+    def state(self) -> str:
+        """See `Device.state`."""
+        return self.health.state
 
     def close(self) -> None:
         """Forget what is queued."""
@@ -110,20 +116,22 @@ class _Kernel(Kernel):
     def __init__(self, device: ReferenceDevice, op: Op, run: Program, nbytes: int) -> None:
         self.device, self.op, self.program, self.nbytes = device, op, run, nbytes
 
-    def bind(self, tensors: Mapping[str, Tensor], m: int) -> BoundCall:
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self.device.health.check(f"binding {describe(self.op)}")
-        check_tensors(self.op, tensors, m)
+        check_tensors(self.op, tensors, m, reads_panels=True)
         checks.check_token_count(self.device.capabilities, self.op, m)
         return _Call(self, tensors, m)
 
 
 class _Call(BoundCall):
-    def __init__(self, kernel: _Kernel, tensors: Mapping[str, Tensor], m: int) -> None:
+    def __init__(self, kernel: _Kernel, tensors: Mapping[str, Operand], m: int) -> None:
         self.name, self.m = f"{describe(kernel.op)} m={m}", m
         self._kernel = kernel
+        self._panels = {p: t for p, t in tensors.items() if isinstance(t, Panels)}
         self._arrays = {
             port: tensor.array if port in FIXED_PORTS else tensor.array[:m]
             for port, tensor in tensors.items()
+            if isinstance(tensor, Tensor)
         }
 
     def run(self) -> None:
@@ -136,7 +144,8 @@ class _Call(BoundCall):
 
     def compute(self) -> None:
         """Read the inputs, write the outputs."""
-        self._kernel.program(self._arrays)
+        gathered = {port: panels.gather(self.m) for port, panels in self._panels.items()}
+        self._kernel.program(self._arrays | gathered)
 
 
 class _Launch(Completion):

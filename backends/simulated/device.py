@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from hetero.backends import checks
 from hetero.backends.errors import WaitTimeoutError
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
@@ -18,6 +18,7 @@ from hetero.backends.protocol import (
     Device,
     DeviceInfo,
     Kernel,
+    Operand,
     WeightValue,
     check_tensors,
 )
@@ -59,6 +60,10 @@ class SimulatedDevice(Device):
         inner = self.inner.prepare(op, weights) if self.inner is not None else None
         return _Kernel(self, op, inner)
 
+    def state(self) -> str:
+        """See `Device.state`."""
+        return self.health.state
+
     def close(self) -> None:
         """Refuse every later call."""
         if self.inner is not None:
@@ -74,9 +79,9 @@ class _Kernel(Kernel):
     def __init__(self, device: SimulatedDevice, op: Op, inner: Kernel | None) -> None:
         self.device, self.op, self.inner = device, op, inner
 
-    def bind(self, tensors: Mapping[str, Tensor], m: int) -> BoundCall:
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self.device.health.check(f"binding {describe(self.op)}")
-        check_tensors(self.op, tensors, m)
+        check_tensors(self.op, tensors, m, reads_panels=True)
         checks.check_token_count(self.device.capabilities, self.op, m)
         inner = self.inner.bind(tensors, m) if self.inner is not None else None
         return _Call(self.device, self.op, m, inner)

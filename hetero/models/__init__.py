@@ -1,6 +1,6 @@
 """From a MODEL to packed weights, a tokenizer and shapes.
 
-`open_model` takes what a user types: a Hugging Face directory, a directory written by
+`open_model` takes what a user types: a Hugging Face directory, a GGUF file, a directory written by
 `hetero quantize`, `demo`, or `random:NAME`.
 """
 
@@ -17,6 +17,7 @@ from hetero.errors import ModelError
 from hetero.models import quantized, random_models
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
+from hetero.models.converted import ConvertedWeights
 from hetero.models.manifest import MANIFEST_FILE, is_quantised
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
@@ -41,8 +42,8 @@ class LoadedModel:
     """An opened model.
 
     `name` is for people. `fingerprint` changes whenever the weights may have changed: it is part of
-    the key of everything that is derived from them. `source` is the directory, None if generated.
-    With `byte_tokenizer` a prompt's bytes are its ids (random models).
+    the key of everything that is derived from them. `source` is the directory or GGUF file, None if
+    generated. With `byte_tokenizer` a prompt's bytes are its ids (random models).
     """
 
     name: str
@@ -57,6 +58,8 @@ class LoadedModel:
         """Read on first use (large vocabularies take a second). Raises `ModelError`."""
         if self.byte_tokenizer or self.source is None:
             return ByteTokenizer(self.config.vocab_size)
+        if self.source.is_file():
+            return gguf_tokenizer(self.source)
         return HfTokenizer.from_directory(self.source)
 
     @property
@@ -80,7 +83,9 @@ def open_model(
     weight_format = _weight_format(weights)
     if str(model).startswith(random_models.PREFIX):
         return _open_random(str(model), weight_format, seed)
-    path = _directory(str(model))
+    path = _path(str(model))
+    if path.is_file():
+        return _open_gguf(path, weight_format)
     if is_quantised(path):
         return _open_quantised(path, weight_format, verify=verify)
     return _open_checkpoint(path, weight_format)
@@ -97,8 +102,9 @@ def model_spec(model: str | Path, weights: str = "w4a16") -> ModelSpec:
         return random_models.known_config(name).spec(weight_format, name.lower())
     if str(model).startswith(random_models.PREFIX):
         return random_models.known_config(name).spec(weight_format, name.lower())
-    path = _directory(str(model))
-    return ModelConfig.from_directory(path).spec(weight_format, path.name)
+    path = _path(str(model))
+    config = gguf_config(path) if path.is_file() else ModelConfig.from_directory(path)
+    return config.spec(weight_format, path.name)
 
 
 def _weight_format(weights: str) -> WeightFormat:
@@ -135,25 +141,61 @@ def _open_checkpoint(path: Path, weight_format: WeightFormat) -> LoadedModel:
     )
 
 
+def _open_gguf(path: Path, weight_format: WeightFormat) -> LoadedModel:
+    from hetero.models.gguf import open_weights  # the library behind it is heavy
+
+    weights = open_weights(path, weight_format)
+    identity = f"{weight_format.storage}|{weights.config}|{weights.file.fingerprint()}"
+    return LoadedModel(
+        name=path.stem,
+        config=weights.config,
+        weights=weights,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+        source=path,
+    )
+
+
+def gguf_tokenizer(path: Path) -> HfTokenizer:
+    """The tokenizer of a GGUF file. Raises `ModelError`."""
+    from hetero.models.gguf import GgufFile, read_tokenizer
+
+    return read_tokenizer(GgufFile(path))
+
+
+def gguf_config(path: Path) -> ModelConfig:
+    """The configuration of a GGUF file. Raises `ModelError`."""
+    from hetero.models.gguf import GgufFile, read_config
+
+    return read_config(GgufFile(path))
+
+
 def _open_quantised(path: Path, weight_format: WeightFormat, *, verify: bool) -> LoadedModel:
-    manifest, weights = quantized.open_directory(path, weight_format, verify=verify)
+    converts = path == DEMO_DIRECTORY  # of which there is no original to quantise again
+    manifest, stored = quantized.open_directory(
+        path, None if converts else weight_format, verify=verify
+    )
+    weights: ModelWeights = stored
+    identity = (path / MANIFEST_FILE).read_bytes()
+    if converts and weight_format.storage is not manifest.storage:
+        weights = ConvertedWeights(stored, weight_format)
+        identity += weight_format.storage.encode()
+    elif converts:
+        stored.weight_format = weight_format
     return LoadedModel(
         name=manifest.name,
         config=weights.config,
         weights=weights,
-        fingerprint=hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest(),
+        fingerprint=hashlib.sha256(identity).hexdigest(),
         source=path,
         byte_tokenizer=manifest.tokenizer == "bytes",
     )
 
 
-def _directory(model: str) -> Path:
-    """The directory of a MODEL that is not random."""
+def _path(model: str) -> Path:
+    """The directory or GGUF file of a MODEL that is not random."""
     path = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
-    if path.suffix.lower() == ".gguf":
-        raise ModelError(
-            f"{model}: GGUF files are not supported yet; use the model's Hugging Face directory"
-        )
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return path
     if path.is_dir() and model:
         if not (path / "config.json").is_file():
             raise ModelError(f"{model}: has no config.json; give a Hugging Face model directory")
@@ -161,20 +203,24 @@ def _directory(model: str) -> Path:
     if model == "demo":
         raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
     if path.exists() and model:
-        raise ModelError(f"{model}: is a file; give the model's directory")
+        raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
     near = _nearest(model)
     hint = f"did you mean {near!r}? " if near else ""
     raise ModelError(
-        f"{model!r}: there is no such directory; {hint}MODEL is a Hugging Face directory, demo, or "
-        "random:NAME"
+        f"{model!r}: there is no such {'file' if path.suffix.lower() == '.gguf' else 'directory'}; "
+        f"{hint}MODEL is a Hugging Face directory, a .gguf file, demo, or random:NAME"
     )
 
 
 def _nearest(model: str) -> str | None:
-    """What the user may have meant: a directory next to it, demo, or a known model."""
+    """What the user may have meant: a directory or file next to it, demo, or a known model."""
     path = Path(model)
     try:
-        siblings = [x.name for x in path.expanduser().parent.iterdir() if x.is_dir()]
+        siblings = [
+            x.name
+            for x in path.expanduser().parent.iterdir()
+            if x.is_dir() or x.suffix.lower() == ".gguf"
+        ]
     except OSError:
         siblings = []
     if near := difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.6):

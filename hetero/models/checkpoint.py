@@ -7,7 +7,7 @@ memory grows by the packed bytes only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -17,26 +17,16 @@ import numpy.typing as npt
 from hetero.backends.ops import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import ModelError
+from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
+from hetero.models.layout import block_vectors, end_matrices, end_vectors
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from hetero.models.weights import BlockWeights, ModelWeights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-# Modules of a block in the checkpoint, by the name of our fused weight.
-_MODULES = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
-_HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-_ENDS = {"embed": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
-_FINAL_NORM = "model.norm.weight"
 
 
 class CheckpointFiles:
@@ -140,67 +130,98 @@ class CheckpointWeights(ModelWeights):
         self.source = directory
         self.files = CheckpointFiles(directory)
         _check_tensors(self.files, config)
+        self._architecture = ARCHITECTURES[config.architecture]
+        self._names = self._architecture.names
 
-    def final_norm(self) -> Float32Array:
-        """Weight [d] of the norm before the output head."""
-        return self._vector(_FINAL_NORM)
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks."""
+        module, suffix = vector_module(self._names.ends, name)
+        return self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
 
     def _load_block(self, index: int) -> BlockWeights:
-        prefix = f"model.layers.{index}."
-        packed = {name: self._pack(prefix, modules) for name, modules in _MODULES.items()}
-        vectors = {
-            name: self._vector(f"{prefix}{module}.weight")
-            for name, module in (_NORMS | (_HEAD_NORMS if self.config.qk_norm else {})).items()
-        }
-        for matmul in self.config.matmuls():
-            if matmul.bias:
-                parts = [self._vector(f"{prefix}{x}.bias") for x in _MODULES[matmul.name]]
-                vectors[f"{matmul.name}_bias"] = np.concatenate(parts)
+        prefix = self._names.block.format(index)
+        packed = {name: self._pack(prefix, name) for name in self._names.matmuls}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in block_vectors(self.config)}
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._pack_tensors([_ENDS[name]])
+        return self._pack_tensors([f"{self._names.ends[name]}.weight"], None)
 
-    def _pack(self, prefix: str, modules: Iterable[str]) -> PackedWeight:
-        return self._pack_tensors([f"{prefix}{module}.weight" for module in modules])
+    def _pack(self, prefix: str, name: str) -> PackedWeight:
+        tensors = [f"{prefix}{module}.weight" for module in self._names.matmuls[name]]
+        return self._pack_tensors(tensors, self._row_order(name))
 
-    def _pack_tensors(self, names: list[str]) -> PackedWeight:
-        sources = [SourceTensor(name, self.files.array(name)) for name in names]
+    def _pack_tensors(self, names: list[str], order: npt.NDArray[np.int64] | None) -> PackedWeight:
+        sources = [SourceTensor(name, self.files.array(name), order) for name in names]
         return pack_rows(
             sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
         )
 
-    def _vector(self, name: str) -> Float32Array:
+    def _row_order(self, name: str) -> npt.NDArray[np.int64] | None:
+        order = self._architecture.row_order.get(name)
+        return None if order is None else order(self.config)
+
+    def _block_vector(self, prefix: str, name: str) -> Float32Array:
+        if name.removesuffix("_bias") not in self._names.matmuls:
+            module, suffix = vector_module(self._names.vectors, name)
+            return self._vector(f"{prefix}{module}.{suffix}", norm=suffix == "weight")
+        matmul = name.removesuffix("_bias")
+        parts = [self._vector(f"{prefix}{x}.bias") for x in self._names.matmuls[matmul]]
+        whole, order = np.concatenate(parts), self._row_order(matmul)
+        return whole if order is None else whole[order]
+
+    def _vector(self, name: str, *, norm: bool = False) -> Float32Array:
         values: Float32Array = self.files.array(name).astype(np.float32)
         check_finite(name, values)
-        return values
+        return values + np.float32(self._architecture.norm_offset) if norm else values
+
+
+def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
+    """The module of a vector, and which of its tensors the vector is."""
+    if name.endswith("_bias"):
+        return modules[name.removesuffix("_bias")], "bias"
+    return modules[name], "weight"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a checkpoint of this configuration has."""
-    d, vocab = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {_ENDS["embed"]: (vocab, d), _FINAL_NORM: (d,)}
-    if not config.tie_word_embeddings:
-        shapes[_ENDS["lm_head"]] = (vocab, d)
+    names, d = ARCHITECTURES[config.architecture].names, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for matrix in end_matrices(config):
+        shapes[f"{names.ends[matrix.name]}.weight"] = (matrix.n, matrix.k)
+    for vector in end_vectors(config):
+        rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
+        shapes[".".join(vector_module(names.ends, vector.name))] = rows
     for index in range(config.num_layers):
         for name, shape in _block_tensors(config).items():
-            shapes[f"model.layers.{index}.{name}"] = shape
+            shapes[f"{names.block.format(index)}{name}"] = shape
     return shapes
 
 
 def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    d, f, size = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.heads * size, config.kv_heads * size
-    rows = {"qkv": (queries, keys, keys), "o": (d,), "gate_up": (f, f), "down": (d,)}
-    shapes: dict[str, tuple[int, ...]] = {f"{x}.weight": (d,) for x in _NORMS.values()}
-    if config.qk_norm:
-        shapes |= {f"{x}.weight": (size,) for x in _HEAD_NORMS.values()}
+    names = ARCHITECTURES[config.architecture].names
+    shapes: dict[str, tuple[int, ...]] = {}
+    for vector in block_vectors(config):
+        if vector.name.removesuffix("_bias") not in names.matmuls:
+            shapes[".".join(vector_module(names.vectors, vector.name))] = (vector.n,)
     for matmul in config.matmuls():
-        for module, n in zip(_MODULES.get(matmul.name, ()), rows.get(matmul.name, ()), strict=True):
+        for module, n in _module_rows(config, matmul.name):
             shapes[f"{module}.weight"] = (n, matmul.k)
             if matmul.bias:
                 shapes[f"{module}.bias"] = (n,)
     return shapes
+
+
+def _module_rows(config: ModelConfig, name: str) -> list[tuple[str, int]]:
+    """Modules that a fused weight of a block is made of, and how many of its rows each has."""
+    modules = ARCHITECTURES[config.architecture].names.matmuls.get(name, ())
+    if not modules:
+        return []
+    n = next(x.n for x in config.matmuls() if x.name == name)
+    if name == "qkv" and len(modules) == 3:
+        keys = config.kv_heads * config.head_dim
+        return list(zip(modules, (config.heads * config.head_dim, keys, keys), strict=True))
+    return [(module, n // len(modules)) for module in modules]
 
 
 def _check_tensors(files: CheckpointFiles, config: ModelConfig) -> None:
@@ -236,8 +257,9 @@ def _check_tensor(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> 
 
 def _is_derived(name: str, config: ModelConfig) -> bool:
     """Tensors that say nothing new: stored rotary tables, a copy of tied embeddings."""
+    head = ARCHITECTURES[config.architecture].names.ends["lm_head"]
     return name.endswith("rotary_emb.inv_freq") or (
-        config.tie_word_embeddings and name == _ENDS["lm_head"]
+        config.tie_word_embeddings and name == f"{head}.weight"
     )
 
 

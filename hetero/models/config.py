@@ -6,49 +6,52 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, cast
+from typing import Any, Literal, Self, TypeAlias
 
 from hetero.backends.ops import Activation, RopeScaling, WeightFormat
 from hetero.errors import ModelError
-from hetero.models.fields import Fields, is_number, read_json_object
-from hetero.models.rope_config import NO_SCALING, read_rope, rope_dict
+from hetero.models.architectures import ARCHITECTURES, Architecture
+from hetero.models.fields import Fields, read_json_object
+from hetero.models.rope_config import NO_SCALING, read_rope, refuse_partial_rotary, rope_dict
 from hetero.solver.model_spec import MatMulName, MatMulSpec, ModelSpec
 
-Architecture: TypeAlias = Literal["llama", "mistral", "qwen2", "qwen3"]
+NormKind: TypeAlias = Literal["rms", "layer"]
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu": "relu",
 }
-_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-# What `transformers` takes when config.json leaves the field out.
-_DEFAULT_MAX_POSITION = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-_DEFAULT_WINDOW = 4096
+_ACTIVATION_NAMES = {
+    "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"
+}  # fmt: skip
 _MAX_LAYERS = 4096
-_DEFAULT_WINDOW_LAYERS = 28
-_DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Hyperparameters of a decoder-only model (notation of `hetero.backends.ops`).
 
-    `windows` has one entry per layer: the sliding attention window in tokens, 0 for full attention.
-    `eos_ids` end a generation; ids outside the vocabulary are dropped. `dtype` is the source's data
-    type as written, for information.
+    windows            one entry per layer: the sliding attention window in tokens, 0 for full
+                       attention
+    rotary_dim         dimensions of a head that are rotated, 0 for all of them
+    positions          rows of the table of learned positions, 0 with rotary embeddings; position p
+                       is row p + position_offset
+    rms_norm_eps       of every norm; `norm` says which kind they are
+    out_norms          attention and feed-forward are normed once more behind them
+    parallel           attention and feed-forward both read the one norm before them
+    gated              the feed-forward multiplies by a gate; else it is up, activation, down
+    attention_scale    on the scores, None for D^-0.5
+    attention_softcap, logit_softcap    cap · tanh(x / cap) on scores and logits, 0 for none
+    embed_scale        on the embeddings
+    eos_ids            end a generation; ids outside the vocabulary are dropped
+    dtype              of the source as written, for information
     """
 
-    architecture: Architecture
+    architecture: str
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -60,12 +63,24 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = NO_SCALING
+    rotary_dim: int = 0
+    positions: int = 0
+    position_offset: int = 0
     windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     qk_norm: bool = False
+    norm: NormKind = "rms"
+    out_norms: bool = False
+    parallel: bool = False
+    gated: bool = True
     activation: Activation = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embed_scale: float = 1.0
     tie_word_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -108,65 +123,54 @@ class ModelConfig:
         architecture = _architecture(source)
         _refuse_quantised(source)
         layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
-        max_position = source.positive_int(
-            "max_position_embeddings", _DEFAULT_MAX_POSITION[architecture]
-        )
-        theta, scaling = read_rope(source, max_position)
-        heads, kv_heads, head_dim = _heads(source, architecture)
-        qkv_bias, o_bias, mlp_bias = _biases(source, architecture)
+        sizes = _sizes(source, architecture) | _rotary(source, architecture)
         bos_id, eos_ids = _token_ids(
             source, Fields(generation or {}, "generation_config.json"), architecture
         )
-        return cls(
-            architecture=architecture,
-            hidden_size=source.positive_int("hidden_size"),
-            intermediate_size=source.positive_int("intermediate_size"),
-            num_layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=source.positive_int("vocab_size"),
-            max_position=max_position,
-            rms_norm_eps=source.positive_float("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            windows=_windows(source, architecture, layers),
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            mlp_bias=mlp_bias,
-            qk_norm=architecture == "qwen3",
-            activation=_activation(source),
-            tie_word_embeddings=source.boolean("tie_word_embeddings", False),
-            bos_id=bos_id,
-            eos_ids=eos_ids,
-            dtype=_dtype(source),
-        )
+        own = architecture.read(source, layers)
+        factor = own.pop("rotary_factor", None)
+        if factor is None:
+            refuse_partial_rotary(source)
+        else:
+            own["rotary_dim"] = _rotary_dim(source, factor, sizes["head_dim"])
+        if not own.get("positions"):
+            _check_even(source, sizes["head_dim"])
+        given: dict[str, Any] = {
+            "architecture": architecture.name,
+            "num_layers": layers,
+            "activation": _activation(source, architecture),
+            "tie_word_embeddings": source.boolean("tie_word_embeddings", architecture.tied),
+            "bos_id": bos_id,
+            "eos_ids": eos_ids,
+            "dtype": _dtype(source),
+        }
+        return cls(**given | sizes | own)
 
     def to_dict(self) -> dict[str, Any]:
         """Contents of a `config.json` that `from_dict` turns into this configuration again."""
-        names = {cls: name for name, cls in ARCHITECTURES.items()}
+        architecture = ARCHITECTURES[self.architecture]
         raw: dict[str, Any] = {
-            "architectures": [names[self.architecture]],
+            "architectures": [architecture.class_name],
             "model_type": self.architecture,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
+            architecture.key("intermediate_size"): self.intermediate_size,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "vocab_size": self.vocab_size,
             "max_position_embeddings": self.max_position,
-            "rms_norm_eps": self.rms_norm_eps,
+            architecture.key("rms_norm_eps"): self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": rope_dict(self.rope_scaling),
-            "hidden_act": _ACTIVATION_NAMES[self.activation],
+            architecture.key("hidden_act"): _ACTIVATION_NAMES[self.activation],
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_id,
             "eos_token_id": list(self.eos_ids) or None,
         }
         if self.dtype is not None:
             raw["dtype"] = self.dtype
-        return raw | _bias_dict(self) | _window_dict(self)
+        return raw | architecture.write(self)
 
     def spec(self, weight_format: WeightFormat, name: str = "") -> ModelSpec:
         """Shapes only, for the solver."""
@@ -190,17 +194,28 @@ class ModelConfig:
             qk_norm=self.qk_norm,
             windows=self.windows,
             tie_word_embeddings=self.tie_word_embeddings,
+            rotary_dim=self.rotary_dim,
+            positions=self.positions,
+            norm=self.norm,
+            out_norms=self.out_norms,
+            parallel=self.parallel,
+            gated=self.gated,
+            attention_scale=self.attention_scale,
+            attention_softcap=self.attention_softcap,
+            logit_softcap=self.logit_softcap,
+            embed_scale=self.embed_scale,
         )
 
     def matmuls(self) -> tuple[MatMulSpec, ...]:
         """The matmuls of a block and the output head, in the order in which they run."""
         d, f, layers = self.hidden_size, self.intermediate_size, self.num_layers
+        up = 2 * f if self.gated else f
         rows: list[tuple[MatMulName, int, int, int, bool]] = [
             ("qkv", self.qkv_width, d, layers, self.qkv_bias),
             ("o", d, self.heads * self.head_dim, layers, self.o_bias),
-            ("gate_up", 2 * f, d, layers, self.mlp_bias),
+            ("gate_up", up, d, layers, self.mlp_bias),
             ("down", d, f, layers, self.mlp_bias),
-            ("lm_head", self.vocab_size, d, 1, False),
+            ("lm_head", self.vocab_size, d, 1, self.head_bias),
         ]
         return tuple(
             MatMulSpec(name=name, n=n, k=k, count=count, bias=bias)
@@ -215,15 +230,16 @@ def _architecture(source: Fields) -> Architecture:
         not isinstance(declared, list) or any(not isinstance(name, str) for name in declared)
     ):
         raise source.error("architectures", "must be a list of names", "correct the file")
-    names = [name for name in declared or [] if name not in ARCHITECTURES]
+    classes = {x.class_name: x for x in ARCHITECTURES.values()}
+    names = [name for name in declared or [] if name not in classes]
     if declared and len(names) == len(declared):
-        raise _unknown(source, names[0], list(ARCHITECTURES))
+        raise _unknown(source, names[0], list(classes))
     if source.raw.get("model_type") is None and declared:
-        return next(ARCHITECTURES[name] for name in declared if name in ARCHITECTURES)
+        return next(classes[name] for name in declared if name in classes)
     model_type = source.text("model_type")
-    if model_type not in ARCHITECTURES.values():
-        raise _unknown(source, model_type, list(ARCHITECTURES.values()))
-    return cast(Architecture, model_type)
+    if model_type not in ARCHITECTURES:
+        raise _unknown(source, model_type, list(ARCHITECTURES))
+    return ARCHITECTURES[model_type]
 
 
 def _unknown(source: Fields, name: str, known: list[str]) -> ModelError:
@@ -245,30 +261,57 @@ def _refuse_quantised(source: Fields) -> None:
         )
 
 
+def _sizes(source: Fields, architecture: Architecture) -> dict[str, Any]:
+    heads, kv_heads, head_dim = _heads(source, architecture)
+    return {
+        "hidden_size": source.positive_int("hidden_size"),
+        "intermediate_size": source.positive_int(architecture.key("intermediate_size")),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": source.positive_int("vocab_size"),
+        "rms_norm_eps": source.positive_float(architecture.key("rms_norm_eps"), architecture.eps),
+    }
+
+
+def _rotary(source: Fields, architecture: Architecture) -> dict[str, Any]:
+    max_position = source.positive_int("max_position_embeddings", architecture.max_position)
+    theta, scaling = read_rope(source, max_position)
+    return {"max_position": max_position, "rope_theta": theta, "rope_scaling": scaling}
+
+
+def _rotary_dim(source: Fields, factor: float, head_dim: int) -> int:
+    """Rotated dimensions of a head, 0 for all of them."""
+    rotated = int(head_dim * factor)
+    if rotated < 2 or rotated % 2:
+        raise ModelError(
+            f"{source.where}: partial_rotary_factor must leave an even number of dimensions to "
+            f"rotate, got {factor} of {head_dim}; correct the file"
+        )
+    return 0 if rotated == head_dim else rotated
+
+
 def _heads(source: Fields, architecture: Architecture) -> tuple[int, int, int]:
     heads = source.positive_int("num_attention_heads")
-    absent = _DEFAULT_KV_HEADS.get(architecture, heads)
+    absent = architecture.kv_heads or heads
     kv_default = heads if "num_key_value_heads" in source.raw else absent
-    kv_heads = source.positive_int("num_key_value_heads", kv_default)
+    kv_heads = heads
+    if architecture.grouped:
+        kv_heads = source.positive_int("num_key_value_heads", kv_default)
     if heads % kv_heads:
         raise ModelError(
             f"{source.where}: num_attention_heads must be a multiple of num_key_value_heads, "
             f"got {heads} and {kv_heads}; correct the file"
         )
-    head_dim = source.positive_int("head_dim", _default_head_dim(source, architecture, heads))
-    if head_dim % 2:
-        raise ModelError(
-            f"{source.where}: head_dim must be even for rotary embeddings, got {head_dim}; "
-            "correct the file"
-        )
-    return heads, kv_heads, head_dim
+    return heads, kv_heads, source.positive_int("head_dim", _head_dim(source, architecture, heads))
 
 
-def _default_head_dim(source: Fields, architecture: Architecture, heads: int) -> int:
+def _head_dim(source: Fields, architecture: Architecture, heads: int) -> int:
+    """Head size where config.json does not give one."""
     if source.raw.get("head_dim") is not None:
         return 1
-    if architecture == "qwen3" and "head_dim" not in source.raw:
-        return 128
+    if architecture.head_dim is not None and "head_dim" not in source.raw:
+        return architecture.head_dim
     hidden = source.positive_int("hidden_size")
     if hidden % heads:
         raise ModelError(
@@ -278,77 +321,18 @@ def _default_head_dim(source: Fields, architecture: Architecture, heads: int) ->
     return hidden // heads
 
 
-def _windows(source: Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
-    """Sliding window per layer in tokens, 0 for full attention."""
-    if architecture == "llama":
-        return (0,) * layers
-    absent = _DEFAULT_WINDOW if "sliding_window" not in source.raw else 0
-    given = source.raw.get("sliding_window") is not None
-    window = source.positive_int("sliding_window") if given else absent
-    if architecture == "mistral":
-        return (window,) * layers
-    if not source.boolean("use_sliding_window", False):
-        return (0,) * layers
-    types = source.raw.get("layer_types")
-    if types is not None:
-        kinds = _types(source, layers)
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    first = source.raw.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
-    if not is_number(first) or first < 0:
-        raise source.error("max_window_layers", "must be a layer number", "correct the file")
-    return tuple(window if i >= first else 0 for i in range(layers))
-
-
-def _types(source: Fields, layers: int) -> list[str]:
-    types = source.raw["layer_types"]
-    allowed = ("full_attention", "sliding_attention")
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(kind not in allowed for kind in types)
-    ):
-        raise source.error(
-            "layer_types",
-            f"must list {' or '.join(allowed)} for each of the {layers} layers",
-            "correct the file",
+def _check_even(source: Fields, head_dim: int) -> None:
+    if head_dim % 2:
+        raise ModelError(
+            f"{source.where}: head_dim must be even for rotary embeddings, got {head_dim}; "
+            "correct the file"
         )
-    return types
 
 
-def _window_dict(config: ModelConfig) -> dict[str, Any]:
-    window = max(config.windows)
-    if config.architecture == "llama":
-        return {}
-    if config.architecture == "mistral":
-        return {"sliding_window": window or None}
-    kinds = ["sliding_attention" if w else "full_attention" for w in config.windows]
-    return {
-        "use_sliding_window": window > 0,
-        "sliding_window": window or None,
-        "layer_types": kinds,
-    }
-
-
-def _biases(source: Fields, architecture: Architecture) -> tuple[bool, bool, bool]:
-    """Whether query/key/value, output and feed-forward projections have biases."""
-    if architecture == "qwen2":
-        return True, False, False
-    if architecture == "mistral":
-        return False, False, False
-    attention = source.boolean("attention_bias", False)
-    mlp = source.boolean("mlp_bias", False) if architecture == "llama" else False
-    return attention, attention, mlp
-
-
-def _bias_dict(config: ModelConfig) -> dict[str, bool]:
-    if config.architecture == "llama":
-        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-    return {"attention_bias": config.qkv_bias} if config.architecture == "qwen3" else {}
-
-
-def _activation(source: Fields) -> Activation:
-    name = "hidden_act" if "hidden_act" in source.raw else "hidden_activation"
-    text = source.text(name, "silu")
+def _activation(source: Fields, architecture: Architecture) -> Activation:
+    given = ("hidden_activation", architecture.key("hidden_act"), "hidden_act")
+    name = next((x for x in given if source.raw.get(x) is not None), given[1])
+    text = source.text(name, architecture.activation)
     if text not in _ACTIVATIONS:
         raise source.error(
             name, f"must be one of {', '.join(_ACTIVATIONS)}", "choose a model with one of these"
@@ -361,9 +345,10 @@ def _token_ids(
 ) -> tuple[int | None, tuple[int, ...]]:
     """bos and eos ids; those of generation_config.json win, ids outside the vocabulary go."""
     vocab = source.positive_int("vocab_size")
-    defaults = _DEFAULT_IDS if architecture in ("llama", "mistral") else {}
+    names = ("bos_token_id", "eos_token_id")
+    defaults = dict(zip(names, architecture.ids, strict=True)) if architecture.ids else {}
     found: dict[str, tuple[int, ...]] = {}
-    for name in ("bos_token_id", "eos_token_id"):
+    for name in names:
         ids = generation.ids(name) or source.ids(name)
         if name in defaults and name not in source.raw:
             ids = ids or (defaults[name],)

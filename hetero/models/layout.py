@@ -41,13 +41,30 @@ def block_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
 
 def block_vectors(config: ModelConfig) -> tuple[VectorShape, ...]:
     """Float32 vectors of one block: norms, then the biases that the model has."""
-    norms = [
-        VectorShape("input_norm", config.hidden_size),
-        VectorShape("post_norm", config.hidden_size),
-    ]
+    names = ["input_norm"] if config.parallel else ["input_norm", "post_norm"]
+    names += ["o_norm", "down_norm"] if config.out_norms else []
+    norms = _norms(config, names)
     if config.qk_norm:
         norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
-    return (*norms, *(VectorShape(f"{x.name}_bias", x.n) for x in config.matmuls() if x.bias))
+    biases = [x for x in config.matmuls() if x.bias and x.name != "lm_head"]
+    return (*norms, *(VectorShape(f"{x.name}_bias", x.n) for x in biases))
+
+
+def end_vectors(config: ModelConfig) -> tuple[VectorShape, ...]:
+    """Float32 vectors outside of the blocks; the table of positions row after row."""
+    found = _norms(config, ["final_norm"])
+    if config.head_bias:
+        found.append(VectorShape("lm_head_bias", config.vocab_size))
+    if config.positions:
+        found.append(VectorShape("positions", config.positions * config.hidden_size))
+    return tuple(found)
+
+
+def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
+    shapes = [VectorShape(name, config.hidden_size) for name in names]
+    if config.norm == "layer":
+        shapes += [VectorShape(f"{name}_bias", config.hidden_size) for name in names]
+    return shapes
 
 
 def end_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
@@ -62,7 +79,8 @@ def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
     """Bytes of all packed weights and vectors of a model, without page padding."""
     block = sum(x.nbytes(storage) for x in block_matrices(config))
     block += sum(4 * x.n for x in block_vectors(config))
-    ends = sum(x.nbytes(storage) for x in end_matrices(config)) + 4 * config.hidden_size
+    ends = sum(x.nbytes(storage) for x in end_matrices(config))
+    ends += sum(4 * x.n for x in end_vectors(config))
     return config.num_layers * block + ends
 
 

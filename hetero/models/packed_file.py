@@ -32,6 +32,7 @@ from hetero.models.layout import (
     block_matrices,
     block_vectors,
     end_matrices,
+    end_vectors,
     has_scales,
     page_padded,
 )
@@ -72,9 +73,9 @@ class QuantizedWeights(ModelWeights):
         self.file = SafetensorsFile(directory / WEIGHTS_FILE)
         _check_plan(self.file, config, weight_format.storage)
 
-    def final_norm(self) -> Float32Array:
-        """Weight [d] of the norm before the output head."""
-        return self.file.array("final_norm")
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks."""
+        return self.file.array(name)
 
     def release(self, index: int) -> None:
         """Forget a block; its pages leave memory until something reads them again."""
@@ -145,9 +146,9 @@ def block_plan(config: ModelConfig, storage: StorageFormat, index: int) -> list[
 
 
 def end_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
-    """Embeddings, output head unless tied, final norm."""
+    """Embeddings, output head unless tied, vectors."""
     plan = [x for shape in end_matrices(config) for x in _matrix_plan("", shape, storage)]
-    return [*plan, _vector_plan("", VectorShape("final_norm", config.hidden_size))]
+    return [*plan, *(_vector_plan("", shape) for shape in end_vectors(config))]
 
 
 def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from hetero.backends.weights import (
     data_dtype,
     data_shape,
     pack,
+    pack_q4,
+    pack_q8,
     scales_shape,
 )
 from hetero.errors import ModelError
@@ -37,12 +39,54 @@ _MAX_THREADS = 4  # each holds the memory of one piece
 _LIMITS = {"q4": 65504.0 * 8, "q8": 65504.0 * 127, "f16": 65504.0, "f32": math.inf}
 
 
+Codes: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[np.float16]]
+Watch: TypeAlias = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], None]
+
+
+class RowSource(Protocol):
+    """A named tensor of `shape` (rows, k) in a file.
+
+    `rows` gives rows [start, stop) as float32; `codes` gives them as codes and scales of a storage
+    format, None where they are not stored as that. `watch`, if any, is told now and then what was
+    read and what is stored for it.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def watch(self) -> Watch | None: ...
+    def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]: ...
+    def codes(self, start: int, stop: int, storage: StorageFormat) -> Codes | None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class SourceTensor:
-    """A named [rows, k] tensor in a file, of any floating-point type."""
+    """A `RowSource` of any floating-point type.
+
+    `order` says which of its rows come first, where they lie in another order.
+    """
 
     name: str
     values: npt.NDArray[Any]
+    order: npt.NDArray[np.int64] | None = None
+    watch: Watch | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and features."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Rows [start, stop) in order, as float32."""
+        chosen = slice(start, stop) if self.order is None else self.order[start:stop]
+        found: npt.NDArray[np.float32] = self.values[chosen].astype(np.float32)
+        return found
+
+    def codes(self, start: int, stop: int, storage: StorageFormat) -> Codes | None:  # noqa: ARG002
+        """Floats have none."""
+        return None
 
 
 def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
@@ -53,7 +97,7 @@ def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
 
 
 def pack_rows(
-    sources: Sequence[SourceTensor],
+    sources: Sequence[RowSource],
     storage: StorageFormat,
     after_batch: Callable[[], None] = lambda: None,
 ) -> PackedWeight:
@@ -62,13 +106,13 @@ def pack_rows(
     `after_batch` is called now and then, so that pages of a mapped source can be given back.
     Raises `ModelError` for a value that is not finite or beyond the storage format's range.
     """
-    k = sources[0].values.shape[1]
-    n = sum(source.values.shape[0] for source in sources)
+    k = sources[0].shape[1]
+    n = sum(source.shape[0] for source in sources)
     packed = empty_packed(storage, n, k)
     step = max(ROW_BLOCK, PIECE_ELEMENTS // k // ROW_BLOCK * ROW_BLOCK)
 
     def pack_piece(start: int) -> None:
-        piece = pack(_gather(sources, start, min(start + step, n), storage), storage)
+        piece = _pack_piece(_parts(sources, start, min(start + step, n)), k, storage)
         first, last = start // ROW_BLOCK, start // ROW_BLOCK + piece.data.shape[0]
         packed.data[first:last] = piece.data
         if packed.scales is not None:
@@ -96,20 +140,59 @@ def check_finite(name: str, values: npt.NDArray[np.float32], limit: float = math
         )
 
 
-def _gather(
-    sources: Sequence[SourceTensor], start: int, stop: int, storage: StorageFormat
-) -> npt.NDArray[np.float32]:
-    """Rows [start, stop) of the concatenation as float32, checked."""
-    pieces, offset = [], 0
+def _parts(sources: Sequence[RowSource], start: int, stop: int) -> list[tuple[RowSource, int, int]]:
+    """Sources and their rows that make up rows [start, stop) of the concatenation."""
+    parts, offset = [], 0
     for source in sources:
-        rows = source.values.shape[0]
+        rows = source.shape[0]
         low, high = max(start - offset, 0), min(stop - offset, rows)
         if low < high:
-            piece = source.values[low:high].astype(np.float32)
-            check_finite(source.name, piece, _LIMITS[storage.value])
-            pieces.append(piece)
+            parts.append((source, low, high))
         offset += rows
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return parts
+
+
+def _pack_piece(
+    parts: Sequence[tuple[RowSource, int, int]], k: int, storage: StorageFormat
+) -> PackedWeight:
+    coded = [source.codes(low, high, storage) for source, low, high in parts]
+    if all(codes is not None for codes in coded):
+        return _pack_codes([codes for codes in coded if codes is not None], k, storage)
+    pieces = []
+    for source, low, high in parts:
+        piece = source.rows(low, high)
+        check_finite(source.name, piece, _LIMITS[storage.value])
+        pieces.append(piece)
+    packed = pack(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), storage)
+    if any(source.watch for source, *_ in parts):
+        _tell(parts, pieces, packed)
+    return packed
+
+
+def _pack_codes(coded: Sequence[Codes], k: int, storage: StorageFormat) -> PackedWeight:
+    """Lay out codes as they are, with rows up to a whole block."""
+    codes = np.concatenate([x for x, _ in coded])
+    scales = np.concatenate([x for _, x in coded])
+    n = len(codes)
+    missing = -n % ROW_BLOCK
+    if missing:
+        empty = 8 if storage is StorageFormat.Q4 else 0
+        codes = np.pad(codes, ((0, missing), (0, 0), (0, 0)), constant_values=empty)
+        scales = np.pad(scales, ((0, missing), (0, 0)))
+    return (pack_q4 if storage is StorageFormat.Q4 else pack_q8)(codes, scales, n, k)
+
+
+def _tell(
+    parts: Sequence[tuple[RowSource, int, int]],
+    pieces: Sequence[npt.NDArray[np.float32]],
+    packed: PackedWeight,
+) -> None:
+    """What is stored, to the sources that want to know."""
+    stored, row = packed.dequantize(), 0
+    for (source, *_), piece in zip(parts, pieces, strict=True):
+        if source.watch is not None:
+            source.watch(piece, stored[row : row + len(piece)])
+        row += len(piece)
 
 
 def _pages(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.errors import ModelError
-from hetero.models.layout import page_padded
+from hetero.models.layout import end_vectors, page_padded
 from hetero.models.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
@@ -38,7 +38,7 @@ from hetero.models.packed_file import (
 )
 from hetero.models.weights import ModelWeights
 
-__all__ = ["Progress", "open_directory", "save"]
+__all__ = ["Progress", "check_destination", "open_directory", "save"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -71,7 +71,7 @@ def save(
     wrote everything in it. Raises `ModelError`, and leaves nothing behind, whatever happens.
     """
     out = Path(out_dir).expanduser().resolve()
-    _check_destination(out, overwrite=overwrite)
+    check_destination(out, overwrite=overwrite)
     _check_space(out, weights)
     temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
@@ -88,7 +88,8 @@ def save(
     return out
 
 
-def _check_destination(out: Path, *, overwrite: bool) -> None:
+def check_destination(out: Path, *, overwrite: bool) -> None:
+    """Raise `ModelError` unless `save` may write there."""
     if not out.parent.is_dir():
         raise ModelError(f"{out.parent}: there is no such directory; create it first")
     if not out.exists():
@@ -139,7 +140,12 @@ def _write_directory(
 ) -> None:
     header_sha256, record = _write_weights(weights, directory / WEIGHTS_FILE, progress)
     _write_text(directory / "config.json", json.dumps(weights.config.to_dict(), indent=2) + "\n")
-    if weights.source is not None:
+    if weights.source is not None and weights.source.is_file():
+        from hetero.models.gguf import GgufFile, read_tokenizer  # the library behind it is heavy
+
+        for path in read_tokenizer(GgufFile(weights.source)).save(directory):
+            _sync_file(path)
+    elif weights.source is not None:
         _copy_tokenizer(weights.source, directory)
     others = [x for x in directory.rglob("*") if x.is_file() and x.name != WEIGHTS_FILE]
     files = {x.relative_to(directory).as_posix(): _record(x) for x in sorted(others)}
@@ -192,7 +198,7 @@ def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
     if not config.tie_word_embeddings:
         weights.release_ends()
         yield matrix_arrays(weights.lm_head())
-    yield iter([np.asarray(weights.final_norm(), dtype=np.float32)])
+    yield (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in end_vectors(config))
     weights.release_ends()
 
 
@@ -227,9 +233,10 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def _has_byte_tokenizer(weights: ModelWeights) -> bool:
-    if weights.source is None:
+    source = weights.source
+    if source is None:
         return True
-    return is_quantised(weights.source) and read_manifest(weights.source).tokenizer == "bytes"
+    return source.is_dir() and is_quantised(source) and read_manifest(source).tokenizer == "bytes"
 
 
 def _record(path: Path) -> FileRecord:

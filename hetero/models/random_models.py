@@ -17,8 +17,8 @@ import numpy.typing as npt
 from hetero.backends.ops import RopeScaling, StorageFormat, WeightFormat
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
-from hetero.models.config import Architecture, ModelConfig
-from hetero.models.layout import block_matrices, block_vectors, end_matrices
+from hetero.models.config import ModelConfig
+from hetero.models.layout import block_matrices, block_vectors, end_matrices, end_vectors
 from hetero.models.packing import empty_packed
 from hetero.models.weights import BlockWeights, ModelWeights
 
@@ -33,7 +33,7 @@ _Q8_RMS = (127 * 128 / 3) ** 0.5  # of the values -127 … 127
 
 
 def _config(
-    architecture: Architecture,
+    architecture: str,
     sizes: tuple[int, int, int, int, int, int, int],
     max_position: int,
     theta: float,
@@ -81,8 +81,10 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
     "llama-3-8b": _config("llama", (4096, 14336, 32, 32, 8, 128, 128256), 8192, 5e5, 1e-5),
     "llama-2-7b": _config("llama", (4096, 11008, 32, 32, 32, 128, 32000), 4096, 1e4, 1e-5),
     "tinyllama-1.1b": _config("llama", (2048, 5632, 22, 32, 4, 64, 32000), 2048, 1e4, 1e-5),
-    # InternLM2 has llama's shapes (its own weight names and order are another matter).
-    "internlm2-1.8b": _config("llama", (2048, 8192, 24, 16, 8, 128, 92544), 32768, 1e6, 1e-5),
+    "internlm2-1.8b": _config("internlm2", (2048, 8192, 24, 16, 8, 128, 92544), 32768, 1e6, 1e-5),
+    "qwen1.5-1.8b": _config(
+        "qwen2", (2048, 5504, 24, 16, 16, 128, 151936), 32768, 1e6, 1e-6, qkv_bias=True
+    ),
     "qwen2.5-0.5b": _qwen25((896, 4864, 24, 14, 2, 64, 151936), 32768),
     "qwen2.5-1.5b": _qwen25((1536, 8960, 28, 12, 2, 128, 151936), 131072),
     "qwen3-0.6b": _config(
@@ -96,6 +98,66 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
     ),
     "mistral-7b": _config(
         "mistral", (4096, 14336, 32, 32, 8, 128, 32000), 32768, 1e4, 1e-5, windows=(4096,) * 32
+    ),
+    "gemma-2b": _config(
+        "gemma",
+        (2048, 16384, 18, 8, 1, 256, 256000),
+        8192,
+        1e4,
+        1e-6,
+        activation="gelu_tanh",
+        embed_scale=2048**0.5,
+        tie_word_embeddings=True,
+    ),
+    "gemma-2-2b": _config(
+        "gemma2",
+        (2304, 9216, 26, 8, 4, 256, 256000),
+        8192,
+        1e4,
+        1e-6,
+        activation="gelu_tanh",
+        embed_scale=2304**0.5,
+        tie_word_embeddings=True,
+        windows=(4096, 0) * 13,
+        out_norms=True,
+        attention_scale=256**-0.5,
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+    ),
+    "phi-2": _config(
+        "phi",
+        (2560, 10240, 32, 32, 32, 80, 51200),
+        2048,
+        1e4,
+        1e-5,
+        rotary_dim=32,
+        activation="gelu_tanh",
+        norm="layer",
+        parallel=True,
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    ),
+    "phi-3-mini": _config(
+        "phi3", (3072, 8192, 32, 32, 32, 96, 32064), 4096, 1e4, 1e-5, windows=(2047,) * 32
+    ),
+    "opt-1.3b": _config(
+        "opt",
+        (2048, 8192, 24, 32, 32, 64, 50272),
+        2048,
+        1e4,
+        1e-5,
+        positions=2050,
+        position_offset=2,
+        activation="relu",
+        norm="layer",
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
     ),
 }
 
@@ -126,9 +188,12 @@ class RandomWeights(ModelWeights):
         bits = np.random.SFC64(np.random.SeedSequence([seed, GENERATOR_VERSION]))
         self._pool: npt.NDArray[np.uint64] = bits.random_raw(_POOL_WORDS)
 
-    def final_norm(self) -> Float32Array:
-        """Weight [d] of the norm before the output head."""
-        return np.ones(self.config.hidden_size, dtype=np.float32)
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks; the final norm's weight is 1."""
+        shape = next(x for x in end_vectors(self.config) if x.name == name)
+        if name == "final_norm":
+            return np.ones(shape.n, dtype=np.float32)
+        return self._vector(name, shape.n)
 
     def _load_block(self, index: int) -> BlockWeights:
         storage = self.weight_format.storage
@@ -154,7 +219,7 @@ class RandomWeights(ModelWeights):
     def _vector(self, name: str, n: int) -> Float32Array:
         """Norm weights near 1, biases near 0."""
         values = self._generator(name).uniform(-0.1, 0.1, n).astype(np.float32)
-        return values if name.endswith("_bias") else values + np.float32(1)
+        return values + np.float32(name.endswith("_norm"))
 
     def _draw(self, name: str, storage: StorageFormat, n: int, k: int) -> PackedWeight:
         packed = empty_packed(storage, n, k)

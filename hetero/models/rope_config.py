@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,9 @@ from hetero.errors import ModelError
 from hetero.models.fields import Fields
 
 NO_SCALING = RopeScaling()
-_KINDS = ("default", "linear", "llama3", "yarn")
+# "dynamic" stretches positions beyond max_position_embeddings only, and none are beyond it here.
+_UNSCALED = ("default", "dynamic")
+_KINDS = (*_UNSCALED, "linear", "llama3", "yarn")
 
 
 def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
@@ -24,16 +27,36 @@ def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
         )
     theta_source = rope if rope.raw.get("rope_theta") is not None else source
     theta = theta_source.positive_float("rope_theta", 10000.0)
-    _refuse_partial(source, rope)
     return theta, _scaling(source, rope, max_position)
 
 
-def _refuse_partial(source: Fields, rope: Fields) -> None:
-    for fields_ in (source, rope):
-        if fields_.raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise fields_.error(
-                "partial_rotary_factor", "other than 1 is not supported", "choose another model"
-            )
+def rotary_factor(source: Fields, default: float) -> float:
+    """Share of a head's dimensions that is rotated, `partial_rotary_factor` in either spelling."""
+    for holder in (Fields(source.object("rope_parameters"), source.where), source):
+        if holder.raw.get("partial_rotary_factor") is not None:
+            factor = holder.positive_float("partial_rotary_factor")
+            if factor > 1:
+                raise holder.error("partial_rotary_factor", "must be at most 1", "correct the file")
+            return factor
+    return default
+
+
+def refuse_partial_rotary(source: Fields) -> None:
+    """Raise `ModelError` for an architecture that always rotates whole heads."""
+    for name in ("rope_parameters", "rope_scaling"):
+        for holder in (source, Fields(source.object(name), source.where)):
+            if holder.raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+                raise holder.error(
+                    "partial_rotary_factor", "other than 1 is not supported", "choose another model"
+                )
+
+
+def rotary_factor_of(rotary_dim: int, head_dim: int) -> float:
+    """The `partial_rotary_factor` that `transformers` cuts down to `rotary_dim` dimensions."""
+    if not rotary_dim:
+        return 1.0
+    factor = rotary_dim / head_dim
+    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, 2.0)
 
 
 def _scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
@@ -43,7 +66,7 @@ def _scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
         raise rope.error(
             key, f"must be one of {', '.join(_KINDS)}", "choose a model without this scaling"
         )
-    if kind == "default":
+    if kind in _UNSCALED:
         return NO_SCALING
     factor = rope.positive_float("factor")
     if kind == "linear":

@@ -141,6 +141,17 @@ class HfTokenizer(Tokenizer):
             where=str(directory),
         )
 
+    def save(self, directory: Path) -> list[Path]:
+        """Write the files that `from_directory` reads; returns them."""
+        path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+        path.write_text(self._backend.to_str(), encoding="utf-8", newline="\n")
+        raw: dict[str, Any] = {**self.special_tokens, "add_bos_token": self._force_bos}
+        if self.chat_template is not None:
+            templates = self.chat_template.templates
+            raw["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+        settings.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8", newline="\n")
+        return [path, settings]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with what the post-processor adds (and bos if `add_bos_token` asks).
 

@@ -17,8 +17,9 @@ class BlockWeights:
     """Weights of one transformer block (notation of `hetero.backends.ops`).
 
     `qkv` [(H + 2G)·D, d]: rows of the query, key and value weights in this order; `o` [d, H·D];
-    `gate_up` [2f, d]: rows of gate, then up; `down` [d, f]. Norms and biases are float32; a bias is
-    None where the model has none, `q_norm` and `k_norm` [D] where it does not normalise heads.
+    `gate_up` [2f, d]: rows of gate, then up ([f, d]: up alone, without a gate); `down` [d, f].
+    Norms and biases are float32 vectors, None where the model has none: `post_norm` is the norm
+    before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names.
     """
 
     qkv: PackedWeight
@@ -26,7 +27,11 @@ class BlockWeights:
     gate_up: PackedWeight
     down: PackedWeight
     input_norm: Float32Array
-    post_norm: Float32Array
+    post_norm: Float32Array | None = None
+    o_norm: Float32Array | None = None
+    down_norm: Float32Array | None = None
+    input_norm_bias: Float32Array | None = None
+    post_norm_bias: Float32Array | None = None
     qkv_bias: Float32Array | None = None
     o_bias: Float32Array | None = None
     gate_up_bias: Float32Array | None = None
@@ -38,7 +43,7 @@ class BlockWeights:
 class ModelWeights(ABC):
     """Packed weights of a model.
 
-    `block(i)` and the ends (`embed`, `lm_head`, `final_norm`) are made on first use and kept until
+    `block(i)` and the ends (`embed`, `lm_head`, the vectors) are made on first use and kept until
     `release`; whoever still needs an array keeps a reference to it. With tied embeddings
     `lm_head()` is the same object as `embed()`. Data and scales of packed weights are page-aligned;
     all arrays are read-only by contract and live as long as anything refers to them. One thread at
@@ -85,9 +90,25 @@ class ModelWeights(ABC):
             self._lm_head = self._load_matrix("lm_head")
         return self._lm_head
 
-    @abstractmethod
+    def end(self, role: str, name: str) -> PackedWeight | Float32Array:
+        """A weight outside of the blocks, by its operation and the name in `ops.weight_names`."""
+        if name == "weight" and role in ("embed", "lm_head"):
+            return self.embed() if role == "embed" else self.lm_head()
+        return self.end_vector(f"{role}_bias" if name == "bias" else role)
+
     def final_norm(self) -> Float32Array:
         """Weight [d] of the norm before the output head."""
+        return self.end_vector("final_norm")
+
+    @abstractmethod
+    def end_vector(self, name: str) -> Float32Array:
+        """`final_norm`, `final_norm_bias`, `lm_head_bias` or `positions` (row after row)."""
+
+    def requantised(self) -> dict[str, float]:
+        """Relative error of what was quantised a second time, by the source's type; measured on
+        what has been read so far.
+        """
+        return {}
 
     def release(self, index: int) -> None:
         """Forget block `index`; pages of a mapped file leave memory until they are read again.

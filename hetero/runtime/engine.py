@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -11,21 +13,28 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.affinity import pinned
-from hetero.backends.errors import DeviceLostError
+from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
-from hetero.backends.protocol import BoundCall, DeviceKind
-from hetero.errors import UserError
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
+from hetero.errors import FallbackWarning, UserError
 from hetero.models.weights import ModelWeights
-from hetero.runtime.decoder import Node, decoder_nodes
-from hetero.runtime.executor import Executor, Step, Usage, make_segments
-from hetero.runtime.kernels import Devices, Progress, node_device, prepare_kernels
-from hetero.runtime.pieces import padded_size, split
+from hetero.profiler.sync import timer_slack
+from hetero.runtime.decoder import decoder_nodes
+from hetero.runtime.executor import Executor, Usage
+from hetero.runtime.kernels import Devices, Progress, prepare_kernels
+from hetero.runtime.lowering import Lowering, Step
+from hetero.runtime.pieces import split
+from hetero.runtime.plan_book import PlanBook, PlanSource
 from hetero.runtime.pool import ActivationPool
+from hetero.runtime.sync import Synchroniser, SyncMethod
+from hetero.runtime.trace import Trace
+from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, Phase
 
-LONGEST_PIECE = 512
+LONGEST_PIECE = 512  # of a plan that does not list token counts
 SCORING_PIECE = 32
+LONGEST_VERIFIED = 8
 STEPS_KEPT = 24
 # Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
@@ -40,7 +49,9 @@ class Engine:
 
     A phase and token count is lowered once to a `Step`; the last `STEPS_KEPT` are kept. Tokens are
     given by `prefill` and `decode`, which return float32 logits [vocab] of the last token as a view
-    that the next call overwrites. `position` is the number of tokens in the cache.
+    that the next call overwrites. `position` is the number of tokens in the cache. `solver` gives a
+    plan for prompts of a length that `plan` does not list. A device that fails is dropped with one
+    warning and `fallback` says why; the other goes on from the same state.
     """
 
     def __init__(
@@ -52,32 +63,57 @@ class Engine:
         max_seq_len: int,
         control_core: int | None = None,
         progress: Progress | None = None,
+        sync: SyncMethod = "fast",
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        solver: PlanSource | None = None,
     ) -> None:
         config = weights.config
         self.config = config
-        self.plan = plan
         self.devices = dict(devices)
         self.max_seq_len = max_seq_len
         self.position = 0
+        self.fallback = ""
+        self.trace: Trace | None = None
         self.executor = Executor()
+        self._weights = weights
         self._control_core = control_core
-        self._static_sizes = self._find_static_sizes()
-        self._longest = min([LONGEST_PIECE, *(max(s) for s in self._static_sizes.values() if s)])
+        self._sync: SyncMethod = sync
+        self._deadline_s = deadline_s
+        self._steps: OrderedDict[tuple[Phase, int, int], Step] = OrderedDict()
+        self._last: Step | None = None
+        self._closed = False
+        self._build(plan, solver, progress)
+
+    def _build(
+        self, plan: ExecutionPlan, source: PlanSource | None, progress: Progress | None
+    ) -> None:
+        """Everything that depends on the plan and the devices."""
+        config, weights = self.config, self._weights
+        self.plan = plan
+        self._steps.clear()
+        self.book = PlanBook(
+            plan, {kind: d.capabilities for kind, d in self.devices.items()}, source=source
+        )
+        self._longest = self._longest_piece()
         # A padded last piece writes rows behind the last token; they lie beyond every context.
-        capacity = max_seq_len + self._longest
+        covering = self._covering(self._longest)
+        capacity = self.max_seq_len + covering
         self.nodes = decoder_nodes(config, WeightFormat(weights.weight_format), capacity)
-        self.kernels = prepare_kernels(self.nodes, weights, plan, self.devices, progress)
+        self.kernels = prepare_kernels(self.nodes, weights, self.book, self.devices, progress)
         owner = self.devices.get("npu") or self.devices["gpu"]
         self.pool = ActivationPool(
             config,
-            tokens=self._longest,
+            tokens=self._longest + covering,  # a second graph may begin where the first ends
             capacity=capacity,
             owner=owner,
             logit_rows=SCORING_PIECE,
         )
         self.pool.map_to(self.devices.values())
-        self._steps: OrderedDict[tuple[Phase, int, int], Step] = OrderedDict()
-        self._closed = False
+        with self._control():
+            self.synchroniser = Synchroniser(self.devices, self._sync, deadline_s=self._deadline_s)
+        self._lowering = Lowering(
+            self.nodes, self.book, self.kernels, self.pool, self.devices, self.synchroniser
+        )
         for phase, m in WARM_STEPS:
             self.step(phase, min(m, self._longest))
 
@@ -97,6 +133,14 @@ class Engine:
         self.check((token,))
         self._run("decode", (token,), 1)
         return self._last_logits()
+
+    def verify(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
+        self.check(tokens)
+        if len(tokens) > LONGEST_VERIFIED:
+            raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
+        self._run("decode", tokens, len(tokens))
+        return self._logits(len(tokens)).copy()
 
     def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
@@ -128,11 +172,26 @@ class Engine:
         """The lowered step of m tokens whose last `logit_rows` rows get logits."""
         key = (phase, m, logit_rows)
         if key not in self._steps:
-            self._steps[key] = self._lower(phase, m, logit_rows)
+            self._steps[key] = self._lowering.lower(phase, m, logit_rows)
             if len(self._steps) > STEPS_KEPT:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
+
+    def start_trace(self) -> None:
+        """Record every step from here on, with the devices' own clocks where they have one."""
+        self.trace = Trace()
+        for device in self.devices.values():
+            device.set_timing(True)
+
+    def stop_trace(self) -> Trace:
+        """The trace so far; recording ends. Raises `UserError` if none was started."""
+        if self.trace is None:
+            raise UserError("no trace was started")
+        found, self.trace = self.trace, None
+        for device in self.devices.values():
+            device.set_timing(False)
+        return found
 
     def close(self) -> None:
         """Release the devices; idempotent."""
@@ -153,22 +212,77 @@ class Engine:
         self.close()
 
     def _run(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> None:
+        try:
+            self._last = self._attempt(phase, tokens, logit_rows)
+        except DeviceError as error:
+            self._drop(error)
+            self._last = self._attempt(phase, tokens, logit_rows)
+        self.position += len(tokens)
+
+    def _attempt(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
         step = self.step(phase, len(tokens), logit_rows)
         slot = self.pool["tokens"].array
         slot[: len(tokens)] = tokens
         slot[len(tokens) :] = 0
         self.pool["position"].array[0] = self.position
-        with pinned(self._control_core):
+        with self._control():
             self.executor.run(step)
-        self.position += len(tokens)
+        if self.trace is not None:
+            self.trace.add(step, self.executor)
+        return step
+
+    def _drop(self, error: DeviceError) -> None:
+        """Go on without the device that failed, from the same state, with one warning.
+
+        Raises the error where no other device is left. The KV cache is copied into a new pool,
+        because a device that hangs may still write into the old one.
+        """
+        failed = self._culprit(error)
+        rest = {kind: device for kind, device in self.devices.items() if kind != failed}
+        if failed is None or not rest:
+            raise error
+        (kind,) = rest
+        self.fallback = (
+            f"going on with {kind} ({rest[kind].info.backend}) alone because the {failed} failed: "
+            f"{error}"
+        )
+        warnings.warn(self.fallback, FallbackWarning, stacklevel=5)
+        lost, old = self.devices[failed], self.pool
+        self.devices = rest
+        with suppress(DeviceError):
+            lost.close()
+        spec = self.config.spec(WeightFormat(self._weights.weight_format), name=self.plan.model)
+        self._build(single_device(spec, kind), None, None)
+        self.pool.copy_caches(old, self.position)
+
+    def _culprit(self, error: DeviceError) -> DeviceKind | None:
+        """The kind of the device that an error names."""
+        if isinstance(error, WaitTimeoutError) and error.kind in self.devices:
+            return error.kind
+        named = [k for k, d in self.devices.items() if d.info.backend == error.device]
+        lost = [k for k in named if self.devices[k].state() != "open"]
+        found = lost or named
+        return found[0] if len(found) == 1 else None
+
+    @contextmanager
+    def _control(self) -> Iterator[None]:
+        """The calling thread as the control thread: on its core, with sleeps as exact as can be."""
+        with pinned(self._control_core), timer_slack(1):
+            yield
 
     def _last_logits(self) -> npt.NDArray[np.float32]:
-        logits: npt.NDArray[np.float32] = self.pool["logits"].array[0]
-        return logits
+        return self._logits(1)[0]  # type: ignore[no-any-return]
 
     def _logits(self, rows: int) -> npt.NDArray[np.float32]:
-        logits: npt.NDArray[np.float32] = self.pool["logits"].array[:rows]
-        return logits
+        """Logits [rows, vocab] of the last step: a view where they lie in one piece."""
+        assert self._last is not None
+        logits = self._last.logits
+        if isinstance(logits, Tensor):
+            return logits.array[:rows]
+        assert logits is not None
+        if rows == 1 and logits.shape[0] == 1:  # one token's panels lie side by side
+            return self.pool["logits"].array[:1]
+        return logits.gather(rows)
 
     def check(self, tokens: Sequence[int]) -> None:
         """Raise what `prefill(tokens)` would raise, without running anything."""
@@ -186,38 +300,34 @@ class Engine:
         if bad is not None:
             raise UserError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
-    def _find_static_sizes(self) -> dict[DeviceKind, tuple[int, ...]]:
-        """Graph sizes of devices with static shapes; an empty tuple for the others."""
-        return {
-            kind: device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
-            for kind, device in self.devices.items()
-        }
+    def _longest_piece(self) -> int:
+        listed = self.book.token_counts
+        if listed:
+            return max(listed)
+        capabilities = [device.capabilities for device in self.devices.values()]
+        graphs = [max(c.graph_sizes) for c in capabilities if c.static_shapes]
+        return min([LONGEST_PIECE, *graphs])
+
+    def _covering(self, tokens: int) -> int:
+        """The largest padding of a call of so many tokens, on any device."""
+        found = [tokens]
+        for device in self.devices.values():
+            sizes = device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
+            found += [min((size for size in sizes if size >= tokens), default=tokens)]
+        return max(found)
 
     def _piece_sizes(self, phase: Phase) -> tuple[int, ...]:
-        """Graph sizes that pieces should fill: those of the device that has the phase's matmuls."""
+        """Token counts that pieces should have: the plan's, else the graphs of a device that has
+        all matmuls of the phase alone.
+        """
+        if self.book.token_counts:
+            return self.book.token_counts
         kinds = {
-            node_device(self.plan, node, phase, 1) for node in self.nodes if node.layer is not None
+            part.kind
+            for node in self.nodes
+            if node.layer == 0 and node.plan_op is not None
+            for part in self.book.parts(node, phase, 1)
         }
-        sizes = [set(self._static_sizes[kind]) for kind in kinds if self._static_sizes[kind]]
+        capabilities = [self.devices[kind].capabilities for kind in kinds]
+        sizes = [set(c.graph_sizes) for c in capabilities if c.static_shapes]
         return tuple(sorted(set.intersection(*sizes))) if sizes else ()
-
-    def _lower(self, phase: Phase, m: int, logit_rows: int) -> Step:
-        calls: list[tuple[DeviceKind, bool, BoundCall]] = []
-        for node in self.nodes:
-            if node.name == "lm_head" and not logit_rows:
-                continue
-            kind = node_device(self.plan, node, phase, m)
-            rows = logit_rows if node.name == "lm_head" else m
-            graph = padded_size(rows, self._static_sizes[kind])
-            call = self.kernels.get(node, kind).bind(self._tensors(node, m, rows, graph), graph)
-            calls.append((kind, self.devices[kind].capabilities.asynchronous, call))
-        return Step(m, make_segments(calls), tuple(call for _, _, call in calls))
-
-    def _tensors(self, node: Node, m: int, rows: int, graph: int) -> dict[str, Tensor]:
-        tensors = {port: self.pool[slot] for port, slot in node.slots.items()}
-        if node.name == "lm_head":
-            last = min(m, self.pool.tokens)
-            first = last - rows
-            stop = min(first + graph, self.pool.tokens)
-            tensors["x"] = tensors["x"].rows(first, stop)
-        return tensors

@@ -1,95 +1,99 @@
-"""Walks a lowered step: a flat list of pre-bound calls, no lookup, no allocation of tensors."""
+"""Walks a lowered step: a flat list of bound calls and waits, no lookup by name, no lock."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, cast
 
-from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, DeviceKind
+from hetero.backends.errors import DeviceError
+from hetero.backends.protocol import DeviceKind
+from hetero.runtime.lowering import KINDS, RUN, SUBMIT, Step
+
+DRAIN_DEADLINE_S = 5.0
 
 
 @dataclass
 class Usage:
     """What one device did: `ops` calls, `busy_s` seconds.
 
-    A blocking device is busy while a call runs. An asynchronous one counts from the first
-    submission of a run of calls until the host has seen the last complete.
+    A blocking device is busy while a call runs. An asynchronous one counts from a submission to an
+    idle queue until the host has seen the last submission complete.
     """
 
     ops: int = 0
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive calls on one device. `submits` if it is asynchronous, else `runs`."""
-
-    kind: DeviceKind
-    names: tuple[str, ...]
-    submits: tuple[Callable[[], Completion], ...] = ()
-    runs: tuple[Callable[[], None], ...] = ()
-
-
-@dataclass(frozen=True)
-class Step:
-    """A phase at one token count, lowered. `calls` keeps everything alive that the segments use."""
-
-    tokens: int
-    segments: tuple[Segment, ...]
-    calls: tuple[BoundCall, ...]
-
-
 @dataclass
 class Executor:
     """Runs steps on the control thread and counts what each device did.
 
-    Calls of one device complete in submission order; at a change of device the executor waits for
-    the last submission, so the next device finds everything written. `deadline_s` bounds each wait.
+    `stamps` are the times of the last step: its start, then the end of every action; `slept` the
+    seconds that each of its waits was asleep.
     """
 
-    deadline_s: float = DEFAULT_DEADLINE_S
     usage: dict[DeviceKind, Usage] = field(default_factory=dict)
+    stamps: list[float] = field(default_factory=list)
+    slept: list[float] = field(default_factory=list)
 
     def run(self, step: Step) -> None:
         """Execute; when it returns, all outputs are visible to the host."""
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle of a step costs milliseconds
         try:
-            for segment in step.segments:
-                self._run_segment(segment)
+            busy = self._walk(step)
+        except BaseException:  # Ctrl-C too: what is queued must not write into the next step
+            drain(step)
+            raise
         finally:
             if collecting:
                 gc.enable()
+        for kind, ops in step.counts.items():
+            usage = self.usage.setdefault(kind, Usage())
+            usage.ops += ops
+            usage.busy_s += busy[KINDS.index(kind)]
 
-    def _run_segment(self, segment: Segment) -> None:
-        start = time.perf_counter()
-        if segment.submits:
-            for submit in segment.submits:
-                completion = submit()
-            completion.wait(self.deadline_s)
-        else:
-            for run in segment.runs:
-                run()
-        usage = self.usage.setdefault(segment.kind, Usage())
-        usage.busy_s += time.perf_counter() - start
-        usage.ops += len(segment.names)
+    def _walk(self, step: Step) -> list[float]:
+        """Run every action; busy seconds of each of `KINDS`."""
+        now, completions = time.perf_counter, step.completions
+        busy, since, last = [0.0, 0.0], [0.0, 0.0], [-1, -1]
+        at_s = now()
+        self.stamps = stamps = [at_s]
+        completions[:] = [None] * len(completions)
+        self.slept = []
+        stamp, slept = stamps.append, self.slept.append
+        for code, index, kind, target in step.program:
+            call = cast("Any", target)
+            if code == SUBMIT:
+                completions[index] = call()
+                if last[kind] < 0:
+                    since[kind] = at_s
+                last[kind] = index
+                at_s = now()
+            elif code == RUN:
+                call()
+                before_s, at_s = at_s, now()
+                busy[kind] += at_s - before_s
+            else:
+                slept(call(completions[index]))
+                at_s = now()
+                if last[kind] == index:  # the queue is empty
+                    last[kind] = -1
+                    busy[kind] += at_s - since[kind]
+            stamp(at_s)
+        return busy
 
 
-def make_segments(calls: Sequence[tuple[DeviceKind, bool, BoundCall]]) -> tuple[Segment, ...]:
-    """Group (kind, asynchronous, call) triples in order into segments of one device each."""
-    groups: list[tuple[DeviceKind, bool, list[BoundCall]]] = []
-    for kind, asynchronous, call in calls:
-        if groups and groups[-1][0] == kind:
-            groups[-1][2].append(call)
-        else:
-            groups.append((kind, asynchronous, [call]))
-    return tuple(_segment(kind, asynchronous, members) for kind, asynchronous, members in groups)
-
-
-def _segment(kind: DeviceKind, asynchronous: bool, calls: list[BoundCall]) -> Segment:
-    names = tuple(call.name for call in calls)
-    if asynchronous:
-        return Segment(kind, names, submits=tuple(call.submit for call in calls))
-    return Segment(kind, names, runs=tuple(call.run for call in calls))
+def drain(step: Step) -> None:
+    """Wait, within reason, for every launch of a step that was broken off."""
+    last = {
+        a.kind: a.launch for a in step.program if a.code == SUBMIT and step.completions[a.launch]
+    }
+    for index in last.values():
+        completion = step.completions[index]
+        if completion is not None:
+            with suppress(DeviceError):  # the failure itself is on its way up
+                completion.wait(DRAIN_DEADLINE_S)

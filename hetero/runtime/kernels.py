@@ -1,65 +1,130 @@
-"""Prepares every kernel that a plan needs, layer by layer."""
+"""Prepares every kernel that a plan needs; each device holds the rows that it computes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.ops import weight_names
+from hetero.backends.ops import MatMul, Op, OperandOrder, WeightFormat, describe, weight_names
 from hetero.backends.protocol import Device, DeviceKind, Kernel, WeightValue
+from hetero.backends.weights import ROW_BLOCK, PackedWeight
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.decoder import Node
-from hetero.solver.plan import PHASES, ExecutionPlan, Phase
+from hetero.runtime.plan_book import Part, PlanBook, Span
+from hetero.solver.plan import PlanError
 
 Devices = Mapping[DeviceKind, Device]
 Progress = Callable[[int, int], None]
+# node, device, rows, operand order, precision
+MatMulKey = tuple[str, DeviceKind, Span, OperandOrder, WeightFormat | None]
 
 
-@dataclass(frozen=True)
 class KernelSet:
-    """Kernels by node name and device kind."""
+    """Kernels of one model on its devices. Owned by the control thread.
 
-    kernels: Mapping[tuple[str, DeviceKind], Kernel]
+    A device with static shapes has a kernel for each segment of rows between the plan's cut points,
+    prepared ahead of time, in its own layout. A device that maps the packed weights in place gets
+    kernels for any run of rows when they are asked for, since they share the memory.
+    """
 
-    def get(self, node: Node, kind: DeviceKind) -> Kernel:
-        """The kernel of a node on a device that the plan gives it."""
-        return self.kernels[node.name, kind]
+    def __init__(self, devices: Devices) -> None:
+        self._devices = dict(devices)
+        self._others: dict[tuple[str, DeviceKind], Kernel] = {}
+        self._matmuls: dict[MatMulKey, Kernel] = {}
+        self._weights: dict[str, Mapping[str, WeightValue]] = {}  # of nodes on mapping devices
 
     @property
     def nbytes(self) -> int:
         """Weight memory that devices hold beyond the packed weights."""
-        return sum(kernel.nbytes for kernel in self.kernels.values())
+        return sum(kernel.nbytes for kernel in (*self._others.values(), *self._matmuls.values()))
 
+    def other(self, node: Node, kind: DeviceKind) -> Kernel:
+        """The kernel of a node that is not a matmul."""
+        return self._others[node.name, kind]
 
-def node_device(plan: ExecutionPlan, node: Node, phase: Phase, m: int) -> DeviceKind:
-    """Device of a node in a phase. Raises `ValueError` for a matmul that the plan cuts."""
-    if node.plan_op is None:
-        return plan.rest.prefill if phase == "prefill" else plan.rest.decode
-    tiles = plan.partition(phase, m, node.plan_op)
-    if len(tiles) > 1:
-        raise ValueError(
-            f"the plan cuts {node.plan_op} in {phase} into {len(tiles)} tiles; this engine runs "
-            "whole matmuls: use a plan with one tile for each matmul"
+    def matmuls(self, node: Node, part: Part) -> list[tuple[Span, Kernel]]:
+        """Kernels that compute a part's rows, in order of rows.
+
+        Raises `PlanError` for rows that were not prepared on a device with static shapes.
+        """
+        if self._maps(part.kind):
+            return [(part.rows, self._mapped(node, part))]
+        start, stop = part.rows
+        found = [
+            (key[2], kernel)
+            for key, kernel in self._matmuls.items()
+            if (key[0], key[1], *key[3:]) == (node.name, part.kind, part.order, part.precision)
+            and start <= key[2][0] and key[2][1] <= stop
+        ]  # fmt: skip
+        found.sort(key=lambda item: item[0])
+        if sum(b - a for (a, b), _ in found) != stop - start:
+            raise PlanError(
+                f"{node.name}: rows {list(part.rows)} were not prepared on the {part.kind}: cuts "
+                "are at the row counts of the plan that the model was opened with"
+            )
+        return found
+
+    def add(self, node: Node, values: Mapping[str, WeightValue], book: PlanBook) -> None:
+        """Prepare a node on every device that the plan gives it."""
+        for kind in sorted(book.devices(node)):
+            if node.plan_op is None:
+                self._others[node.name, kind] = _prepare(self._devices[kind], node, node.op, values)
+            elif self._maps(kind):
+                self._weights[node.name] = values
+                self._check(kind, node)
+            else:
+                self._add_segments(node, kind, values, book)
+
+    def _add_segments(
+        self, node: Node, kind: DeviceKind, values: Mapping[str, WeightValue], book: PlanBook
+    ) -> None:
+        for (order, precision), segments in book.segments(node, kind).items():
+            for rows in segments:
+                key = (node.name, kind, rows, order, precision)
+                self._matmuls[key] = self._compile(key, node, values)
+
+    def _mapped(self, node: Node, part: Part) -> Kernel:
+        key = (node.name, part.kind, part.rows, part.order, part.precision)
+        if key not in self._matmuls:
+            self._matmuls[key] = self._compile(key, node, self._weights[node.name])
+        return self._matmuls[key]
+
+    def _compile(self, key: MatMulKey, node: Node, values: Mapping[str, WeightValue]) -> Kernel:
+        _, kind, (start, stop), order, precision = key
+        assert isinstance(node.op, MatMul)
+        op = dataclasses.replace(
+            node.op,
+            n=stop - start,
+            order=order,
+            weight_format=precision or node.op.weight_format,
         )
-    return tiles[0].device
+        _check_rows(node, start, stop)
+        return _prepare(self._devices[kind], node, op, cut_weights(values, start, stop))
+
+    def _maps(self, kind: DeviceKind) -> bool:
+        """Whether a device computes with the packed weights where they lie."""
+        capabilities = self._devices[kind].capabilities
+        return not capabilities.static_shapes
+
+    def _check(self, kind: DeviceKind, node: Node) -> None:
+        accepted = self._devices[kind].accepts(node.op)
+        if not accepted:
+            raise _refused(self._devices[kind], node, accepted.reason)
 
 
-def node_devices(plan: ExecutionPlan, node: Node) -> frozenset[DeviceKind]:
-    """Devices that run a node in any phase."""
-    if node.plan_op is None:
-        return frozenset({plan.rest.prefill, plan.rest.decode})
-    counts: dict[Phase, set[int]] = {phase: set() for phase in PHASES}
-    for entry in plan.ops:
-        if entry.op == node.plan_op:
-            counts[entry.phase].add(entry.m or 1)
-    return frozenset(node_device(plan, node, phase, m) for phase, ms in counts.items() for m in ms)
+def cut_weights(values: Mapping[str, WeightValue], start: int, stop: int) -> dict[str, WeightValue]:
+    """Rows [start, stop) of a matmul's weights: views."""
+    return {
+        name: value.rows(start, stop) if isinstance(value, PackedWeight) else value[start:stop]
+        for name, value in values.items()
+    }
 
 
 def prepare_kernels(
     nodes: Iterable[Node],
     weights: ModelWeights,
-    plan: ExecutionPlan,
+    book: PlanBook,
     devices: Devices,
     progress: Progress | None = None,
 ) -> KernelSet:
@@ -67,22 +132,20 @@ def prepare_kernels(
 
     Raises `DeviceError` that names the first node a device does not take.
     """
-    kernels: dict[tuple[str, DeviceKind], Kernel] = {}
+    kernels = KernelSet(devices)
     by_layer: dict[int | None, list[Node]] = {}
     for node in nodes:
         by_layer.setdefault(node.layer, []).append(node)
     for done, (layer, members) in enumerate(by_layer.items(), start=1):
         block = None if layer is None else weights.block(layer)
         for node in members:
-            values = node_weights(node, block, weights)
-            for kind in sorted(node_devices(plan, node)):
-                kernels[node.name, kind] = _prepare(devices[kind], node, values)
+            kernels.add(node, node_weights(node, block, weights), book)
         if layer is not None:
             weights.release(layer)
         if progress is not None:
             progress(done, len(by_layer))
     weights.release_ends()
-    return KernelSet(kernels)
+    return kernels
 
 
 def node_weights(
@@ -93,16 +156,7 @@ def node_weights(
     names = weight_names(node.op)
     if block is not None:
         return {name: _block_weight(block, role, name) for name in names}
-    found: dict[str, WeightValue] = {}
-    for name in names:
-        match role:
-            case "embed":
-                found[name] = weights.embed()
-            case "lm_head":
-                found[name] = weights.lm_head()
-            case "final_norm":
-                found[name] = weights.final_norm()
-    return found
+    return {name: weights.end(role, name) for name in names}
 
 
 def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
@@ -117,13 +171,26 @@ def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
     return found
 
 
-def _prepare(device: Device, node: Node, values: Mapping[str, WeightValue]) -> Kernel:
-    accepted = device.accepts(node.op)
-    if not accepted:
-        raise DeviceError(
-            device.info.backend,
-            f"preparing {node.name}",
-            accepted.reason,
-            "choose another device or weight format",
+def _check_rows(node: Node, start: int, stop: int) -> None:
+    assert isinstance(node.op, MatMul)
+    if start % ROW_BLOCK or not 0 <= start < stop <= node.op.n:
+        raise PlanError(
+            f"{node.name}: rows [{start}, {stop}) of {describe(node.op)} cannot be cut there: a "
+            f"cut is at a multiple of {ROW_BLOCK} rows"
         )
-    return device.prepare(node.op, values)
+
+
+def _prepare(device: Device, node: Node, op: Op, values: Mapping[str, WeightValue]) -> Kernel:
+    accepted = device.accepts(op)
+    if not accepted:
+        raise _refused(device, node, accepted.reason)
+    return device.prepare(op, values)
+
+
+def _refused(device: Device, node: Node, reason: str) -> DeviceError:
+    return DeviceError(
+        device.info.backend,
+        f"preparing {node.name}",
+        reason,
+        "choose another device or weight format",
+    )

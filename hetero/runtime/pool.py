@@ -28,6 +28,8 @@ class ActivationPool:
     ) -> None:
         self.tokens = tokens
         self.capacity = capacity
+        self._owner = owner
+        self._devices: list[Device] = []
         self._slots: dict[str, Tensor] = {
             name: _allocate(owner, (tokens, width)) for name, width in slot_widths(config).items()
         }
@@ -42,6 +44,10 @@ class ActivationPool:
     def __getitem__(self, name: str) -> Tensor:
         return self._slots[name]
 
+    def names(self) -> list[str]:
+        """All slots."""
+        return list(self._slots)
+
     @property
     def nbytes(self) -> int:
         """Address space of all slots; what is resident depends on use."""
@@ -49,9 +55,25 @@ class ActivationPool:
 
     def map_to(self, devices: Iterable[Device]) -> None:
         """Map every slot into every device, once for the life of the model."""
-        for device in devices:
+        self._devices = list(devices)
+        for device in self._devices:
             for tensor in self._slots.values():
                 device.map(tensor.buffer)
+
+    def copy_caches(self, other: ActivationPool, tokens: int) -> None:
+        """Keys and values of the first tokens of another pool of the same model."""
+        for name, tensor in self._slots.items():
+            if "_cache." in name:
+                tensor.array[:, :tokens] = other[name].array[:, :tokens]
+
+    def gathered(self, slot: str, width: int) -> Tensor:
+        """A tensor [tokens, width] to gather the panels of a slot in, made when first asked for."""
+        name = f"{slot} gathered"
+        if name not in self._slots:
+            tensor = self._slots[name] = _allocate(self._owner, (self.tokens, width))
+            for device in self._devices:
+                device.map(tensor.buffer)
+        return self._slots[name]
 
 
 def _allocate(

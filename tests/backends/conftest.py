@@ -23,6 +23,7 @@ COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
     "ort-cpu": ("ort-cpu", {"graph_sizes": GRAPH_SIZES}),
     "ort-cpu-fp32": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "fp32"}),
     "ort-cpu-split": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "split"}),
+    "qnn": ("qnn", {"graph_sizes": GRAPH_SIZES, "cache": None}),
     "opencl": ("opencl", {}),
     "simulated": ("simulated", {"graph_sizes": GRAPH_SIZES}),
     "simulated-asynchronous": ("simulated", {"kind": "gpu"}),

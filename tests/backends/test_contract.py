@@ -22,8 +22,12 @@ from tests.backends.cases import (
     execute,
     make_tensors,
     make_weights,
+    require,
+    skip_refused,
+    tolerance,
 )
 from tests.backends.conftest import GRAPH_SIZES
+from tests.helpers import assert_close
 
 EDGE_TOKENS = (1, 2, 31, 32, 33)
 SHAPES = ((1, 32), (33, 96), (37, 172), (96, 32), (64, 320), (130, 64))
@@ -40,13 +44,19 @@ SMALL_OPS: dict[str, Op] = {
     "rope": ROPE,
     "attention": ATTENTION,
     "gated_act": ops.GatedAct(f=64),
+    "act": ops.Act(f=64, activation="relu"),
+    "add_positions": ops.AddPositions(d=64, rows=40, offset=2),
     "add": ops.Add(d=64),
 }
 
 
 @pytest.fixture(params=SMALL_OPS)
 def small_op(request: pytest.FixtureRequest) -> Op:
-    return SMALL_OPS[request.param]
+    op = SMALL_OPS[request.param]
+    for name in ("device", "any_device"):
+        if name in request.fixturenames:
+            skip_refused(request.getfixturevalue(name), op)
+    return op
 
 
 # --- operations ---------------------------------------------------------------------------------
@@ -91,6 +101,7 @@ def test_operand_order_changes_no_result(device: Device, weight_format: WeightFo
 def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -> None:
     """Tokens of zeros, of one outlier, and of very different sizes stay independent."""
     op = ops.MatMul(n=40, k=96, weight_format=weight_format)
+    require(device, op)
     rng = np.random.default_rng(3)
     weights = make_weights(op, rng)
     tensors = make_tensors(op, 5, rng, device=device)
@@ -108,6 +119,7 @@ def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFor
     """Rows of a cut weight, computed one segment after another, each into its own tensor."""
     rng = np.random.default_rng(4)
     op = ops.MatMul(n=100, k=96, weight_format=weight_format)
+    require(device, op)
     weights = make_weights(op, rng)
     for start, stop in ((0, 32), (32, 64), (64, 100)):
         part = replace(op, n=stop - start)
@@ -251,7 +263,49 @@ def test_attention_overwrites_forgotten_positions(device: Device) -> None:
     check_call(device, kernel, {}, tensors, 2)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("softcap", [0.7, 50.0])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 12), (2, 1, 256)])
+def test_attention_of_capped_scores(
+    device: Device, heads: int, kv_heads: int, head_dim: int, softcap: float
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    op = replace(ATTENTION, **sizes, window=20, scale=0.8, softcap=softcap)  # type: ignore[arg-type]
+    skip_refused(device, op)
+    kernel = device.prepare(op, {})
+    for m, position in ((1, 0), (2, 30), (33, 0), (32, 9), (1, 69)):
+        rng = np.random.default_rng(m)
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        check_call(device, kernel, {}, tensors, m)
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("bias", [False, True])
+def test_matmul_with_a_soft_cap(device: Device, weight_format: WeightFormat, bias: bool) -> None:
+    op = ops.MatMul(n=37, k=96, weight_format=weight_format, bias=bias, softcap=5.0)
+    check_op(device, op, EDGE_TOKENS)
+
+
+@pytest.mark.parametrize(("rows", "offset"), [(40, 2), (7, 0), (100, 5)])
+@pytest.mark.parametrize("d", [1, 64, 173])
+def test_add_positions(device: Device, d: int, rows: int, offset: int) -> None:
+    """Rows behind the table's end are its last."""
+    op = ops.AddPositions(d=d, rows=rows, offset=offset)
+    rng = np.random.default_rng(12)
+    weights = make_weights(op, rng)
+    skip_refused(device, op)
+    kernel = device.prepare(op, weights)
+    for m, position in ((1, 0), (2, 3), (33, 0), (1, 60)):
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        check_call(device, kernel, weights, tensors, m)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("f", [1, 172])
+def test_act(device: Device, f: int, activation: ops.Activation) -> None:
+    check_op(device, ops.Act(f=f, activation=activation), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("f", [1, 7, 172, 1024])
 def test_gated_act(device: Device, f: int, activation: ops.Activation) -> None:
     check_op(device, ops.GatedAct(f=f, activation=activation), EDGE_TOKENS)
@@ -391,7 +445,7 @@ def test_run_works_on_every_device(device: Device) -> None:
     call, tensors = _bound_add(device)
     call.run()
     expected_sum = tensors["x"].array + tensors["residual"].array
-    np.testing.assert_allclose(tensors["y"].array, expected_sum, rtol=1e-6)
+    assert_close(tensors["y"].array, expected_sum, tolerance(SMALL_OPS["add"], device))
 
 
 # --- declarations -------------------------------------------------------------------------------

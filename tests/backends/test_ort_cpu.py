@@ -15,11 +15,11 @@ import pytest
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import new_tensor
+from hetero.backends.onnx_common.packing import stage
 from hetero.backends.ops import StorageFormat, WeightFormat
 from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice
 from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.kernels import GraphKernel
-from hetero.backends.ort_cpu.packing import stage
 from hetero.backends.ort_cpu.session import OrtCall, device_error
 from hetero.backends.weights import pack
 from tests.backends.cases import check_call, expected, make_tensors, make_weights, snapshot

@@ -42,6 +42,7 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
         ("silu", torch.nn.functional.silu),
         ("gelu", torch.nn.functional.gelu),
         ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+        ("relu", torch.nn.functional.relu),
     ],
 )
 def test_gated_act_is_torchs(activation: ops.Activation, function: object) -> None:
@@ -61,6 +62,21 @@ def test_norms_are_torchs() -> None:
     weight, bias = (torch.from_numpy(weights[name]).double() for name in ("weight", "bias"))
     wanted = torch.nn.functional.layer_norm(as_torch(tensors["x"]), (33,), weight, bias, 1e-3)
     assert_close(tensors["y"].array, wanted.numpy(), 1e-6)
+
+
+def test_positions_are_torchs() -> None:
+    tensors, weights = run(ops.AddPositions(d=5, rows=20, offset=2), 4, position=3)
+    table = torch.from_numpy(weights["table"]).double().reshape(20, 5)
+    wanted = as_torch(tensors["x"]) + torch.nn.functional.embedding(torch.arange(5, 9), table)
+    assert_close(tensors["y"].array, wanted.numpy(), 1e-6)
+
+
+def test_a_soft_cap_bends_and_bounds() -> None:
+    op = ops.MatMul(n=17, k=45, weight_format=WeightFormat.F32, softcap=2.0)
+    tensors, weights = run(op, 3)
+    product = tensors["x"].array @ weights["weight"].dequantize().astype(np.float64).T  # type: ignore[attr-defined]
+    assert_close(tensors["y"].array, 2.0 * np.tanh(product / 2.0), 1e-6)
+    assert np.abs(tensors["y"].array).max() <= 2.0 < np.abs(product).max()
 
 
 @pytest.mark.parametrize("window", [0, 3])

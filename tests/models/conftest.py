@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,6 @@ from safetensors.numpy import save_file
 
 from hetero.models.config import ModelConfig
 from tests.models.model_helpers import random_tensors
-
-
-@pytest.fixture(scope="session")
-def stories() -> Path:
-    """The real model for checks; skips where it is not at hand."""
-    roots = [Path(__file__).parents[2].parent / "shared" / "models"]
-    if "HETERO_TEST_MODELS" in os.environ:
-        roots.insert(0, Path(os.environ["HETERO_TEST_MODELS"]))
-    for root in roots:
-        if (root / "stories260K" / "config.json").is_file():
-            return root / "stories260K"
-    pytest.skip("stories260K is neither in HETERO_TEST_MODELS nor beside the checkout")
 
 
 @pytest.fixture

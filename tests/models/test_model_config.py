@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hetero.backends.ops import RopeScaling, WeightFormat
 from hetero.backends.rope import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
+from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
 from hetero.models.random_models import KNOWN_MODELS
 
@@ -40,8 +41,7 @@ LLAMA3_ROPE = {
 
 def of(architecture: str, **changes: Any) -> dict[str, Any]:
     """A config.json of an architecture."""
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    head = f"{names[architecture]}ForCausalLM"
+    head = ARCHITECTURES[architecture].class_name
     return BASE | {"model_type": architecture, "architectures": [head]} | changes
 
 
@@ -163,6 +163,21 @@ def test_biases_by_architecture(raw: dict[str, Any], biases: tuple[bool, bool, b
     assert config.qk_norm == (config.architecture == "qwen3")
 
 
+def test_dynamic_scaling_means_nothing_within_the_context() -> None:
+    scaled = BASE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert ModelConfig.from_dict(scaled) == ModelConfig.from_dict(BASE)
+
+
+@pytest.mark.parametrize(
+    ("given", "activation"),
+    [({}, "gelu_tanh"), ({"hidden_act": "gelu"}, "gelu_tanh"),
+     ({"hidden_act": "gelu", "hidden_activation": "gelu"}, "gelu"),
+     ({"hidden_activation": "gelu_pytorch_tanh"}, "gelu_tanh")],
+)  # fmt: skip
+def test_activation_of_gemma(given: dict[str, str], activation: str) -> None:
+    assert ModelConfig.from_dict(of("gemma", **given)).activation == activation
+
+
 @pytest.mark.parametrize(
     ("name", "activation"),
     [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")],
@@ -188,6 +203,8 @@ def test_token_ids(
     config = ModelConfig.from_dict(BASE | raw, generation=generation)
     assert (config.bos_id, config.eos_ids) == (bos, eos)
 
+
+CLASS_NAMES = [x.class_name for x in ARCHITECTURES.values()]
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     (without("hidden_size") | {"head_dim": 8},
@@ -217,17 +234,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "rope_theta must be a positive number, got 'big'; correct the file"),
     (BASE | {"tie_word_embeddings": "no"},
      "tie_word_embeddings must be true or false, got 'no'; correct the file"),
-    (BASE | {"hidden_act": "relu"},
-     "hidden_act must be one of silu, swish, gelu, gelu_pytorch_tanh, gelu_new, got 'relu'; "
+    (BASE | {"hidden_act": "relu6"},
+     "hidden_act must be one of silu, swish, gelu, gelu_pytorch_tanh, gelu_new, relu, got 'relu6'; "
      "choose a model with one of these"),
     (BASE | {"eos_token_id": "2"},
      "eos_token_id must be a token id or a list of token ids, got '2'; correct the file"),
-    (BASE | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-     "rope_scaling: rope_type must be one of default, linear, llama3, yarn, got 'dynamic'; choose "
-     "a model without this scaling"),
     (BASE | {"rope_scaling": {"type": "longrope"}},
-     "rope_scaling: type must be one of default, linear, llama3, yarn, got 'longrope'; choose a "
-     "model without this scaling"),
+     "rope_scaling: type must be one of default, dynamic, linear, llama3, yarn, got 'longrope'; "
+     "choose a model without this scaling"),
     (BASE | {"rope_parameters": {"rope_type": "linear"}},
      "rope_parameters: factor must be a positive number, but it is missing; correct the file"),
     (BASE | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}},
@@ -242,14 +256,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "partial_rotary_factor other than 1 is not supported, got 0.5; choose another model"),
     (BASE | {"model_type": "lama"},
      "architecture 'lama' is not supported; the nearest supported one is 'llama', choose a model "
-     "of one of: llama, mistral, qwen2, qwen3"),
+     f"of one of: {', '.join(ARCHITECTURES)}"),
     (BASE | {"architectures": ["Qwen3MoeForCausalLM"]},
      "architecture 'Qwen3MoeForCausalLM' is not supported; the nearest supported one is "
-     "'Qwen3ForCausalLM', choose a model of one of: LlamaForCausalLM, MistralForCausalLM, "
-     "Qwen2ForCausalLM, Qwen3ForCausalLM"),
+     f"'Qwen3ForCausalLM', choose a model of one of: {', '.join(CLASS_NAMES)}"),
     (BASE | {"architectures": ["XYZ"]},
-     "architecture 'XYZ' is not supported; choose a model of one of: LlamaForCausalLM, "
-     "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+     f"architecture 'XYZ' is not supported; choose a model of one of: {', '.join(CLASS_NAMES)}"),
     (BASE | {"architectures": "LlamaForCausalLM"},
      "architectures must be a list of names, got 'LlamaForCausalLM'; correct the file"),
     ({}, "model_type must be a string, but it is missing; correct the file"),
@@ -263,6 +275,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "sliding_window must be a positive integer, got 0; correct the file"),
     (of("qwen3", use_sliding_window=True, max_window_layers="2"),
      "max_window_layers must be a layer number, got '2'; correct the file"),
+    (of("phi", partial_rotary_factor=0.01),
+     "partial_rotary_factor must leave an even number of dimensions to rotate, got 0.01 of 8; "
+     "correct the file"),
+    (of("phi", partial_rotary_factor=1.5),
+     "partial_rotary_factor must be at most 1, got 1.5; correct the file"),
+    (of("phi", qk_layernorm=True), "qk_layernorm must be false, got True; choose another model"),
+    (of("opt", ffn_dim=16, do_layer_norm_before=False),
+     "do_layer_norm_before must be true, got False; choose another OPT model"),
+    (of("opt", ffn_dim=16, word_embed_proj_dim=32),
+     "word_embed_proj_dim must be hidden_size, got 32; choose another OPT model"),
+    (of("opt"), "ffn_dim must be a positive integer, but it is missing; correct the file"),
+    (of("gemma", attention_bias=True),
+     "attention_bias must be false for Gemma, got True; choose another model"),
+    (of("gemma2", final_logit_softcapping=-1),
+     "final_logit_softcapping must be a positive number, got -1; correct the file"),
 ]  # fmt: skip
 
 
@@ -301,6 +328,20 @@ def test_any_value_gives_a_configuration_or_a_model_error(name: str, value: Any)
         of("mistral", sliding_window=None),
         of("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=2),
         of("qwen3", head_dim=32, attention_bias=True),
+        of("internlm2", bias=False, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        of("gemma"),
+        of("gemma", hidden_activation="gelu", tie_word_embeddings=False),
+        of("gemma2", query_pre_attn_scalar=144, sliding_window=9),
+        of(
+            "gemma2",
+            attn_logit_softcapping=None,
+            final_logit_softcapping=12.5,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+        ),
+        of("phi", hidden_size=640, partial_rotary_factor=0.4, layer_norm_eps=1e-3),
+        of("phi3", sliding_window=5, partial_rotary_factor=0.75),
+        of("phi3"),
+        of("opt", ffn_dim=100, enable_bias=False),
     ],
 )
 def test_what_is_written_reads_back_the_same(raw: dict[str, Any]) -> None:

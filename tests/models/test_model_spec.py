@@ -51,12 +51,12 @@ def test_the_operators_of_a_step() -> None:
     assert [(x.name, x.count) for x in ops] == [
         *[("qkv", 3), ("o", 3), ("gate_up", 3), ("down", 3), ("lm_head", 1)],
         *[("embed", 1), ("first_norm", 1), ("norm", 6), ("rope", 3)],
-        *[("attention", 1), ("attention", 2), ("gated_act", 3)],
+        *[("attention", 1), ("attention", 2), ("activation", 3)],
     ]
     records = {x.name: x.op for x in ops}
     assert records["embed"] == Embed(vocab=301, d=24, weight_format=WeightFormat.F16)
     assert records["norm"] == RMSNorm(d=24, eps=1e-6, add=True)
-    assert records["gated_act"] == GatedAct(f=43, activation="gelu_tanh")
+    assert records["activation"] == GatedAct(f=43, activation="gelu_tanh")
     assert records["rope"] == Rope(
         heads=4, kv_heads=2, head_dim=6, theta=1e4, max_position=64, qk_norm_eps=1e-6
     )
@@ -72,7 +72,10 @@ def test_a_spec_reads_back_the_same(name: str, tmp_path: Path) -> None:
     loaded = ModelSpec.load(tmp_path / "spec.json")
     assert loaded == spec
     assert isinstance(loaded.rope_scaling, RopeScaling)
-    assert tables(loaded.rope_op())[0].shape == (spec.max_position, spec.head_dim // 2)
+    assert tables(loaded.rope_op())[0].shape == (
+        spec.max_position,
+        loaded.rope_op().rotated // 2,
+    )
 
 
 @pytest.mark.parametrize("weights", WeightFormat)

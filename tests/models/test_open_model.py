@@ -90,15 +90,14 @@ def test_the_fingerprint_follows_the_weights(make_checkpoint: Callable[..., Path
     assert small[0] == open_model("random:qwen3-0.6b").fingerprint
 
 
-DIRECTORY = "MODEL is a Hugging Face directory, demo, or random:NAME"
+DIRECTORY = "MODEL is a Hugging Face directory, a .gguf file, demo, or random:NAME"
 NAMES = ", ".join(KNOWN_MODELS)
 
 
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("llama.gguf", "llama.gguf: GGUF files are not supported yet; use the model's Hugging Face "
-         "directory"),
+        ("llama.gguf", f"'llama.gguf': there is no such file; {DIRECTORY}"),
         ("llama-3.2-1b", "'llama-3.2-1b': there is no such directory; did you mean "
          f"'random:llama-3.2-1b'? {DIRECTORY}"),
         ("Llama-3.2-1B-Instruct", "'Llama-3.2-1B-Instruct': there is no such directory; did you "

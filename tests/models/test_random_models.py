@@ -30,6 +30,12 @@ PARAMETERS = {
     "qwen2.5-1.5b": 1544,
     "qwen3-0.6b": 596,
     "mistral-7b": 7242,
+    "qwen1.5-1.8b": 1837,
+    "gemma-2b": 2506,
+    "gemma-2-2b": 2614,
+    "phi-2": 2780,
+    "phi-3-mini": 3821,
+    "opt-1.3b": 1316,
 }
 
 
@@ -38,6 +44,7 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     config = KNOWN_MODELS[name]
     total = sum(x.n * x.k * x.count for x in config.matmuls())
     total += 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    total += config.positions * config.hidden_size
     assert total / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)
 
 

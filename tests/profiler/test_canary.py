@@ -35,12 +35,8 @@ class Tampered:
         self.device: Device = reference.open(kind="npu")
         self.spoil = spoil
         self.info, self.capabilities = self.device.info, self.device.capabilities
-        self.allocate, self.map, self.accepts, self.close = (
-            self.device.allocate,
-            self.device.map,
-            self.device.accepts,
-            self.device.close,
-        )
+        for name in ("allocate", "map", "accepts", "close", "flag"):
+            setattr(self, name, getattr(self.device, name))
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Any:
         return _Kernel(self, self.device.prepare(op, weights))

@@ -10,6 +10,7 @@ from hetero.profiler import active, fit, predict
 from hetero.profiler.grid import (
     Shape,
     Task,
+    head_pairs,
     make_grid,
     model_pairs,
     shape_class,
@@ -21,6 +22,15 @@ from tests.profiler.fakes import GRAPHS, PAIRS, TOKENS, W4, gpu_cost, record, ro
 
 NPU = record("npu", static_shapes=True, graph_sizes=GRAPHS)
 GPU = record("gpu")
+
+
+def test_an_output_head_is_measured_for_few_tokens_only() -> None:
+    shapes = [Shape("o", 64, 64), Shape("lm_head", 256, 64), Shape("up", 64, 64)]
+    heads = head_pairs(shapes)
+    assert heads == ((256, 64),)
+    assert head_pairs([*shapes, Shape("gate", 256, 64)]) == ()
+    grid = make_grid("gpu", GPU, model_pairs(shapes), [1, 8, 32], [W4], heads=heads)
+    assert {(t.m, t.n) for t in grid.tasks} == {(1, 64), (8, 64), (32, 64), (1, 256), (8, 256)}
 
 
 @pytest.mark.parametrize("stage", [16, 32, 64, 128, 256])

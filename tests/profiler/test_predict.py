@@ -11,15 +11,19 @@ from hetero.backends.ops import Add, Attention, MatMul, RMSNorm
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import fit, predict
 from hetero.profiler.cost import CostModel
+from hetero.profiler.device_model import DeviceModel, GpuShader, NpuArray
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import (
     Contention,
     DeviceProfile,
     DeviceSync,
+    Knots,
+    MatMulPredictor,
     OtherPredictor,
     Power,
     PreparationPredictor,
     Quarantine,
+    ShapeRange,
 )
 from tests.profiler.fakes import (
     GRAPHS,
@@ -35,6 +39,14 @@ from tests.profiler.fakes import (
 
 NPU = record("npu", static_shapes=True, graph_sizes=GRAPHS, row_alignment=32)
 GPU = record("gpu", asynchronous=True)
+NPU_ARRAY = NpuArray(
+    setup_s=1e-4, bytes_per_weight=0.5, bandwidth_bytes_per_s=2e10, flops_per_s=4e12,
+    resident_k=4096,
+)  # fmt: skip
+GPU_SHADER = GpuShader(
+    bytes_per_weight=0.5, bandwidth_bytes_per_s=4e10, direct_flops_per_s=6e11,
+    tiled_flops_per_s=1e12, unpack_s_per_weight=2e-10,
+)  # fmt: skip
 
 
 def test_knots_are_exact_at_and_between_them() -> None:
@@ -192,3 +204,40 @@ def test_measured_times_are_found_by_the_padded_size() -> None:
     truth = npu_cost(MatMul(n=512, k=512, weight_format=W4), 32)
     assert model.measured_s("npu", W4, 20, 512, 512) == pytest.approx(truth)
     assert model.measured_s("npu", W4, 20, 640, 512) is None
+
+
+@pytest.mark.parametrize("kind", ["gpu", "npu"])
+@pytest.mark.parametrize("cut", [(1,), (1, 8), (1, 8, 64, 256)])
+def test_a_table_has_the_times_of_its_pairs(kind: DeviceKind, cut: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(len(cut))
+    line = Knots(tokens=cut, coefficients=tuple(tuple(1e-9 * rng.random(4)) for _ in cut))  # type: ignore[misc]
+    trees = fit.fit(NPU, rows_of("npu", npu_cost)).trees if kind == "npu" else ()
+    device = NPU if kind == "npu" else GPU.model_copy(update={"token_stage": 16, "row_stage": 8})
+    shapes = ShapeRange(m=(1, 9), n=(1, 9), k=(1, 9))
+    assert bool(trees) == (kind == "npu")
+    predictor = MatMulPredictor(
+        device=kind,
+        weight_format=W4,
+        knots=line,
+        trees=trees,
+        features=predict.FEATURES if trees else (),
+        measured=shapes,
+    )
+    m, n = np.asarray([1.0, 2, 7, 8, 9, 100, 256, 900]), np.asarray([1.0, 32, 100, 4096])
+    table = predict.predict_table(predictor, device, m, n, 768.0)
+    pairs = [x.ravel() for x in np.meshgrid(m, n, indexing="ij")]
+    expected = predict.predict(predictor, device, *pairs, np.full(len(pairs[0]), 768.0))
+    np.testing.assert_allclose(table.ravel(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("model", [NPU_ARRAY, GPU_SHADER], ids=["npu", "gpu"])
+def test_a_table_of_a_device_model_too(model: DeviceModel) -> None:
+    m, n = np.asarray([1.0, 31, 256, 900]), np.asarray([1.0, 33, 4096])
+    shapes = ShapeRange(m=(1, 9), n=(1, 9), k=(1, 9))
+    predictor = MatMulPredictor(
+        device="gpu", weight_format=W4, knots=knots((1, 0.0)), model=model, measured=shapes
+    )
+    table = predict.predict_table(predictor, GPU, m, n, 14336.0)
+    for i, j in np.ndindex(4, 3):
+        one = predict.predict(predictor, GPU, *sizes(int(m[i]), int(n[j]), 14336))
+        assert table[i, j] == pytest.approx(one[0], rel=1e-12)

@@ -1,4 +1,4 @@
-"""The executor's walk: order, waits, accounting, deadlines."""
+"""The executor's walk: order, accounting, the garbage collector."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import gc
 
 import pytest
 
-from hetero.backends.protocol import BoundCall, Completion
-from hetero.runtime.executor import Executor, Step, make_segments
+from hetero.backends.protocol import BoundCall, Completion, DeviceKind
+from hetero.runtime.executor import Executor
+from hetero.runtime.lowering import KINDS, RUN, SUBMIT, WAIT, Action, Launch, Step
 
 LOG = list[str]
 
@@ -35,35 +36,62 @@ class FakeCall(BoundCall):
         return FakeCompletion(self.name, self.log)
 
 
-def step(log: LOG) -> Step:
-    calls = {name: FakeCall(name, log) for name in "abcde"}
-    kinds = [("gpu", "a"), ("gpu", "b"), ("npu", "c"), ("npu", "d"), ("gpu", "e")]
-    segments = make_segments([(kind, kind == "gpu", calls[name]) for kind, name in kinds])  # type: ignore[misc]
-    return Step(1, segments, tuple(calls.values()))
+def make_step(log: LOG) -> Step:
+    """GPU a, b; the NPU's c waits for a while b runs; then GPU d."""
+    kinds: list[tuple[DeviceKind, str]] = [("gpu", "a"), ("gpu", "b"), ("npu", "c"), ("gpu", "d")]
+    launches = [Launch(name, kind, FakeCall(name, log), (0, 1), None) for kind, name in kinds]
+
+    def action(code: int, index: int) -> Action:
+        call = launches[index].call
+
+        def wait(completion: Completion) -> float:
+            completion.wait(3.0)
+            return 0.0
+
+        target = {SUBMIT: call.submit, RUN: call.run, WAIT: wait}[code]
+        return Action(code, index, KINDS.index(launches[index].kind), target)  # type: ignore[arg-type]
+
+    order = [(SUBMIT, 0), (SUBMIT, 1), (WAIT, 0), (RUN, 2), (SUBMIT, 3), (WAIT, 3)]
+    return Step(
+        "decode",
+        1,
+        tuple(action(*pair) for pair in order),
+        tuple(launches),
+        (),
+        None,
+        counts={"gpu": 3, "npu": 1},
+        completions=[None] * 4,
+    )
 
 
-def test_gpu_calls_queue_up_and_are_waited_for_where_devices_meet() -> None:
+def test_actions_run_in_order_without_the_collector() -> None:
     log: LOG = []
-    executor = Executor(deadline_s=3.0)
-    executor.run(step(log))
+    executor = Executor()
+    executor.run(make_step(log))
     assert log == [
-        "submit a",
-        "submit b",
-        "wait b 3.0",
-        "run c gc=False",
-        "run d gc=False",
-        "submit e",
-        "wait e 3.0",
-    ]
-    assert {kind: use.ops for kind, use in executor.usage.items()} == {"gpu": 3, "npu": 2}
+        "submit a", "submit b", "wait a 3.0", "run c gc=False", "submit d", "wait d 3.0",
+    ]  # fmt: skip
+    assert {kind: use.ops for kind, use in executor.usage.items()} == {"gpu": 3, "npu": 1}
     assert all(use.busy_s > 0 for use in executor.usage.values())
+    assert len(executor.stamps) == 7
+    assert executor.stamps == sorted(executor.stamps)
     assert gc.isenabled()
+
+
+def test_the_gpu_is_busy_until_its_last_submission_is_seen_complete() -> None:
+    log: LOG = []
+    executor = Executor()
+    executor.run(make_step(log))
+    stamps = executor.stamps
+    assert executor.usage["gpu"].busy_s == pytest.approx(stamps[6] - stamps[0])
+    assert executor.usage["npu"].busy_s == pytest.approx(stamps[4] - stamps[3])
 
 
 def test_the_collector_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     log: LOG = []
-    broken = step(log)
-    monkeypatch.setattr(FakeCompletion, "wait", lambda *_: (_ for _ in ()).throw(RuntimeError("x")))
+    broken = make_step(log)
+    monkeypatch.setattr(FakeCall, "run", lambda _: (_ for _ in ()).throw(RuntimeError("x")))
+    broken = make_step(log)
     with pytest.raises(RuntimeError, match="x"):
         Executor().run(broken)
     assert gc.isenabled()

@@ -15,12 +15,16 @@ import pytest
 from hetero import LLM
 from hetero.backends.affinity import assign_cores, pinned
 from hetero.backends.protocol import DeviceKind
+from hetero.models import open_model
+from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: Any) -> Any:
-    with LLM(str(tiny_model(tmp_path_factory.mktemp("tiny")))) as opened:
+    folder = str(tiny_model(tmp_path_factory.mktemp("tiny")))
+    plan = layer_level(open_model(folder).spec())
+    with LLM(folder, plan=plan) as opened:
         assert opened.plan.devices() == {"gpu", "npu"}
         yield opened
 
@@ -62,8 +66,8 @@ def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
 
 def test_layer_level_puts_matmuls_of_a_prompt_on_the_npu_and_the_rest_on_the_gpu(llm: LLM) -> None:
     kinds: dict[DeviceKind, set[str]] = {"gpu": set(), "npu": set()}
-    for segment in llm.engine.step("prefill", 32).segments:
-        kinds[segment.kind] |= {name.split("(")[0] for name in segment.names}
+    for launch in llm.engine.step("prefill", 32).launches:
+        kinds[launch.kind].add(launch.call.name.split("(")[0])
     assert kinds["npu"] == {"MatMul"}
     assert kinds["gpu"] >= {"Embed", "RMSNorm", "Rope", "Attention", "GatedAct"}
 
@@ -122,5 +126,5 @@ def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
 
 def test_the_pool_holds_every_cache(llm: LLM) -> None:
     capacity = llm.engine.pool.capacity
-    assert capacity >= llm.max_seq_len + llm.engine.pool.tokens
+    assert capacity >= llm.max_seq_len + llm.engine.pool.tokens // 2  # the longest call, padded
     assert llm.engine.pool.nbytes > 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hetero.backends.ops import WeightFormat
-from hetero.profiler.cost import Cost, CostModel
+from hetero.profiler.cost import CostModel
 from hetero.profiler.records import (
     CapabilityRecord,
     DeviceProfile,
@@ -22,10 +22,12 @@ from hetero.profiler.records import (
 )
 from hetero.solver.model_spec import MatMulSpec, ModelSpec
 from hetero.solver.options import Sync
+from hetero.solver.plan import OpName
 from hetero.solver.planner import Planner, Settings
 from hetero.solver.tilings import Rules
 
 F32 = WeightFormat.F32
+NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
 
 
@@ -58,13 +60,12 @@ class TableCost(CostModel):
         super().__init__(profile)
         self.instance = instance
 
-    def matmul_s(
-        self, device: Any, weight_format: Any, m: Any, n: Any, k: Any, order: Any = ""
-    ) -> Cost:
-        m, n = np.broadcast_arrays(np.asarray(m, int), np.asarray(n, int))
+    def table_s(
+        self, device: Any, weight_format: Any, ms: Any, ns: Any, k: Any, order: Any = ""
+    ) -> Any:
+        m, n = np.asarray(ms, int)[:, None], np.asarray(ns, int)[None, :]
         scale = self.instance.npu_scale if device == "npu" else 1.0
-        found = scale * self.instance.tables[device][int(k)][m, n]
-        return Cost(found, np.zeros(found.shape, bool))
+        return scale * self.instance.tables[device][int(k)][m, n]
 
     def contention(self, device: Any, phase: Any) -> float:
         return self.instance.contention[0 if device == "gpu" else 1]

@@ -16,6 +16,7 @@ from hetero.solver.residency import solve as solve_residency
 from hetero.solver.tilings import Chooser, Rules
 from tests.solver.instances import (
     ALIGN,
+    NAMES,
     Instance,
     Way,
     allowed_costs,
@@ -24,8 +25,6 @@ from tests.solver.instances import (
     planner_of,
     random_instance,
 )
-
-NAMES = ("qkv", "o", "gate_up", "down")
 
 
 @pytest.mark.parametrize("block", range(10))

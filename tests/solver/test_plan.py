@@ -130,3 +130,33 @@ def test_any_bytes_are_refused_politely(data: bytes) -> None:
         file.flush()
         with pytest.raises(PlanError):
             ExecutionPlan.load(file.name)
+
+
+def test_between_two_lengths_the_longer_partition_is_clipped() -> None:
+    rows: list[Any] = [
+        {"device": "npu", "tokens": [0, 32], "rows": [0, 32], "graph_size": 32},
+        {"device": "gpu", "tokens": [32, 40], "rows": [0, 32]},
+        {"device": "gpu", "tokens": [0, 40], "rows": [32, 64]},
+    ]
+    known = plan(op(m=40, strategy="hybrid-cut", tiles=rows))
+    for m in range(1, 41):
+        check_cover(known.partition("prefill", m, "qkv"), m=m, n=64, what="clipped")
+    assert [t.graph_size for t in known.partition("prefill", 20, "qkv")] == [32, None]
+    with pytest.raises(PlanError, match="no entry for qkv in prefill at 41 tokens, only for up to"):
+        known.partition("prefill", 41, "qkv")
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "longest", "expected"),
+    [
+        (None, None, (600,)),
+        (256, None, (256, 256, 88)),
+        (512, 300, (300, 300)),
+        (600, None, (600,)),
+    ],
+)
+def test_long_prompts_run_in_steps(
+    step_tokens: int | None, longest: int | None, expected: tuple[int, ...]
+) -> None:
+    long = plan(op()).model_copy(update={"step_tokens": step_tokens})
+    assert long.steps(600, longest) == expected

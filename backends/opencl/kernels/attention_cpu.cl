@@ -20,6 +20,15 @@
 
 #define CHUNKS (HEAD_DIM / HV)
 
+// The soft cap on scores (activations.cl), if there is one.
+#ifdef CAP
+#define CAPPED(v) activate(v)
+#define CAPPED1(x) activate_scalar(x)
+#else
+#define CAPPED(v) (v)
+#define CAPPED1(x) (x)
+#endif
+
 #define EACH_ROW(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
 
 // First position that a token at `last` - 1 sees.
@@ -180,6 +189,11 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
       for (int i = 0; i < keys; i += KT) {
         scores(q + slab * HEAD_DIM * ROWS, packed + (size_t)(key0 + i) * HEAD_DIM, p + i);
       }
+#ifdef CAP
+      for (int r = 0; r < ROWS; r++) {
+        for (int i = r * KEYS; i < r * KEYS + padded; i += VEC) VSTORE(CAPPED(VLOAD(p + i)), p + i);
+      }
+#endif
       const bool inside = key0 + padded <= early && key0 >= window_start(late);
       float alpha[ROWS];
       for (int r = 0; r < ROWS; r++) {
@@ -324,12 +338,13 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
       int i = 0;
       for (; i + VEC <= keys; i += VEC) {
         for (int r = 0; r < GROUP; r++) {
-          VSTORE(dots(q + r * HEAD_DIM, k + i * HEAD_DIM), p + r * KEYS + i);
+          VSTORE(CAPPED(dots(q + r * HEAD_DIM, k + i * HEAD_DIM)), p + r * KEYS + i);
         }
       }
       for (; i < padded; i++) {
         for (int r = 0; r < GROUP; r++) {
-          p[r * KEYS + i] = i < keys ? dot1(q + r * HEAD_DIM, k + i * HEAD_DIM) : -INFINITY;
+          const float s = i < keys ? dot1(q + r * HEAD_DIM, k + i * HEAD_DIM) : 0.0f;
+          p[r * KEYS + i] = i < keys ? CAPPED1(s) : -INFINITY;
         }
       }
       for (int r = 0; r < GROUP; r++) alpha[r] = soften(p + r * KEYS, padded, top + r, sum + r);

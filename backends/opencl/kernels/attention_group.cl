@@ -79,6 +79,9 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
     }
     for (int r = 0; r < ROWS; r++) {
       const int limit = start + (row0 + min(r, rows - 1)) / GROUP + 1;
+#ifdef CAP
+      s[r] = activate_scalar(s[r]);
+#endif
       if (key >= high || key >= limit || key < window_start(limit)) s[r] = -INFINITY;
       red[r * LANES + LANE] = s[r];
     }

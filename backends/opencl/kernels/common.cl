@@ -3,6 +3,21 @@
 #define ARRAY(type, name) __global type *restrict name, const uint name##_at
 #define AT(name) name += name##_at
 
+// A tensor in panels of columns: the buffer and, for each panel, its first column, the column
+// behind its last, the element that column 0 of token 0 would have, and the elements of a token.
+#define PANELS(type, name)                                            \
+  __global type *restrict name, __global const int *restrict name##_table, const int name##_count
+#define PANEL_START(name, p) name##_table[4 * (p)]
+#define PANEL_STOP(name, p) name##_table[4 * (p) + 1]
+#define PANEL_ROW(name, p, token) \
+  (name + name##_table[4 * (p) + 2] + (size_t)(token) * name##_table[4 * (p) + 3])
+
+inline int panel_of(__global const int *table, const int count, const int column) {
+  int p = 0;
+  while (p + 1 < count && column >= table[4 * p + 1]) p++;
+  return p;
+}
+
 #ifndef VEC
 #define VEC 16
 #endif
@@ -82,6 +97,11 @@ inline float VMAX(float16 v) {
 #define LANE ((int)get_local_id(0))
 #define EACH_VECTOR(i, n) for (int i = LANE * VEC; i + VEC <= (n); i += LANES * VEC)
 #define EACH_REST(i, n) for (int i = (n) / VEC * VEC + LANE; i < (n); i += LANES)
+// The same for columns [start, stop) of a panel.
+#define EACH_VECTOR_OF(i, start, stop) \
+  for (int i = (start) + LANE * VEC; i + VEC <= (stop); i += LANES * VEC)
+#define EACH_REST_OF(i, start, stop) \
+  for (int i = (start) + ((stop) - (start)) / VEC * VEC + LANE; i < (stop); i += LANES)
 
 // Sum over the work-items of a row; `scratch` has LANES floats. Every work-item gets the sum.
 #if LANES == 1

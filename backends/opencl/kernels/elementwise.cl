@@ -1,57 +1,66 @@
-// Add and GatedAct. One work-item takes `chunk` floats: everything on a CPU, one vector on a GPU.
+// Add, GatedAct and Act. Work-item (chunk of columns, token): a whole row on a CPU, a vector on a GPU.
+// `count` is m.
 
-// y = x + residual over `count` floats.
-__kernel void add(const int count, ARRAY(const float, x), ARRAY(const float, residual),
+// Calls BODY(i, stop) for runs of columns [i, stop) in which no panel of a or b ends; column i of a
+// goes with column i + SHIFT of b.
+#define EACH_RUN(a, b, SHIFT, start, end, BODY)                                          \
+  for (int i = start, stop; i < end; i = stop) {                                         \
+    const int in_a = panel_of(a##_table, a##_count, i);                                  \
+    const int in_b = panel_of(b##_table, b##_count, i + SHIFT);                          \
+    stop = min(end, min(PANEL_STOP(a, in_a), PANEL_STOP(b, in_b) - SHIFT));              \
+    __global const float *from_a = PANEL_ROW(a, in_a, token);                            \
+    __global const float *from_b = PANEL_ROW(b, in_b, token) + SHIFT;                    \
+    BODY                                                                                 \
+  }
+
+#ifdef D
+// y = x + residual
+#define ADD_RUN                                                                          \
+  int j = i;                                                                             \
+  for (; j + VEC <= stop; j += VEC) VSTORE(VLOAD(from_a + j) + VLOAD(from_b + j), y + j); \
+  for (; j < stop; j++) y[j] = from_a[j] + from_b[j];
+
+__kernel void add(const int count, PANELS(const float, x), PANELS(const float, residual),
                   ARRAY(float, y), const int chunk) {
-  AT(x); AT(residual); AT(y);
-  const int start = (int)get_global_id(0) * chunk;
-  const int stop = min(count, start + chunk);
-  int i = start;
-  for (; i + VEC <= stop; i += VEC) VSTORE(VLOAD(x + i) + VLOAD(residual + i), y + i);
-  for (; i < stop; i++) y[i] = x[i] + residual[i];
-}
-
-#ifdef ACTIVATION
-// Each activation for scalars and for vectors; EXP2 is the matching exponential.
-//
-// gelu: x · Φ(x) with Φ(-|x|) = erfc(|x| / √2) / 2 from the Chebyshev fit of Numerical Recipes
-// (section 6.2, relative error 1.2e-7 everywhere, so the negative tail keeps its digits).
-#define SIGMOID(EXP2, z) (1.0f / (1.0f + EXP2((z) * -LOG2E)))
-
-#define SILU(real, EXP2) return x * SIGMOID(EXP2, x);
-
-#define GELU_TANH(real, EXP2)                                              \
-  const real cubic = x * x * x * 0.044715f + x;                            \
-  return x * SIGMOID(EXP2, cubic * 1.5957691216057308f);
-
-#define GELU(real, EXP2)                                                   \
-  const real z = (x < 0.0f ? -x : x) * 0.70710678118654752f;               \
-  const real t = 1.0f / (z * 0.5f + 1.0f);                                 \
-  real p = t * 0.17087277f - 0.82215223f;                                  \
-  p = p * t + 1.48851587f;                                                 \
-  p = p * t - 1.13520398f;                                                 \
-  p = p * t + 0.27886807f;                                                 \
-  p = p * t - 0.18628806f;                                                 \
-  p = p * t + 0.09678418f;                                                 \
-  p = p * t + 0.37409196f;                                                 \
-  p = p * t + 1.00002368f;                                                 \
-  p = p * t - 1.26551223f;                                                 \
-  const real tail = 0.5f * t * EXP2((p - z * z) * LOG2E);                  \
-  return x * (x < 0.0f ? tail : 1.0f - tail);
-
-inline float activate_scalar(float x) { ACTIVATION(float, exp2_scalar) }
-inline vfloat activate(vfloat x) { ACTIVATION(vfloat, exp2_vector) }
-
-// y = act(x[:F]) · x[F:]; work-item (chunk of features, token). `count` is m.
-__kernel void gated_act(const int count, ARRAY(const float, x), ARRAY(float, y), const int chunk) {
   const int token = get_global_id(1);
   if (token >= count) return;
-  __global const float *gate = x + x_at + (size_t)token * 2 * F, *up = gate + F;
+  y += y_at + (size_t)token * D;
+  const int start = (int)get_global_id(0) * chunk;
+  const int end = min(D, start + chunk);
+  EACH_RUN(x, residual, 0, start, end, ADD_RUN)
+}
+#endif
+
+#ifdef ACTIVATION
+#define GATED_RUN                                                                        \
+  int j = i;                                                                             \
+  for (; j + VEC <= stop; j += VEC)                                                      \
+    VSTORE(activate(VLOAD(from_a + j)) * VLOAD(from_b + j), y + j);                      \
+  for (; j < stop; j++) y[j] = activate_scalar(from_a[j]) * from_b[j];
+
+// y = act(x[:F]) · x[F:]
+__kernel void gated_act(const int count, PANELS(const float, x), ARRAY(float, y),
+                        const int chunk) {
+  const int token = get_global_id(1);
+  if (token >= count) return;
   y += y_at + (size_t)token * F;
   const int start = (int)get_global_id(0) * chunk;
-  const int stop = min(F, start + chunk);
-  int i = start;
-  for (; i + VEC <= stop; i += VEC) VSTORE(activate(VLOAD(gate + i)) * VLOAD(up + i), y + i);
-  for (; i < stop; i++) y[i] = activate_scalar(gate[i]) * up[i];
+  const int end = min(F, start + chunk);
+  EACH_RUN(x, x, F, start, end, GATED_RUN)
+}
+
+#define ACT_RUN                                                                          \
+  int j = i;                                                                             \
+  for (; j + VEC <= stop; j += VEC) VSTORE(activate(VLOAD(from_a + j)), y + j);          \
+  for (; j < stop; j++) y[j] = activate_scalar(from_a[j]);
+
+// y = act(x)
+__kernel void act(const int count, PANELS(const float, x), ARRAY(float, y), const int chunk) {
+  const int token = get_global_id(1);
+  if (token >= count) return;
+  y += y_at + (size_t)token * F;
+  const int start = (int)get_global_id(0) * chunk;
+  const int end = min(F, start + chunk);
+  EACH_RUN(x, x, 0, start, end, ACT_RUN)
 }
 #endif

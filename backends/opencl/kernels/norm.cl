@@ -5,11 +5,9 @@
 // ADD: the row is x + residual, written to `sum` and read back from there (it is in cache).
 
 #if ADD
-#define INPUTS ARRAY(const float, x), ARRAY(const float, residual), ARRAY(float, sum)
-#define ROW sum
+#define INPUTS ARRAY(const float, x), PANELS(const float, residual), ARRAY(float, sum)
 #else
-#define INPUTS ARRAY(const float, x)
-#define ROW x
+#define INPUTS PANELS(const float, x)
 #endif
 
 // Four independent sums hide the latency of the additions where one work-item has a whole row.
@@ -50,36 +48,60 @@ inline float plain_sum(__global const float *row, const int n) {
   return total;
 }
 
+// The row that is normed, one panel at a time: `row` is where its column 0 would be.
 #if ADD
-inline void add_rows(__global const float *x, __global const float *residual,
-                     __global float *sum, const int n) {
-  EACH_VECTOR(i, n) VSTORE(VLOAD(x + i) + VLOAD(residual + i), sum + i);
-  EACH_REST(i, n) sum[i] = x[i] + residual[i];
-}
-#define ENTER                                           \
-  const int n = count > 0 ? D : 0;                      \
-  const size_t at = (size_t)get_group_id(0) * D;        \
-  x += x_at + at;                                       \
-  residual += residual_at + at;                         \
-  sum += sum_at + at;                                   \
-  y += y_at + at;                                       \
-  add_rows(x, residual, sum, n);
+#define EACH_PANEL(row, start, stop)                                              \
+  for (__global const float *row = sum; row; row = 0)                             \
+    for (int start = 0, stop = n; start < stop; start = stop)
 #else
-#define ENTER                                           \
-  const int n = count > 0 ? D : 0;                      \
-  const size_t at = (size_t)get_group_id(0) * D;        \
-  x += x_at + at;                                       \
-  y += y_at + at;
+#define EACH_PANEL(row, start, stop)                                              \
+  for (int p = 0, start, stop; p < (n ? x_count : 0); p++)                        \
+    for (__global const float *row = (start = PANEL_START(x, p), stop = PANEL_STOP(x, p), \
+                                      PANEL_ROW(x, p, token));                    \
+         row; row = 0)
+#endif
+
+#if ADD
+// sum = x + residual
+#define ENTER                                                                     \
+  const int n = count > 0 ? D : 0;                                                \
+  const int token = get_group_id(0);                                              \
+  const size_t at = (size_t)token * D;                                            \
+  x += x_at + at;                                                                 \
+  sum += sum_at + at;                                                             \
+  y += y_at + at;                                                                 \
+  for (int p = 0; p < (n ? residual_count : 0); p++) {                            \
+    const int start = PANEL_START(residual, p), stop = PANEL_STOP(residual, p);   \
+    __global const float *from = PANEL_ROW(residual, p, token);                   \
+    EACH_VECTOR_OF(i, start, stop) VSTORE(VLOAD(x + i) + VLOAD(from + i), sum + i); \
+    EACH_REST_OF(i, start, stop) sum[i] = x[i] + from[i];                         \
+  }                                                                               \
+  PANELS_DONE
+#else
+#define ENTER                                                                     \
+  const int n = count > 0 ? D : 0;                                                \
+  const int token = get_group_id(0);                                              \
+  y += y_at + (size_t)token * D;
+#endif
+// Lanes read what others of them wrote where panels end between vectors.
+#if LANES == 1
+#define PANELS_DONE
+#else
+#define PANELS_DONE barrier(CLK_GLOBAL_MEM_FENCE);
 #endif
 
 __kernel void rms_norm(const int count, INPUTS, ARRAY(float, y),
                        __global const float *restrict weight) {
   LANES_SCRATCH(scratch);
   ENTER
-  const float total = lanes_sum(squares(ROW, n, 0.0f), scratch);
+  float mine = 0;
+  EACH_PANEL(row, start, stop) mine += squares(row + start, stop - start, 0.0f);
+  const float total = lanes_sum(mine, scratch);
   const float factor = 1.0f / sqrt(total * (1.0f / D) + EPS);
-  EACH_VECTOR(i, n) VSTORE(factor * VLOAD(ROW + i) * VLOAD(weight + i), y + i);
-  EACH_REST(i, n) y[i] = factor * ROW[i] * weight[i];
+  EACH_PANEL(row, start, stop) {
+    EACH_VECTOR_OF(i, start, stop) VSTORE(factor * VLOAD(row + i) * VLOAD(weight + i), y + i);
+    EACH_REST_OF(i, start, stop) y[i] = factor * row[i] * weight[i];
+  }
 }
 
 __kernel void layer_norm(const int count, INPUTS, ARRAY(float, y),
@@ -87,11 +109,17 @@ __kernel void layer_norm(const int count, INPUTS, ARRAY(float, y),
                          __global const float *restrict bias) {
   LANES_SCRATCH(scratch);
   ENTER
-  const float mean = lanes_sum(plain_sum(ROW, n), scratch) * (1.0f / D);
-  const float total = lanes_sum(squares(ROW, n, mean), scratch);
+  float mine = 0;
+  EACH_PANEL(row, start, stop) mine += plain_sum(row + start, stop - start);
+  const float mean = lanes_sum(mine, scratch) * (1.0f / D);
+  mine = 0;
+  EACH_PANEL(row, start, stop) mine += squares(row + start, stop - start, mean);
+  const float total = lanes_sum(mine, scratch);
   const float factor = 1.0f / sqrt(total * (1.0f / D) + EPS);
-  EACH_VECTOR(i, n) {
-    VSTORE(factor * (VLOAD(ROW + i) - mean) * VLOAD(weight + i) + VLOAD(bias + i), y + i);
+  EACH_PANEL(row, start, stop) {
+    EACH_VECTOR_OF(i, start, stop) {
+      VSTORE(factor * (VLOAD(row + i) - mean) * VLOAD(weight + i) + VLOAD(bias + i), y + i);
+    }
+    EACH_REST_OF(i, start, stop) y[i] = factor * (row[i] - mean) * weight[i] + bias[i];
   }
-  EACH_REST(i, n) y[i] = factor * (ROW[i] - mean) * weight[i] + bias[i];
 }

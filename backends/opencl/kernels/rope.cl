@@ -54,13 +54,13 @@ inline void rotate_normed(__global const float *from, __global float *to,
 }
 #endif
 
-__kernel void rope(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+__kernel void rope(const int count, PANELS(const float, qkv), ARRAY(const int, position),
                    ARRAY(float, out), __global const float *restrict cosines,
                    __global const float *restrict sines, __global const float *restrict q_norm,
                    __global const float *restrict k_norm) {
   const int item = get_global_id(0);
   if (item >= count) return;
-  AT(qkv); AT(position); AT(out);
+  AT(position); AT(out);
   const int token = item / (TOTAL_HEADS / ITEM_HEADS);
   const int first = item % (TOTAL_HEADS / ITEM_HEADS) * ITEM_HEADS;
   const size_t at = (size_t)(position[0] + token) * HALF;
@@ -68,8 +68,17 @@ __kernel void rope(const int count, ARRAY(const float, qkv), ARRAY(const int, po
   sines += at;
   for (int head = first; head < first + ITEM_HEADS; head++) {
     const size_t offset = ((size_t)token * TOTAL_HEADS + head) * HEAD_DIM;
-    __global const float *from = qkv + offset;
     __global float *to = out + offset;
+    const int column = head * HEAD_DIM;
+    const int panel = panel_of(qkv_table, qkv_count, column);
+    __global const float *from = PANEL_ROW(qkv, panel, token) + column;
+    if (PANEL_STOP(qkv, panel) < column + HEAD_DIM) {  // the head goes on in the next panel
+      for (int d = 0; d < HEAD_DIM; d++) {
+        const int p = panel_of(qkv_table, qkv_count, column + d);
+        to[d] = PANEL_ROW(qkv, p, token)[column + d];
+      }
+      from = to;
+    }
     if (head >= HEADS + KV_HEADS) {
       copy_dims(from, to);
     } else {

@@ -22,6 +22,7 @@ VARIANTS = {
 
 
 def _open(**options: object) -> OpenCLDevice:
+    """Skips where there is no device, or one without the vectors of a forced family."""
     try:
         return open_opencl(**options)  # type: ignore[arg-type]
     except DeviceUnavailableError as error:

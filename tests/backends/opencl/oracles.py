@@ -69,7 +69,9 @@ def expected(op: ops.Op, inputs: Arrays, weights: Mapping[str, Any], m: int) -> 
 
 
 def activation(name: str, x: Array) -> Array:
-    """silu, gelu and gelu_tanh."""
+    """silu, gelu, gelu_tanh and relu."""
+    if name == "relu":
+        return np.maximum(x, 0)
     if name == "silu":
         return x / (1 + np.exp(-x))
     if name == "gelu_tanh":
@@ -92,7 +94,9 @@ def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
     out = np.zeros((m, op.heads, op.head_dim))
     for head in range(op.heads):
         group = head * op.kv_heads // op.heads
-        scores = np.where(seen, heads[:, head] @ k[group, :end].T * op.softmax_scale, -np.inf)
+        scores = heads[:, head] @ k[group, :end].T * op.softmax_scale
+        scores = op.softcap * np.tanh(scores / op.softcap) if op.softcap else scores
+        scores = np.where(seen, scores, -np.inf)
         weight = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[:, head] = weight / weight.sum(axis=1, keepdims=True) @ v[group, :end]
     return {"out": out.reshape(m, -1), "k_cache": k, "v_cache": v}

@@ -22,6 +22,7 @@ OPS = {
     "window_of_one": Attention(heads=2, kv_heads=2, head_dim=8, capacity=128, window=1),
     "twelve": Attention(heads=6, kv_heads=2, head_dim=12, capacity=200, scale=0.3),
     "odd": Attention(heads=3, kv_heads=1, head_dim=7, capacity=101),
+    "capped": Attention(heads=4, kv_heads=2, head_dim=32, capacity=150, softcap=20.0),
     "wide": Attention(heads=2, kv_heads=1, head_dim=128, capacity=150),
 }
 CALLS = [(0, 1), (0, 70), (17, 2), (60, 1), (64, 33), (95, 5)]
@@ -42,8 +43,8 @@ def run_and_compare(
 # Every shape compiles its own kernels, about a second each: few of them on the forced variants.
 PAIRS = [
     *(("default", name) for name in OPS),
-    *(("lanes", name) for name in ("llama", "window", "odd")),
-    *(("narrow", name) for name in ("llama", "twelve")),
+    *(("lanes", name) for name in ("llama", "window", "odd", "capped")),
+    *(("narrow", name) for name in ("llama", "twelve", "capped")),
     ("copies", "llama"),
     ("mapped", "llama"),
 ]

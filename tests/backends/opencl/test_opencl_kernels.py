@@ -55,7 +55,7 @@ def test_add(variant: OpenCLDevice, rng: np.random.Generator, d: int, m: int) ->
     run_and_compare(variant, op, {}, tensors_for(op, m, rng, extra_rows=2), m)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize(("f", "m"), [(129, 1), (512, 4)])
 def test_gated_act(
     variant: OpenCLDevice, rng: np.random.Generator, activation: ops.Activation, f: int, m: int

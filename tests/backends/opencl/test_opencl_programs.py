@@ -15,7 +15,7 @@ from hetero.backends.opencl import pocl_repair
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.program import ProgramCache
 
-DEFINES = {"VEC": 4}
+DEFINES = {"VEC": 4, "D": 8}
 
 
 def disk_cache(device: OpenCLDevice, folder: Path, key: str = "key") -> ProgramCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ CONTRIB = "com.microsoft"
 OPSET = 21
 IR_VERSION = 10
 # Initializers whose bytes are given to the session in memory still need a file that exists.
-STAND_IN_FILE = "builder.py"
+STAND_IN_FILE = Path(__file__)
 
 Dim: TypeAlias = int | str
 
@@ -46,9 +47,9 @@ class GraphBuilder:
         """A constant int64 vector, as shapes, axes and bounds are given."""
         return self.constant(np.array(values, dtype=np.int64))
 
-    def scalar(self, value: float) -> str:
-        """A constant float32 scalar."""
-        return self.constant(np.array(value, dtype=np.float32))
+    def scalar(self, value: float, dtype: npt.DTypeLike = np.float32) -> str:
+        """A constant scalar, float32 unless told."""
+        return self.constant(np.array(value, dtype=dtype))
 
     def cast(self, value: str, dtype: npt.DTypeLike, out: str = "") -> str:
         """Convert the element type."""
@@ -62,7 +63,7 @@ class GraphBuilder:
         """A tensor that the session is given in memory (`SessionOptions.add_initializer`)."""
         proto = TensorProto(name=name, data_type=_element_type(dtype), dims=shape)
         proto.data_location = TensorProto.EXTERNAL
-        proto.external_data.add(key="location", value=STAND_IN_FILE)
+        proto.external_data.add(key="location", value=STAND_IN_FILE.name)
         self._initializers.append(proto)
         return name
 
@@ -79,12 +80,12 @@ class GraphBuilder:
         self._nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attrs))
         return outputs[0]
 
-    def model(self) -> bytes:
+    def model(self, opset: int = OPSET) -> bytes:
         """The serialised model."""
         graph = helper.make_graph(
             self._nodes, "hetero", self._inputs, self._outputs, self._initializers
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        opsets = [helper.make_opsetid("", opset), helper.make_opsetid(CONTRIB, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
         serialized: bytes = model.SerializeToString()
         return serialized

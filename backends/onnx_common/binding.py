@@ -1,0 +1,61 @@
+"""Memory bound to the inputs and outputs of ONNX Runtime's sessions, and its exceptions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from hetero.backends.memory import Tensor
+
+NATIVE_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    *(kind for _, kind in inspect.getmembers(native, inspect.isclass)
+      if issubclass(kind, Exception)),
+)  # fmt: skip
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class Argument(NamedTuple):
+    """Memory bound to a graph's input or output."""
+
+    address: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+def argument(array: Array) -> Argument:
+    """The argument that an array is; the caller keeps the array alive."""
+    return Argument(array.ctypes.data, array.dtype, array.shape)
+
+
+def rows_argument(tensor: Tensor, m: int) -> Argument:
+    """The first m rows of a tensor."""
+    return Argument(tensor.address, tensor.dtype, (m, *tensor.shape[1:]))
+
+
+def io_binding(
+    session: ort.InferenceSession,
+    inputs: Mapping[str, Argument],
+    outputs: Mapping[str, Argument],
+) -> ort.IOBinding:
+    """Fix the addresses of a session's inputs and outputs."""
+    binding = session.io_binding()
+    for name, (address, dtype, shape) in inputs.items():
+        binding.bind_input(name, "cpu", 0, dtype.type, shape, address)
+    for name, (address, dtype, shape) in outputs.items():
+        binding.bind_output(name, "cpu", 0, dtype.type, shape, address)
+    return binding
+
+
+class Launch(NamedTuple):
+    """One graph to run on fixed addresses."""
+
+    session: ort.InferenceSession
+    binding: ort.IOBinding

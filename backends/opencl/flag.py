@@ -1,0 +1,102 @@
+"""A completion flag in shared memory: a one-item kernel behind the others counts up a word.
+
+The host learns of the end by reading memory instead of asking the driver (paper section 4.2). That
+is only sound where the flag and the data written before it are seen by the host while the queue is
+still at work; `probe` tries that, once for each device.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.calls import Launch, OpenCLCall
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+ASK_EVERY: Final = 64  # looks at the flag between two questions to the driver, for its errors
+PROBES: Final = 20
+PROBE_FLOATS: Final = 1 << 16
+PROBE_DEADLINE_S: Final = 0.05
+
+
+class Flag(BoundCall):
+    """Submitted behind a launch; its completion is seen in memory. Counts its submissions."""
+
+    def __init__(self, device: OpenCLDevice) -> None:
+        self.name, self.m = "completion flag", 1
+        self.buffer = device.allocate(64)
+        self.word = self.buffer.array(np.int32, (1,))
+        self.submissions = 0
+        program = device.programs.get("flag.cl", {})
+        tensor = Tensor(self.buffer, (1,), np.dtype(np.int32))
+        launch = Launch(program, "raise_flag", (1,), (1,), (1, tensor))
+        self._call = OpenCLCall(device, self.name, 1, [launch], {"position": tensor})
+
+    def submit(self) -> FlagCompletion:
+        """Enqueue and flush."""
+        self.submissions += 1
+        return FlagCompletion(self, self._call.submit())
+
+    def run(self) -> None:
+        """Submit and wait."""
+        self.submit().wait()
+
+
+class FlagCompletion(Completion):
+    """Done when the word has reached this submission's number, or when the driver says so."""
+
+    def __init__(self, flag: Flag, event: Completion) -> None:
+        self._word, self._event = flag.word, event
+        self._number = flag.submissions
+        self._looks = 0
+
+    def done(self) -> bool:
+        """See `Completion.done`."""
+        if (int(self._word[0]) - self._number) & 0x80000000 == 0:  # a 32-bit counter goes round
+            return True
+        self._looks += 1
+        return self._looks % ASK_EVERY == 0 and self._event.done()
+
+    def wait(self, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        """See `Completion.wait`."""
+        self._event.wait(deadline_s)
+
+    def block(self) -> None:
+        """The driver's wait."""
+        self._event.block()
+
+    def span(self) -> tuple[float, float] | None:
+        """See `Completion.span`."""
+        return self._event.span()
+
+
+def probe(device: OpenCLDevice, flag: Flag) -> bool:
+    """Whether the flag is seen before the driver reports the end, with all data before it."""
+    from hetero.backends.ops import Add
+
+    width = PROBE_FLOATS
+    buffer = device.allocate(3 * 4 * width)
+    device.map(buffer)
+    x, residual, y = (Tensor(buffer, (1, width), offset_bytes=4 * width * i) for i in range(3))
+    call = device.prepare(Add(d=width), {}).bind({"x": x, "residual": residual, "y": y}, 1)
+    for i in range(PROBES):
+        x.array[:], residual.array[:], y.array[:] = i, 1.0, np.nan
+        call.submit()
+        flag.submit()
+        behind = call.submit()  # keeps the queue at work, so that its end shows nothing
+        give_up_s = time.perf_counter() + PROBE_DEADLINE_S
+        while int(flag.word[0]) != flag.submissions:
+            if time.perf_counter() > give_up_s:
+                behind.wait()
+                return False
+        seen = bool((y.array == i + 1).all())
+        behind.wait()
+        if not seen:
+            return False
+    return True

@@ -1,0 +1,117 @@
+"""Which graphs an operation needs, and how each is built, for running and for compiling ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hetero.backends import checks, ops
+from hetero.backends.ops import Op, describe
+from hetero.backends.protocol import WeightValue
+from hetero.backends.qnn import graphs
+from hetero.backends.qnn.store import Identity, weight_digest
+
+# Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
+# again: 2048×2048 costs 82 MiB of traffic for 1024 tokens at once and 25 in four pieces. With
+# k ≥ 4096 that begins at 256 tokens (4096×4096: 41 MiB, 26 as twice 128), with a large n it does
+# not (8192×2048: 43 MiB, 60 as twice 128). `bench/qnn.py layouts`.
+PIECE_ROWS = 256
+LARGE_K = 4096
+# Attention graphs are made for these context lengths; a call runs the smallest that holds it.
+SMALLEST_CONTEXT = 128
+CONTEXT_STEP = 4
+
+
+class Graph(NamedTuple):
+    """A static graph: what it is, and how its ONNX model is built."""
+
+    identity: Identity
+    build: Callable[[], bytes]
+
+
+def piece_rows(op: Op) -> int:
+    """Most tokens of one graph."""
+    if isinstance(op, ops.MatMul) and op.k >= LARGE_K:
+        return PIECE_ROWS // 2
+    return PIECE_ROWS
+
+
+def pieces(op: Op, m: int) -> list[int]:
+    """Token counts of the graphs that a call of m tokens runs."""
+    step = piece_rows(op)
+    return [min(step, m - start) for start in range(0, m, step)]
+
+
+def contexts(capacity: int, m: int) -> list[int]:
+    """Context lengths that attention graphs of m tokens are made for, ascending."""
+    found, context = [], SMALLEST_CONTEXT
+    while context < capacity:
+        if context >= m:
+            found.append(context)
+        context *= CONTEXT_STEP
+    return [*found, capacity]
+
+
+def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Graph:
+    """The graph of m tokens of an operation other than attention.
+
+    `digest` names the weights that are constants of the graph (`constants_digest`).
+    """
+    plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
+    return Graph(Identity(repr(plain), m, weights=digest), lambda: _build(plain, m, weights))
+
+
+def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
+    """The graph of m tokens over `context` positions.
+
+    The capacity and the window are in the caller's buffers and masks, not in the graph.
+    """
+    same = replace(op, capacity=0, window=0)
+    identity = Identity(repr(same), m, context)
+    return Graph(identity, lambda: graphs.attention(same, m, context))
+
+
+def has_constants(op: Op) -> bool:
+    """Whether weights are part of the graph, so that each set of weights has graphs of its own."""
+    return isinstance(op, ops.MatMul | ops.Embed)
+
+
+def constants_digest(op: Op, weights: Mapping[str, WeightValue]) -> str:
+    """Digest of the weights that are constants of the graph; "" if none are."""
+    if not has_constants(op):
+        return ""
+    return weight_digest(*(weights.get(name) for name in ("weight", "bias")))
+
+
+def all_graphs(
+    op: Op, sizes: Sequence[int], weights: Mapping[str, WeightValue], digest: str
+) -> list[Graph]:
+    """Every graph that calls of these token counts run."""
+    counts = sorted({rows for m in sizes for rows in pieces(op, m)})
+    if isinstance(op, ops.Attention):
+        return [
+            attention_graph(op, m, context) for m in counts for context in contexts(op.capacity, m)
+        ]
+    return [graph(op, m, weights, digest) for m in counts]
+
+
+def _build(op: Op, m: int, weights: Mapping[str, WeightValue]) -> bytes:
+    match op:
+        case ops.MatMul():
+            bias = checks.vector(weights, "bias") if op.bias else None
+            return graphs.matmul(op, m, checks.packed(weights), bias)
+        case ops.Embed():
+            return graphs.embed(op, m, checks.packed(weights))
+        case ops.RMSNorm() | ops.LayerNorm():
+            return graphs.norm(op, m)
+        case ops.Rope():
+            return graphs.rotate(op, m)
+        case ops.GatedAct():
+            return graphs.gated_act(op, m)
+        case ops.Add():
+            return graphs.add(op, m)
+        case ops.Attention():
+            raise TypeError("attention graphs have a context: see `attention_graph`")
+        case ops.Act() | ops.AddPositions():
+            raise TypeError(f"{describe(op)} has no graph here: `accepts` refuses it")

@@ -1,0 +1,152 @@
+"""The device: graphs by operation and token count, kernels by weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from hetero.backends import checks, ops
+from hetero.backends.memory import HostBuffer
+from hetero.backends.ops import Op, WeightFormat, describe
+from hetero.backends.protocol import (
+    Acceptance,
+    Capabilities,
+    Device,
+    DeviceInfo,
+    Kernel,
+    WeightValue,
+)
+from hetero.backends.qnn import catalog, kernels
+from hetero.backends.qnn.library import BACKEND, Library
+from hetero.backends.qnn.session import Target
+from hetero.backends.qnn.store import GraphStore
+from hetero.backends.snapdragon import BLOCK_QUANTIZED_SINCE, PROCESS_LIMIT_BYTES, Chip
+
+DEFAULT_GRAPH_SIZES = (1, 32, 128, 256)
+ROW_ALIGNMENT = 256
+TOKEN_ALIGNMENT = 32
+# W4A8 with groups of 32 is not among them: QNN has no integer kernel for it, and F32 has no
+# arithmetic on the Hexagon at all.
+BLOCK_FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16)
+
+
+class QnnDevice(Device):
+    """One Hexagon, real or emulated. Graphs run on whatever thread calls them."""
+
+    def __init__(
+        self,
+        library: Library,
+        chip: Chip,
+        *,
+        graph_sizes: tuple[int, ...],
+        directory: Path | None,
+    ) -> None:
+        if not graph_sizes or min(graph_sizes) < 1:
+            raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
+        where = "emulated on this processor" if library.emulated else "Hexagon NPU"
+        self.info = DeviceInfo(
+            backend=BACKEND,
+            name=f"{chip.label}, {where}",
+            driver=library.version,
+            details={"emulated": "yes"} if library.emulated else {},
+        )
+        self.capabilities = Capabilities(
+            kind="npu",
+            static_shapes=True,
+            graph_sizes=tuple(sorted(set(graph_sizes))),
+            weight_formats=weight_formats(chip),
+            row_alignment=ROW_ALIGNMENT,
+            token_alignment=TOKEN_ALIGNMENT,
+            early_visibility=False,
+            memory_limit_bytes=PROCESS_LIMIT_BYTES,
+        )
+        self.store = GraphStore(Target(library, chip), directory)
+        self._health = checks.Health(BACKEND)
+        self._host = kernels.Host(self._health, self.capabilities, self.store)
+        self._masks = kernels.Masks()
+        self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
+
+    def map(self, buffer: HostBuffer) -> int:
+        """Nothing to do: graphs work on the pages in place. Returns the address."""
+        self._health.check("map")
+        return buffer.address
+
+    def accepts(self, op: Op) -> Acceptance:
+        """Everything that is in `graphs`."""
+        capped = isinstance(op, ops.MatMul | ops.Attention) and op.softcap > 0
+        if capped or isinstance(op, ops.Act | ops.AddPositions) or _has_relu(op):
+            return Acceptance(False, f"{describe(op)} has no graph on this backend")
+        return checks.accept_format(self.capabilities, op)
+
+    def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
+        """Fix the weights. Graphs are opened, or compiled, when a token count is first bound."""
+        self._health.check(f"preparing {describe(op)}")
+        checks.check_weights(op, weights)
+        accepted = self.accepts(op)
+        if not accepted:
+            raise ValueError(f"{describe(op)} cannot run on {self.info.name}: {accepted.reason}")
+        kernel = self._prepare(op, weights)
+        self._kernels.add(kernel)
+        return kernel
+
+    def close(self) -> None:
+        """Release every graph, also those that kernels and calls still refer to."""
+        self._health.lose("closed")
+        for kernel in list(self._kernels):
+            kernel.release()
+        self.store.close()
+
+    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.QnnKernel:
+        match op:
+            case ops.MatMul():
+                nbytes = checks.packed(weights).nbytes
+                return kernels.MatMulKernel(
+                    self._host, op, self._sessions(op, weights), nbytes=nbytes
+                )
+            case ops.Rope():
+                return kernels.RopeKernel(
+                    self._host, op, self._sessions(op, weights), _vectors(weights)
+                )
+            case ops.Attention():
+                return kernels.AttentionKernel(
+                    self._host, op, self._attention_sessions(op), self._masks
+                )
+            case _:
+                vectors = {} if catalog.has_constants(op) else _vectors(weights)
+                return kernels.GraphKernel(self._host, op, self._sessions(op, weights), vectors)
+
+    def _sessions(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.Sessions:
+        """Sessions by token count: those with constant weights belong to the kernel."""
+        if not catalog.has_constants(op):
+            return lambda m: self.store.shared(*catalog.graph(op, m, {}, ""))
+        digest = catalog.constants_digest(op, weights) if self.store.directory else ""
+        held: dict[int, ort.InferenceSession] = {}
+
+        def session(m: int) -> ort.InferenceSession:
+            if m not in held:
+                held[m] = self.store.session(*catalog.graph(op, m, weights, digest))
+            return held[m]
+
+        return session
+
+    def _attention_sessions(self, op: ops.Attention) -> Callable[[int, int], ort.InferenceSession]:
+        return lambda m, context: self.store.shared(*catalog.attention_graph(op, m, context))
+
+
+def weight_formats(chip: Chip) -> tuple[WeightFormat, ...]:
+    """Formats of matmuls that a chip takes."""
+    blocks = BLOCK_FORMATS if chip.htp_arch >= BLOCK_QUANTIZED_SINCE else ()
+    return (*blocks, WeightFormat.F16)
+
+
+def _vectors(weights: Mapping[str, WeightValue]) -> dict[str, Any]:
+    return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in weights}
+
+
+def _has_relu(op: Op) -> bool:
+    return isinstance(op, ops.GatedAct) and op.activation == "relu"

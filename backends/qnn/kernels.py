@@ -1,0 +1,304 @@
+"""One kernel class for each way of feeding a graph: what is bound to which input, and when."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import onnxruntime as ort
+
+from hetero.backends import checks, ops, rope
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import Tensor
+from hetero.backends.onnx_common.binding import (
+    NATIVE_ERRORS,
+    Argument,
+    Array,
+    argument,
+    io_binding,
+    rows_argument,
+)
+from hetero.backends.ops import OUTPUT_PORTS, Op, describe
+from hetero.backends.protocol import (
+    FIXED_PORTS,
+    BoundCall,
+    Capabilities,
+    Kernel,
+    Operand,
+    check_tensors,
+    tensors_of,
+)
+from hetero.backends.qnn import ranges
+from hetero.backends.qnn.catalog import contexts, piece_rows
+from hetero.backends.qnn.library import BACKEND
+from hetero.backends.qnn.session import device_error
+from hetero.backends.qnn.store import GraphStore
+
+Run: TypeAlias = Callable[[], None]
+Sessions: TypeAlias = Callable[[int], ort.InferenceSession]
+
+
+class Host(NamedTuple):
+    """What a kernel needs of its device."""
+
+    health: checks.Health
+    capabilities: Capabilities
+    store: GraphStore
+
+
+class QnnCall(BoundCall):
+    """Runs on the calling thread; the interpreter lock is released inside the graphs."""
+
+    def __init__(self, name: str, m: int, health: checks.Health, runs: list[Run]) -> None:
+        self.name, self.m = name, m
+        self._health = health
+        self._runs = runs
+
+    def run(self) -> None:
+        self._health.check(self.name)
+        try:
+            for run in self._runs:
+                run()
+        except DeviceError:
+            raise
+        except NATIVE_ERRORS as error:
+            raise device_error(error, self.name) from error
+
+    def release(self) -> None:
+        """Drop the sessions; only a closed device does this."""
+        self._runs.clear()
+
+
+class QnnKernel(Kernel):
+    """Checks a binding and cuts it into pieces; `piece` binds one."""
+
+    def __init__(self, host: Host, op: Op, *, nbytes: int = 0) -> None:
+        self.op = op
+        self.nbytes = nbytes
+        self.host = host
+        self._calls: weakref.WeakSet[QnnCall] = weakref.WeakSet()
+
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
+        self.host.health.check(f"binding {describe(self.op)}")
+        check_tensors(self.op, tensors, m)
+        plain = tensors_of(tensors)
+        checks.check_token_count(self.host.capabilities, self.op, m)
+        step = piece_rows(self.op)
+        runs = [
+            self.piece(_rows(plain, start, min(start + step, m)), start)
+            for start in range(0, m, step)
+        ]
+        call = QnnCall(self.call_name(m), m, self.host.health, runs)
+        self._calls.add(call)
+        return call
+
+    def call_name(self, m: int) -> str:
+        """For traces and errors."""
+        return f"{describe(self.op)} m={m}"
+
+    @abstractmethod
+    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+        """Bind one graph to tensors of its own token count, `offset` tokens into the call."""
+
+    def release(self) -> None:
+        """Drop every session; only a closed device does this."""
+        for call in self._calls:
+            call.release()
+
+
+class MatMulKernel(QnnKernel):
+    """One packed weight, one graph for each token count, all made on first binding."""
+
+    def __init__(self, host: Host, op: ops.MatMul, sessions: Sessions, *, nbytes: int) -> None:
+        super().__init__(host, op, nbytes=nbytes)
+        self._matmul = op
+        self._sessions = sessions
+
+    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
+        rows = tensors["x"].shape[0]
+        return ranges.ScaledProduct(
+            self._sessions(rows),
+            tensors["x"].array,
+            tensors["y"].array,
+            bias=self._matmul.bias,
+            name=self.call_name(rows),
+        ).run
+
+
+class GraphKernel(QnnKernel):
+    """A graph whose ports and vectors are bound under their own names."""
+
+    def __init__(
+        self, host: Host, op: Op, sessions: Sessions, vectors: Mapping[str, Array]
+    ) -> None:
+        super().__init__(host, op)
+        self._sessions = sessions
+        self._vectors = dict(vectors)
+
+    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
+        rows = next(iter(tensors.values())).shape[0]
+        session = self._sessions(rows)
+        inputs = {key: argument(array) for key, array in self._vectors.items()}
+        outputs: dict[str, Argument] = {}
+        for port, tensor in tensors.items():
+            (outputs if port in OUTPUT_PORTS else inputs)[port] = rows_argument(tensor, rows)
+        binding = io_binding(session, inputs, outputs)
+        checked = ranges.Guard(
+            self.call_name(rows),
+            [t.array for port, t in tensors.items() if port not in (*OUTPUT_PORTS, "tokens")],
+            [t.array for port, t in tensors.items() if port in OUTPUT_PORTS],
+            keep=(tensors, self._vectors),
+        )
+
+        def run() -> None:
+            checked.before()
+            session.run_with_iobinding(binding)
+            checked.after()
+
+        return run
+
+
+class RopeKernel(QnnKernel):
+    """Gives the graph the rows of the cos and sin tables at the call's positions."""
+
+    def __init__(
+        self, host: Host, op: ops.Rope, sessions: Sessions, vectors: Mapping[str, Array]
+    ) -> None:
+        super().__init__(host, op)
+        self._rope = op
+        self._sessions = sessions
+        self._vectors = dict(vectors)
+        self._tables = [table.astype(np.float32) for table in rope.tables(op)]
+
+    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+        m = tensors["qkv"].shape[0]
+        session, name, limit = self._sessions(m), self.call_name(m), self._rope.max_position
+        here = [np.zeros((m, self._rope.rotated // 2), np.float32) for _ in self._tables]
+        extra = dict(zip(("cos", "sin"), here, strict=True)) | self._vectors
+        inputs = {key: argument(array) for key, array in extra.items()}
+        inputs["qkv"] = rows_argument(tensors["qkv"], m)
+        binding = io_binding(session, inputs, {"out": rows_argument(tensors["out"], m)})
+        position, tables = tensors["position"].array, self._tables
+        guard = ranges.Guard(
+            name, [tensors["qkv"].array], [tensors["out"].array], keep=(tensors, extra)
+        )
+
+        def run() -> None:
+            first = checks.first_position(BACKEND, name, position, m + offset, limit) + offset
+            for rows, table in zip(here, tables, strict=True):
+                rows[:] = table[first : first + m]
+            guard.before()
+            session.run_with_iobinding(binding)
+            guard.after()
+
+        return run
+
+
+class AttentionKernel(QnnKernel):
+    """Appends keys and values on the host, then attends with the graph that holds the context."""
+
+    def __init__(
+        self,
+        host: Host,
+        op: ops.Attention,
+        sessions: Callable[[int, int], ort.InferenceSession],
+        masks: Masks,
+    ) -> None:
+        super().__init__(host, op)
+        self._attention = op
+        self._sessions = sessions
+        self._masks = masks
+
+    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+        op, m = self._attention, tensors["qkv"].shape[0]
+        name = self.call_name(m)
+        heads = tensors["qkv"].array.reshape(m, -1, op.head_dim).transpose(1, 0, 2)
+        keys, values = heads[op.heads : op.heads + op.kv_heads], heads[op.heads + op.kv_heads :]
+        k_cache, v_cache = tensors["k_cache"].array, tensors["v_cache"].array
+        position = tensors["position"].array
+        launches = [self._launch(tensors, m, context) for context in contexts(op.capacity, m)]
+        guard = ranges.Guard(
+            name, [tensors["qkv"].array], [tensors["out"].array], keep=(tensors, launches)
+        )
+
+        def run() -> None:
+            last = m + offset
+            first = checks.first_position(BACKEND, name, position, last, op.capacity) + offset
+            guard.before()
+            k_cache[:, first : first + m] = keys
+            v_cache[:, first : first + m] = values
+            launch = next(found for found in launches if first + m <= found.context)
+            launch.mask.at(first)
+            launch.session.run_with_iobinding(launch.binding)
+            guard.after()
+
+        return run
+
+    def _launch(self, tensors: Mapping[str, Tensor], m: int, context: int) -> AttentionLaunch:
+        op = self._attention
+        session = self._sessions(m, context)
+        mask = self._masks.find(m, context, op.window)
+        inputs = {
+            "qkv": rows_argument(tensors["qkv"], m),
+            "visible": argument(mask.visible),
+            "written": argument(mask.written),
+        }
+        for kind in "kv":
+            for head, cache in enumerate(tensors[f"{kind}_cache"].array):
+                inputs[f"{kind}{head}"] = argument(cache[:context])
+        binding = io_binding(session, inputs, {"out": rows_argument(tensors["out"], m)})
+        return AttentionLaunch(context, session, binding, mask)
+
+
+class Mask:
+    """Which positions a call may see; shared by all layers, renewed when the position moves."""
+
+    def __init__(self, m: int, context: int, window: int) -> None:
+        self.visible = np.zeros((m, context), np.bool_)
+        self.written = np.zeros((context, 1), np.bool_)
+        self._window = window
+        self._first = -1
+
+    def at(self, first: int) -> None:
+        """Set for a call whose first token is at position `first`."""
+        if first == self._first:
+            return
+        m, context = self.visible.shape
+        self._first = first
+        keys = np.arange(context)
+        queries = np.arange(first, first + m)[:, None]
+        np.less_equal(keys, queries, out=self.visible)
+        if self._window:
+            self.visible &= keys > queries - self._window
+        self.written[:, 0] = keys < first + m
+
+
+class Masks:
+    """The masks of a device."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int, int], Mask] = {}
+
+    def find(self, m: int, context: int, window: int) -> Mask:
+        """The mask of these sizes."""
+        return self._masks.setdefault((m, context, window), Mask(m, context, window))
+
+
+class AttentionLaunch(NamedTuple):
+    """A graph for one context length, bound."""
+
+    context: int
+    session: ort.InferenceSession
+    binding: ort.IOBinding
+    mask: Mask
+
+
+def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Tokens [start, stop) of every tensor that has tokens."""
+    return {
+        port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
+        for port, tensor in tensors.items()
+    }

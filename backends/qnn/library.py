@@ -1,0 +1,132 @@
+"""Qualcomm's libraries: found, loaded once, their versions, and what processor they drive.
+
+On Linux on x86-64 the library compiles for a named chip and runs the compiled graph in functional
+emulation. On a Snapdragon it drives the Hexagon through FastRPC.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import onnxruntime_qnn
+from onnxruntime_qnn import build_and_package_info as build
+
+from hetero.backends.errors import DeviceUnavailableError
+
+BACKEND = "qnn"
+PROVIDER = "QNNExecutionProvider"
+FASTRPC = {"linux": ("libcdsprpc.so", "libcdsprpc.so.1"), "win32": ("libcdsprpc.dll",)}
+REINSTALL = "install it again: pip install --force-reinstall onnxruntime-qnn"
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded libraries. `devices` are ONNX Runtime's handles for the provider."""
+
+    path: Path
+    devices: tuple[Any, ...]
+    emulated: bool
+    wheel: str
+    sdk: str
+
+    @property
+    def version(self) -> str:
+        """For people and cache keys."""
+        return f"onnxruntime-qnn {self.wheel} (QAIRT {self.sdk}), onnxruntime {ort.__version__}"
+
+
+def is_snapdragon() -> bool:
+    """Whether this machine's processor is of the family that has a Hexagon: 64-bit Arm."""
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def fastrpc() -> ctypes.CDLL | None:
+    """The library that calls into the Hexagon and shares memory with it; None where absent."""
+    for name in FASTRPC.get(sys.platform, ()):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def hexagon_present() -> bool:
+    """Whether a real Hexagon can be driven here, decided without loading Qualcomm's compiler."""
+    return is_snapdragon() and fastrpc() is not None
+
+
+def load(htp_path: str | Path | None = None) -> Library:
+    """Load and register once for each process; `htp_path` replaces the wheel's own library.
+
+    Raises `DeviceUnavailableError` for a library that is missing or cannot be loaded.
+    """
+    with _lock:
+        return _load(Path(htp_path or onnxruntime_qnn.get_qnn_htp_path()))
+
+
+@functools.cache
+def _load(path: Path) -> Library:
+    try:
+        with quiet_stdout():
+            ctypes.CDLL(str(path))
+    except OSError as error:
+        raise DeviceUnavailableError(
+            BACKEND, "loading the HTP library", f"LIBRARY_NOT_LOADED: {error}", REINSTALL
+        ) from error
+    _register()
+    devices = tuple(d for d in ort.get_ep_devices() if d.ep_name == PROVIDER)
+    chosen = _npu(devices)
+    return Library(path, chosen, not is_snapdragon(), build.__version__, build.qnn_version)
+
+
+@functools.cache
+def _register() -> None:
+    """ONNX Runtime keeps a registered provider for the life of the process."""
+    ort.disable_telemetry_events()
+    try:
+        ort.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())
+    except Exception as error:
+        code = f"PROVIDER_NOT_REGISTERED: {' '.join(str(error).split())[:200]}"
+        raise DeviceUnavailableError(
+            BACKEND, "registering the QNN provider", code, REINSTALL
+        ) from error
+
+
+def _npu(devices: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The NPU's handle; on x86-64 the emulator calls itself a CPU."""
+    kinds = {str(device.device.type).rsplit(".", maxsplit=1)[-1]: device for device in devices}
+    found = kinds.get("NPU") or (None if is_snapdragon() else kinds.get("CPU"))
+    if found is None:
+        raise DeviceUnavailableError(
+            BACKEND,
+            "finding the Hexagon",
+            f"NO_NPU: the provider lists {sorted(kinds) or 'nothing'}",
+            "see the README's section on this platform; the NPU needs its driver and FastRPC",
+        )
+    return (found,)
+
+
+@contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Keep what a native library prints off standard output, where results go."""
+    sys.stdout.flush()
+    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)

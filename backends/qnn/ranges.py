@@ -1,0 +1,107 @@
+"""Keeping float32 activations inside the range of fp16, in which the Hexagon computes.
+
+The compiler saturates at ±65504 without a word and loses digits below 6e-5. A matmul is linear, so
+rows that are too large or too small are scaled by a power of two, which changes no digit. Other
+operations cannot be scaled: what does not fit is an error that names the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnxruntime as ort
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.onnx_common.binding import Array, argument, io_binding
+from hetero.backends.qnn.library import BACKEND
+
+LARGEST = 65504.0
+# Rows whose largest magnitude lies between these go through as they are.
+COMFORTABLE = (2.0**-8, 2.0**12)
+
+
+def saturated(values: Array) -> bool:
+    """Whether any value is at or beyond the end of fp16's range."""
+    return bool(values.max() >= LARGEST or values.min() <= -LARGEST)
+
+
+class Guard:
+    """Refuses inputs and outputs that fp16 cannot hold."""
+
+    def __init__(
+        self, name: str, inputs: Sequence[Array], outputs: Sequence[Array], *, keep: object
+    ) -> None:
+        self._name = name
+        self._inputs, self._outputs = list(inputs), list(outputs)
+        self._keep = keep  # whatever owns the memory
+
+    def before(self) -> None:
+        """Raise `DeviceError` if an input is too large."""
+        for values in self._inputs:
+            if saturated(values):
+                raise overflow(self._name)
+
+    def after(self) -> None:
+        """Raise `DeviceError` if a result was clamped."""
+        for values in self._outputs:
+            if saturated(values):
+                raise overflow(self._name)
+
+
+def overflow(name: str) -> DeviceError:
+    """A value beyond fp16."""
+    return DeviceError(
+        BACKEND,
+        name,
+        "FP16_OVERFLOW: a value is beyond ±65504, the Hexagon's range",
+        "run this model's other operations on the GPU: --device hetero",
+    )
+
+
+class ScaledProduct:
+    """A matmul's graph on fixed memory, x [m, k] to y [m, n].
+
+    Ordinarily it works on the caller's memory in place. Rows out of the comfortable range, and
+    calls whose result was clamped, go through memory of its own, scaled; a bias is scaled with them
+    by the graph's input `unit` [m, 1].
+    """
+
+    def __init__(
+        self, session: ort.InferenceSession, x: Array, y: Array, *, bias: bool, name: str
+    ) -> None:
+        self._session, self._x, self._y, self._bias, self._name = session, x, y, bias, name
+        self._unit = np.ones((len(x), 1), np.float32)
+        self._staged: Array | None = None
+        self._binding = self._bind(x)
+
+    def _bind(self, x: Array) -> ort.IOBinding:
+        inputs = {"x": argument(x)}
+        if self._bias:
+            inputs["unit"] = argument(self._unit)
+        return io_binding(self._session, inputs, {"y": argument(self._y)})
+
+    def run(self) -> None:
+        """Compute y."""
+        largest = np.maximum(self._x.max(axis=1), -self._x.min(axis=1))  # [m]
+        low, high = COMFORTABLE
+        if not ((largest > high) | ((largest < low) & (largest > 0))).any():
+            self._session.run_with_iobinding(self._binding)
+            if not saturated(self._y):
+                return
+        self._run_scaled(largest)
+
+    def _run_scaled(self, largest: Array) -> None:
+        exponents = np.frexp(np.where(np.isfinite(largest), largest, 1.0))[1][:, None]
+        if self._bias:  # a bias that grows with 1 / x could itself overflow
+            exponents = np.maximum(exponents, 0)
+        if self._staged is None:
+            self._staged = np.empty_like(self._x)
+            self._scaled_binding = self._bind(self._staged)
+        np.ldexp(self._x, -exponents, out=self._staged)
+        self._unit[:] = np.ldexp(np.float32(1), -exponents)
+        self._session.run_with_iobinding(self._scaled_binding)
+        self._unit[:] = 1
+        if saturated(self._y):
+            raise overflow(self._name)
+        np.ldexp(self._y, exponents, out=self._y)

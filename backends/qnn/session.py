@@ -1,0 +1,150 @@
+"""QNN sessions that never run on the CPU, their errors, and memory bound to them.
+
+Two fallbacks are closed here: ONNX Runtime's own (`session.disable_cpu_ep_fallback`) and that of
+its Python wrapper (`enable_fallback`); afterwards the assignment of every node is checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime as ort
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.onnx_common.binding import NATIVE_ERRORS
+from hetero.backends.qnn.library import BACKEND, PROVIDER, Library
+from hetero.backends.snapdragon import Chip
+
+SILENT = 4
+# Optimisation of finalised graphs; 1 re-reads large weights and fails for some shapes (measured).
+FINALIZATION_MODE = "3"
+
+# What the provider's messages and codes mean. The first pattern that matches decides.
+REMEDIES: tuple[tuple[str, str, str], ...] = (
+    (
+        r"Code: 1002|MEM_ALLOC",
+        "QNN_COMMON_ERROR_MEM_ALLOC (1002)",
+        "the graph is too large for the compiler: use a smaller graph size or fewer rows",
+    ),
+    (
+        r"\b1009\b|SYSTEM_COMMUNICATION",
+        "QNN_COMMON_ERROR_SYSTEM_COMMUNICATION (1009)",
+        "the NPU's process died or was restarted: open the model again; if it stays, reboot",
+    ),
+    (
+        r"\b5000\b|CONTEXT_ERROR_(UNSUPPORTED|BINARY)",
+        "QNN_CONTEXT_ERROR (5000)",
+        "the compiled graph is for another SDK or chip: compile it again with `hetero compile`",
+    ),
+    (
+        r"\b5005\b|CREATE_FROM_BINARY|context binary",
+        "QNN_CONTEXT_ERROR_CREATE_FROM_BINARY (5005)",
+        "the compiled graph cannot be opened: compile it again for this chip and SDK",
+    ),
+    (
+        r"\b14001\b|INVALID_CONFIG|Failed to create device",
+        "QNN_DEVICE_ERROR_INVALID_CONFIG (14001)",
+        "the chip is unknown to this SDK, or the skeleton library for its Hexagon is missing: "
+        "check --soc and ADSP_LIBRARY_PATH",
+    ),
+    (
+        r"fallback to CPU EP has been explicitly disabled",
+        "NOT_ON_NPU",
+        "QNN refused a node of the graph; nothing was run on the CPU. Run `hetero doctor`",
+    ),
+)
+REPORT = "report it with this line"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What sessions are made for: the libraries and, off the device, the chip."""
+
+    library: Library
+    chip: Chip
+    shared_memory: bool = False
+
+    def options(self) -> dict[str, str]:
+        """Provider options. Misspelt ones are ignored without a word, so they are written once."""
+        options = {
+            "backend_path": str(self.library.path),
+            "soc_model": str(self.chip.soc_model),
+            "htp_arch": str(self.chip.htp_arch),
+            "enable_htp_fp16_precision": "1",
+            "htp_performance_mode": "burst",
+            "htp_graph_finalization_optimization_mode": FINALIZATION_MODE,
+        }
+        if self.shared_memory:
+            options["enable_htp_shared_memory_allocator"] = "1"
+        return options
+
+
+def new_session(
+    target: Target,
+    model: bytes | Path,
+    what: str,
+    *,
+    config: Mapping[str, str] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> ort.InferenceSession:
+    """Compile a model, or open a compiled one, with every node on the NPU.
+
+    `config` are further session config entries, `options` further provider options. Raises
+    `DeviceError` that names `what`, the native code and the remedy.
+    """
+    settings = _settings(target, config or {}, options or {})
+    source = str(model) if isinstance(model, Path) else model
+    try:
+        session = ort.InferenceSession(source, settings, enable_fallback=0)
+    except NATIVE_ERRORS as error:
+        raise device_error(error, what) from error
+    check_assignment(session, what)
+    return session
+
+
+def _settings(
+    target: Target, config: Mapping[str, str], options: Mapping[str, str]
+) -> ort.SessionOptions:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = SILENT
+    settings.intra_op_num_threads = 1
+    settings.inter_op_num_threads = 1
+    settings.enable_cpu_mem_arena = False
+    settings.enable_mem_pattern = False
+    entries = {
+        "session.disable_cpu_ep_fallback": "1",
+        "session.record_ep_graph_assignment_info": "1",
+        "session.intra_op.allow_spinning": "0",
+        **config,
+    }
+    for key, value in entries.items():
+        settings.add_session_config_entry(key, value)
+    settings.add_provider_for_devices(list(target.library.devices), {**target.options(), **options})
+    return settings
+
+
+def check_assignment(session: ort.InferenceSession, what: str) -> None:
+    """Raise `DeviceError` unless every node of the session is on the NPU."""
+    assigned = {group.ep_name for group in session.get_provider_graph_assignment_info()}
+    if assigned != {PROVIDER}:
+        others = ", ".join(sorted(assigned - {PROVIDER})) or "nothing"
+        raise DeviceError(BACKEND, what, f"NOT_ON_NPU: nodes were given to {others}", REPORT)
+
+
+def device_error(error: Exception, what: str) -> DeviceError:
+    """The provider's message with the native code by name, its cause and the remedy."""
+    text = " ".join(str(error).split())
+    for pattern, code, remedy in REMEDIES:
+        if re.search(pattern, text):
+            return DeviceError(BACKEND, what, f"{code}: {_short(text)}", remedy)
+    return DeviceError(BACKEND, what, f"{type(error).__name__}: {_short(text)}", REPORT)
+
+
+def _short(text: str) -> str:
+    """The message without ONNX Runtime's preamble and source locations."""
+    found = re.search(r"\[ONNXRuntimeError\] : \d+ : \w+ : (.*)", text)
+    plain = re.sub(r"/\S+\.(cc|h):\d+ \S+( \[[^]]*\])?", "", found.group(1) if found else text)
+    return plain.strip()[:240]

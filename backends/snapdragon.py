@@ -1,0 +1,58 @@
+"""Snapdragon chips by name: the numbers that the QNN compiler wants for each.
+
+`soc_model` and `htp_arch` are Qualcomm's identifiers (QnnHtpDevice.h; the same table is in
+executorch's `qc_compiler_spec`). Mismatched pairs are accepted by the compiler without a word,
+which is why they are never given apart.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+MIB = 2**20
+# A user process on the NPU has 32-bit addresses: what all graphs of one process may hold together.
+PROCESS_LIMIT_BYTES = 4 << 30
+# MatMulNBits is refused before this architecture.
+BLOCK_QUANTIZED_SINCE = 69
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One chip. `vtcm_mib` is the tightly coupled memory of its tensor processor."""
+
+    name: str
+    title: str
+    soc_model: int
+    htp_arch: int
+    vtcm_mib: int = 8
+
+    @property
+    def label(self) -> str:
+        """For people: `Snapdragon 8 Gen 3 (sm8650, Hexagon v75)`."""
+        return f"{self.title} ({self.name}, Hexagon v{self.htp_arch})"
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("sm8450", "Snapdragon 8 Gen 1", 36, 69),
+        Chip("sm8475", "Snapdragon 8+ Gen 1", 42, 69),
+        Chip("sm8550", "Snapdragon 8 Gen 2", 43, 73),
+        Chip("sm8650", "Snapdragon 8 Gen 3", 57, 75),
+        Chip("sm8750", "Snapdragon 8 Elite", 69, 79),
+        Chip("sm8850", "Snapdragon 8 Elite Gen 5", 87, 81),
+        Chip("sc8380xp", "Snapdragon X Elite", 60, 73),
+    )
+}
+DEFAULT_CHIP = "sm8650"
+
+
+def find_chip(name: str) -> Chip:
+    """The chip of that name. Raises `ValueError` with the nearest known name."""
+    key = name.lower()
+    if key in CHIPS:
+        return CHIPS[key]
+    near = difflib.get_close_matches(key, CHIPS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown chip {name!r}: {hint}known are {', '.join(CHIPS)}")

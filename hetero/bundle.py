@@ -1,0 +1,85 @@
+"""A compiled model: the directory that `hetero compile` writes and `hetero generate` runs.
+
+It is a directory of `hetero quantize` (weights for the GPU, configuration, tokenizer) with
+
+    plan.json       what runs where        graphs/     compiled graphs for one chip (`qnn.store`)
+    compiled.json   `BundleManifest`; written last, so that its absence means an unfinished bundle
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hetero.errors import ModelError
+
+BUNDLE_FILE = "compiled.json"
+PLAN_FILE = "plan.json"
+GRAPHS_DIRECTORY = "graphs"
+SCHEMA_VERSION: Final = 1
+_REMEDY = "run hetero compile again"
+
+
+class GraphRecord(BaseModel):
+    """An entry below `graphs/`: the nodes it serves, its token counts, SHA-256 of its files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nodes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    context: int = 0
+    entry: str
+    size_bytes: int
+    files: dict[str, str]
+
+
+class BundleManifest(BaseModel):
+    """Contents of `compiled.json`.
+
+    `licence` is what the model's own files say, `sdk` and `provider` what compiled the graphs; a
+    device needs the same provider to open them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["hetero-compiled"] = "hetero-compiled"
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: str
+    licence: str
+    soc: str
+    htp_arch: int
+    sdk: str
+    provider: str
+    max_seq_len: int
+    graph_sizes: tuple[int, ...]
+    plan_id: str
+    plan_sha256: str
+    graphs: tuple[GraphRecord, ...]
+
+    @property
+    def graphs_bytes(self) -> int:
+        """All compiled graphs together."""
+        return sum(graph.size_bytes for graph in self.graphs)
+
+    def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Options of `hetero.backends.qnn.open` for the bundle in `directory`."""
+        graphs = Path(directory).expanduser() / GRAPHS_DIRECTORY
+        return {"soc": self.soc, "graph_sizes": self.graph_sizes, "cache": graphs}
+
+
+def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:
+    """The manifest if MODEL is a compiled directory. Raises `ModelError` for a damaged one."""
+    path = Path(model).expanduser() / BUNDLE_FILE
+    if not path.is_file():
+        return None
+    try:
+        return BundleManifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "document"
+        raise ModelError(f"{path}: {field}: {first['msg']}; {_REMEDY}") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error

@@ -1,0 +1,207 @@
+"""What computes a model: the devices to open, the plan for them, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.device_set import DeviceMode, backend_name
+from hetero.errors import UserError
+from hetero.planning import ProfileLike, locate_profile
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import DECODE, PlanRequest
+from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.plan import ExecutionPlan, NamedStrategy, PlanError
+from hetero.solver.planner import Planner, Scenario
+from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
+from hetero.solver.report.units import duration
+from hetero.solver.strategy_plans import strategy_plan
+
+# The work that `--device auto` compares devices by: a prompt and an answer, in tokens.
+PROMPT_TOKENS: Final = 256
+MARGIN: Final = 0.03
+SHORT_PROMPTS: Final = (2, 5, 12, 24)  # that both devices must share as well, for `hetero`
+ANSWER_TOKENS: Final = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Devices to open, and a plan for them (None: made by rule, `plan_on`).
+
+    `reason` says why `auto` chose what it did; `notes` are for people to see once; `profile` is the
+    one that was asked for; `solver` answers for prompt lengths that the plan does not have.
+    """
+
+    mode: DeviceMode
+    plan: ExecutionPlan | None = None
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    profile: DeviceProfile | None = None
+    solver: PreparedSolver | None = None
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for; see `LLM`. `longest` is the longest call of the engine, tokens."""
+
+    mode: DeviceMode = "hetero"
+    gpu: str = "auto"
+    npu: str = "auto"
+    profile: ProfileLike = None
+    plan: ExecutionPlan | None = None
+    strategy: NamedStrategy = "auto"
+    seq_lens: Sequence[int] = ()
+    longest: int = 1024
+
+
+def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
+    """Decide before any device is opened. Raises `UserError`, `PlanError` or `ProfileError` for
+    what was asked for by name and cannot be.
+    """
+    if wishes.plan is not None:
+        wishes.plan.check_fits(spec)
+        return Choice(_mode_of(wishes.plan), wishes.plan)
+    if wishes.mode not in ("hetero", "auto"):
+        if wishes.profile is not None:
+            locate_profile(wishes.profile)  # a name that is wrong is said, needed or not
+        return Choice(wishes.mode)
+    try:
+        profile, notice = _find_profile(wishes)
+        found = _choose_by(spec, profile, wishes, (notice,) if notice else ())
+        return replace(found, profile=profile) if wishes.profile is not None else found
+    except (UserError, PlanError, ProfileError) as error:
+        if wishes.profile is not None or wishes.strategy not in ("auto", "layer"):
+            raise
+        auto = wishes.mode == "auto"
+        return Choice("hetero", reason=f"auto: layer level, because {error}" if auto else "")
+
+
+def plan_on(choice: Choice, spec: ModelSpec, devices: Mapping[DeviceKind, Device]) -> ExecutionPlan:
+    """The choice's plan on the devices that could be opened; by rule where it needs another.
+
+    Warns (`ProfileWarning`) if the profile that was asked for was taken elsewhere.
+    """
+    kinds = frozenset(devices)
+    if choice.profile is not None:
+        choice.profile.warn_if_foreign(devices.values())
+    if choice.plan is not None and choice.plan.devices() <= kinds:
+        _check_graphs(choice.plan, devices)
+        return choice.plan
+    if kinds == {"gpu", "npu"}:
+        return layer_level(spec)
+    (only,) = kinds
+    return single_device(spec, only)
+
+
+def _choose_by(
+    spec: ModelSpec, profile: DeviceProfile, wishes: Wishes, notes: tuple[str, ...]
+) -> Choice:
+    npu = profile.devices.get("npu")
+    sizes = npu.capabilities.graph_sizes if npu is not None else ()
+    lengths = tuple(wishes.seq_lens) or spread_lengths(sizes, wishes.longest)
+    request = PlanRequest(seq_lens=lengths, explain=False)
+    if wishes.strategy != "auto":
+        plan = strategy_plan(spec, profile, wishes.strategy, lengths, request)
+        return Choice(_mode_of(plan), plan, notes=notes)
+    solver = prepare_solver(spec, profile, request)
+    plan = solver.plan
+    both = Choice("hetero", plan, notes=notes, solver=solver)
+    if wishes.mode == "auto":
+        return _fastest(Planner(spec, profile), both)
+    if not all(_shares_every_prompt(p) for p in (plan, *map(solver.plan_for, SHORT_PROMPTS))):
+        return Choice("hetero", notes=notes)  # at least layer level, which is made by rule
+    return both
+
+
+def _shares_every_prompt(plan: ExecutionPlan) -> bool:
+    """Whether both devices work in prompts of every length, as `hetero` promises."""
+    kinds: dict[int | None, set[DeviceKind]] = {}
+    for entry in plan.ops:
+        if entry.phase == "prefill" and entry.op != "lm_head":
+            found = kinds.setdefault(entry.m, {plan.rest.prefill})
+            found.update(tile.device for tile in entry.tiles)
+    return all(len(found) == 2 for found in kinds.values())
+
+
+def _fastest(planner: Planner, both: Choice) -> Choice:
+    """The plan for both devices, or one device alone where that is predicted to be as fast."""
+    assert both.plan is not None
+    prompt = Scenario("prefill", min(PROMPT_TOKENS, planner.step_tokens or PROMPT_TOKENS))
+    kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
+    alone = {kind: _alone_s(planner, prompt, kind) for kind in kinds}
+    level = "tensor level"
+    seconds: dict[str, float] = {kind: s for kind, s in alone.items() if s is not None}
+    seconds |= {level: sum(_step_s(both, s) * n for s, n in ((prompt, 1), (DECODE, ANSWER_TOKENS)))}
+    # A single device is simpler: both must be faster by a margin, as a cut must be.
+    best = min(seconds, key=lambda name: seconds[name] / (1 - MARGIN if name == level else 1.0))
+    times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
+    reason = (
+        f"auto: {best if best == level else best + ' alone'}, predicted for a prompt of {prompt.m} "
+        f"tokens and {ANSWER_TOKENS} more: {times} (profile {planner.profile.name})"
+    )
+    if best == level:
+        return replace(both, reason=reason)
+    return Choice("gpu" if best == "gpu" else "npu", reason=reason, notes=both.notes)
+
+
+def _alone_s(planner: Planner, prompt: Scenario, kind: DeviceKind) -> float | None:
+    """Seconds of the prompt and the answer with everything on one device; None if it cannot."""
+    prefill, decode = planner.single(prompt, kind), planner.single(DECODE, kind)
+    if prefill is None or decode is None:
+        return None
+    if {prefill.rests.device, decode.rests.device} != {kind}:
+        return None
+    return prefill.seconds + ANSWER_TOKENS * decode.seconds
+
+
+def _step_s(choice: Choice, scenario: Scenario) -> float:
+    if choice.solver is not None:
+        return choice.solver.solution_for(scenario).seconds
+    assert choice.plan is not None
+    return next(t.predicted_s for t in choice.plan.totals if t.phase == scenario.phase)
+
+
+def _find_profile(wishes: Wishes) -> tuple[DeviceProfile, str]:
+    """The profile and what to say about it; unless asked for, it must be of these backends."""
+    profile, notice = locate_profile(wishes.profile)
+    if wishes.profile is None:
+        wanted: dict[DeviceKind, str] = {
+            "gpu": backend_name("gpu", wishes.gpu),
+            "npu": backend_name("npu", wishes.npu),
+        }
+        for kind, name in wanted.items():
+            record = profile.devices.get(kind)
+            if record is None or record.backend != name:
+                raise ProfileError(
+                    f"profile {profile.name} says nothing of {name} as {kind.upper()}: take one "
+                    "with `hetero profile`, or name another with --profile"
+                )
+    return profile, notice
+
+
+def _check_graphs(plan: ExecutionPlan, devices: Mapping[DeviceKind, Device]) -> None:
+    """Every graph that the plan prepares ahead must be one that the NPU takes."""
+    if "npu" not in devices or not devices["npu"].capabilities.static_shapes:
+        return
+    known = devices["npu"].capabilities.graph_sizes
+    wanted = {t.graph_size for op in plan.ops for t in op.tiles if t.graph_size is not None}
+    missing = sorted((wanted & set(plan.graph_sizes)) - set(known))
+    if missing:
+        raise UserError(
+            f"the plan runs NPU graphs of {', '.join(map(str, missing))} tokens, "
+            f"{devices['npu'].info.backend} has {', '.join(map(str, known))}: make a plan with "
+            "--graph-sizes of these, or with a profile of this device"
+        )
+
+
+def _mode_of(plan: ExecutionPlan) -> DeviceMode:
+    """Devices that a plan needs."""
+    kinds = plan.devices()
+    if len(kinds) == 2:
+        return "hetero"
+    (only,) = kinds
+    return only

@@ -1,0 +1,111 @@
+"""What a compilation takes, estimated, and whether a chip can hold the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hetero.backends.ops import Op
+from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES
+from hetero.errors import UserError
+from hetero.runtime.decoder import Node
+
+# Of the 4 GiB that a process on the NPU can address, what its code, stacks and I/O need.
+RESERVED_BYTES = 512 << 20
+# Largest constant of one graph; an ONNX file holds 2 GiB.
+LARGEST_GRAPH_BYTES = 1536 << 20
+
+# Measured on this project's two-core x86-64 machine (docs/qnn.md): a compiled graph's file over the
+# packed weight's bytes, seconds for each graph and byte, and memory of the compiling child.
+FILE_OVERHEAD, FILE_BYTES = 1.06, 48 << 10
+COMPILE_S, COMPILE_S_PER_BYTE = 0.2, 1.05e-7
+CHILD_BYTES, CHILD_BYTES_PER_BYTE = 180 << 20, 12.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Graphs of one node: `op` on rows [start, stop) of its weight, for these token counts."""
+
+    node: Node
+    op: Op
+    rows: tuple[int, int] | None
+    sizes: tuple[int, ...]
+    weight_bytes: int
+
+    @property
+    def name(self) -> str:
+        """For people: `layer3.qkv` or `layer3.qkv[0:256]`."""
+        whole = self.rows is None or self.rows == (0, getattr(self.node.op, "n", None))
+        return self.node.name if whole else f"{self.node.name}[{self.rows[0]}:{self.rows[1]}]"  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a compilation will take, from figures measured on another machine."""
+
+    graphs: int
+    graphs_bytes: int
+    weights_bytes: int
+    seconds: float
+    peak_bytes: int
+
+    def describe(self) -> str:
+        """One paragraph for people."""
+        return (
+            f"{self.graphs} graphs, about {mib(self.graphs_bytes)} of compiled graphs and "
+            f"{mib(self.weights_bytes)} of weights, {self.seconds / 60:.1f} minutes and "
+            f"{mib(self.peak_bytes)} of memory (estimates)"
+        )
+
+
+def check_limits(jobs: Sequence[Job], sizes: Sequence[int], *, shared: bool) -> None:
+    """Raise `UserError` with the smallest change that fits the NPU's address space."""
+    for job in jobs:
+        if job.weight_bytes > LARGEST_GRAPH_BYTES:
+            raise UserError(
+                f"{job.name}: a graph of {mib(job.weight_bytes)} is more than the compiler takes "
+                f"({mib(LARGEST_GRAPH_BYTES)}): give its rows to the GPU, or cut them in the plan"
+            )
+    room = PROCESS_LIMIT_BYTES - RESERVED_BYTES
+    needed = graphs_bytes(jobs, shared=shared)
+    if needed > room:
+        raise UserError(
+            f"the graphs need {mib(needed)}, but a process on the NPU can hold {mib(room)} besides "
+            f"its code: {_advice(jobs, sizes, room, shared=shared)}"
+        )
+
+
+def _advice(jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool) -> str:
+    if not shared and graphs_bytes(jobs, shared=True) <= room:
+        return "--share-weights fits"
+    kept = list(sizes)
+    while len(kept) > 1:
+        kept.pop(0 if len(kept) > 2 and kept[0] > 1 else -1)
+        fewer = [replace(job, sizes=tuple(s for s in job.sizes if s in kept)) for job in jobs]
+        if graphs_bytes(fewer, shared=shared) <= room:
+            return f"--graph-sizes {','.join(map(str, kept))} fits"
+    return "even one graph size does not fit: give some matmuls to the GPU in the plan"
+
+
+def graphs_bytes(jobs: Sequence[Job], *, shared: bool) -> int:
+    """Estimated size of all compiled graphs; `shared` graphs of a weight hold it once."""
+    return sum(
+        int(job.weight_bytes * FILE_OVERHEAD)
+        * (min(len(job.sizes), 1) if shared else len(job.sizes))
+        + FILE_BYTES * len(job.sizes)
+        for job in jobs
+    )
+
+
+def estimate(jobs: Sequence[Job], weights_bytes: int, *, shared: bool) -> Estimate:
+    """Sizes, time and memory of compiling these graphs."""
+    graphs = sum(len(job.sizes) for job in jobs)
+    largest = max(job.weight_bytes for job in jobs)
+    seconds = sum(len(j.sizes) * (COMPILE_S + COMPILE_S_PER_BYTE * j.weight_bytes) for j in jobs)
+    peak = CHILD_BYTES + CHILD_BYTES_PER_BYTE * largest
+    return Estimate(graphs, graphs_bytes(jobs, shared=shared), weights_bytes, seconds, int(peak))
+
+
+def mib(nbytes: float) -> str:
+    """For people."""
+    return f"{nbytes / 2**20:,.0f} MiB"

@@ -1,0 +1,21 @@
+"""The supported architectures, one module each, by what differs from the decoder that all share."""
+
+from __future__ import annotations
+
+from hetero.models.architectures.base import Architecture, TensorNames
+from hetero.models.architectures.gemma import GEMMA
+from hetero.models.architectures.gemma2 import GEMMA2
+from hetero.models.architectures.internlm2 import INTERNLM2
+from hetero.models.architectures.llama import LLAMA
+from hetero.models.architectures.mistral import MISTRAL
+from hetero.models.architectures.opt import OPT
+from hetero.models.architectures.phi import PHI
+from hetero.models.architectures.phi3 import PHI3
+from hetero.models.architectures.qwen2 import QWEN2
+from hetero.models.architectures.qwen3 import QWEN3
+
+__all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
+
+ARCHITECTURES: dict[str, Architecture] = {
+    x.name: x for x in (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM2, GEMMA, GEMMA2, PHI, PHI3, OPT)
+}

@@ -1,0 +1,184 @@
+"""What an architecture may say about itself; the defaults are Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.models.fields import Fields, is_number
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_WINDOW = 4096
+
+
+class Decoder(Protocol):
+    """The parts of `hetero.models.config.ModelConfig` that architectures look at."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def o_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def rotary_dim(self) -> int: ...
+    @property
+    def attention_scale(self) -> float | None: ...
+    @property
+    def attention_softcap(self) -> float: ...
+    @property
+    def logit_softcap(self) -> float: ...
+    @property
+    def positions(self) -> int: ...
+
+
+# From the fields of config.json and the number of layers to parameters of `ModelConfig`.
+Read: TypeAlias = Callable[[Fields, int], dict[str, Any]]
+# From a configuration to the fields of config.json that `Read` looks at.
+Write: TypeAlias = Callable[[Any], dict[str, Any]]
+# Source rows of each row of a fused weight, where a tensor holds them in another order.
+RowOrder: TypeAlias = Callable[[Decoder], npt.NDArray[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """How a checkpoint calls its tensors.
+
+    `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
+    `vectors` the modules of a block's norms; `ends` those outside of the blocks. `.weight` and
+    `.bias` are appended. `block` is the prefix of a block.
+    """
+
+    block: str = "model.layers.{}."
+    matmuls: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {
+            "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "o": ("self_attn.o_proj",),
+            "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+            "down": ("mlp.down_proj",),
+        }
+    )
+    vectors: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "input_norm": "input_layernorm",
+            "post_norm": "post_attention_layernorm",
+            "q_norm": "self_attn.q_norm",
+            "k_norm": "self_attn.k_norm",
+        }
+    )
+    ends: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "embed": "model.embed_tokens",
+            "lm_head": "lm_head",
+            "final_norm": "model.norm",
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One family of models, by what differs from the decoder that all share.
+
+    name, class_name  `model_type` and `architectures` of config.json
+    keys              fields of config.json that have another name here (ours: theirs)
+    max_position, kv_heads, head_dim, ids, tied, activation, eps
+                      what `transformers` takes where config.json leaves the field out;
+                      kv_heads None: as many as heads; head_dim None: hidden_size / heads;
+                      ids: (bos, eos)
+    grouped           query heads may share key/value heads; else config.json is not asked
+    read, write       fields that only this family has
+    row_order         the checkpoint's rows of a fused weight, by its name, if in another order
+    norm_offset       added to every norm's weight when it is read
+    """
+
+    name: str
+    class_name: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    max_position: int = 2048
+    kv_heads: int | None = None
+    grouped: bool = True
+    head_dim: int | None = None
+    ids: tuple[int, int] | None = None
+    tied: bool = False
+    activation: str = "silu"
+    eps: float = 1e-6
+    names: TensorNames = field(default_factory=TensorNames)
+    read: Read = lambda _source, _layers: {}
+    write: Write = lambda _config: {}
+    row_order: Mapping[str, RowOrder] = field(default_factory=dict)
+    norm_offset: float = 0.0
+
+    def key(self, name: str) -> str:
+        """How config.json calls a field."""
+        return self.keys.get(name, name)
+
+
+def layer_kinds(source: Fields, layers: int) -> list[str] | None:
+    """`layer_types`: whether each layer attends to everything or through a window; None if absent.
+
+    Raises `ModelError`.
+    """
+    types = source.raw.get("layer_types")
+    if types is None:
+        return None
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or any(kind not in (FULL, SLIDING) for kind in types)
+    ):
+        raise source.error(
+            "layer_types",
+            f"must list {FULL} or {SLIDING} for each of the {layers} layers",
+            "correct the file",
+        )
+    return types
+
+
+def kinds_of(windows: Sequence[int]) -> list[str]:
+    """`layer_types` of windows."""
+    return [SLIDING if window else FULL for window in windows]
+
+
+def one_window(source: Fields, layers: int, default: int) -> tuple[int, ...]:
+    """`sliding_window` for every layer; null is none."""
+    given = source.raw.get("sliding_window") is not None
+    absent = default if "sliding_window" not in source.raw else 0
+    return (source.positive_int("sliding_window") if given else absent,) * layers
+
+
+def switched_window(source: Fields, layers: int) -> tuple[int, ...]:
+    """Qwen's windows: only with `use_sliding_window`, from layer `max_window_layers` on."""
+    (window, *_) = one_window(source, layers, DEFAULT_WINDOW)
+    if not source.boolean("use_sliding_window", False):
+        return (0,) * layers
+    kinds = layer_kinds(source, layers)
+    if kinds is not None:
+        return tuple(window if kind == SLIDING else 0 for kind in kinds)
+    first = source.raw.get("max_window_layers", 28)
+    if not is_number(first) or first < 0:
+        raise source.error("max_window_layers", "must be a layer number", "correct the file")
+    return tuple(window if i >= first else 0 for i in range(layers))
+
+
+def write_switched_window(windows: Sequence[int]) -> dict[str, Any]:
+    """What `switched_window` reads."""
+    window = max(windows)
+    return {
+        "use_sliding_window": window > 0,
+        "sliding_window": window or None,
+        "layer_types": kinds_of(windows),
+    }

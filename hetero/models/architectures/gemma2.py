@@ -1,0 +1,81 @@
+"""Gemma 2: norms around both halves of a block, capped scores and logits, every other layer looks
+through a window, and scores are scaled by `query_pre_attn_scalar`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero.models.architectures.base import (
+    DEFAULT_WINDOW,
+    SLIDING,
+    Architecture,
+    Decoder,
+    TensorNames,
+    kinds_of,
+    layer_kinds,
+    one_window,
+)
+from hetero.models.architectures.gemma import gemma_fields
+from hetero.models.fields import Fields
+
+
+def _cap(source: Fields, name: str, default: float) -> float:
+    """A soft cap; null is none."""
+    if name in source.raw and source.raw[name] is None:
+        return 0.0
+    return source.positive_float(name, default)
+
+
+def _read(source: Fields, layers: int) -> dict[str, Any]:
+    (window, *_) = one_window(source, layers, DEFAULT_WINDOW)
+    kinds = layer_kinds(source, layers)
+    if kinds is None:
+        windows = tuple(0 if i % 2 else window for i in range(layers))
+    else:
+        windows = tuple(window if kind == SLIDING else 0 for kind in kinds)
+    return gemma_fields(source) | {
+        "windows": windows,
+        "out_norms": True,
+        "attention_scale": source.positive_float("query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_softcap": _cap(source, "attn_logit_softcapping", 50.0),
+        "logit_softcap": _cap(source, "final_logit_softcapping", 30.0),
+    }
+
+
+def _write(config: Decoder) -> dict[str, Any]:
+    assert config.attention_scale is not None
+    scalar = config.attention_scale**-2
+    near = round(scalar)  # the root and the square need not give the same float back
+    exact = near if near and float(near) ** -0.5 == config.attention_scale else scalar
+    return {
+        "sliding_window": max(config.windows) or None,
+        "layer_types": kinds_of(config.windows),
+        "query_pre_attn_scalar": exact,
+        "attn_logit_softcapping": config.attention_softcap or None,
+        "final_logit_softcapping": config.logit_softcap or None,
+    }
+
+
+GEMMA2 = Architecture(
+    name="gemma2",
+    class_name="Gemma2ForCausalLM",
+    keys={"hidden_act": "hidden_activation"},
+    max_position=8192,
+    kv_heads=4,
+    head_dim=256,
+    ids=(2, 1),
+    tied=True,
+    activation="gelu_pytorch_tanh",
+    read=_read,
+    write=_write,
+    norm_offset=1.0,
+    names=TensorNames(
+        vectors={
+            "input_norm": "input_layernorm",
+            "o_norm": "post_attention_layernorm",
+            "post_norm": "pre_feedforward_layernorm",
+            "down_norm": "post_feedforward_layernorm",
+        }
+    ),
+)

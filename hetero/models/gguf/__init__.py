@@ -1,0 +1,22 @@
+"""GGUF files: header, configuration, tensors, tokenizer.
+
+Imported when such a file is opened (the `gguf` library takes a quarter of a second).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetero.backends.ops import WeightFormat
+from hetero.models.gguf.config import read_config
+from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.tokenizer import read_tokenizer
+from hetero.models.gguf.weights import GgufWeights
+
+__all__ = ["GgufFile", "GgufWeights", "open_weights", "read_config", "read_tokenizer"]
+
+
+def open_weights(path: Path, weight_format: WeightFormat) -> GgufWeights:
+    """Open a file; no tensor is read. Raises `ModelError`."""
+    file = GgufFile(path)
+    return GgufWeights(file, read_config(file), weight_format)

@@ -1,0 +1,191 @@
+"""From a GGUF file's metadata to a `ModelConfig`, by way of the fields of a `config.json`.
+
+Everything that is checked there is checked here too. What converters leave out of the file is taken
+from llama.cpp's loader (`llama-model.cpp`), which is where it said.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import RopeScaling, WeightFormat
+from hetero.backends.rope import inverse_frequencies
+from hetero.errors import ModelError
+from hetero.models.config import ModelConfig
+from hetero.models.fields import is_number
+from hetero.models.gguf.file import GgufFile
+
+ARCHITECTURES: Final = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "internlm2": "internlm2",
+    "gemma": "gemma", "gemma2": "gemma2", "phi2": "phi", "phi3": "phi3",
+}  # fmt: skip
+ROTATED_IN_PAIRS: Final = ("llama", "internlm2")  # rows of q and k lie pair by pair
+LLAMA3_ORIGINAL: Final = 8192
+_GEMMA2_27B_LAYERS: Final = 46
+
+# Fields of config.json and the entries they come from; `{}` is the architecture.
+_SIZES: Final = {
+    "hidden_size": "{}.embedding_length",
+    "intermediate_size": "{}.feed_forward_length",
+    "num_hidden_layers": "{}.block_count",
+    "num_attention_heads": "{}.attention.head_count",
+    "num_key_value_heads": "{}.attention.head_count_kv",
+    "head_dim": "{}.attention.key_length",
+    "max_position_embeddings": "{}.context_length",
+    "rope_theta": "{}.rope.freq_base",
+    "sliding_window": "{}.attention.sliding_window",
+    "attn_logit_softcapping": "{}.attn_logit_softcapping",
+    "final_logit_softcapping": "{}.final_logit_softcapping",
+    "vocab_size": "{}.vocab_size",
+}
+_EPS: Final = ("{}.attention.layer_norm_rms_epsilon", "{}.attention.layer_norm_epsilon")
+
+
+def read_config(file: GgufFile) -> ModelConfig:
+    """Check and convert the metadata. Raises `ModelError`."""
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.5)
+        hint = f"the nearest supported one is {near[0]!r}, " if near else ""
+        raise ModelError(
+            f"{file.path}: architecture {name!r} is not supported in GGUF files; {hint}choose a "
+            f"model of one of: {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_lists(file)
+    raw = _raw(file, name)
+    config = ModelConfig.from_dict(raw, where=str(file.path))
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None and name == "llama":
+        raw["rope_scaling"] = _llama3_scaling(file, config)
+        config = ModelConfig.from_dict(raw, where=str(file.path))
+    return config
+
+
+def _raw(file: GgufFile, name: str) -> dict[str, Any]:
+    found = file.metadata
+    raw: dict[str, Any] = {"model_type": ARCHITECTURES[name]}
+    raw |= {
+        field: found[entry.format(name)]
+        for field, entry in _SIZES.items()
+        if entry.format(name) in found
+    }
+    eps = next((found[x.format(name)] for x in _EPS if x.format(name) in found), None)
+    if eps is not None:
+        raw["layer_norm_eps" if name == "phi2" else "rms_norm_eps"] = eps
+    raw.setdefault("vocab_size", _vocabulary(file))
+    raw["tie_word_embeddings"] = "output.weight" not in file.tensors
+    bias = "blk.0.attn_q.bias" in file.tensors
+    raw |= {"attention_bias": bias, "bias": bias} if name != "gemma" else {}
+    raw |= _token_ids(found) | _scaling(found, name) | _special(found, name, raw)
+    return raw
+
+
+def _refuse_lists(file: GgufFile) -> None:
+    """One number for all layers is what the decoder takes."""
+    name = file.metadata["general.architecture"]
+    for entry in (*_SIZES.values(), *_EPS):
+        value = file.metadata.get(entry.format(name))
+        if isinstance(value, np.ndarray | list):
+            raise ModelError(
+                f"{file.path}: {entry.format(name)} differs from layer to layer, which is not "
+                "supported; choose another model"
+            )
+
+
+def _vocabulary(file: GgufFile) -> int | None:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        return len(tokens)
+    info = file.tensors.get("token_embd.weight")
+    return None if info is None else info.shape[0]
+
+
+def _token_ids(found: Mapping[str, Any]) -> dict[str, Any]:
+    ends = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [found[x] for end in ends if isinstance(found.get(x := f"tokenizer.ggml.{end}"), int)]
+    return {
+        "bos_token_id": found.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(ids)) or None,
+    }
+
+
+def _scaling(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    kind = found.get(f"{name}.rope.scaling.type")
+    if kind in (None, "none"):
+        return {}
+    scaling: dict[str, Any] = {
+        "rope_type": kind,
+        "factor": found.get(f"{name}.rope.scaling.factor"),
+    }
+    original = found.get(f"{name}.rope.scaling.original_context_length")
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    return {"rope_scaling": scaling}
+
+
+def _special(found: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What one architecture has that others have not."""
+    special: dict[str, Any] = {}
+    rotated = found.get(f"{name}.rope.dimension_count")
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if name in ("phi2", "phi3") and is_number(rotated) and is_number(heads) and is_number(hidden):
+        size = raw.get("head_dim") or hidden / max(heads, 1)
+        special["partial_rotary_factor"] = rotated / max(size, 1)
+    if name == "gemma2":
+        # llama.cpp: the 27B model scales by the hidden size of a head, the others by its own.
+        large = raw.get("num_hidden_layers") == _GEMMA2_27B_LAYERS
+        if large and is_number(heads) and is_number(hidden):
+            special["query_pre_attn_scalar"] = hidden / max(heads, 1)
+        else:
+            special["query_pre_attn_scalar"] = raw.get("head_dim")
+    if name == "phi3":
+        special.setdefault("sliding_window", raw.get("sliding_window"))
+    return special
+
+
+def _llama3_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
+    """The scaling of Llama 3.1 that `rope_freqs.weight` holds as divisors of the frequencies.
+
+    Raises `ModelError` if they are of another kind.
+    """
+    info = file.tensors["rope_freqs.weight"]
+    half = config.head_dim // 2
+    if info.kind.name != "F32" or info.shape != (half,):
+        raise ModelError(
+            f"{file.path}: tensor rope_freqs.weight must be {half} F32 numbers, got "
+            f"{list(info.shape)} of {info.kind.name}; download the file again"
+        )
+    divisors = file.raw("rope_freqs.weight").view("<f4").astype(np.float64)
+    scaling = RopeScaling(
+        kind="llama3",
+        factor=float(divisors.max()),
+        original_max_position=LLAMA3_ORIGINAL,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    if not np.isfinite(divisors).all() or not np.allclose(
+        _divisors(config, scaling), divisors, rtol=1e-3
+    ):
+        raise ModelError(
+            f"{file.path}: tensor rope_freqs.weight does not hold Llama 3's frequencies, others "
+            "are not supported; use the model's Hugging Face directory"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LLAMA3_ORIGINAL,
+    }
+
+
+def _divisors(config: ModelConfig, scaling: RopeScaling) -> npt.NDArray[np.float64]:
+    rope = config.spec(WeightFormat.F32).rope_op()
+    plain = replace(rope, scaling=RopeScaling())
+    return inverse_frequencies(plain) / inverse_frequencies(replace(rope, scaling=scaling))

@@ -1,0 +1,182 @@
+"""The tokenizer that a GGUF file carries, as a `tokenizers` pipeline.
+
+`llama` is SentencePiece's BPE with scores (a pair is merged if its token is in the vocabulary, best
+score first) and bytes for what is unknown; `gpt2` is BPE over bytes with a list of merges and a
+pattern that `tokenizer.ggml.pre` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from hetero.errors import ModelError
+from hetero.models.gguf.file import GgufFile
+from hetero.models.tokenizer import HfTokenizer
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+_LLAMA3: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_PATTERNS: Final = {
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}  # fmt: skip
+_PLAIN: Final = ("gpt-2", "phi-2", "default")
+_WHOLE_WORDS: Final = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+)  # a known word is not merged piece by piece
+_NAMES: Final = ("bos", "eos", "unknown", "padding", "separator")
+_HF_NAMES: Final = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
+    "separator": "sep_token",
+}  # fmt: skip
+
+
+def read_tokenizer(file: GgufFile) -> HfTokenizer:
+    """Build the tokenizer with its chat template. Raises `ModelError`."""
+    found = file.metadata
+    tokens = found.get("tokenizer.ggml.tokens")
+    kind = found.get("tokenizer.ggml.model")
+    if not isinstance(tokens, list) or any(not isinstance(x, str) for x in tokens):
+        raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
+    if len(set(tokens)) != len(tokens):
+        raise _error(file, "has a vocabulary with a token twice")
+    if kind == "llama":
+        backend = _sentencepiece(file, tokens)
+    elif kind == "gpt2":
+        backend = _bytes(file, tokens)
+    else:
+        raise _error(file, f"has a tokenizer of the kind {kind!r}, supported are llama and gpt2")
+    _add_special(file, backend, tokens)
+    special = _special_tokens(found, tokens)
+    settings: dict[str, Any] = {**special, "add_bos_token": _adds_bos(found, kind)}
+    return HfTokenizer(backend, settings, _templates(found), where=str(file.path))
+
+
+def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise _error(file, "must give a score to every token (tokenizer.ggml.scores)")
+    unknown = _token_of(file.metadata, "unknown", tokens)
+    model = models.BPE(
+        {token: index for index, token in enumerate(tokens)},
+        _merges_of_scores(tokens, [float(x) for x in scores]),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    spaces = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others; tokens with the best score first."""
+    known = {token: (scores[i], i) for i, token in enumerate(tokens)}
+    merges = []
+    for token, (score, index) in known.items():
+        if math.isfinite(score):
+            for cut in range(1, min(len(token), 64)):
+                left, right = token[:cut], token[cut:]
+                if left in known and right in known:
+                    merges.append((-score, index, known[left][1], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
+
+
+def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    lines = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(lines, list):
+        raise _error(file, "carries no merges (tokenizer.ggml.merges)")
+    merges = [tuple(x.split(" ")) for x in lines if isinstance(x, str)]
+    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    try:
+        model = models.BPE(
+            {token: index for index, token in enumerate(tokens)},
+            merges,  # type: ignore[arg-type]
+            ignore_merges=pre in _WHOLE_WORDS,
+        )
+    except Exception as error:  # the library raises bare Exception
+        raise _error(file, f"has merges that do not fit its vocabulary ({error})") from error
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = _pre_tokenizer(file, pre)
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
+    if pre in _PLAIN:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    if pre not in _PATTERNS:
+        known = ", ".join((*_PATTERNS, *_PLAIN, "smollm"))
+        raise _error(file, f"splits text in the way {pre!r}, supported are {known}")
+    split = pre_tokenizers.Split(Regex(_PATTERNS[str(pre)]), behavior="isolated")
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, plain])
+
+
+def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
+    kinds = file.metadata.get("tokenizer.ggml.token_type")
+    if kinds is None:
+        return
+    if len(kinds) != len(tokens):
+        raise _error(file, "must give a type to every token (tokenizer.ggml.token_type)")
+    pairs = list(zip(tokens, [int(x) for x in kinds], strict=True))
+    backend.add_special_tokens(
+        [AddedToken(x, normalized=False) for x, k in pairs if k in (UNKNOWN, CONTROL)]
+    )
+    backend.add_tokens([AddedToken(x, normalized=False) for x, k in pairs if k == USER_DEFINED])
+
+
+def _special_tokens(found: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    named = {_HF_NAMES[x]: _token_of(found, x, tokens) for x in _NAMES}
+    return {name: token for name, token in named.items() if token is not None}
+
+
+def _token_of(found: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str | None:
+    index = found.get(f"tokenizer.ggml.{name}_token_id")
+    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+
+
+def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:
+    """As llama.cpp decides where the file does not say."""
+    given = found.get("tokenizer.ggml.add_bos_token")
+    if isinstance(given, bool):
+        return given
+    return kind == "llama" or found.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+
+
+def _templates(found: Mapping[str, Any]) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    return {
+        name.removeprefix(prefix).removeprefix(".") or "default": text
+        for name, text in found.items()
+        if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text, str)
+    }
+
+
+def _error(file: GgufFile, what: str) -> ModelError:
+    return ModelError(
+        f"{file.path}: GGUF file {what}; use another file, or the model's Hugging Face directory"
+    )

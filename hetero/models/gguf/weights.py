@@ -1,0 +1,207 @@
+"""`GgufWeights`: the tensors of a GGUF file as packed weights, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import WeightFormat
+from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.errors import ModelError
+from hetero.models.config import ModelConfig
+from hetero.models.gguf.config import ROTATED_IN_PAIRS
+from hetero.models.gguf.file import GgufFile, TensorInfo
+from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind
+from hetero.models.layout import block_matrices, block_vectors, end_matrices, end_vectors
+from hetero.models.packing import check_finite, pack_rows
+from hetero.models.weights import BlockWeights, ModelWeights
+
+# Our weights and the tensors that hold them, the fused spelling first.
+_MATRICES: Final = {
+    "qkv": (("attn_qkv",), ("attn_q", "attn_k", "attn_v")),
+    "o": (("attn_output",),),
+    "gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
+    "down": (("ffn_down",),),
+}
+_VECTORS: Final = {
+    "input_norm": "attn_norm",
+    "post_norm": "ffn_norm",
+    "o_norm": "post_attention_norm",
+    "down_norm": "post_ffw_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+}
+_ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
+_DERIVED: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class GgufWeights(ModelWeights):
+    """Weights of a GGUF file, packed on demand; `loss` is what quantising again has cost so far."""
+
+    source: Path
+
+    def __init__(self, file: GgufFile, config: ModelConfig, weight_format: WeightFormat) -> None:
+        super().__init__(config, weight_format)
+        self.source = file.path
+        self.file = file
+        self.loss = Loss()
+        self._pairs = file.metadata["general.architecture"] in ROTATED_IN_PAIRS
+        self._check()
+
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks."""
+        module, suffix = _named(_ENDS, name)
+        return self._vector(f"{module}.{suffix}")
+
+    def requantised(self) -> dict[str, float]:
+        """See `Loss`."""
+        return self.loss.by_kind()
+
+    def release(self, index: int) -> None:
+        """Forget a block; the pages of its tensors leave memory."""
+        super().release(index)
+        for name in self.file.tensors:
+            if name.startswith(f"blk.{index}."):
+                self.file.forget(name)
+
+    def _load_block(self, index: int) -> BlockWeights:
+        prefix = f"blk.{index}."
+        packed = {x.name: self._matrix(prefix, x.name) for x in block_matrices(self.config)}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in block_vectors(self.config)}
+        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        return self._packed([f"{_ENDS[name]}.weight"], [None])
+
+    def _matrix(self, prefix: str, name: str) -> PackedWeight:
+        modules = self._modules(prefix, name)
+        tensors = [f"{prefix}{module}.weight" for module in modules]
+        return self._packed(tensors, [self._order(module) for module in modules])
+
+    def _packed(
+        self, names: Sequence[str], orders: Sequence[npt.NDArray[np.int64] | None]
+    ) -> PackedWeight:
+        loss = self.loss if self.weight_format.storage in ("q4", "q8") else None
+        sources = [
+            GgufTensor(self.file, name, loss, order)
+            for name, order in zip(names, orders, strict=True)
+        ]
+
+        def forget() -> None:
+            for name in names:
+                self.file.forget(name)
+
+        return pack_rows(sources, self.weight_format.storage, after_batch=forget)
+
+    def _modules(self, prefix: str, name: str) -> tuple[str, ...]:
+        """The tensors that hold a weight; the first spelling where none is complete."""
+        spellings = [x for x in _MATRICES[name] if self.config.gated or "ffn_gate" not in x]
+        for modules in spellings:
+            if all(f"{prefix}{module}.weight" in self.file.tensors for module in modules):
+                return modules
+        return spellings[-1] if name == "qkv" else spellings[0]
+
+    def _order(self, module: str) -> npt.NDArray[np.int64] | None:
+        """Rows of queries and keys, where the file has them pair by pair."""
+        config = self.config
+        heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(module)
+        return half_by_half(heads, config.head_dim) if self._pairs and heads else None
+
+    def _block_vector(self, prefix: str, name: str) -> Float32Array:
+        matmul = name.removesuffix("_bias")
+        if matmul not in _MATRICES:
+            module, suffix = _named(_VECTORS, name)
+            return self._vector(f"{prefix}{module}.{suffix}")
+        parts = []
+        for module in self._modules(prefix, matmul):
+            values, order = self._vector(f"{prefix}{module}.bias"), self._order(module)
+            parts.append(values if order is None else values[order])
+        return np.concatenate(parts)
+
+    def _vector(self, name: str) -> Float32Array:
+        info = self.file.tensors[name]
+        values = self.file.raw(name).view(FLOATS[info.kind]).astype(np.float32).reshape(-1)
+        check_finite(name, values)
+        return values
+
+    def _check(self) -> None:
+        """Every tensor that the configuration asks for is there, in its shape, and no other."""
+        path, tensors = self.file.path, self.file.tensors
+        expected = self._expected()
+        missing = [name for name in expected if name not in tensors]
+        if missing:
+            raise ModelError(
+                f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
+            )
+        unknown = [x for x in tensors if x not in expected and x not in _DERIVED]
+        if unknown:
+            raise ModelError(
+                f"{path}: tensor {unknown[0]} does not belong to a {self.config.architecture} "
+                f"model of this file's metadata{_more(unknown)}; choose another file"
+            )
+        for name, shape in expected.items():
+            self._check_tensor(name, tensors[name], shape)
+
+    def _check_tensor(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+        if info.shape != shape:
+            raise ModelError(
+                f"{self.file.path}: tensor {name} must have the shape {list(shape)} by the file's "
+                f"metadata, got {list(info.shape)}; download the file again"
+            )
+        check_kind(str(self.file.path), name, info)
+        if len(shape) == 1 and info.kind not in FLOATS:
+            raise ModelError(
+                f"{self.file.path}: tensor {name} must be one of "
+                f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
+            )
+
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for matrix in end_matrices(self.config):
+            shapes[f"{_ENDS[matrix.name]}.weight"] = (matrix.n, matrix.k)
+        for vector in end_vectors(self.config):
+            shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
+        for index in range(self.config.num_layers):
+            prefix = f"blk.{index}."
+            for matmul in self.config.matmuls():
+                if matmul.name != "lm_head":
+                    for module, n in self._rows(prefix, matmul.name, matmul.n):
+                        shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
+                        if matmul.bias:
+                            shapes[f"{prefix}{module}.bias"] = (n,)
+            for vector in block_vectors(self.config):
+                if vector.name.removesuffix("_bias") not in _MATRICES:
+                    shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = (vector.n,)
+        return shapes
+
+    def _rows(self, prefix: str, name: str, n: int) -> list[tuple[str, int]]:
+        modules = self._modules(prefix, name)
+        if len(modules) == 3:
+            keys = self.config.kv_heads * self.config.head_dim
+            return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
+        return [(module, n // len(modules)) for module in modules]
+
+
+def half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.int64]:
+    """Where the rows of rotated heads lie that the file has pair by pair.
+
+    Converters of models with llama.cpp's "normal" rotary embedding move row j · D/2 + i of a head
+    (half j, pair i) to 2 i + j (`LlamaModel.permute` of convert_hf_to_gguf.py).
+    """
+    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, head_dim // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _named(names: dict[str, str], vector: str) -> tuple[str, str]:
+    """The tensor of a vector: its module and `weight` or `bias`."""
+    if vector.endswith("_bias"):
+        return names[vector.removesuffix("_bias")], "bias"
+    return names[vector], "weight"
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,417 @@
+"""From a phase and token count to a `Step`: a flat list of bound launches and the waits between.
+
+What may run when. Calls of one asynchronous device complete in the order of submission. A launch on
+another device that reads what such a call writes, or writes what it reads or writes, waits for it;
+one wait stands for all before it in that queue. A blocking device has finished when its call
+returns. So the GPU's queue is never drained: its tile of a matmul is submitted before the NPU's
+tile is waited for, and the next GPU kernel as soon as the NPU's call is back (paper section 4.2).
+
+How parts meet. The output of a cut matmul lies in panels of columns in its slot, one for each run
+of rows between cut points; each is written by its device and read in place by the next operation.
+Only a device that does not read panels gets them gathered (`Step.copied_bytes` counts that).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hetero.backends.memory import Panels, Tensor
+from hetero.backends.ops import OUTPUT_PORTS, MatMul
+from hetero.backends.protocol import (
+    BoundCall,
+    Completion,
+    DeviceKind,
+    Operand,
+    takes_panels,
+)
+from hetero.runtime.decoder import Node
+from hetero.runtime.kernels import Devices, KernelSet
+from hetero.runtime.pieces import padded_size
+from hetero.runtime.plan_book import Part, PlanBook, Span
+from hetero.runtime.pool import ActivationPool
+from hetero.runtime.sync import Site, Synchroniser
+from hetero.solver.plan import Phase, PlanError
+
+SUBMIT, RUN, WAIT = 0, 1, 2
+KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
+CACHES: Final = ("k_cache", "v_cache")
+
+
+class Launch(NamedTuple):
+    """One call of a step, for accounts and traces. `tokens` and `rows` of a matmul's part."""
+
+    node: str
+    kind: DeviceKind
+    call: BoundCall
+    tokens: Span
+    rows: Span | None
+
+
+class Action(NamedTuple):
+    """What the executor does next: SUBMIT or RUN a launch (its place in the step), or WAIT for it.
+
+    `kind` is the device's place in `KINDS`.
+    """
+
+    code: int
+    launch: int
+    kind: int
+    target: Callable[[], Completion | None] | Callable[[Completion], float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A phase at one token count, lowered.
+
+    `logits` is None where none are computed. `launches` keeps everything alive that the program
+    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device.
+    """
+
+    phase: Phase
+    tokens: int
+    program: tuple[Action, ...]
+    launches: tuple[Launch, ...]
+    sites: tuple[Site, ...]
+    logits: Operand | None
+    copied_bytes: int = 0
+    counts: Mapping[DeviceKind, int] = field(default_factory=dict)
+    completions: list[Completion | None] = field(default_factory=list)
+
+
+class _Gather(BoundCall):
+    """Copies panels into one tensor on the control thread."""
+
+    def __init__(self, name: str, panels: Panels, target: Tensor, m: int) -> None:
+        self.name, self.m = f"{name} (gather)", m
+        self._pairs = [
+            (target.array[:m, start : start + part.shape[1]], part.array[:m])
+            for start, part in zip(panels.starts, panels.parts, strict=True)
+        ]
+
+    def run(self) -> None:
+        for target, source in self._pairs:
+            np.copyto(target, source)
+
+
+@dataclass
+class _Use:
+    """Last submissions that read and wrote a slot, by asynchronous device."""
+
+    reads: dict[DeviceKind, int] = field(default_factory=dict)
+    writes: dict[DeviceKind, int] = field(default_factory=dict)
+
+
+class _Item(NamedTuple):
+    """A launch that is still to be placed: its slots, and how it is bound."""
+
+    kind: DeviceKind | None  # None: on the host
+    call: BoundCall
+    reads: frozenset[str]
+    writes: frozenset[str]
+    tokens: Span
+    rows: Span | None
+
+
+class Lowering:
+    """Lowers steps of one model. Owned by the control thread."""
+
+    def __init__(
+        self,
+        nodes: Iterable[Node],
+        book: PlanBook,
+        kernels: KernelSet,
+        pool: ActivationPool,
+        devices: Devices,
+        synchroniser: Synchroniser,
+    ) -> None:
+        self.nodes = list(nodes)
+        self.book = book
+        self.kernels = kernels
+        self.pool = pool
+        self.devices = devices
+        self.synchroniser = synchroniser
+
+    def lower(self, phase: Phase, m: int, logit_rows: int) -> Step:
+        """The step of m tokens whose last `logit_rows` rows get logits."""
+        return _Lowered(self, phase, m, logit_rows).step()
+
+
+class _Lowered:
+    """One step in the making."""
+
+    def __init__(self, lowering: Lowering, phase: Phase, m: int, logit_rows: int) -> None:
+        self.lowering, self.phase, self.m, self.logit_rows = lowering, phase, m, logit_rows
+        self.devices, self.pool = lowering.devices, lowering.pool
+        self.asynchronous = {
+            kind: device.capabilities.asynchronous for kind, device in self.devices.items()
+        }
+        self.eager = lowering.synchroniser.eager
+        self.layout: dict[str, Operand] = {}
+        self.uses: dict[str, _Use] = {}
+        self.waited: dict[DeviceKind, int] = {}
+        self.submitted: dict[DeviceKind, int] = {}  # last launch of each asynchronous device
+        self.program: list[Action] = []
+        self.launches: list[Launch] = []
+        self.sites: list[Site] = []
+        self.copied_bytes = 0
+
+    def step(self) -> Step:
+        for node in self.lowering.nodes:
+            if node.name == "lm_head" and not self.logit_rows:
+                continue
+            if isinstance(node.op, MatMul) and node.plan_op is not None:
+                self._place(node, self._matmul_items(node))
+            else:
+                self._place(node, [self._other_item(node)])
+        for kind in sorted(self.submitted):
+            self._wait(kind, self.submitted[kind], "end")
+        self._raise_flags()
+        return Step(
+            self.phase,
+            self.m,
+            tuple(self.program),
+            tuple(self.launches),
+            tuple(self.sites),
+            self._operand("logits") if self.logit_rows else None,
+            self.copied_bytes,
+            Counter(launch.kind for launch in self.launches),  # flags count as the GPU's work
+            [None] * len(self.launches),
+        )
+
+    def _raise_flags(self) -> None:
+        """Put a flag behind every launch that is waited for, and wait for the flag instead."""
+        flags = self.lowering.synchroniser.flags
+        flagged: dict[int, int] = {}
+        for action in self.program:
+            flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
+            if flag is not None and action.launch not in flagged:
+                launch = self.launches[action.launch]
+                flagged[action.launch] = len(self.launches)
+                self.launches.append(launch._replace(node=f"{launch.node} flag", call=flag))
+        program: list[Action] = []
+        for action in self.program:
+            known = flagged.get(action.launch)
+            if known is not None and action.code == WAIT:
+                program.append(action._replace(launch=known))
+                continue
+            program.append(action)
+            if known is not None and action.code == SUBMIT:
+                flag = self.launches[known].call
+                program.append(Action(SUBMIT, known, action.kind, flag.submit))
+        self.program = program
+
+    # --- operands ---------------------------------------------------------------------------
+
+    def _operand(self, slot: str) -> Operand:
+        return self.layout.get(slot, self.pool[slot])
+
+    def _other_item(self, node: Node) -> _Item:
+        kind = self.lowering.book.rest(self.phase)
+        capabilities = self.devices[kind].capabilities
+        sizes = capabilities.graph_sizes if capabilities.static_shapes else ()
+        bound = padded_size(self.m, sizes)
+        operands: dict[str, Operand] = {}
+        for port, slot in node.slots.items():
+            operand = self._operand(slot)
+            if isinstance(operand, Panels):
+                if port in OUTPUT_PORTS:
+                    operand = self.pool[slot]
+                elif not (capabilities.reads_panels and takes_panels(node.op, port)):
+                    operand = self._gathered(node, slot, operand)
+            if port in OUTPUT_PORTS:
+                self.layout.pop(slot, None)
+            operands[port] = operand
+        call = self.lowering.kernels.other(node, kind).bind(operands, bound)
+        return _Item(kind, call, *_slots(node), (0, self.m), None)
+
+    def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
+        target = self.pool.gathered(slot, panels.shape[1])
+        call = _Gather(node.name, panels, target, min(self.m, panels.shape[0]))
+        self.copied_bytes += 4 * call.m * panels.shape[1]
+        item = _Item(
+            None, call, frozenset({slot}), frozenset({f"{slot} gathered"}), (0, self.m), None
+        )
+        self._place(node, [item])
+        return target
+
+    def _matmul_items(self, node: Node) -> list[_Item]:
+        head = node.name == "lm_head"
+        m = self.logit_rows if head else self.m
+        first = self.m - m
+        book, kernels = self.lowering.book, self.lowering.kernels
+        cells = [
+            (part, rows, kernel)
+            for part in _split(node, book.parts(node, self.phase, m), self._static(), kernels)
+            for rows, kernel in kernels.matmuls(node, part)
+        ]
+        _check_spill(node, [part for part, _, _ in cells], m)
+        panels = self._panels(node, [(part, rows) for part, rows, _ in cells])
+        source = self._operand(node.slots["x"])
+        if isinstance(source, Panels):
+            source = self._gathered(node, node.slots["x"], source)
+        items = []
+        for part, rows, kernel in cells:
+            start = part.tokens[0]
+            x = source.rows(first + start, first + part.stop)
+            y = panels[rows].rows(start, part.stop)
+            call = kernel.bind({"x": x, "y": y}, part.graph)
+            items.append(_Item(part.kind, call, *_slots(node), part.tokens, rows))
+        return items
+
+    def _static(self) -> frozenset[DeviceKind]:
+        return frozenset(k for k, d in self.devices.items() if d.capabilities.static_shapes)
+
+    def _panels(self, node: Node, cells: list[tuple[Part, Span]]) -> dict[Span, Tensor]:
+        """Where each run of rows of the output lies; notes how the next operation finds it."""
+        assert isinstance(node.op, MatMul)
+        slot = node.slots["y"]
+        spans = sorted({rows for _, rows in cells})
+        if len(spans) == 1:
+            self.layout.pop(slot, None)
+            return {spans[0]: self.pool[slot]}
+        tokens = max(part.stop for part, _ in cells)
+        tensor = self.pool[slot]
+        panels = {
+            (a, b): Tensor(
+                tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a
+            )
+            for a, b in spans
+        }
+        whole = Panels(tuple(panels[span] for span in spans))
+        if whole.shape[1] != node.op.n or whole.nbytes > tensor.nbytes:
+            raise PlanError(f"{node.name}: the parts {spans} do not make {node.op.n} rows")
+        self.layout[slot] = whole
+        return panels
+
+    # --- order ------------------------------------------------------------------------------
+
+    def _place(self, node: Node, items: list[_Item]) -> None:
+        """Append a node's launches: asynchronous ones first, so that both devices work at once."""
+        needs = [self._needs(item) for item in items]
+        order = sorted(range(len(items)), key=lambda i: not self._submits(items[i]))
+        if not self.eager:
+            for i in order:
+                self._meet(node, needs[i])
+        for i in order:
+            self._meet(node, needs[i])
+            self._launch(node, items[i])
+        for item in items:
+            self._note(item)
+
+    def _submits(self, item: _Item) -> bool:
+        return item.kind is not None and self.asynchronous[item.kind]
+
+    def _needs(self, item: _Item) -> dict[DeviceKind, int]:
+        """For each other asynchronous device, the submission that must be complete before."""
+        needs: dict[DeviceKind, int] = {}
+        for slot in item.reads | item.writes:
+            use = self.uses.get(slot)
+            if use is None:
+                continue
+            hazards = [use.writes, use.reads] if slot in item.writes else [use.writes]
+            for found in hazards:
+                for kind, index in found.items():
+                    if kind != item.kind:
+                        needs[kind] = max(index, needs.get(kind, -1))
+        return needs
+
+    def _meet(self, node: Node, needs: Mapping[DeviceKind, int]) -> None:
+        for kind, index in sorted(needs.items()):
+            self._wait(kind, index, node.name)
+
+    def _wait(self, kind: DeviceKind, index: int, where: str) -> None:
+        if index <= self.waited.get(kind, -1):
+            return
+        self.waited[kind] = index
+        launch = self.launches[index]
+        site = self.lowering.synchroniser.site(
+            (self.phase, self.m, _role(where), _role(launch.node)), kind, launch.call.name
+        )
+        self.sites.append(site)
+        self.program.append(Action(WAIT, index, KINDS.index(kind), site.wait))
+
+    def _launch(self, node: Node, item: _Item) -> None:
+        index = len(self.launches)
+        kind = item.kind or "npu"  # the control thread's own work counts as the NPU's
+        number = KINDS.index(kind)
+        self.launches.append(Launch(node.name, kind, item.call, item.tokens, item.rows))
+        if self._submits(item):
+            self.program.append(Action(SUBMIT, index, number, item.call.submit))
+            self.submitted[kind] = index
+        else:
+            self.program.append(Action(RUN, index, number, item.call.run))
+
+    def _note(self, item: _Item) -> None:
+        """Remember the slots of an asynchronous launch by the last index of its device."""
+        if not self._submits(item):
+            return
+        assert item.kind is not None
+        index = self.submitted[item.kind]
+        for slot in item.reads:
+            self.uses.setdefault(slot, _Use()).reads[item.kind] = index
+        for slot in item.writes:
+            self.uses.setdefault(slot, _Use()).writes[item.kind] = index
+
+
+def _slots(node: Node) -> tuple[frozenset[str], frozenset[str]]:
+    """Slots that a node reads and writes; caches are both."""
+    reads = {slot for port, slot in node.slots.items() if port not in OUTPUT_PORTS}
+    writes = {slot for port, slot in node.slots.items() if port in OUTPUT_PORTS or port in CACHES}
+    return frozenset(reads), frozenset(writes)
+
+
+def _role(name: str) -> str:
+    """A node's name without its layer: all layers run the same kernels."""
+    return name.rsplit(".", maxsplit=1)[-1]
+
+
+def _split(
+    node: Node, parts: Iterable[Part], static: frozenset[DeviceKind], kernels: KernelSet
+) -> list[Part]:
+    """Parts cut at every edge of rows, then joined along tokens where one device has both.
+
+    Each panel of the output is then written with one row length by every part in it.
+    """
+    parts = list(parts)
+    edges: set[int] = set()
+    for part in parts:
+        edges.update(part.rows)
+        if part.kind in static:
+            edges.update(edge for rows, _ in kernels.matmuls(node, part) for edge in rows)
+    found: list[Part] = []
+    for part in parts:
+        inside = sorted(e for e in edges if part.rows[0] <= e <= part.rows[1])
+        for span in itertools.pairwise(inside):
+            _join(found, part.kind in static, dataclasses.replace(part, rows=span))
+    return found
+
+
+def _join(found: list[Part], static: bool, part: Part) -> None:
+    """Append a part, or lengthen the one that ends where it begins."""
+    for i, other in enumerate(found):
+        same = (other.kind, other.rows, other.order, other.precision) == (
+            part.kind, part.rows, part.order, part.precision,
+        )  # fmt: skip
+        if not static and same and other.tokens[1] == part.tokens[0]:
+            tokens = (other.tokens[0], part.tokens[1])
+            found[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
+            return
+    found.append(part)
+
+
+def _check_spill(node: Node, parts: Iterable[Part], m: int) -> None:
+    """A padded graph may write behind the call's last token, never over another part's tokens."""
+    for part in parts:
+        if part.stop > part.tokens[1] < m:
+            raise PlanError(
+                f"{node.name}: the graph of {part.graph} tokens at {part.tokens[0]} reaches over "
+                f"tokens from {part.tokens[1]} on, which another tile computes: end the tile with "
+                "the graph, or at the last token"
+            )

@@ -1,0 +1,224 @@
+"""How the control thread learns that the GPU is done (paper section 4.2, fast synchronisation).
+
+`fast`   sleep for what is left of the predicted wait, less what a sleep may be late, then poll: a
+         flag in shared memory where that is sound and faster, else the event's status
+`event`  the driver's wait for one launch
+`finish` the driver's wait for the whole queue, before anything else is submitted
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.memory import Tensor
+from hetero.backends.ops import Add
+from hetero.backends.protocol import (
+    DEFAULT_DEADLINE_S,
+    BoundCall,
+    Completion,
+    Device,
+    DeviceKind,
+)
+
+SyncMethod: TypeAlias = Literal["fast", "event", "finish"]
+SiteKey: TypeAlias = tuple[str, int, str, str]
+
+RISE: Final = 0.05  # how fast a prediction follows longer waits,
+FALL: Final = 0.4  # and shorter ones: it settles low, because a sleep too long is paid for in full
+OUTLIER: Final = 3.0  # a wait of more than so many predictions counts as that many
+OVERSLEPT: Final = 0.85  # a wait that was over when the sleep ended counts as this much of it
+SHORTEST_NAP_S: Final = 30e-6
+LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
+LATE_NAP_S: Final = 50e-6
+CALIBRATION_S: Final = 150e-6
+CALIBRATION_SLEEPS: Final = 12
+TRIALS: Final = 25
+TRIAL_WIDTH: Final = 1 << 12
+PORTS: Final = ("x", "residual", "y")
+
+
+@dataclass
+class SleepTimes:
+    """How late `time.sleep` returns here: a sleep is asked for so much less."""
+
+    late_s: float
+
+    @classmethod
+    def measure(cls, sleep: Callable[[float], None] = time.sleep) -> SleepTimes:
+        """The median and the spread of a few sleeps; some milliseconds."""
+        late = []
+        for _ in range(CALIBRATION_SLEEPS):
+            start_s = time.perf_counter()
+            sleep(CALIBRATION_S)
+            late.append(time.perf_counter() - start_s - CALIBRATION_S)
+        late.sort()
+        return cls(max(0.0, late[int(0.9 * len(late))], statistics.median(late)))
+
+
+@dataclass
+class WaitTotals:
+    """What waiting cost: seconds asleep, seconds polling or blocked, and how many waits."""
+
+    waits: int = 0
+    asleep_s: float = 0.0
+    polling_s: float = 0.0
+
+
+class Site:
+    """A place in the steps of one token count where a device is waited for; all layers share it.
+
+    `expected_s` predicts the wait from the moment that the control thread arrives, learned from
+    every run. `wait` returns the seconds that the control thread slept.
+    """
+
+    def __init__(self, owner: Synchroniser, kind: DeviceKind, name: str) -> None:
+        self.owner, self.kind, self.name = owner, kind, name
+        self.expected_s = 0.0
+        self.samples = 0
+        self.wait: Callable[[Completion], float] = {
+            "fast": self._fast,
+            "event": self._event,
+            "finish": self._finish,
+        }[owner.method]
+
+    def _fast(self, completion: Completion) -> float:
+        if completion.done():
+            self._learn(0.0)
+            return 0.0
+        now = time.perf_counter
+        start_s = now()
+        nap_s = self.expected_s - self.owner.sleep.late_s
+        napped_s = 0.0
+        if nap_s > SHORTEST_NAP_S:
+            time.sleep(nap_s)
+            napped_s = now() - start_s
+            if completion.done():
+                self._learn(OVERSLEPT * napped_s)
+                self._count(napped_s, 0.0)
+                return napped_s
+        self._poll(completion, start_s)
+        waited_s = now() - start_s
+        self._learn(waited_s)
+        self._count(napped_s, waited_s - napped_s)
+        return napped_s
+
+    def _poll(self, completion: Completion, start_s: float) -> None:
+        done, now = completion.done, time.perf_counter
+        late_s = start_s + self.expected_s + LATE_S
+        while not done():
+            at_s = now()
+            if at_s > late_s:
+                if at_s - start_s > self.owner.deadline_s:
+                    raise self.owner.timeout(self.name, self.kind)
+                time.sleep(LATE_NAP_S)
+
+    def _event(self, completion: Completion) -> float:
+        start_s = time.perf_counter()
+        completion.block()
+        self._count(0.0, time.perf_counter() - start_s)
+        return 0.0
+
+    def _finish(self, completion: Completion) -> float:
+        start_s = time.perf_counter()
+        self.owner.devices[self.kind].finish()
+        completion.wait(self.owner.deadline_s)
+        self._count(0.0, time.perf_counter() - start_s)
+        return 0.0
+
+    def _learn(self, waited_s: float) -> None:
+        self.samples += 1
+        if self.samples == 1:
+            self.expected_s = waited_s
+            return
+        seen_s = min(waited_s, OUTLIER * self.expected_s + SHORTEST_NAP_S)
+        rate = RISE if seen_s > self.expected_s else FALL
+        self.expected_s += rate * (seen_s - self.expected_s)
+
+    def _count(self, asleep_s: float, polling_s: float) -> None:
+        totals = self.owner.totals
+        totals.waits += 1
+        totals.asleep_s += asleep_s
+        totals.polling_s += polling_s
+
+
+class Synchroniser:
+    """The waits of one model: its method, its sites and what they learned. Control thread only.
+
+    `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
+    queue never runs dry; with `finish` that would wait for the tile as well.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[DeviceKind, Device],
+        method: SyncMethod = "fast",
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        sleep: SleepTimes | None = None,
+    ) -> None:
+        self.devices = dict(devices)
+        self.method = method
+        self.deadline_s = deadline_s
+        self.sleep = sleep or SleepTimes.measure()
+        self.totals = WaitTotals()
+        self.flags: dict[DeviceKind, BoundCall] = find_flags(devices) if method == "fast" else {}
+        self._sites: dict[tuple[SiteKey, DeviceKind], Site] = {}
+
+    @property
+    def eager(self) -> bool:
+        """See the class."""
+        return self.method != "finish"
+
+    def site(self, key: SiteKey, kind: DeviceKind, name: str) -> Site:
+        """The site of a phase, token count, waiting node and awaited node."""
+        if (key, kind) not in self._sites:
+            self._sites[key, kind] = Site(self, kind, name)
+        return self._sites[key, kind]
+
+    def timeout(self, kernel: str, kind: DeviceKind) -> WaitTimeoutError:
+        """A wait past its deadline, with what each device says of itself."""
+        states = "; ".join(f"{k}: {_state(d)}" for k, d in sorted(self.devices.items()))
+        backend = self.devices[kind].info.backend
+        return WaitTimeoutError(backend, f"{kernel} ({states})", self.deadline_s, kind)
+
+
+def find_flags(devices: Mapping[DeviceKind, Device]) -> dict[DeviceKind, BoundCall]:
+    """Flags of the devices on which watching one is faster than asking the driver (measured)."""
+    found: dict[DeviceKind, BoundCall] = {}
+    for kind, device in devices.items():
+        flag = device.flag() if device.capabilities.asynchronous else None
+        if flag is not None and _flag_is_faster(device, flag):
+            found[kind] = flag
+    return found
+
+
+def _flag_is_faster(device: Device, flag: BoundCall) -> bool:
+    """A small kernel's end by its event and by a flag behind it, in turns."""
+    tensors = {port: Tensor(device.allocate(4 * TRIAL_WIDTH), (1, TRIAL_WIDTH)) for port in PORTS}
+    call = device.prepare(Add(d=TRIAL_WIDTH), {}).bind(tensors, 1)
+    by_event, by_flag = [], []
+    for _ in range(TRIALS):
+        start_s = time.perf_counter()
+        _spin(call.submit())
+        middle_s = time.perf_counter()
+        call.submit()
+        _spin(flag.submit())
+        by_event.append(middle_s - start_s)
+        by_flag.append(time.perf_counter() - middle_s)
+    return statistics.median(by_flag) < statistics.median(by_event)
+
+
+def _spin(completion: Completion) -> None:
+    give_up_s = time.perf_counter() + DEFAULT_DEADLINE_S
+    while not completion.done():
+        if time.perf_counter() > give_up_s:
+            completion.wait(0.0)  # raises
+
+
+def _state(device: Device) -> str:
+    return f"{device.info.backend} {device.state()}"

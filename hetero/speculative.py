@@ -1,0 +1,103 @@
+"""Speculative decoding without a second model: drafts looked up in the text so far.
+
+What follows the last occurrence of the last few tokens is a guess at what comes next (prompt-lookup
+decoding; Saxena 2023). The model computes all guessed positions in one call, which costs little
+more than one token where weights are streamed. Every token is still the one that the sampler picks
+from the model's own logits: guesses only save calls, they never change the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.errors import UserError
+from hetero.runtime.engine import LONGEST_VERIFIED, Engine
+
+Logits = npt.NDArray[np.float32]
+LONGEST_MATCH: Final = 4  # tokens that are looked up, the longest match first
+SHORTEST_MATCH: Final = 2
+
+
+@dataclass
+class Acceptance:
+    """What drafting brought: tokens guessed, guesses that were right, calls of the model."""
+
+    drafted: int = 0
+    accepted: int = 0
+    calls: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Part of the guesses that were right."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+class LookupDecoder:
+    """Gives the logits after each token, as `Engine.decode` does, computing several at once.
+
+    `tokens` are those in the engine's context. Owned by the generation's thread; `close` leaves the
+    engine's context at the tokens that were taken.
+    """
+
+    def __init__(self, engine: Engine, tokens: Sequence[int], draft_tokens: int) -> None:
+        if not 1 <= draft_tokens < LONGEST_VERIFIED:
+            raise UserError(
+                f"speculative decoding guesses 1 to {LONGEST_VERIFIED - 1} tokens ahead, got "
+                f"{draft_tokens}"
+            )
+        self.statistics = Acceptance()
+        self._engine = engine
+        self._history = list(tokens)
+        self._longest = draft_tokens
+        self._start = engine.position  # context before the last call
+        self._draft: list[int] = []
+        self._rows: Logits | None = None
+        self._taken = 0  # tokens of the last call that are part of the text
+
+    def decode(self, token: int) -> Logits:
+        """Logits [vocab] after `token`."""
+        self._history.append(token)
+        guessed = self._draft[self._taken - 1 : self._taken] if self._rows is not None else []
+        if guessed == [token]:
+            self.statistics.accepted += 1
+            self._taken += 1
+            return self._row(self._taken - 1)
+        self.close()
+        self._start = self._engine.position
+        self._draft = self._guess()
+        self._rows = self._engine.verify([token, *self._draft])
+        self._taken = 1
+        self.statistics.calls += 1
+        self.statistics.drafted += len(self._draft)
+        return self._row(0)
+
+    def close(self) -> None:
+        """Forget what was computed for guesses that were wrong."""
+        if self._rows is not None:
+            self._engine.truncate(self._start + self._taken)
+            self._rows = None
+
+    def _row(self, index: int) -> Logits:
+        assert self._rows is not None
+        row: Logits = self._rows[index]
+        return row
+
+    def _guess(self) -> list[int]:
+        """Tokens that followed the last occurrence of the end of the text."""
+        room = self._engine.max_seq_len - self._engine.position - 1
+        longest = min(self._longest, room)
+        history = np.asarray(self._history)
+        for length in range(min(LONGEST_MATCH, len(history) - 1), SHORTEST_MATCH - 1, -1):
+            if longest < 1:
+                break
+            windows = np.lib.stride_tricks.sliding_window_view(history[:-1], length)
+            found = np.flatnonzero((windows == history[-length:]).all(axis=1))
+            if found.size:
+                after = int(found[-1]) + length
+                return [int(token) for token in history[after : after + longest]]
+        return []

@@ -1,0 +1,253 @@
+"""Compiler mode: a profile of a chip that nobody here holds, from what its compiler schedules.
+
+Qualcomm's compiler runs on a PC and writes for each graph what the NPU will do with it
+(`hetero.backends.qnn.schedule`). A small physical model turns that into seconds:
+
+    seconds = launches · launch_s + max(DRAM bytes / dram, vector-unit bytes / hvx)
+
+`dram` is the bandwidth that one processor reaches (measured by the paper, not fitted); `launch_s`
+and `hvx` are fitted to published timings of the Snapdragon 8 Gen 3 (`fit_model`). The vector units
+unpack 4-bit weights and arrange activations: their traffic explains the timings better than the
+matrix unit's or the memory's (docs/qnn.md has the errors, which are large).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import platformdirs
+
+from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
+from hetero.backends.snapdragon import find_chip
+from hetero.backends.weights import PackedWeight, data_shape, scales_shape
+from hetero.profiler.environment import hetero_version
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.fit import fit
+from hetero.profiler.options import Event
+from hetero.profiler.preparation import fit_preparation
+from hetero.profiler.records import DeviceProfile, DeviceRecord, MatMulRow, PreparationRow
+
+if TYPE_CHECKING:
+    from hetero.backends.qnn.schedule import Schedule, ScheduleStore
+
+# Everything that is not the NPU's matmuls comes from this profile.
+BASE_PROFILE = "snapdragon-8-gen-3"
+WEIGHTS = WeightFormat.W4A16  # the only format with published timings
+LOADING_S = 0.02
+TOKENS = (1, 32, 64, 128, 256, 512, 1024)
+SHAPES = ((2048, 2048), (3072, 2048), (2048, 8192), (16384, 2048), (4096, 4096), (6144, 4096))
+
+
+class Work(NamedTuple):
+    """What decides the time of a call: graphs it launches, bytes from DRAM and through HVX."""
+
+    launches: float
+    dram_bytes: float
+    hvx_bytes: float
+
+
+class Timing(NamedTuple):
+    """A published time of a matmul of m tokens."""
+
+    n: int
+    k: int
+    m: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ChipModel:
+    """Constants of the formula in the module's docstring."""
+
+    launch_s: float
+    dram_bytes_per_s: float
+    hvx_bytes_per_s: float
+
+    def seconds(self, work: Work) -> float:
+        """Predicted time of a call."""
+        memory = work.dram_bytes / self.dram_bytes_per_s
+        return work.launches * self.launch_s + max(memory, work.hvx_bytes / self.hvx_bytes_per_s)
+
+
+# `bench/qnn.py calibrate` fits these to the six timings and prints the errors.
+SNAPDRAGON_8_GEN_3 = ChipModel(launch_s=0.0, dram_bytes_per_s=43.3e9, hvx_bytes_per_s=65.2e9)
+
+
+def fit_model(
+    works: Sequence[Work], seconds: Sequence[float], dram_bytes_per_s: float
+) -> ChipModel:
+    """The launch time and vector rate with the least squared relative error, by search.
+
+    Two parameters and a maximum: a grid of both, refined twice, is exact enough and cannot fail.
+    """
+    best, launch_range, rate_range = None, (0.0, min(seconds)), (1e9, 1e12)
+    for _ in range(3):
+        launches = np.linspace(*launch_range, 41)
+        rates = np.geomspace(*rate_range, 161)
+        models = [
+            ChipModel(float(launch), dram_bytes_per_s, float(rate))
+            for launch in launches
+            for rate in rates
+        ]
+        best = min(models, key=lambda model: _loss(model, works, seconds))
+        step = (launch_range[1] - launch_range[0]) / 20
+        launch_range = (max(best.launch_s - step, 0.0), best.launch_s + step)
+        rate_range = (best.hvx_bytes_per_s / 1.1, best.hvx_bytes_per_s * 1.1)
+    assert best is not None
+    return best
+
+
+def _loss(model: ChipModel, works: Sequence[Work], seconds: Sequence[float]) -> float:
+    errors = [
+        np.log(model.seconds(work) / wanted) ** 2
+        for work, wanted in zip(works, seconds, strict=True)
+    ]
+    return float(sum(errors))
+
+
+def leave_one_out(
+    works: Sequence[Work], seconds: Sequence[float], dram_bytes_per_s: float
+) -> list[float]:
+    """Signed relative error of each point under the model that is fitted to the others."""
+    errors = []
+    for i, wanted in enumerate(seconds):
+        others = [j for j in range(len(seconds)) if j != i]
+        model = fit_model(
+            [works[j] for j in others], [seconds[j] for j in others], dram_bytes_per_s
+        )
+        errors.append(model.seconds(works[i]) / wanted - 1)
+    return errors
+
+
+class Scheduler:
+    """Schedules of matmuls on one chip, from the cache or the compiler."""
+
+    def __init__(self, soc: str, directory: Path | None = None) -> None:
+        from hetero.backends.qnn.library import load
+        from hetero.backends.qnn.schedule import ScheduleStore
+        from hetero.backends.qnn.session import Target
+
+        try:
+            chip = find_chip(soc)
+        except ValueError as error:
+            raise ProfileError(str(error)) from None
+        self._store: ScheduleStore = ScheduleStore(Target(load(), chip), directory or _cache())
+
+    def schedule(self, n: int, k: int, rows: int) -> Schedule:
+        """What one graph of `rows` tokens does."""
+        from hetero.backends.qnn import catalog
+
+        op = MatMul(n=n, k=k, weight_format=WEIGHTS)
+        return self._store.find(
+            *catalog.graph(op, rows, {"weight": _random_weight(n, k)}, "random")
+        )
+
+    def preparation_s(self, n: int, k: int, tokens: Sequence[int]) -> float:
+        """Seconds to compile the graphs of all these token counts."""
+        counts = {rows for m in tokens for rows in _launches(n, k, m)}
+        return sum(self.schedule(n, k, rows).prepare_s for rows in counts)
+
+    def work(self, n: int, k: int, m: int) -> Work:
+        """What a call of m tokens does in all its launches."""
+        found = [self.schedule(n, k, rows) for rows in _launches(n, k, m)]
+        return Work(
+            len(found),
+            sum(schedule.dram_bytes for schedule in found),
+            sum(schedule.hvx.vtcm_bytes for schedule in found),
+        )
+
+    def close(self) -> None:
+        """End the compiling process."""
+        self._store.close()
+
+
+def _launches(n: int, k: int, m: int) -> list[int]:
+    from hetero.backends.qnn import catalog
+
+    return catalog.pieces(MatMul(n=n, k=k, weight_format=WEIGHTS), m)
+
+
+def _cache() -> Path:
+    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "qnn-schedules"
+
+
+def _random_weight(n: int, k: int) -> PackedWeight:
+    """Values that cannot be stored shorter: the compiler folds scales that are all alike."""
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 2**32, data_shape(StorageFormat.Q4, n, k), dtype=np.uint32)
+    scales = (0.01 * (1 + random.random(scales_shape(n, k)))).astype(np.float16)
+    return PackedWeight(StorageFormat.Q4, n, k, codes, scales)
+
+
+def compiler_profile(
+    soc: str,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    tokens: Sequence[int] | None = None,
+    *,
+    directory: Path | None = None,
+    progress: Callable[[Event], None] | None = None,
+) -> DeviceProfile:
+    """The profile of a chip by its compiler: `compiler-predicted` NPU matmuls, the rest simulated.
+
+    Raises `ProfileError`, `DeviceError`.
+    """
+    tokens = tokens or TOKENS
+    scheduler = Scheduler(soc, directory)
+    rows: list[MatMulRow] = []
+    preparation: list[PreparationRow] = []
+    pairs = sorted(set(shapes))
+    try:
+        for done, (n, k) in enumerate(pairs):
+            if progress is not None:
+                progress(Event(f"compiling {n}×{k}", done, len(pairs), 0.0))
+            rows += [_row(scheduler, n, k, m) for m in tokens]
+            preparation.append(_preparation(scheduler, n, k, tokens))
+    finally:
+        scheduler.close()
+    return _assemble(soc, rows, preparation)
+
+
+def _row(scheduler: Scheduler, n: int, k: int, m: int) -> MatMulRow:
+    seconds = SNAPDRAGON_8_GEN_3.seconds(scheduler.work(n, k, m))
+    return MatMulRow(device="npu", weight_format=WEIGHTS, m=m, n=n, k=k, seconds=seconds)
+
+
+def _preparation(scheduler: Scheduler, n: int, k: int, tokens: Sequence[int]) -> PreparationRow:
+    """Compilation of all graphs of a weight on this machine, and loading at its measured bound."""
+    seconds = scheduler.preparation_s(n, k, tokens)
+    return PreparationRow(
+        device="npu", weight_format=WEIGHTS, n=n, k=k, cold_s=seconds, cached_s=LOADING_S
+    )
+
+
+def _assemble(
+    soc: str, rows: Sequence[MatMulRow], preparation: Sequence[PreparationRow]
+) -> DeviceProfile:
+    from hetero.backends.qnn import open as open_qnn
+
+    base = DeviceProfile.load(BASE_PROFILE)
+    with open_qnn(soc=soc, graph_sizes=tuple(sorted({row.m for row in rows})), cache=None) as npu:
+        record = DeviceRecord.of(npu).model_copy(update={"numbers": "compiler-predicted"})
+    predictors = [p for p in base.predictors if p.device == "gpu"]
+    return base.model_copy(
+        update={
+            "name": soc,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "hetero_version": hetero_version(),
+            "devices": base.devices | {"npu": record},
+            "predictors": (*predictors, fit(record, rows)),
+            "matmuls": tuple(rows),
+            "preparation": tuple(preparation),
+            "preparation_predictors": fit_preparation(preparation),
+            "notes": (
+                f"NPU matmuls are compiler-predicted for {soc}: the schedule is the chip's, the "
+                "speeds are those of the Snapdragon 8 Gen 3, with errors of about 40 %",
+                f"everything else is simulated, from the profile {BASE_PROFILE}",
+            ),
+        }
+    )

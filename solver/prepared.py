@@ -1,0 +1,169 @@
+"""`PreparedSolver`: plans for prompt lengths never seen, within what is prepared (docs/solver.md).
+
+What takes time to prepare is fixed first: the row cuts of every matmul and the rows that live on
+each device. Within them the best plan of one length takes a millisecond or two.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+
+from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
+from hetero.solver.build import DECODE, PlanRequest, assemble, entry, prepare, solve_within
+from hetero.solver.joint import JointSpace
+from hetero.solver.memory import held_by_op
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.options import Objective, Option
+from hetero.solver.plan import ExecutionPlan, OpName, Phase
+from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.residency import mask_of
+from hetero.solver.tilings import Chooser
+
+CUTS: Final = 4  # row cuts of one matmul that are prepared
+LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs
+KEPT: Final = 256  # plans of single lengths that are remembered
+
+
+def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
+    """Lengths that stand for all prompts of up to `longest` tokens: the graphs, a little more than
+    each, and between them.
+    """
+    sizes = [g for g in graph_sizes if g > DECODE_TOKENS] or [32, 64, 128, 256, 512, 1024]
+    wanted = {m for g in sizes for m in (g, g + max(g // 16, 1), g + g // 4, g + g // 2)}
+    return tuple(sorted(m for m in wanted if m <= longest)) or (longest,)
+
+
+def prepare_solver(
+    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, cuts: int = CUTS
+) -> PreparedSolver:
+    """A solver for any prompt length, with at most `cuts` row cuts of each matmul, chosen for the
+    lengths of the request. Raises `PlanError` or `ProfileError`.
+    """
+    request.check()
+    planner, notes = prepare(spec, profile, request, apart=False)
+    return PreparedSolver(planner, request, cuts=cuts, notes=notes)
+
+
+class PreparedSolver:
+    """Solves one length at a time with prepared row cuts and residency.
+
+    `plan` is the plan that it was prepared with; `plan_for` has entries of the same kind for any
+    token count. `rows` are the row cuts that may be used, `held` the rows on each device. Not for
+    several threads at once.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        request: PlanRequest,
+        *,
+        cuts: int = CUTS,
+        notes: Sequence[str] = (),
+    ) -> None:
+        said = list(notes)
+        scenarios = [*(Scenario("prefill", m) for m in sorted(set(request.seq_lens))), DECODE]
+        self._objective = planner.objective(*request.weights)
+        names: list[OpName] = [x.name for x in planner.spec.matmuls]
+        rows = {x: row_cuts(planner, x, scenarios, self._objective, cuts) for x in names}
+        self.rows = rows
+        self._planner = planner.with_rows(rows)
+        solutions = solve_within(self._planner, scenarios, self._objective, request, said)
+        self.held = held_by_op(self._planner, solutions)
+        self._chooser = Chooser(planner.sync, planner.settings.rules, self._objective)
+        self._rest = {s.scenario.phase: s.rests.device for s in solutions}
+        self._block: list[OpName] = [name for name in names if name != "lm_head"]
+        self._joint = self._join()
+        heads = {s.scenario.phase: s.options.get("lm_head") for s in solutions}
+        self._heads = {phase: x and replace(x, barred=frozenset()) for phase, x in heads.items()}
+        self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
+        self.plan = assemble(self._planner, solutions, request, said)
+        self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
+
+    def plan_for(self, m: int, phase: Phase = "prefill") -> ExecutionPlan:
+        """The plan of one call of m tokens, in at most 2 ms (Llama-3-8B, one core of a PC).
+
+        Raises `PlanError` for more tokens than two graphs hold (`plan.steps` cuts such prompts).
+        """
+        if (phase, m) not in self._plans:
+            if len(self._plans) >= KEPT:
+                self._plans.pop(next(iter(self._plans)))
+            collecting = gc.isenabled()
+            gc.disable()  # a prompt waits, and a collection costs as much as several plans
+            try:
+                self._plans[phase, m] = self._solve(Scenario(phase, m))
+            finally:
+                if collecting:
+                    gc.enable()
+        return self._plans[phase, m]
+
+    def _solve(self, scenario: Scenario) -> ExecutionPlan:
+        options = self.solution_for(scenario).options
+        ops = [
+            entry(self._planner, scenario, name, options[name], with_candidates=False)
+            for name in self._block
+        ]
+        return self.plan.model_copy(update={"ops": (*ops, *self._head_entries), "totals": ()})
+
+    def solution_for(self, scenario: Scenario) -> Solution:
+        """The best options of one call and its predicted seconds."""
+        if self._joint is not None and scenario.m <= self._joint.longest:
+            options = self._joint.options(scenario.m, self._chooser)
+        else:
+            options = {name: self._options(name, scenario.m) for name in self._block}
+        if (head := self._heads[scenario.phase]) is not None:
+            options["lm_head"] = [head]
+        rest = self._rest[scenario.phase]
+        return self._planner.solve(scenario, self._objective, options=options, rest=rest)
+
+    def _join(self) -> JointSpace | None:
+        spaces = {name: self._planner.space(name) for name in self._block}
+        if not all(space.has_npu for space in spaces.values()):
+            return None
+        return JointSpace(spaces, self.held, self._planner.step_tokens or LONGEST)
+
+    def _options(self, name: OpName, m: int) -> list[Option]:
+        held = self.held[name]
+        space = self._planner.space(name)
+        grid = space.grid(m)
+        mask = mask_of(grid, held, m, space.n)
+        return self._chooser.options(space, m, grid=grid, mask=mask, gpu_alone=held.gpu == 0)
+
+
+def row_cuts(
+    planner: Planner,
+    name: OpName,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    count: int,
+) -> tuple[int, ...]:
+    """At most `count` row cuts that together serve these scenarios best.
+
+    Chosen exactly among the rows that are best for one of them, by the mean slowdown of this matmul
+    (decoding counts as much as all prompts).
+    """
+    chooser = Chooser(planner.sync, planner.settings.rules, objective)
+    prefill = sum(s.phase == "prefill" for s in scenarios)
+    counts: dict[int, float] = {}
+    for scenario in scenarios:
+        m = 1 if name == "lm_head" else scenario.m
+        share = 1.0 if scenario.phase == "decode" else 1.0 / prefill
+        counts[m] = counts.get(m, 0.0) + share
+    grids = {m: planner.space(name).grid(m) for m in counts}
+    table = np.stack([chooser.price(grid, m).min(axis=0) for m, grid in grids.items()])
+    possible = np.isfinite(table.min(axis=1))
+    slowdown = table[possible] / table[possible].min(axis=1, keepdims=True)
+    wanted = sorted(set(slowdown.argmin(axis=1).tolist()))
+    if len(wanted) > count:
+        shares = np.asarray(list(counts.values()))[possible]
+        wanted = min(
+            (list(subset) for subset in combinations(wanted, count)),
+            key=lambda subset: float(shares @ slowdown[:, subset].min(axis=1)),
+        )
+    rows = planner.space(name).rows
+    return tuple(int(rows[i]) for i in wanted)

@@ -1,0 +1,101 @@
+"""Plans that follow one named strategy, for the runtime to execute and to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.baselines import chunk_tokens, force, preparation_s
+from hetero.solver.build import DECODE, PlanRequest, agree, assemble, prepare
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.options import Option
+from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpName, PlanError, Total
+from hetero.solver.planner import Planner, Scenario, Solution
+
+CHUNKED_AT = 1 << 20  # a prompt longer than any chunk
+# Strategies that say something about one token; the others decode at layer level.
+_DECODES = {"auto": "auto", "gpu-only": "gpu-only", "npu-only": "npu-only", "row-cut": "row-cut",
+            "hybrid-cut": "row-cut"}  # fmt: skip
+
+
+def strategy_plan(
+    spec: ModelSpec,
+    profile: DeviceProfile,
+    strategy: NamedStrategy,
+    token_counts: Sequence[int],
+    request: PlanRequest | None = None,
+) -> ExecutionPlan:
+    """The plan of one strategy for prompts of these lengths, and for decoding (docs/solver.md).
+
+    Raises `PlanError` where the strategy is unknown or the profile cannot run it.
+    """
+    if strategy not in get_args(NamedStrategy):
+        known = ", ".join(get_args(NamedStrategy))
+        raise PlanError(f"unknown strategy {strategy!r}: choose one of {known}")
+    if not token_counts or min(token_counts) < 1:
+        raise PlanError(f"prompt lengths are token counts from 1 on, got {list(token_counts)}")
+    request = request or PlanRequest()
+    planner, notes = prepare(spec, profile, request, apart=False)
+    longest = longest_step(planner, strategy)
+    solutions = solve_strategy(planner, strategy, _steps(token_counts, longest))
+    plan = assemble(planner, solutions, request, notes, strategy=strategy)
+    totals = tuple(_with_preparation(planner, t, strategy) for t in plan.totals)
+    return plan.model_copy(update={"totals": totals, "step_tokens": longest})
+
+
+def whole_matmuls(
+    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, tokens: int = 256
+) -> ExecutionPlan:
+    """Layer level for every token count: each matmul whole on one device, the one that is faster in
+    a chain of `tokens` tokens (and in decoding). Entries have one tile and hold for any length.
+    """
+    planner, notes = prepare(spec, profile, request, apart=False)
+    prefill = Scenario("prefill", min(tokens, planner.step_tokens or tokens))
+    objective = planner.objective(*request.weights)
+    solutions = []
+    for scenario in (prefill, DECODE):
+        menus = {
+            x.name: planner.menu(x.name, 1 if x.name == "lm_head" else scenario.m, objective)
+            for x in spec.matmuls
+        }
+        whole: dict[OpName, list[Option]] = {
+            name: [o for o in menu if o.strategy in ("gpu-only", "npu-only")]
+            for name, menu in menus.items()
+        }
+        solutions.append(planner.solve(scenario, objective, options=whole))
+    plan = assemble(planner, solutions, request, notes, strategy="layer")
+    ops = tuple(op.for_any_length() for op in plan.ops)
+    return plan.model_copy(update={"ops": ops, "step_tokens": None})
+
+
+def longest_step(planner: Planner, strategy: NamedStrategy) -> int | None:
+    """Tokens of the longest call under a strategy: a chunk, or what two graphs hold."""
+    if strategy == "chunked":
+        return chunk_tokens(planner, CHUNKED_AT)
+    return planner.step_tokens
+
+
+def _steps(token_counts: Sequence[int], longest: int | None) -> list[int]:
+    """Distinct call lengths of these prompts."""
+    if longest is None:
+        return sorted(set(token_counts))
+    full = {longest} if max(token_counts) >= longest else set()
+    return sorted(full | {m % longest for m in token_counts if m % longest})
+
+
+def solve_strategy(
+    planner: Planner, strategy: NamedStrategy, lengths: Iterable[int]
+) -> list[Solution]:
+    """Prefill of these lengths and decoding, with one device for the other operators of a phase."""
+    prefill = [force(planner, Scenario("prefill", m), strategy) for m in lengths]
+    decode = force(planner, Scenario("decode", 1), _DECODES.get(strategy, "layer"))
+    return agree(planner, [*prefill, decode], planner.objective())
+
+
+def _with_preparation(planner: Planner, total: Total, strategy: NamedStrategy) -> Total:
+    """`online-prepare` pays for preparing its graphs too."""
+    if strategy != "online-prepare" or total.phase == "decode":
+        return total
+    seconds = total.predicted_s + preparation_s(planner, total.m)
+    return total.model_copy(update={"predicted_s": seconds, "tokens_per_s": total.m / seconds})

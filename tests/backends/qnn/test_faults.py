@@ -1,0 +1,208 @@
+"""Every way in which the CPU could silently do the Hexagon's work ends in one clear error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero.backends import ops
+from hetero.backends.errors import DeviceError, DeviceUnavailableError
+from hetero.backends.onnx_common.builder import GraphBuilder
+from hetero.backends.ops import WeightFormat
+from tests.backends.cases import make_tensors, make_weights
+
+qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+from hetero.backends.qnn import graphs, session  # noqa: E402
+from hetero.backends.qnn.compiler import Compiler  # noqa: E402
+
+ADD = ops.Add(d=64)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    with qnn.open(cache=None) as device:
+        return device.store.target
+
+
+def one_node(kind: str, shape: tuple[Any, ...] = (2, 8), **attrs: Any) -> bytes:
+    graph = GraphBuilder()
+    graph.input("x", np.float32, shape)
+    graph.output("y", np.float32, shape)
+    graph.node(kind, "x", out="y", **attrs)
+    return graph.model(graphs.OPSET)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a library"])
+def test_a_broken_library_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "libQnnHtp.so"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DeviceUnavailableError, match=r"LIBRARY_NOT_LOADED.*libQnnHtp.so"):
+        qnn.open(htp_library=path)
+
+
+def test_a_library_that_vanishes_later_runs_nothing_on_the_cpu(target: Any) -> None:
+    gone = replace(target, library=replace(target.library, path=Path("/nowhere/libQnnHtp.so")))
+    with pytest.raises(DeviceError, match="NOT_ON_NPU"):
+        session.new_session(gone, graphs.add(ADD, 1), "compiling Add")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [one_node("Hardmax"), one_node("Det", (8, 8)), one_node("Relu", ("m", 8))],
+    ids=["operator", "another operator", "dynamic shape"],
+)
+def test_what_the_hexagon_does_not_take_is_refused(target: Any, model: bytes) -> None:
+    with pytest.raises(DeviceError, match=r"compiling it failed: NOT_ON_NPU"):
+        session.new_session(target, model, "compiling it")
+
+
+def test_an_unknown_chip_id_is_refused(target: Any) -> None:
+    chip = replace(target.chip, soc_model=99999)
+    with pytest.raises(DeviceError, match="NOT_ON_NPU"):
+        session.new_session(replace(target, chip=chip), graphs.add(ADD, 1), "compiling Add")
+
+
+def test_an_unknown_chip_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown chip 'sm865': did you mean 'sm8650'"):
+        qnn.open(soc="sm865")
+
+
+def test_a_misspelt_option_is_noticed(tmp_path: Path, monkeypatch: Any) -> None:
+    """The provider ignores unknown options; the stamp on what it made tells."""
+    spelt = session.Target.options
+
+    def misspelt(self: Any) -> dict[str, str]:
+        return {key.replace("htp_arch", "htp_architecture"): v for key, v in spelt(self).items()}
+
+    monkeypatch.setattr("hetero.backends.qnn.store.Compiler", InProcess)
+    monkeypatch.setattr(session.Target, "options", misspelt)
+    with pytest.raises(DeviceError, match="WRONG_TARGET"):
+        run_add(qnn.open(graph_sizes=(5,), cache=tmp_path))
+
+
+class InProcess(Compiler):
+    """Compiles in this process, where the patch is."""
+
+    def compile(self, model: bytes, output: Path, what: str, **_: Any) -> float:
+        config = {"ep.context_enable": "1", "ep.context_file_path": str(output)}
+        session.new_session(
+            self._target, model, what, config=config | {"ep.context_embed_mode": "0"}
+        )
+        return 0.0
+
+
+def run_add(device: Any) -> Any:
+    tensors = make_tensors(ADD, 5, np.random.default_rng(0), device=device)
+    device.prepare(ADD, {}).bind(tensors, 5).run()
+    return tensors
+
+
+def test_a_compiler_that_dies_is_reported(target: Any, tmp_path: Path) -> None:
+    compiler = Compiler(target)
+    compiler.compile(graphs.add(ADD, 1), tmp_path / "first.onnx", "compiling Add")
+    assert compiler._child is not None
+    os.kill(compiler._child.pid, signal.SIGKILL)
+    compiler._child.wait()
+    # A dead child is replaced; one that dies on the job is an error.
+    compiler.compile(graphs.add(ADD, 1), tmp_path / "second.onnx", "compiling Add")
+    assert (tmp_path / "second.onnx").exists()
+    compiler._child.stdin.write("nonsense\n")  # type: ignore[union-attr]
+    with pytest.raises(DeviceError, match=r"compiling Add failed: COMPILER_DIED.*with code 1"):
+        compiler.compile(graphs.add(ADD, 1), tmp_path / "third.onnx", "compiling Add")
+    compiler.close()
+    compiler.close()
+
+
+def test_a_model_that_the_child_refuses_is_reported(target: Any, tmp_path: Path) -> None:
+    compiler = Compiler(target)
+    with pytest.raises(DeviceError, match=r"compiling it failed: NOT_ON_NPU"):
+        compiler.compile(one_node("Hardmax"), tmp_path / "a.onnx", "compiling it")
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("Failed to finalize QNN graph. Error: X, Code: 1002", "MEM_ALLOC (1002)"),
+        ("error code 1009", "SYSTEM_COMMUNICATION (1009)"),
+        ("error code 5000", "QNN_CONTEXT_ERROR (5000)"),
+        ("contextCreateFromBinary failed QNN_CONTEXT_ERROR_CREATE_FROM_BINARY", "(5005)"),
+        ("Failed to create device. Error 14001", "INVALID_CONFIG (14001)"),
+        ("something else", "RuntimeError: something else"),
+    ],
+)
+def test_native_codes_have_names_and_remedies(message: str, code: str) -> None:
+    error = session.device_error(RuntimeError(message), "compiling Add")
+    assert code in error.code
+    assert error.remedy
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-3, 1.0, 1e5, 1e9])
+def test_matmuls_of_any_size_keep_fp16s_precision(size: float) -> None:
+    op = ops.MatMul(n=64, k=96, weight_format=WeightFormat.W4A16, bias=size >= 1)
+    weights = make_weights(op, np.random.default_rng(0))
+    with qnn.open(graph_sizes=(5,), cache=None) as device:
+        tensors = make_tensors(op, 5, np.random.default_rng(1), device=device)
+        tensors["x"].array[:] *= size
+        device.prepare(op, weights).bind(tensors, 5).run()
+    dense = weights["weight"].dequantize().astype(np.float64)  # type: ignore[union-attr]
+    expected = tensors["x"].array.astype(np.float64) @ dense.T
+    if op.bias:
+        expected += weights["bias"]
+    off = np.linalg.norm(tensors["y"].array - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert off.max() < 6e-4
+
+
+def test_a_value_beyond_fp16_is_an_error() -> None:
+    with qnn.open(graph_sizes=(5,), cache=None) as device:
+        tensors = make_tensors(ADD, 5, np.random.default_rng(0), device=device)
+        call = device.prepare(ADD, {}).bind(tensors, 5)
+        tensors["x"].array[3, 7] = 40000.0
+        call.run()
+        for other in (40000.0, 1e6):
+            tensors["residual"].array[3, 7] = other
+            with pytest.raises(DeviceError, match=r"Add\(d=64\) m=5 failed: FP16_OVERFLOW"):
+                call.run()
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.W4A8, WeightFormat.F32])
+def test_formats_without_arithmetic_are_refused(weight_format: WeightFormat) -> None:
+    op = ops.MatMul(n=16, k=32, weight_format=weight_format)
+    with (
+        qnn.open(cache=None) as device,
+        pytest.raises(ValueError, match="is not one of"),
+    ):
+        device.prepare(op, make_weights(op, np.random.default_rng(0)))
+
+
+@pytest.mark.parametrize(
+    "weight_format", [WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16]
+)
+def test_padding_and_splitting_change_no_bit(weight_format: str) -> None:
+    """Rows of zeros, two halves of the tokens, and two halves of the weight's rows."""
+    op = ops.MatMul(n=96, k=172, weight_format=WeightFormat(weight_format))
+    random = np.random.default_rng(0)
+    weight = make_weights(op, random)["weight"]
+    x = random.standard_normal((64, op.k)).astype(np.float32)
+
+    def product(part: Any, rows: Any, m: int) -> Any:
+        with qnn.open(graph_sizes=(m,), cache=None) as device:
+            few = replace(op, n=part.n)
+            tensors = make_tensors(few, m, random, device=device)
+            tensors["x"].array[:] = 0
+            tensors["x"].array[: len(rows)] = rows
+            device.prepare(few, {"weight": part}).bind(tensors, m).run()
+            return tensors["y"].array[: len(rows)].copy()
+
+    whole = product(weight, x, 64)
+    np.testing.assert_array_equal(product(weight, x[:20], 64), whole[:20])
+    np.testing.assert_array_equal(product(weight, x[32:], 32), whole[32:])
+    halves = [product(weight.rows(*cut), x, 64) for cut in ((0, 32), (32, 96))]  # type: ignore[union-attr]
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole)

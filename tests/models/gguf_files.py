@@ -1,0 +1,200 @@
+"""Writing GGUF files from Hugging Face directories, as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import load_file
+
+Array = npt.NDArray[Any]
+ARCHITECTURES = {"phi": "phi2"}
+PERMUTED = ("llama", "internlm2")
+NAMES = {
+    "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.dense": "attn_output", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}  # fmt: skip
+GEMMA2_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+
+
+def convert(
+    source: Path,
+    target: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    **changes: Any,
+) -> dict[str, Array]:
+    """Write a Hugging Face directory as GGUF; returns the tensors as they were given to the file.
+
+    `changes` to the metadata have `__` for a dot; None leaves an entry out. Vectors stay F32.
+    """
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    name = ARCHITECTURES.get(raw["model_type"], raw["model_type"])
+    own = {key.replace("__", "."): value for key, value in changes.items()}
+    entries = metadata(raw, name) | tokenizer(source) | own
+    tensors = named_tensors(raw, name, load_file(source / "model.safetensors"))
+    write(target, name, {k: v for k, v in entries.items() if v is not None}, tensors, kind)
+    return tensors
+
+
+def write(
+    target: Path,
+    name: str,
+    entries: Mapping[str, Any],
+    tensors: Mapping[str, Array],
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+) -> None:
+    """Write metadata and tensors, matrices in `kind`."""
+    writer = GGUFWriter(target, name)
+    for key, value in entries.items():
+        add_entry(writer, key, value)
+    for key, value in tensors.items():
+        whole = value.ndim > 1 and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
+        chosen = kind if whole or (kind in FLOATS and value.ndim > 1) else GGMLQuantizationType.F32
+        if chosen in FLOATS:
+            writer.add_tensor(key, value.astype(FLOATS[chosen]))
+        else:
+            data = gguf.quants.quantize(value.astype(np.float32), chosen)
+            writer.add_tensor(key, data, raw_dtype=chosen)
+    finish(writer)
+
+
+def tensor_file(path: Path, data: Array, kind: GGMLQuantizationType) -> Path:
+    """A file of one tensor `x` given in bytes."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("x", data, raw_dtype=kind)
+    finish(writer)
+    return path
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write everything."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_entry(writer: GGUFWriter, key: str, value: Any) -> None:
+    """One metadata entry, by its Python type."""
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Entries of a config.json."""
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    rope = raw.get("rope_parameters") or {}
+    rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    found: dict[str, Any] = {
+        "embedding_length": raw["hidden_size"],
+        "block_count": raw["num_hidden_layers"],
+        "feed_forward_length": raw["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": raw.get("num_key_value_heads", heads),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "context_length": raw["max_position_embeddings"],
+        "rope.freq_base": float(rope.get("rope_theta", raw.get("rope_theta", 1e4))),
+        "rope.dimension_count": int(head_dim * rotated),
+        "vocab_size": raw["vocab_size"],
+    }
+    if "rms_norm_eps" in raw:
+        found["attention.layer_norm_rms_epsilon"] = float(raw["rms_norm_eps"])
+    else:
+        found["attention.layer_norm_epsilon"] = float(raw["layer_norm_eps"])
+    for ours, theirs in (
+        ("sliding_window", "attention.sliding_window"),
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ):
+        if raw.get(ours) is not None:
+            found[theirs] = raw[ours]
+    return {f"{name}.{key}": value for key, value in found.items()}
+
+
+def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
+    """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
+    names = NAMES | (GEMMA2_NAMES if name == "gemma2" else {})
+    found: dict[str, Array] = {}
+    for key, tensor in source.items():
+        value: Array = tensor.float().numpy()
+        module, suffix = key.rsplit(".", 1)
+        prefix = ""
+        if module.startswith("model.layers."):
+            _, _, layer, module = module.split(".", 3)
+            prefix = f"blk.{layer}."
+        renamed = names[module]
+        if name in PERMUTED and renamed in ("attn_q", "attn_k"):
+            field = "num_attention_heads" if renamed == "attn_q" else "num_key_value_heads"
+            value = permute(value, raw[field])
+        if name.startswith("gemma") and renamed.endswith("norm"):
+            value = value + 1
+        found[f"{prefix}{renamed}.{suffix}"] = value
+    for layer in range(raw["num_hidden_layers"] if name == "phi2" else 0):
+        for suffix in ("weight", "bias"):
+            parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
+            found[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
+    return found
+
+
+def permute(value: Array, heads: int) -> Array:
+    """`LlamaModel.permute` of convert_hf_to_gguf.py."""
+    split = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+    return split.swapaxes(1, 2).reshape(value.shape)
+
+
+def tokenizer(source: Path) -> dict[str, Any]:
+    """SentencePiece (scores from the order of merges) or byte-level BPE."""
+    raw = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = raw["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {x["content"] for x in raw["added_tokens"]}
+    merges = [x.split(" ") if isinstance(x, str) else x for x in raw["model"]["merges"]]
+    pieces = raw["model"].get("byte_fallback", False)
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama" if pieces else "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [
+            3 if x in special else 6 if pieces and x.startswith("<0x") else 1 for x in tokens
+        ],
+    }
+    if pieces:
+        rank = {left + right: -float(i) for i, (left, right) in enumerate(merges)}
+        found["tokenizer.ggml.scores"] = [rank.get(x, -1e6) for x in tokens]
+    else:
+        found["tokenizer.ggml.pre"] = "gpt-2"
+        found["tokenizer.ggml.merges"] = [" ".join(x) for x in merges] or ["a b"]
+        found["tokenizer.ggml.add_bos_token"] = raw.get("post_processor") is not None
+    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    for ours, theirs in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token")):
+        if settings.get(theirs) in vocabulary:
+            found[f"tokenizer.ggml.{ours}_token_id"] = vocabulary[settings[theirs]]
+    if isinstance(settings.get("chat_template"), str):
+        found["tokenizer.chat_template"] = settings["chat_template"]
+    return found

@@ -1,0 +1,105 @@
+"""Compiler mode: the physical model on known cases, and the profile of a chip that is not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero.cli import main
+from hetero.profiler.compiled import (
+    SNAPDRAGON_8_GEN_3,
+    ChipModel,
+    Work,
+    compiler_profile,
+    fit_model,
+    leave_one_out,
+)
+from hetero.profiler.cost import CostModel
+from hetero.profiler.records import DeviceProfile
+
+TRUE = ChipModel(launch_s=2e-4, dram_bytes_per_s=4e10, hvx_bytes_per_s=5e10)
+WORKS = [
+    Work(1, 1e7, 4e7),
+    Work(1, 2e7, 9e7),
+    Work(2, 5e7, 3e8),
+    Work(1, 4e7, 1e7),
+    Work(1, 1e6, 1e7),
+]
+
+
+def test_the_slower_of_memory_and_vector_units_decides() -> None:
+    assert TRUE.seconds(Work(1, 4e7, 1e7)) == pytest.approx(2e-4 + 1e-3)
+    assert TRUE.seconds(Work(2, 4e7, 1e8)) == pytest.approx(4e-4 + 2e-3)
+
+
+def test_known_constants_are_found_again() -> None:
+    found = fit_model(WORKS, [TRUE.seconds(work) for work in WORKS], TRUE.dram_bytes_per_s)
+    for work in WORKS:
+        assert found.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.02)
+
+
+def test_a_point_that_does_not_fit_shows_when_it_is_left_out() -> None:
+    seconds = [TRUE.seconds(work) for work in WORKS]
+    errors = leave_one_out(WORKS, seconds, TRUE.dram_bytes_per_s)
+    assert max(map(abs, errors)) < 0.05
+    seconds[2] *= 3
+    assert leave_one_out(WORKS, seconds, TRUE.dram_bytes_per_s)[2] < -0.5
+
+
+def test_the_fitted_model_is_physical() -> None:
+    assert SNAPDRAGON_8_GEN_3.launch_s >= 0
+    assert 1e10 < SNAPDRAGON_8_GEN_3.hvx_bytes_per_s < 1e12
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> DeviceProfile:
+    pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    shapes = ((256, 256), (512, 256), (256, 512), (512, 512))
+    return compiler_profile(
+        "sm8750", shapes, (1, 32, 64), directory=tmp_path_factory.mktemp("schedules")
+    )
+
+
+def test_a_profile_of_another_chip(small: DeviceProfile, tmp_path: Path) -> None:
+    assert small.name == "sm8750"
+    npu = small.devices["npu"]
+    assert (npu.numbers, npu.backend) == ("compiler-predicted", "qnn")
+    assert "Snapdragon 8 Elite" in npu.name
+    assert small.devices["gpu"].numbers == "simulated"
+    assert len(small.matmuls) == 12
+    assert all(row.seconds > 0 for row in small.matmuls)
+    assert any("compiler-predicted" in note for note in small.notes)
+    small.save(tmp_path / "profile.json")
+    assert DeviceProfile.load(tmp_path / "profile.json") == small
+
+
+def test_the_solver_can_ask_it(small: DeviceProfile) -> None:
+    cost = CostModel(small)
+    row = max(small.matmuls, key=lambda row: row.seconds)
+    found = float(cost.matmul_s("npu", row.weight_format, row.m, row.n, row.k).seconds)
+    assert found == pytest.approx(row.seconds, rel=0.6)
+    assert small.preparation_predictors[0].fixed_s >= 0
+
+
+def test_a_name_that_is_no_chip_measures_this_machine(capsys: Any, monkeypatch: Any) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("hetero.cli_profile.profile_device", lambda path, **o: asked.update(o))
+    monkeypatch.setattr("hetero.cli_profile._report", lambda *_: None)
+    with pytest.raises(SystemExit, match="0"):
+        main(["profile", "--soc", "my-laptop"])
+    assert asked["name"] == "my-laptop"
+
+
+def test_the_command_writes_a_profile(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("hetero.profiler.compiled.TOKENS", (1, 32))
+    out = tmp_path / "chip.json"
+    with pytest.raises(SystemExit, match="0"):
+        main(["profile", "--soc", "sm8650", "--model", "demo", "--out", str(out), "--json"])
+    answer = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert answer["name"] == "sm8650"
+    assert DeviceProfile.load(out).devices["npu"].numbers == "compiler-predicted"

@@ -1,0 +1,106 @@
+"""Random valid plans: every strategy, cut anywhere the devices allow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
+
+STRATEGIES = (
+    "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
+)  # fmt: skip
+ROWS = 32  # cuts at multiples of this are allowed on every backend here
+
+
+def random_plan(
+    spec: ModelSpec,
+    tokens: int,
+    graphs: Sequence[int],
+    rng: random.Random,
+    *,
+    strategies: Sequence[str] = STRATEGIES,
+    rest: str = "gpu",
+) -> ExecutionPlan:
+    """A plan for prompts of `tokens` and for decoding; each matmul has a strategy of its own."""
+    entries = []
+    for matmul in spec.matmuls:
+        for phase, m in (("prefill", tokens), ("decode", 1)):
+            head = matmul.name == "lm_head"
+            strategy = rng.choice(strategies)
+            tiles = tiles_of(strategy, 1 if head else m, matmul.n, graphs, rng)
+            if head:
+                tiles = [tile.model_copy(update={"tokens": (0, None)}) for tile in tiles]
+            entries.append(
+                OpPlan.model_validate(
+                    {
+                        "phase": phase,
+                        "m": None if head else m,
+                        "op": matmul.name,
+                        "n": matmul.n,
+                        "k": matmul.k,
+                        "strategy": strategy,
+                        "tiles": tiles,
+                    }
+                )
+            )
+    return ExecutionPlan(
+        model=spec.name,
+        ops=tuple(entries),
+        rest=Rest.model_validate({"prefill": rest, "decode": rest}),
+    )
+
+
+def tiles_of(
+    strategy: str, m: int, n: int, graphs: Sequence[int], rng: random.Random
+) -> list[Tile]:
+    """Tiles of one matmul; a strategy that m or n is too small for falls back to a smaller one."""
+    cuts = list(range(ROWS, n, ROWS))
+    fitting = [g for g in graphs if g < m]
+    covering = [g for g in graphs if g >= m]
+    rows = rng.choice(cuts) if cuts else n
+    if strategy == "gpu-only" or (strategy == "npu-only" and not covering):
+        return [tile("gpu", (0, m), (0, n))]
+    if strategy == "npu-only" or (rows == n and not fitting):
+        return (
+            [tile("npu", (0, m), (0, n), min(covering))]
+            if covering
+            else tiles_of("gpu-only", m, n, graphs, rng)
+        )
+    if strategy == "row-cut" or not fitting:
+        npu = [tile("npu", (0, m), (0, rows), min(covering))] if covering else []
+        return [*npu, tile("gpu", (0, m), (rows if npu else 0, n))]
+    if strategy == "sequence-cut":
+        return cut_tokens([rng.choice(fitting)], m, n, n, rng)
+    first = rng.choice(fitting)
+    second = [g for g in graphs if g <= min(first, m - first)]
+    sizes = [first, rng.choice(second)] if second else [first]
+    return cut_tokens(sizes, m, n, n if strategy == "multi-sequence-cut" else rows, rng)
+
+
+def cut_tokens(sizes: Sequence[int], m: int, n: int, rows: int, rng: random.Random) -> list[Tile]:
+    """NPU graphs one after the other over rows [0, rows), the GPU's L-shape cut either way."""
+    tiles, start = [], 0
+    for size in sizes:
+        tiles.append(tile("npu", (start, start + size), (0, rows), size))
+        start += size
+    if rng.random() < 0.5 or rows == n:
+        if rows < n:
+            tiles.append(tile("gpu", (0, start), (rows, n)))
+        if start < m:
+            tiles.append(tile("gpu", (start, m), (0, n)))
+    else:
+        tiles.append(tile("gpu", (0, m), (rows, n)))
+        if start < m:
+            tiles.append(tile("gpu", (start, m), (0, rows)))
+    return tiles
+
+
+def tile(
+    device: str, tokens: tuple[int, int], rows: tuple[int, int], graph: int | None = None
+) -> Tile:
+    """A tile by its fields."""
+    return Tile.model_validate(
+        {"device": device, "tokens": tokens, "rows": rows, "graph_size": graph}
+    )

@@ -1,0 +1,210 @@
+"""Split results equal unsplit ones: every strategy, random cuts, every pair of backends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.registry import open_device
+from hetero.models import open_model
+from hetero.runtime.engine import Engine
+from hetero.solver.handmade import single_device
+from hetero.solver.plan import ExecutionPlan, PlanError
+from tests.checkpoints import relative_error
+from tests.runtime.models import tiny_model
+from tests.runtime.plans import STRATEGIES, random_plan
+
+GRAPHS = (1, 2, 4, 8, 32, 64)
+TOLERANCE = {"f32": 2e-5, "f16": 3e-3, "w4a16": 3e-3, "w8a16": 3e-3, "w4a8": 2e-2}
+PAIRS = {
+    "real": ("opencl", "ort-cpu"),
+    "reference": ("reference", "reference"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def devices_of(pair: str) -> dict[DeviceKind, Device]:
+    gpu, npu = PAIRS[pair]
+    options: dict[str, Any] = {"graph_sizes": GRAPHS}
+    if gpu == "reference":
+        fast = {"kind": "gpu", "asynchronous": True}
+        return {
+            "gpu": open_device("reference", **fast),
+            "npu": open_device("reference", kind="npu", **options),
+        }
+    return {"gpu": open_device(gpu), "npu": open_device(npu, **options)}
+
+
+def make_engine(
+    folder: Path, plan: ExecutionPlan | DeviceKind, pair: str, weights: str, **options: Any
+) -> Engine:
+    loaded = open_model(str(folder), weights=weights)
+    if isinstance(plan, str):
+        plan = single_device(loaded.spec(), plan)
+    devices = {k: d for k, d in devices_of(pair).items() if k in plan.devices()}
+    return Engine(loaded.weights, plan, devices, max_seq_len=160, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Iterator[Any]:
+    """Logits of the unsplit model after a prompt and after each of three more tokens."""
+    engines: dict[str, Engine] = {}
+
+    def logits(weights: str, tokens: list[int]) -> list[Any]:
+        if weights not in engines:
+            engines[weights] = make_engine(folder, "gpu", "real", weights)
+        return run(engines[weights], tokens)
+
+    yield logits
+    for engine in engines.values():
+        engine.close()
+
+
+def run(engine: Engine, tokens: list[int]) -> list[Any]:
+    engine.truncate(0)
+    found = [engine.prefill(tokens[:-3]).copy()]
+    found += [engine.decode(token).copy() for token in tokens[-3:]]
+    return found
+
+
+def check(engine: Engine, tokens: list[int], wanted: list[Any], tolerance: float) -> None:
+    for name in engine.pool.names():
+        if name not in ("tokens", "position"):
+            engine.pool[name].array[:] = 7e7  # whatever is not written shows
+    for got, want in zip(run(engine, tokens), wanted, strict=True):
+        assert np.isfinite(got).all()
+        assert relative_error(got, want) < tolerance
+
+
+@pytest.mark.parametrize("sync", ["fast", "event", "finish"])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy(folder: Path, expected: Any, strategy: str, pair: str, sync: str) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    tokens = np.random.default_rng(1).integers(0, 263, 48).tolist()
+    plan = random_plan(spec, 45, GRAPHS, random.Random(5), strategies=[strategy])
+    with make_engine(folder, plan, pair, "f32", sync=sync) as engine:
+        check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
+        assert engine.step("prefill", 45).copied_bytes == 0  # merging moves nothing
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**20),
+    tokens=st.integers(1, 100),
+    weights=st.sampled_from(list(WeightFormat)),
+    pair=st.sampled_from(list(PAIRS)),
+)
+def test_random_cuts_change_no_result(
+    folder: Path, expected: Any, seed: int, tokens: int, weights: WeightFormat, pair: str
+) -> None:
+    """A strategy of its own for every matmul and phase; prompts at and below the plan's length."""
+    rng = random.Random(seed)
+    spec = open_model(str(folder), weights=weights.value).spec()
+    plan = random_plan(spec, tokens, GRAPHS, rng)
+    with make_engine(folder, plan, pair, weights.value) as engine:
+        for count in {tokens, rng.randint(1, tokens)}:
+            ids = np.random.default_rng(seed).integers(0, 263, count + 3).tolist()
+            check(engine, ids, expected(weights.value, ids), TOLERANCE[weights.value])
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_rest_on_the_npu_reads_split_results(folder: Path, expected: Any, pair: str) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    tokens = np.random.default_rng(2).integers(0, 263, 48).tolist()
+    plan = random_plan(spec, 45, GRAPHS, random.Random(3), strategies=["row-cut"], rest="npu")
+    with make_engine(folder, plan, pair, "f32") as engine:
+        check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
+        gathers = engine.step("prefill", 45).copied_bytes
+        assert (gathers > 0) == (pair == "real")  # ONNX Runtime takes whole tensors
+
+
+def test_scoring_and_longer_prompts_than_planned(folder: Path, expected: Any) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    ids = np.random.default_rng(4).integers(0, 263, 150).tolist()
+    plan = random_plan(spec, 33, GRAPHS, random.Random(8), strategies=["hybrid-cut", "row-cut"])
+    with make_engine(folder, plan, "real", "f32") as engine:
+        check(engine, ids, expected("f32", ids), TOLERANCE["f32"])
+        engine.truncate(0)
+        scored = engine.score(ids)
+        assert relative_error(scored[-1], expected("f32", ids)[-1]) < 2e-5
+        assert scored.shape == (150, 263)
+
+
+def test_matmuls_apart(folder: Path, expected: Any) -> None:
+    """q, k and v as matmuls of their own, on devices of their own."""
+    loaded = open_model(str(folder), weights="f32")
+    config, spec = loaded.config, loaded.spec()
+    apart = {
+        "q": (config.heads * config.head_dim, "npu"),
+        "k": (config.kv_heads * config.head_dim, "gpu"),
+        "v": (config.kv_heads * config.head_dim, "npu"),
+    }
+    document = single_device(spec, "gpu").model_dump(mode="json")
+    document["ops"] = [o for o in document["ops"] if o["op"] != "qkv"]
+    for phase in ("prefill", "decode"):
+        for name, (n, device) in apart.items():
+            document["ops"].append(
+                {
+                    "phase": phase, "m": None, "op": name, "n": n, "k": config.hidden_size,
+                    "strategy": f"{device}-only",
+                    "tiles": [{"device": device, "tokens": [0, None], "rows": [0, n]}],
+                }
+            )  # fmt: skip
+    plan = ExecutionPlan.model_validate(document)
+    ids = np.random.default_rng(4).integers(0, 263, 40).tolist()
+    with make_engine(folder, plan, "real", "f32") as engine:
+        check(engine, ids, expected("f32", ids), TOLERANCE["f32"])
+
+
+def test_rows_that_cannot_be_cut_are_named(folder: Path) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    document = single_device(spec, "gpu").model_dump(mode="json")
+    entry = next(o for o in document["ops"] if o["op"] == "down" and o["phase"] == "decode")
+    entry["tiles"] = [
+        {"device": "npu", "tokens": [0, None], "rows": [0, 24]},
+        {"device": "gpu", "tokens": [0, None], "rows": [24, entry["n"]]},
+    ]
+    plan = ExecutionPlan.model_validate(document)
+    with pytest.raises(PlanError, match=r"layer0.down: rows \[24, 64\).*a multiple of 16 rows"):
+        make_engine(folder, plan, "real", "f32")
+
+
+def test_a_graph_that_is_not_there_is_named(folder: Path) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    plan = random_plan(spec, 45, (1, 48), random.Random(0), strategies=["npu-only"])
+    with (
+        make_engine(folder, plan, "real", "f32") as engine,
+        pytest.raises(PlanError, match="the plan wants a graph of 48 tokens"),
+    ):
+        engine.prefill([1] * 45)
+
+
+def test_a_graph_that_reaches_over_anothers_tokens_is_named(folder: Path) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    document = random_plan(spec, 45, GRAPHS, random.Random(0), strategies=["gpu-only"]).model_dump(
+        mode="json"
+    )
+    entry = next(o for o in document["ops"] if o["op"] == "o" and o["phase"] == "prefill")
+    entry["tiles"] = [
+        {"device": "npu", "tokens": [0, 20], "rows": [0, entry["n"]], "graph_size": 32},
+        {"device": "gpu", "tokens": [20, 45], "rows": [0, entry["n"]]},
+    ]
+    with (
+        make_engine(folder, ExecutionPlan.model_validate(document), "real", "f32") as engine,
+        pytest.raises(PlanError, match=r"layer0\.o: the graph of 32 tokens at 0 reaches over"),
+    ):
+        engine.prefill([1] * 45)

@@ -1,0 +1,211 @@
+"""What computes a model: `--device`, profiles, plans, and the reason of an automatic choice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero import LLM, UserError
+from hetero.choosing import Choice, Wishes, choose, plan_on
+from hetero.models import model_spec
+from hetero.profiler.errors import ProfileError, ProfileWarning
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.handmade import single_device
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.plan import ExecutionPlan, PlanError
+from tests.runtime.models import tiny_model
+
+NAMES = {"gpu": "opencl", "npu": "ort-cpu"}
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return model_spec("llama-3-8b")
+
+
+@pytest.fixture(scope="module")
+def chip() -> DeviceProfile:
+    return DeviceProfile.load("snapdragon-8-gen-3")
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache without a profile; where one would lie."""
+    path = tmp_path / "cache" / "host.json"
+    monkeypatch.setattr("hetero.planning.files.cached_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.planning.files.shipped_names", lambda: ("snapdragon-8-gen-3",))
+    return path
+
+
+def named(chip: DeviceProfile, *, npu_scale: float = 1.0, **backends: str) -> DeviceProfile:
+    """The chip's times as if taken on these backends; the NPU's multiplied."""
+    devices = {
+        kind: record.model_copy(update={"backend": (NAMES | backends)[kind]})
+        for kind, record in chip.devices.items()
+    }
+    predictors = tuple(
+        p.model_copy(
+            update={"model": p.model.model_copy(update={"order_slowdown": npu_scale})}  # type: ignore[union-attr]
+        )
+        if p.device == "npu"
+        else p
+        for p in chip.predictors
+    )
+    return chip.model_copy(update={"name": "here", "devices": devices, "predictors": predictors})
+
+
+@pytest.mark.parametrize("mode", ["gpu", "npu"])
+def test_one_device_needs_no_profile(spec: ModelSpec, mode: Any) -> None:
+    assert choose(spec, Wishes(mode=mode)) == Choice(mode)
+    with pytest.raises(UserError, match="profile 'nowhere': there is no such file"):
+        choose(spec, Wishes(mode=mode, profile="nowhere"))
+
+
+def test_without_any_profile_it_is_layer_level_and_auto_says_why(spec: ModelSpec) -> None:
+    quiet = choose(spec, Wishes(mode="hetero"))
+    assert (quiet.mode, quiet.plan, quiet.reason) == ("hetero", None, "")
+    auto = choose(spec, Wishes(mode="auto"))
+    assert auto.mode == "hetero"
+    assert auto.reason.startswith("auto: layer level, because this machine has no profile")
+
+
+def test_this_machines_profile_is_found_in_the_cache(
+    spec: ModelSpec, chip: DeviceProfile, empty_cache: Path
+) -> None:
+    empty_cache.parent.mkdir()
+    named(chip).save(empty_cache)
+    found = choose(spec, Wishes(mode="auto"))
+    assert found.mode == "hetero"
+    assert found.plan is not None
+    assert found.plan.profile == "here"
+    assert "(profile here)" in found.reason
+
+
+def test_a_broken_cached_profile_is_no_reason_to_stop(spec: ModelSpec, empty_cache: Path) -> None:
+    empty_cache.parent.mkdir()
+    empty_cache.write_text("{", encoding="utf-8")
+    assert choose(spec, Wishes(mode="auto")).reason.startswith("auto: layer level, because")
+
+
+def test_a_cached_profile_of_other_backends_is_not_used(
+    spec: ModelSpec, chip: DeviceProfile, empty_cache: Path
+) -> None:
+    empty_cache.parent.mkdir()
+    named(chip).save(empty_cache)
+    found = choose(spec, Wishes(mode="auto", gpu="reference", npu="null"))
+    assert found.reason.startswith(
+        "auto: layer level, because profile here says nothing of reference as GPU: take one with"
+    )
+
+
+def test_the_shipped_host_profile_comes_with_a_notice(
+    spec: ModelSpec, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.planning.DeviceProfile.load", lambda _: named(chip))
+    found = choose(spec, Wishes(mode="auto"))
+    assert found.notes == (
+        "this machine has no profile yet (`hetero profile` takes one), so the shipped profile "
+        "`host` is used",
+    )
+
+
+def test_auto_takes_what_is_predicted_fastest(spec: ModelSpec, chip: DeviceProfile) -> None:
+    both = choose(spec, Wishes(mode="auto", profile=named(chip)))
+    assert both.mode == "hetero"
+    assert both.reason.startswith("auto: tensor level, predicted for a prompt of 256 tokens and 64")
+    slow = choose(spec, Wishes(mode="auto", profile=named(chip, npu_scale=100.0)))
+    assert (slow.mode, slow.plan) == ("gpu", None)
+    assert slow.reason.startswith("auto: gpu alone, predicted for")
+
+
+def test_hetero_is_at_least_layer_level(spec: ModelSpec, chip: DeviceProfile) -> None:
+    assert choose(spec, Wishes(profile=named(chip, npu_scale=100.0))).plan is None
+    plan = choose(spec, Wishes(profile=named(chip))).plan
+    assert plan is not None
+    assert plan.devices() == {"gpu", "npu"}
+
+
+def test_plans_are_tensor_level_for_any_length(spec: ModelSpec, chip: DeviceProfile) -> None:
+    found = choose(spec, Wishes(mode="auto", profile=named(chip), longest=512))
+    assert found.reason.startswith("auto: tensor level, predicted for")
+    assert found.plan is not None
+    assert max(len(op.tiles) for op in found.plan.ops) > 1
+    assert found.solver is not None
+    assert {op.m for op in found.solver.plan_for(301).ops} == {301, None}
+
+
+def test_a_strategy_is_forced(spec: ModelSpec, chip: DeviceProfile) -> None:
+    wishes = Wishes(profile=named(chip), strategy="padding", seq_lens=(300,))
+    plan = choose(spec, wishes).plan
+    assert plan is not None
+    assert plan.strategy == "padding"
+    assert [t.graph_size for t in plan.partition("prefill", 300, "down")] == [512]
+    with pytest.raises(UserError, match="this machine has no profile"):
+        choose(spec, Wishes(strategy="padding"))
+
+
+def test_what_is_asked_for_by_name_must_work(chip: DeviceProfile) -> None:
+    odd = model_spec("llama-3-8b", "f32")
+    with pytest.raises(PlanError, match="has no times of f32"):
+        choose(odd, Wishes(profile=named(chip)))
+    no_rest = named(chip).model_copy(update={"other_predictors": ()})
+    with pytest.raises(ProfileError, match="lacks operators"):
+        choose(model_spec("llama-3-8b"), Wishes(profile=no_rest))
+
+
+class _Device:
+    """The parts of a device that `plan_on` looks at."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.capabilities = type("C", (), {"static_shapes": True, "graph_sizes": sizes})
+        self.info = type("I", (), {"backend": "ort-cpu"})
+
+
+def test_plans_follow_the_devices_that_could_be_opened(spec: ModelSpec) -> None:
+    npu: Any = _Device((1, 32))
+    gpu: Any = _Device(())
+    plan = single_device(spec, "npu")
+    assert plan_on(Choice("npu", plan), spec, {"npu": npu}) is plan
+    assert plan_on(Choice("npu", plan), spec, {"gpu": gpu}).devices() == {"gpu"}
+    assert plan_on(Choice("hetero"), spec, {"gpu": gpu, "npu": npu}).devices() == {"gpu", "npu"}
+
+
+def test_graphs_that_the_device_does_not_have_are_refused(
+    spec: ModelSpec, chip: DeviceProfile
+) -> None:
+    wishes = Wishes(profile=named(chip), strategy="padding", seq_lens=(300,))
+    choice = choose(spec, wishes)
+    npu: Any = _Device((1, 32))
+    with pytest.raises(UserError, match="NPU graphs of 512 tokens, ort-cpu has 1, 32: make a plan"):
+        plan_on(Choice("hetero", choice.plan), spec, {"gpu": npu, "npu": npu})
+
+
+def test_a_model_runs_by_a_profile_and_says_so(chip: DeviceProfile, tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model"))
+    profile = tmp_path / "here.json"
+    named(chip).save(profile)
+    with pytest.warns(ProfileWarning, match="was taken elsewhere"):
+        llm = LLM(folder, device="auto", profile=profile, max_seq_len=64)
+    with llm:
+        result = llm.generate([1, 2, 3], max_tokens=3)
+        assert isinstance(llm.plan, ExecutionPlan)
+        assert result.stats.choice == llm.choice.reason
+        assert llm.choice.reason.startswith("auto: ")
+
+
+def test_the_command_says_its_choice_once(chip: DeviceProfile, tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model"))
+    profile = tmp_path / "here.json"
+    named(chip).save(profile)
+    options = ["--max-tokens", "2", "--json", "--device", "auto", "--profile", str(profile)]
+    command = [sys.executable, "-m", "hetero.cli", "generate", folder, "x", *options]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert said.stderr.count("hetero: auto: ") == 1
+    assert said.stderr.count("was taken elsewhere") == 1
+    assert json.loads(said.stdout.splitlines()[-1])["choice"].startswith("auto: ")

@@ -1,0 +1,187 @@
+"""`hetero compile`: a bundle runs, goes on after an interruption, and fits the chip."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero import LLM
+from hetero.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, find_bundle
+from hetero.cli import main
+from hetero.compiling import CompileRequest, compile_model, node_jobs, prepare
+from hetero.errors import ModelError, UserError
+from hetero.runtime.decoder import Node
+from hetero.solver.handmade import layer_level
+from hetero.solver.plan import Tile
+
+pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+
+REQUEST = CompileRequest("demo", "sm8650", graph_sizes=(1, 32), max_seq_len=96)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that was interrupted after ten graphs."""
+    out = tmp_path_factory.mktemp("bundles") / "demo-sm8650"
+
+    def stop(done: int, total: int, name: str) -> None:
+        if done >= 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_model(prepare(REQUEST), out, stop)
+    assert find_bundle(out) is None
+    return out
+
+
+@pytest.fixture(scope="module")
+def bundle(interrupted: Path) -> Path:
+    before = {path.name for path in (interrupted / GRAPHS_DIRECTORY).iterdir()}
+    assert len(before) == 10
+    times = {name: (interrupted / GRAPHS_DIRECTORY / name).stat().st_mtime_ns for name in before}
+    seen: list[int] = []
+    manifest = compile_model(prepare(REQUEST), interrupted, lambda done, *_: seen.append(done))
+    assert seen[-1] == len(manifest.graphs) == 32
+    for name, written in times.items():
+        assert (interrupted / GRAPHS_DIRECTORY / name).stat().st_mtime_ns == written
+    return interrupted
+
+
+def test_a_begun_bundle_is_not_gone_on_with_differently(interrupted: Path) -> None:
+    if (interrupted / BUNDLE_FILE).exists():
+        pytest.skip("the bundle was finished by another test first")
+    with pytest.raises(UserError, match="begun with another model, chip, plan or size"):
+        compile_model(prepare(replace(REQUEST, soc="sm8750")), interrupted)
+
+
+def test_a_bundle_runs_as_it_is(bundle: Path) -> None:
+    with LLM("demo", device="gpu", max_seq_len=96) as llm:
+        expected = llm.generate("Once upon a time", max_tokens=8).text
+    with LLM(str(bundle)) as llm:
+        assert llm.max_seq_len == 96
+        assert llm.devices.name("npu") == "qnn"
+        result = llm.generate("Once upon a time", max_tokens=8)
+        counts = llm.devices.devices["npu"].store.counts  # type: ignore[attr-defined]
+    assert result.text == expected
+    assert set(result.stats.placement) == {"gpu", "npu"}
+    assert (counts.compiled, counts.rebuilt) == (0, [])
+
+
+def test_the_manifest_says_what_was_compiled(bundle: Path) -> None:
+    manifest = find_bundle(bundle)
+    assert manifest is not None
+    assert (manifest.soc, manifest.htp_arch, manifest.graph_sizes) == ("sm8650", 75, (1, 32))
+    assert manifest.licence
+    names = {name for graph in manifest.graphs for name in graph.nodes}
+    assert names == {f"layer{i}.{op}" for i in range(4) for op in ("qkv", "o", "gate_up", "down")}
+    for graph in manifest.graphs:
+        assert (bundle / GRAPHS_DIRECTORY / graph.entry / "graph_qnn.bin").stat().st_size == (
+            graph.size_bytes
+        )
+
+
+def test_a_finished_bundle_is_not_overwritten(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="already holds a compiled model"):
+        compile_model(prepare(REQUEST), bundle)
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="is not empty"):
+        compile_model(prepare(REQUEST), tmp_path)
+
+
+def test_a_damaged_manifest_is_named(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / BUNDLE_FILE).write_text('{"kind": "hetero-compiled"}')
+    with pytest.raises(ModelError, match=r"compiled\.json: model: Field required"):
+        find_bundle(tmp_path)
+
+
+def test_dry_run_writes_nothing(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["compile", "random:llama-3.2-1b", "--soc", "sm8650", "--dry-run", "--json"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--graph-sizes", "32,256"])
+    first, last = capsys.readouterr().out.strip().splitlines()
+    assert "128 graphs" in first
+    found = json.loads(last)
+    assert found["graph_sizes"] == [32, 256]
+    assert 1.0e9 < found["graphs_bytes"] < 1.4e9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_does_not_fit_names_the_smallest_change() -> None:
+    large = CompileRequest("random:llama-3-8b", "sm8650", graph_sizes=(256,))
+    with pytest.raises(UserError, match=r"need [\d,]+ MiB.*give some matmuls to the GPU"):
+        prepare(large)
+    some = CompileRequest(
+        "random:llama-3.2-1b", "sm8650", graph_sizes=(1, 32, 64, 96, 128, 192, 256)
+    )
+    with pytest.raises(UserError, match=r"--share-weights fits"):
+        prepare(some)
+    floats = replace(some, weights="f16", share_weights=True, graph_sizes=tuple(range(1, 257)))
+    with pytest.raises(UserError, match=r"--graph-sizes 1,2,3,.* fits"):
+        prepare(floats)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"soc": "sm9999"}, "unknown chip 'sm9999'"),
+        ({"model": "nowhere"}, "there is no such directory"),
+        ({"weights": "w4a8"}, "w4a8"),
+    ],
+)
+def test_impossible_requests_are_refused(change: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(replace(REQUEST, **change))  # type: ignore[arg-type]
+
+
+def test_a_cut_matmul_is_compiled_segment_by_segment() -> None:
+    compilation = prepare(REQUEST)
+    node = next(job.node for job in compilation.jobs if job.node.plan_op == "gate_up")
+    plan = compilation.plan
+    cut = (
+        Tile(device="gpu", tokens=(0, None), rows=(0, 256)),
+        Tile(device="npu", tokens=(0, None), rows=(256, 1536)),
+    )
+    whole = (Tile(device="npu", tokens=(0, 32), rows=(0, 1536), graph_size=32),)
+    base = next(op for op in plan.ops if op.op == "gate_up" and op.phase == "prefill")
+    entries = (
+        *(op for op in plan.ops if op.op != "gate_up"),
+        base.model_copy(update={"tiles": cut, "strategy": "row-cut"}),
+        base.model_copy(update={"tiles": whole, "m": 32}),
+    )
+    found = _jobs(plan.model_copy(update={"ops": entries}), node)
+    assert found == {(0, 256): (32,), (256, 1536): (1, 32)}
+
+
+def test_other_operations_are_compiled_where_the_plan_has_them_on_the_npu() -> None:
+    compilation = prepare(REQUEST)
+    spec = compilation.loaded.spec()
+    npu = layer_level(spec, prefill="npu", decode="npu", rest="npu", graph_sizes=(1, 32))
+    jobs = prepare(replace(REQUEST, plan=npu)).jobs
+    kinds = {type(job.op).__name__ for job in jobs}
+    assert kinds == {"Embed", "RMSNorm", "MatMul", "Rope", "Attention", "GatedAct"}
+
+
+def _jobs(plan: Any, node: Node) -> dict[Any, Any]:
+    return {job.rows: job.sizes for job in node_jobs(plan, node, (1, 32))}
+
+
+def test_shared_weights_make_one_file_for_each_weight(tmp_path: Path) -> None:
+    shared = replace(REQUEST, share_weights=True)
+    assert prepare(shared).estimate.graphs_bytes < prepare(REQUEST).estimate.graphs_bytes
+    manifest = compile_model(prepare(shared), tmp_path / "shared")
+    assert len(manifest.graphs) == 16
+    assert {graph.tokens for graph in manifest.graphs} == {(1, 32)}
+    assert all(len(graph.files) == 3 for graph in manifest.graphs)

@@ -1,0 +1,91 @@
+"""Perplexity, agreement and divergence, against plain sums over whole texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero import LLM, cli
+from hetero.errors import UserError
+from hetero.evaluation import evaluate, read_tokens, windows
+from hetero.sampling import log_softmax
+
+STORY = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 6
+
+
+@settings(deadline=None)
+@given(count=st.integers(2, 300), window=st.integers(2, 64), data=st.data())
+def test_every_token_is_scored_once_with_enough_before_it(
+    count: int, window: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, window - 1))
+    found = list(windows(count, window, stride))
+    scored = [i for part in found for i in range(part.scored, part.stop)]
+    assert scored == list(range(1, count))
+    for part in found:
+        assert part.stop - part.start <= window
+        assert part.scored > part.start or part.start == 0
+        assert part.start == 0 or part.scored - part.start >= window - stride
+
+
+def test_perplexity_is_that_of_the_logits() -> None:
+    with LLM("demo", device="npu") as llm:
+        tokens = llm.encode(STORY)[:90]
+        logs = log_softmax(llm.logits(tokens))
+        losses = [-logs[i, token] for i, token in enumerate(tokens[1:])]
+        found = evaluate(llm, tokens, window=128)
+        assert found.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
+        assert (found.tokens, found.kl_mean) == (89, None)
+        whole = evaluate(llm, tokens, window=128, reference=llm)
+        assert (whole.top1_agreement, whole.kl_mean) == (1.0, 0.0)
+        short = evaluate(llm, tokens, window=16, stride=8)
+        assert short.perplexity > found.perplexity  # with less before them tokens are harder
+        for sizes in ({"window": 1}, {"window": 10**6}, {"window": 16, "stride": 16}):
+            with pytest.raises(UserError):
+                evaluate(llm, tokens, **sizes)
+
+
+def test_the_reference_shows_what_rounding_costs(stories: Path) -> None:
+    with (
+        LLM(str(stories), device="npu", weights="f32") as exact,
+        LLM(str(stories), device="npu", weights="w4a16") as four,
+        LLM(str(stories), device="npu", weights="w8a16") as eight,
+    ):
+        tokens = exact.encode(STORY)[:300]
+        found = [evaluate(x, tokens, reference=exact, window=256) for x in (exact, eight, four)]
+    kl = [x.kl_mean or 0.0 for x in found]
+    assert kl[0] == 0.0
+    assert 0 < kl[1] < kl[2] / 10
+    assert found[2].top1_agreement is not None
+    assert 0.5 < found[2].top1_agreement < 1.0
+
+
+def test_the_command_prints_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(STORY)
+    common = ["eval", "demo", "--text", str(text), "--max-tokens", "60"]
+    with pytest.raises(SystemExit):
+        cli.main([*common, "--weights", "w4a16", "--weights", "w4a8"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [x.split("|")[1].strip() for x in lines[2:]] == ["w4a16", "w4a8"]
+    with pytest.raises(SystemExit):
+        cli.main([*common, "--no-reference", "--json"])
+    assert json.loads(capsys.readouterr().out)["w4a16"]["kl_mean"] is None
+
+
+def test_a_text_that_is_none(tmp_path: Path) -> None:
+    with LLM("demo", device="npu") as llm:
+        for content, sentence in ((b"\xff\xfe\x00", "cannot be read as UTF-8"), (b"", "empty")):
+            (tmp_path / "t").write_bytes(content)
+            with pytest.raises(UserError, match=sentence):
+                read_tokens(llm, tmp_path / "t")
+        with pytest.raises(UserError, match="cannot be read"):
+            read_tokens(llm, tmp_path / "none")
