@@ -128,7 +128,7 @@ def test_a_model_that_does_not_fit_names_the_smallest_change() -> None:
     )
     with pytest.raises(UserError, match=r"--share-weights fits"):
         prepare(some)
-    floats = replace(some, weights="f16", share_weights=True, graph_sizes=tuple(range(1, 257)))
+    floats = replace(some, weights="f16", share_weights=True, graph_sizes=tuple(range(1, 701)))
     with pytest.raises(UserError, match=r"--graph-sizes 1,2,3,.* fits"):
         prepare(floats)
 
