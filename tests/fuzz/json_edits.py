@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -9,8 +10,8 @@ from typing import Any
 
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63, 2**64,
-    10**40, -(2**63), 0.5, -0.5, 1e-300, 1e308, float("inf"), float("nan"), "", "a", "0", "\x00", "\ud800",
-    "é" * 300, [], {}, [[]], [0], [""], [None] * 9, {"": 0}, {"type": None}, [1, 2, 3, 4],
+    10**40, -(2**63), 0.5, -0.5, 1e-300, 1e308, float("inf"), float("nan"), "", "a", "0", "\x00",
+    "\ud800", "é" * 300, [], {}, [[]], [0], [""], [None] * 9, {"": 0}, {"type": None}, [1, 2, 3],
 )  # fmt: skip
 MAX_EDITS = 3
 
@@ -54,17 +55,17 @@ def _edit(
         case 0 if len(container) > 1 or isinstance(container, dict):
             del container[key]
         case 1 | 2:
-            container[key] = chance.choice(ODD_VALUES)
+            container[key] = copy.deepcopy(chance.choice(ODD_VALUES))
         case 3 if words:
             container[key] = chance.choice(words)
         case 4 if isinstance(container, dict):
             container[chance.choice([*words, "x"])] = container.pop(key)
         case 5 if isinstance(container[key], list):
-            container[key] = container[key] * 2
+            container[key] = container[key] + copy.deepcopy(container[key])
         case _:
             value = container[key]
             if isinstance(value, int | float) and not isinstance(value, bool):
                 container[key] = value + chance.choice((-1, 1, 0.5, value, 2**31))
             else:
                 found = other.get(other_key) if isinstance(other, dict) else None
-                container[key] = json.loads(json.dumps(found))
+                container[key] = copy.deepcopy(found)
