@@ -249,7 +249,7 @@ class _Lowered:
         call = _Gather(node.name, panels, target, min(self.m, panels.shape[0]))
         self.copied_bytes += 4 * call.m * panels.shape[1]
         slots = frozenset({slot}), frozenset({f"{slot} gathered"})
-        operands = {"x": panels, "y": target}
+        operands: dict[str, Operand] = {"x": panels, "y": target}
         self._place(node, [_Item(None, call, *slots, (0, self.m), None, operands)])
         return target
 
