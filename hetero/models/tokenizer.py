@@ -330,7 +330,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
-            found[name] = text
+            found[name] = _unicode(text)  # JSON can say halves of characters, "\\ud800"
     return found
 
 

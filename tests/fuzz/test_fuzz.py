@@ -56,6 +56,26 @@ def test_damage_is_a_sentence_or_harmless(
     loader(data)
 
 
+def with_tokenizer(edit: str, loader: Target) -> bytes:
+    """The seed of the tokenizer, with a replacement `old => new`."""
+    old, new = edit.split(" => ")
+    seed = loader.seeds()[0]
+    assert old.encode() in seed
+    return seed.replace(old.encode(), new.encode(), 1)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        '"the":260 => "the":2147483907',  # gigabytes, to write down the ids between
+        '"bos_token": "<s>" => "bos_token": "\\ud800"',
+    ],
+)
+def test_what_the_fuzzer_found(edit: str, tmp_path: Path) -> None:
+    loader = TARGETS["tokenizer"](tmp_path)
+    loader(with_tokenizer(edit, loader))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="no atheris wheel here")
 def test_a_short_turn_guided_by_coverage(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz.worker", "gguf", str(tmp_path), "-runs=100"]
