@@ -196,6 +196,13 @@ class Device(ABC):
         """
         return None
 
+    def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
+        """A call that copies between host memory and an equal tensor in memory of this device's
+        own, in the order of its calls; None where the device has no such command. For comparisons:
+        nothing is copied on unified memory otherwise.
+        """
+        return None
+
     def set_timing(self, on: bool) -> None:  # noqa: B027
         """Let completions know when they ran (`Completion.span`), where the device can tell."""
 

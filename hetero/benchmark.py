@@ -28,7 +28,7 @@ WARMUP_DECODE_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One test on one device. Speeds in tokens/s, measured."""
+    """One test on one device. Speeds in tokens/s, measured; `copied_bytes` by a token."""
 
     test: str
     device: str
@@ -37,6 +37,7 @@ class BenchRow:
     tokens_per_s_median: float
     tokens_per_s_min: float
     tokens_per_s_max: float
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +68,12 @@ class BenchReport:
         lines = [
             f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}",
             "",
-            "| test | device | strategy | sync | tokens/s (median) | min | max |",
-            "|---|---|---|---|---:|---:|---:|",
+            "| test | device | strategy | sync | tokens/s (median) | min | max | copied B/token |",
+            "|---|---|---|---|---:|---:|---:|---:|",
         ]
         lines += [
             f"| {r.test} | {r.device} | {r.strategy} | {r.sync} | {r.tokens_per_s_median:.2f} "
-            f"| {r.tokens_per_s_min:.2f} | {r.tokens_per_s_max:.2f} |"
+            f"| {r.tokens_per_s_min:.2f} | {r.tokens_per_s_max:.2f} | {r.copied_bytes} |"
             for r in self.rows
         ]
         peak_mib = self.peak_rss_bytes / 2**20
@@ -226,11 +227,18 @@ def _open(model: str, who: Contender, options: BenchOptions) -> LLM:
     )
 
 
+class Sample(NamedTuple):
+    """One test of one round."""
+
+    tokens_per_s: float
+    copied_bytes: int
+
+
 def _measure(
     models: dict[Contender, LLM], options: BenchOptions, note: Callable[[str], None]
-) -> dict[tuple[str, Contender], list[float]]:
+) -> dict[tuple[str, Contender], list[Sample]]:
     _check_room(models.values(), options)
-    samples: dict[tuple[str, Contender], list[float]] = {}
+    samples: dict[tuple[str, Contender], list[Sample]] = {}
     prompt = _prompt(next(iter(models.values())), options.prompt_tokens)
     for llm in models.values():
         _round(llm, prompt, WARMUP_DECODE_TOKENS)
@@ -255,17 +263,20 @@ def _check_room(models: Iterable[LLM], options: BenchOptions) -> None:
         )
 
 
-def _round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[float, float]:
-    """Prefill and decode speed of one round, tokens/s; decode follows the prompt."""
+def _round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[Sample, Sample]:
+    """Prefill and decode of one round; decode follows the prompt."""
     engine = llm.engine
     engine.truncate(0)
-    start = time.perf_counter()
+    before, start = engine.copied_bytes, time.perf_counter()
     logits = engine.prefill(prompt if prompt else [0])
-    middle = time.perf_counter()
+    between, middle = engine.copied_bytes, time.perf_counter()
     for _ in range(decode_tokens):
         logits = engine.decode(int(np.argmax(logits)))
-    end = time.perf_counter()
-    return len(prompt) / (middle - start), decode_tokens / (end - middle) if decode_tokens else 0.0
+    after, end = engine.copied_bytes, time.perf_counter()
+    return (
+        Sample(len(prompt) / (middle - start), (between - before) // max(len(prompt), 1)),
+        Sample(decode_tokens / (end - middle), (after - between) // max(decode_tokens, 1)),
+    )
 
 
 def _prompt(llm: LLM, count: int) -> list[int]:
@@ -273,7 +284,8 @@ def _prompt(llm: LLM, count: int) -> list[int]:
     return [int(token) for token in random.integers(3, llm.model.config.vocab_size, count)]
 
 
-def _row(test: str, who: Contender, llm: LLM, values: Sequence[float]) -> BenchRow:
+def _row(test: str, who: Contender, llm: LLM, samples: Sequence[Sample]) -> BenchRow:
+    values = [sample.tokens_per_s for sample in samples]
     both = len(llm.plan.devices()) == 2
     return BenchRow(
         test=test,
@@ -283,4 +295,5 @@ def _row(test: str, who: Contender, llm: LLM, values: Sequence[float]) -> BenchR
         tokens_per_s_median=statistics.median(values),
         tokens_per_s_min=min(values),
         tokens_per_s_max=max(values),
+        copied_bytes=max(sample.copied_bytes for sample in samples),
     )

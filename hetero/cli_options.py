@@ -46,6 +46,7 @@ class SyncChoice(StrEnum):
     FAST = "fast"
     EVENT = "event"
     FINISH = "finish"
+    COPY = "copy"
 
 
 ModelArgument = Annotated[

@@ -181,27 +181,28 @@ class Generation:
         return (self._prompt + self._tokens)[: self._engine.position]
 
     def __iter__(self) -> Iterator[Piece]:
+        if self._speculative:
+            self._lookup = LookupDecoder(self._engine, self._prompt, self._speculative)
         start = self._clock()
         self._engine.reset_usage()
         logits = self._read_prompt()
         token = self._choose(logits)
         first = last = self._clock()
-        decode = self._engine.decode
-        if self._speculative:
-            self._lookup = LookupDecoder(self._engine, self._prompt, self._speculative)
-            decode = self._lookup.decode
-        while True:
-            self._times = (start, first, last)
-            piece = self._take(token)
-            yield piece
-            if piece.finish_reason is not None:
-                if self._lookup is not None:
-                    self._lookup.close()
-                return
-            logits = decode(token)
-            self._decode_steps += 1
-            token = self._choose(logits)
-            last = self._clock()
+        decode = self._engine.decode if self._lookup is None else self._lookup.decode
+        try:
+            while True:
+                self._times = (start, first, last)
+                piece = self._take(token)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+                logits = decode(token)
+                self._decode_steps += 1
+                token = self._choose(logits)
+                last = self._clock()
+        finally:  # also where nobody reads on: the context must hold no guess
+            if self._lookup is not None:
+                self._lookup.close()
 
     def result(self) -> GenerationResult:
         """The answer so far; complete once iteration has ended."""

@@ -40,8 +40,9 @@ class Acceptance:
 class LookupDecoder:
     """Gives the logits after each token, as `Engine.decode` does, computing several at once.
 
-    `tokens` are those in the engine's context. Owned by the generation's thread; `close` leaves the
-    engine's context at the tokens that were taken.
+    `tokens` are those that the engine's context holds when `decode` is first called. The steps that
+    verify guesses are lowered at once, so that no kernel is compiled while an answer waits. Owned
+    by the generation's thread; `close` leaves the context at the tokens that were taken.
     """
 
     def __init__(self, engine: Engine, tokens: Sequence[int], draft_tokens: int) -> None:
@@ -54,7 +55,9 @@ class LookupDecoder:
         self._engine = engine
         self._history = list(tokens)
         self._longest = draft_tokens
-        self._start = engine.position  # context before the last call
+        for count in range(1, draft_tokens + 2):
+            engine.step("decode", count, count)
+        self._start = 0  # context before the last call
         self._draft: list[int] = []
         self._rows: Logits | None = None
         self._taken = 0  # tokens of the last call that are part of the text

@@ -41,6 +41,7 @@ ROW_KEYS = {
     "tokens_per_s_median",
     "tokens_per_s_min",
     "tokens_per_s_max",
+    "copied_bytes",
 }
 
 

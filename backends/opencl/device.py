@@ -16,12 +16,13 @@ import pyopencl as cl
 from hetero.backends import ops
 from hetero.backends.checks import Health, check_weights
 from hetero.backends.errors import DeviceError
-from hetero.backends.memory import HostBuffer
+from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.flag import Flag, probe
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
 from hetero.backends.opencl.pocl_repair import cpu_flags, known_cpu_name
 from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.opencl.transfer import TransferCall
 from hetero.backends.opencl.tuning import detect_tuning, find_tuning
 from hetero.backends.ops import Op, WeightFormat, describe
 from hetero.backends.protocol import (
@@ -174,6 +175,10 @@ class OpenCLDevice(Device):
             visible = self._flag is not None and probe(self, self._flag)
             self.capabilities = replace(self.capabilities, early_visibility=visible)
         return self._flag if self.capabilities.early_visibility else None
+
+    def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
+        """See `Device.transfer`."""
+        return TransferCall(self, host, own, to_device)
 
     def set_timing(self, on: bool) -> None:
         """See `Device.set_timing`: a queue that keeps the times of its commands."""

@@ -86,6 +86,10 @@ class ReferenceDevice(Device):
         checks.check_weights(op, weights)
         return _Kernel(self, op, *program(op, weights))
 
+    def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall:
+        """See `Device.transfer`."""
+        return _Copy(self, *((host, own) if to_device else (own, host)))
+
     def state(self) -> str:
         """See `Device.state`."""
         return self.health.state
@@ -95,7 +99,7 @@ class ReferenceDevice(Device):
         self.health.lose("closed")
         self._queue.clear()
 
-    def enqueue(self, call: _Call) -> _Launch:
+    def enqueue(self, call: _Call | _Copy) -> _Launch:
         """Put a call in the queue; it starts when the one before it is over."""
         self.health.check(call.name)
         number, self._launches = self._launches, self._launches + 1
@@ -148,10 +152,28 @@ class _Call(BoundCall):
         self._kernel.program(self._arrays | gathered)
 
 
+class _Copy(BoundCall):
+    def __init__(self, device: ReferenceDevice, source: Tensor, target: Tensor) -> None:
+        self.name, self.m = f"copy of {source.nbytes} bytes", source.shape[0]
+        self._device, self._source, self._target = device, source, target
+
+    def run(self) -> None:
+        self._device.enqueue(self).wait()
+
+    def submit(self) -> Completion:
+        return self._device.enqueue(self)
+
+    def compute(self) -> None:
+        """Copy the elements."""
+        np.copyto(self._target.array, self._source.array)
+
+
 class _Launch(Completion):
     """A queued call, computed when its time has come and the host looks."""
 
-    def __init__(self, device: ReferenceDevice, call: _Call, ready_s: float, fails: bool) -> None:
+    def __init__(
+        self, device: ReferenceDevice, call: _Call | _Copy, ready_s: float, fails: bool
+    ) -> None:
         self.device, self.call, self.ready_s, self.fails = device, call, ready_s, fails
         self.retired = False
         self._error: DeviceError | None = None

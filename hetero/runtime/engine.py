@@ -51,7 +51,8 @@ class Engine:
     given by `prefill` and `decode`, which return float32 logits [vocab] of the last token as a view
     that the next call overwrites. `position` is the number of tokens in the cache. `solver` gives a
     plan for prompts of a length that `plan` does not list. A device that fails is dropped with one
-    warning and `fallback` says why; the other goes on from the same state.
+    warning and `fallback` says why; the other goes on from the same state. `copied_bytes` are those
+    that steps had to copy between the devices' memories so far: none, but for comparisons.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine:
         self.max_seq_len = max_seq_len
         self.position = 0
         self.fallback = ""
+        self.copied_bytes = 0
         self.trace: Trace | None = None
         self.executor = Executor()
         self._weights = weights
@@ -227,6 +229,7 @@ class Engine:
         self.pool["position"].array[0] = self.position
         with self._control():
             self.executor.run(step)
+        self.copied_bytes += step.copied_bytes
         if self.trace is not None:
             self.trace.add(step, self.executor)
         return step

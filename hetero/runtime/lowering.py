@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hetero.backends.memory import Panels, Tensor
+from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, MatMul
 from hetero.backends.protocol import (
     BoundCall,
@@ -32,6 +32,7 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.runtime.decoder import Node
+from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pieces import padded_size
 from hetero.runtime.plan_book import Part, PlanBook, Span
@@ -117,6 +118,7 @@ class _Item(NamedTuple):
     writes: frozenset[str]
     tokens: Span
     rows: Span | None
+    operands: Mapping[str, Operand] = {}  # in the pool, for hand-overs by copying
 
 
 class Lowering:
@@ -137,6 +139,14 @@ class Lowering:
         self.pool = pool
         self.devices = devices
         self.synchroniser = synchroniser
+        self._mirrors: dict[HostBuffer, HostBuffer] = {}
+
+    def handover(self) -> Handover | None:
+        """How slots are handed over where that is by copying: `--sync copy`."""
+        gpu = self.devices.get("gpu")
+        if self.synchroniser.method != "copy" or gpu is None:
+            return None
+        return Handover(gpu, self._mirrors) if gpu.capabilities.unified_memory else None
 
     def lower(self, phase: Phase, m: int, logit_rows: int) -> Step:
         """The step of m tokens whose last `logit_rows` rows get logits."""
@@ -153,6 +163,7 @@ class _Lowered:
             kind: device.capabilities.asynchronous for kind, device in self.devices.items()
         }
         self.eager = lowering.synchroniser.eager
+        self.handover = lowering.handover()
         self.layout: dict[str, Operand] = {}
         self.uses: dict[str, _Use] = {}
         self.waited: dict[DeviceKind, int] = {}
@@ -170,6 +181,8 @@ class _Lowered:
                 self._place(node, self._matmul_items(node))
             else:
                 self._place(node, [self._other_item(node)])
+        if self.logit_rows:
+            self._hand_over("end", None, {"x": self._operand("logits")})
         for kind in sorted(self.submitted):
             self._wait(kind, self.submitted[kind], "end")
         self._raise_flags()
@@ -228,17 +241,16 @@ class _Lowered:
             if port in OUTPUT_PORTS:
                 self.layout.pop(slot, None)
             operands[port] = operand
-        call = self.lowering.kernels.other(node, kind).bind(operands, bound)
-        return _Item(kind, call, *_slots(node), (0, self.m), None)
+        call = self.lowering.kernels.other(node, kind).bind(self._own(kind, operands), bound)
+        return _Item(kind, call, *self._slots(node, kind), (0, self.m), None, operands)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
         target = self.pool.gathered(slot, panels.shape[1])
         call = _Gather(node.name, panels, target, min(self.m, panels.shape[0]))
         self.copied_bytes += 4 * call.m * panels.shape[1]
-        item = _Item(
-            None, call, frozenset({slot}), frozenset({f"{slot} gathered"}), (0, self.m), None
-        )
-        self._place(node, [item])
+        slots = frozenset({slot}), frozenset({f"{slot} gathered"})
+        operands: dict[str, Operand] = {"x": panels, "y": target}
+        self._place(node, [_Item(None, call, *slots, (0, self.m), None, operands)])
         return target
 
     def _matmul_items(self, node: Node) -> list[_Item]:
@@ -261,8 +273,10 @@ class _Lowered:
             start = part.tokens[0]
             x = source.rows(first + start, first + part.stop)
             y = panels[rows].rows(start, part.stop)
-            call = kernel.bind({"x": x, "y": y}, part.graph)
-            items.append(_Item(part.kind, call, *_slots(node), part.tokens, rows))
+            operands = {"x": x, "y": y}
+            call = kernel.bind(self._own(part.kind, operands), part.graph)
+            slots = self._slots(node, part.kind)
+            items.append(_Item(part.kind, call, *slots, part.tokens, rows, operands))
         return items
 
     def _static(self) -> frozenset[DeviceKind]:
@@ -294,16 +308,47 @@ class _Lowered:
 
     def _place(self, node: Node, items: list[_Item]) -> None:
         """Append a node's launches: asynchronous ones first, so that both devices work at once."""
+        for item in items:
+            self._hand_over(node.name, item.kind, item.operands)
         needs = [self._needs(item) for item in items]
         order = sorted(range(len(items)), key=lambda i: not self._submits(items[i]))
         if not self.eager:
             for i in order:
-                self._meet(node, needs[i])
+                self._meet(node.name, needs[i])
         for i in order:
-            self._meet(node, needs[i])
-            self._launch(node, items[i])
+            self._meet(node.name, needs[i])
+            self._launch(node.name, items[i])
         for item in items:
             self._note(item)
+        if self.handover is not None:
+            self.handover.after([(item.kind, item.operands) for item in items], self.m)
+
+    def _hand_over(
+        self, where: str, kind: DeviceKind | None, operands: Mapping[str, Operand]
+    ) -> None:
+        """Copy what a launch reads and another device wrote, where hand-overs are by copying."""
+        for found in self.handover.before(kind, operands) if self.handover is not None else ():
+            slot = self.pool.name_of(found.buffer)
+            host, own = frozenset({slot}), frozenset({f"{slot} of the gpu"})
+            reads, writes = (host, own) if found.to_gpu else (own, host)
+            item = _Item("gpu", found.call, reads, writes, (0, self.m), None)
+            self._meet(where, self._needs(item))
+            self._launch(f"{where} {found.call.name}", item)
+            self._note(item)
+            self.copied_bytes += found.nbytes
+
+    def _own(
+        self, kind: DeviceKind | None, operands: Mapping[str, Operand]
+    ) -> Mapping[str, Operand]:
+        return operands if self.handover is None else self.handover.own(kind, operands)
+
+    def _slots(self, node: Node, kind: DeviceKind) -> tuple[frozenset[str], frozenset[str]]:
+        """Slots that a node's launch reads and writes; the GPU's own where it has its own."""
+        found = _slots(node)
+        if self.handover is None or kind != "gpu":
+            return found
+        reads, writes = (frozenset(f"{slot} of the gpu" for slot in slots) for slots in found)
+        return reads, writes
 
     def _submits(self, item: _Item) -> bool:
         return item.kind is not None and self.asynchronous[item.kind]
@@ -322,9 +367,9 @@ class _Lowered:
                         needs[kind] = max(index, needs.get(kind, -1))
         return needs
 
-    def _meet(self, node: Node, needs: Mapping[DeviceKind, int]) -> None:
+    def _meet(self, where: str, needs: Mapping[DeviceKind, int]) -> None:
         for kind, index in sorted(needs.items()):
-            self._wait(kind, index, node.name)
+            self._wait(kind, index, where)
 
     def _wait(self, kind: DeviceKind, index: int, where: str) -> None:
         if index <= self.waited.get(kind, -1):
@@ -337,11 +382,11 @@ class _Lowered:
         self.sites.append(site)
         self.program.append(Action(WAIT, index, KINDS.index(kind), site.wait))
 
-    def _launch(self, node: Node, item: _Item) -> None:
+    def _launch(self, name: str, item: _Item) -> None:
         index = len(self.launches)
         kind = item.kind or "npu"  # the control thread's own work counts as the NPU's
         number = KINDS.index(kind)
-        self.launches.append(Launch(node.name, kind, item.call, item.tokens, item.rows))
+        self.launches.append(Launch(name, kind, item.call, item.tokens, item.rows))
         if self._submits(item):
             self.program.append(Action(SUBMIT, index, number, item.call.submit))
             self.submitted[kind] = index

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hetero.backends.memory import Tensor
+from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.protocol import Device
 from hetero.models.config import ModelConfig
 from hetero.runtime.decoder import slot_widths
@@ -47,6 +47,10 @@ class ActivationPool:
     def names(self) -> list[str]:
         """All slots."""
         return list(self._slots)
+
+    def name_of(self, buffer: HostBuffer) -> str:
+        """The slot that a buffer holds."""
+        return next(name for name, tensor in self._slots.items() if tensor.buffer is buffer)
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@
          flag in shared memory where that is sound and faster, else the event's status
 `event`  the driver's wait for one launch
 `finish` the driver's wait for the whole queue, before anything else is submitted
+`copy`   `finish`, and what is handed over is copied (`hetero.runtime.handover`)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hetero.backends.protocol import (
     DeviceKind,
 )
 
-SyncMethod: TypeAlias = Literal["fast", "event", "finish"]
+SyncMethod: TypeAlias = Literal["fast", "event", "finish", "copy"]
 SiteKey: TypeAlias = tuple[str, int, str, str]
 
 RISE: Final = 0.05  # how fast a prediction follows longer waits,
@@ -84,6 +85,7 @@ class Site:
             "fast": self._fast,
             "event": self._event,
             "finish": self._finish,
+            "copy": self._finish,
         }[owner.method]
 
     def _fast(self, completion: Completion) -> float:
@@ -150,7 +152,7 @@ class Synchroniser:
     """The waits of one model: its method, its sites and what they learned. Control thread only.
 
     `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
-    queue never runs dry; with `finish` that would wait for the tile as well.
+    queue never runs dry; with `finish` and `copy` that would wait for the tile as well.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class Synchroniser:
     @property
     def eager(self) -> bool:
         """See the class."""
-        return self.method != "finish"
+        return self.method not in ("finish", "copy")
 
     def site(self, key: SiteKey, kind: DeviceKind, name: str) -> Site:
         """The site of a phase, token count, waiting node and awaited node."""

@@ -89,9 +89,12 @@ def check(engine: Engine, tokens: list[int], wanted: list[Any], tolerance: float
         assert relative_error(got, want) < tolerance
 
 
-@pytest.mark.parametrize("sync", ["fast", "event", "finish"])
+SYNCS = [(strategy, "fast") for strategy in STRATEGIES]
+SYNCS += [("hybrid-cut", "event"), ("hybrid-cut", "finish")]
+
+
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "sync"), SYNCS)
 def test_every_strategy(folder: Path, expected: Any, strategy: str, pair: str, sync: str) -> None:
     spec = open_model(str(folder), weights="f32").spec()
     tokens = np.random.default_rng(1).integers(0, 263, 48).tolist()
@@ -101,7 +104,28 @@ def test_every_strategy(folder: Path, expected: Any, strategy: str, pair: str, s
         assert engine.step("prefill", 45).copied_bytes == 0  # merging moves nothing
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize(("pair", "rest"), [("real", "gpu"), ("real", "npu"), ("reference", "gpu")])
+def test_hand_overs_by_copying_change_no_result_and_are_counted(
+    folder: Path, expected: Any, pair: str, rest: str
+) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    tokens = np.random.default_rng(1).integers(0, 263, 48).tolist()
+    plan = random_plan(spec, 45, GRAPHS, random.Random(5), rest=rest)
+    alone = single_device(spec, "gpu")
+    with make_engine(folder, plan, pair, "f32", sync="copy") as engine:
+        check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
+        copied = engine.step("prefill", 45).copied_bytes
+        assert copied > 45 * 64 * 4 * spec.layers  # every layer's hidden states, at the least
+        copies = [x for x in engine.step("decode", 1).launches if "copy of" in x.call.name]
+        assert len(copies) > spec.layers
+        if pair == "real":
+            assert engine.devices["gpu"].copies > 0  # type: ignore[attr-defined]
+    with make_engine(folder, alone, pair, "f32", sync="copy") as engine:
+        check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
+        assert engine.step("decode", 1).copied_bytes == 4 * 263  # the logits, for the host
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),
     tokens=st.integers(1, 100),

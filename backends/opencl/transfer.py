@@ -1,0 +1,44 @@
+"""Copies between host memory and a buffer of the device, in queue order (`Device.transfer`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyopencl as cl
+
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.calls import OpenCLCall, OpenCLCompletion
+
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+
+class TransferCall(OpenCLCall):
+    """`clEnqueueWriteBuffer` or `clEnqueueReadBuffer` of one tensor."""
+
+    def __init__(self, device: OpenCLDevice, host: Tensor, own: Tensor, to_device: bool) -> None:
+        name = f"copy of {host.nbytes} bytes {'to' if to_device else 'from'} the GPU"
+        super().__init__(device, name, host.shape[0], [], {"host": host, "own": own})
+        self._buffer = device.map(own.buffer)
+        self._offset = own.offset_bytes
+        self._bytes = host.buffer.bytes[host.offset_bytes : host.offset_bytes + host.nbytes]
+        self._to_device = to_device
+
+    def submit(self) -> OpenCLCompletion:
+        """Enqueue the copy and flush."""
+        device, at = self.device, self._offset
+        device.check()
+        device.copies += 1
+        try:
+            if self._to_device:
+                event = cl.enqueue_copy(
+                    device.queue, self._buffer, self._bytes, dst_offset=at, is_blocking=False
+                )
+            else:
+                event = cl.enqueue_copy(
+                    device.queue, self._bytes, self._buffer, src_offset=at, is_blocking=False
+                )
+            device.queue.flush()
+        except cl.Error as error:
+            raise device.failed(f"launching the {self.name}", error.code) from error
+        return OpenCLCompletion(self, [event, event])
