@@ -33,6 +33,7 @@ class Stats:
     others. `decode_tokens_per_s` counts decode steps (one token each after the first); 0 without
     any.
     `speculation` says how many guessed tokens were right, where tokens were guessed.
+    `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it.
     `choice` is why `--device auto` chose what it did; empty otherwise.
     """
 
@@ -44,6 +45,7 @@ class Stats:
     reused_tokens: int = 0
     placement: dict[str, DeviceShare | str] = field(default_factory=dict)
     speculation: Acceptance | None = None
+    gpu_share: float | None = None
     choice: str = ""
 
 
@@ -274,5 +276,6 @@ class Generation:
             reused_tokens=self._reused,
             placement=placement,
             speculation=self._lookup.statistics if self._lookup is not None else None,
+            gpu_share=share.share if (share := self._engine.gpu_share) is not None else None,
             choice=self._choice,
         )

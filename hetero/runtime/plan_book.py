@@ -100,6 +100,10 @@ class PlanBook:
             return frozenset(self.rest(phase) for phase in PHASES)
         return frozenset(tile.device for tile, _ in self._listed(node))
 
+    def cuts_rows(self, node: Node) -> bool:
+        """Whether a matmul's output is ever made of several runs of rows."""
+        return len({(tile.rows[0] + at, tile.rows[1] + at) for tile, at in self._listed(node)}) > 1
+
     def segments(
         self, node: Node, kind: DeviceKind
     ) -> dict[tuple[OperandOrder, WeightFormat | None], list[Span]]:
