@@ -16,6 +16,7 @@ from rich.text import Text
 
 from hetero.benchmark import peak_rss_bytes
 from hetero.cli_options import (
+    AdaptOption,
     BiasOption,
     BudgetOption,
     ContextOption,
@@ -87,6 +88,7 @@ def generate_command(
     sync: SyncOption = SyncChoice.FAST,
     max_gpu_share: ShareOption = 1.0,
     memory_budget: BudgetOption = None,
+    adapt: AdaptOption = True,
     trace: TraceOption = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
@@ -123,6 +125,7 @@ def generate_command(
             profile=profile,
             max_gpu_share=max_gpu_share,
             memory_budget=memory_budget,
+            adapt=adapt,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
@@ -229,6 +232,7 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         "device": llm.devices.mode,
         "choice": stats.choice,
         "gpu_share": stats.gpu_share,
+        "adaptations": list(stats.adaptations),
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
         "plan_id": llm.plan.plan_id,
@@ -259,6 +263,8 @@ def _print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, Text(share))
     if stats.gpu_share is not None:
         table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
+    for reason in stats.adaptations:
+        table.add_row("adapted", Text(reason))
     if stats.choice:
         table.add_row("chosen", Text(stats.choice))
     if stats.speculation is not None:

@@ -34,6 +34,7 @@ class Stats:
     any.
     `speculation` says how many guessed tokens were right, where tokens were guessed.
     `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it.
+    `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
     """
 
@@ -46,6 +47,7 @@ class Stats:
     placement: dict[str, DeviceShare | str] = field(default_factory=dict)
     speculation: Acceptance | None = None
     gpu_share: float | None = None
+    adaptations: tuple[str, ...] = ()
     choice: str = ""
 
 
@@ -276,6 +278,7 @@ class Generation:
             reused_tokens=self._reused,
             placement=placement,
             speculation=self._lookup.statistics if self._lookup is not None else None,
+            adaptations=tuple(self._engine.adaptations),
             gpu_share=share.share if (share := self._engine.gpu_share) is not None else None,
             choice=self._choice,
         )

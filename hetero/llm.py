@@ -90,7 +90,9 @@ class LLM:
     `choice` says what was chosen and why. `weights` is one of w4a16, w4a8, w8a16,
     f16, f32. `max_seq_len` bounds prompt and answer together (default: the model's, at most 4096).
     `max_gpu_share` (0 to 1) leaves the rest of the GPU's time to others, in the plan and in every
-    step; `memory_budget` (`4GiB`, or bytes) bounds weights, activations and caches.
+    step; `memory_budget` (`4GiB`, or bytes) bounds weights, activations and caches. Where a solver
+    made the plan its cuts follow the devices' measured speeds, unless `adapt` is off: answers may
+    then differ in the last bits of their logits.
 
     Calls from several threads are served one after another. A stream holds the model until it is
     exhausted or closed; another call of the thread that reads it is refused. Raises `UserError`
@@ -113,6 +115,7 @@ class LLM:
         prompt_lengths: Sequence[int] = (),
         max_gpu_share: float = 1.0,
         memory_budget: str | int | None = None,
+        adapt: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -165,6 +168,7 @@ class LLM:
                 progress=progress,
                 memory_budget_bytes=budget,
                 max_gpu_share=max_gpu_share,
+                adapt=adapt,
             )
         except BaseException:
             self.devices.close()

@@ -21,6 +21,7 @@ from hetero.errors import FallbackWarning, UserError
 from hetero.models.config import ModelConfig
 from hetero.models.weights import ModelWeights
 from hetero.profiler.sync import timer_slack
+from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.decoder import decoder_nodes
 from hetero.runtime.executor import Executor, Usage
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
@@ -28,7 +29,7 @@ from hetero.runtime.kernels import Devices, Progress, prepare_kernels
 from hetero.runtime.lowering import Lowering, Step
 from hetero.runtime.memory import check_memory, gathered_slots, needs_of
 from hetero.runtime.pieces import split
-from hetero.runtime.plan_book import PlanBook, PlanSource
+from hetero.runtime.plan_book import PlanBook
 from hetero.runtime.pool import ActivationPool, nbytes_of, slot_shapes
 from hetero.runtime.sync import Synchroniser, SyncMethod
 from hetero.runtime.trace import Trace
@@ -62,7 +63,8 @@ class Engine:
     given by `prefill` and `decode`, which return float32 logits [vocab] of the last token as a view
     that the next call overwrites. `position` is the number of tokens in the cache. `solver` gives a
     plan for prompts of a length that `plan` does not list. A device that fails is dropped with one
-    warning and `fallback` says why; the other goes on from the same state.
+    warning and `fallback` says why; the other goes on from the same state. With `adapt` and a
+    solver the cuts follow the devices' measured speeds; `adaptations` says when and why.
 
     `needs` is the memory of pool and weights, computed before any is allocated; more than
     `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
@@ -82,7 +84,8 @@ class Engine:
         progress: Progress | None = None,
         sync: SyncMethod = "fast",
         deadline_s: float = DEFAULT_DEADLINE_S,
-        solver: PlanSource | None = None,
+        solver: Solver | None = None,
+        adapt: bool = True,
         memory_budget_bytes: int | None = None,
         max_gpu_share: float = 1.0,
     ) -> None:
@@ -100,18 +103,21 @@ class Engine:
         self._sync: SyncMethod = sync
         self._deadline_s = deadline_s
         self._memory_budget_bytes = memory_budget_bytes
+        self.adaptations: list[str] = []
+        self._adapts = adapt
         self.gpu_share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
+        self._timed = False
         self._steps: OrderedDict[tuple[Phase, int, int], Step] = OrderedDict()
         self._last: Step | None = None
         self._closed = False
         self._build(plan, solver, progress)
 
-    def _build(
-        self, plan: ExecutionPlan, source: PlanSource | None, progress: Progress | None
-    ) -> None:
+    def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Everything that depends on the plan and the devices."""
         config, weights = self.config, self._weights
         self.plan = plan
+        both = source is not None and self._adapts and len(self.devices) == 2
+        self._adapter = Adapter(source, config.num_layers) if both and source is not None else None
         self._steps.clear()
         self.book = PlanBook(
             plan, {kind: d.capabilities for kind, d in self.devices.items()}, source=source
@@ -133,16 +139,19 @@ class Engine:
         self.kernels = prepare_kernels(self.nodes, weights, self.book, self.devices, progress)
         self.pool = ActivationPool(slots, self.devices.get("npu") or self.devices["gpu"])
         self.pool.map_to(self.devices.values())
-        if self.gpu_share is not None:
-            for device in self.devices.values():
-                device.set_timing(True)
+        self._set_timing(False)
         with self._control():
             self.synchroniser = Synchroniser(self.devices, self._sync, deadline_s=self._deadline_s)
+        self._lower()
+        for phase, m in WARM_STEPS:
+            self.step(phase, min(m, self._longest))
+
+    def _lower(self) -> None:
+        """Lower steps anew, by the book as it is now."""
+        self._steps.clear()
         self._lowering = Lowering(
             self.nodes, self.book, self.kernels, self.pool, self.devices, self.synchroniser
         )
-        for phase, m in WARM_STEPS:
-            self.step(phase, min(m, self._longest))
 
     def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to the context, in pieces; logits [vocab] after its last token."""
@@ -210,17 +219,23 @@ class Engine:
     def start_trace(self) -> None:
         """Record every step from here on, with the devices' own clocks where they have one."""
         self.trace = Trace()
-        for device in self.devices.values():
-            device.set_timing(True)
+        self._set_timing(False)
 
     def stop_trace(self) -> Trace:
         """The trace so far; recording ends. Raises `UserError` if none was started."""
         if self.trace is None:
             raise UserError("no trace was started")
         found, self.trace = self.trace, None
-        for device in self.devices.values():
-            device.set_timing(self.gpu_share is not None)
+        self._set_timing(False)
         return found
+
+    def _set_timing(self, on: bool) -> None:
+        """Let the devices keep the times of their calls, where anything needs them."""
+        on = on or self.trace is not None or self.gpu_share is not None
+        if on != self._timed:
+            self._timed = on
+            for device in self.devices.values():
+                device.set_timing(on)
 
     def close(self) -> None:
         """Release the devices; idempotent."""
@@ -247,6 +262,15 @@ class Engine:
             self._drop(error)
             self._last = self._attempt(phase, tokens, logit_rows)
         self.position += len(tokens)
+        if self._adapter is not None and (change := self._adapter.proposal()) is not None:
+            self._change_cuts(change)
+
+    def _change_cuts(self, change: Adaptation) -> None:
+        """Go on with other cuts of the same kernels."""
+        self.adaptations.append(change.reason)
+        self.plan = change.solver.plan
+        self.book = self.book.with_plan(change.solver.plan, change.solver)
+        self._lower()
 
     def _attempt(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
         step = self.step(phase, len(tokens), logit_rows)
@@ -255,8 +279,12 @@ class Engine:
         slot[len(tokens) :] = 0
         self.pool["position"].array[0] = self.position
         before_s = self.usage().get("gpu", Usage()).busy_s
+        timed = self._adapter is not None and self._adapter.due(phase, len(tokens))
+        self._set_timing(timed)
         with self._control():
             self.executor.run(step)
+        if timed and self._adapter is not None:
+            self._adapter.observe(step, self.executor.stamps)
         self.copied_bytes += step.copied_bytes
         if self.gpu_share is not None:
             used_s = self.usage().get("gpu", Usage()).busy_s - before_s
