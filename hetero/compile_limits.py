@@ -76,15 +76,26 @@ def check_limits(jobs: Sequence[Job], sizes: Sequence[int], *, shared: bool) -> 
 
 
 def _advice(jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool) -> str:
+    fewer = _fewer_sizes(jobs, sizes, room, shared=shared)
+    found = [f"--graph-sizes {','.join(map(str, fewer))}"] if fewer else []
     if not shared and graphs_bytes(jobs, shared=True) <= room:
-        return "--share-weights fits"
+        found.insert(0, "--share-weights")
+    if found:
+        return f"{' or '.join(found)} fits"
+    return "even one graph size does not fit: give some matmuls to the GPU in the plan"
+
+
+def _fewer_sizes(
+    jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool
+) -> tuple[int, ...]:
+    """Graph sizes that fit when as few as possible are left out; none if no set does."""
     kept = list(sizes)
     while len(kept) > 1:
         kept.pop(0 if len(kept) > 2 and kept[0] > 1 else -1)
         fewer = [replace(job, sizes=tuple(s for s in job.sizes if s in kept)) for job in jobs]
         if graphs_bytes(fewer, shared=shared) <= room:
-            return f"--graph-sizes {','.join(map(str, kept))} fits"
-    return "even one graph size does not fit: give some matmuls to the GPU in the plan"
+            return tuple(kept)
+    return ()
 
 
 def graphs_bytes(jobs: Sequence[Job], *, shared: bool) -> int:

@@ -126,11 +126,9 @@ def test_a_model_that_does_not_fit_names_the_smallest_change() -> None:
     some = CompileRequest(
         "random:llama-3.2-1b", "sm8650", graph_sizes=(1, 32, 64, 96, 128, 192, 256)
     )
-    with pytest.raises(UserError, match=r"--share-weights fits"):
+    advice = "--share-weights or --graph-sizes 1,32,64,96,128,192 fits"
+    with pytest.raises(UserError, match=advice):
         prepare(some)
-    floats = replace(some, weights="f16", share_weights=True, graph_sizes=tuple(range(1, 701)))
-    with pytest.raises(UserError, match=r"--graph-sizes 1,2,3,.* fits"):
-        prepare(floats)
 
 
 @pytest.mark.parametrize(

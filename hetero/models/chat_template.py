@@ -1,33 +1,22 @@
-"""Chat templates: Jinja2 in a sandbox, rendered as `transformers` renders them."""
+"""Chat templates: Jinja2, rendered as `transformers` renders them, in a process of its own."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from hetero.errors import ModelError
 from hetero.models.fields import read_json_object, read_text
+from hetero.models.template_sandbox import (
+    TemplateLimitError,
+    TemplateRefusalError,
+    TemplateSyntaxError,
+    render,
+)
 
 Message = Mapping[str, Any]
-
-_RENDER_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
 
 
 class ChatTemplate:
@@ -60,7 +49,8 @@ class ChatTemplate:
 
         `template` names one of several templates (default: `tool_use` if tools are given and there
         is one, else `default`); `variables` are passed on (`enable_thinking`, …). Raises
-        `ModelError` with the template's own words when it refuses the messages.
+        `ModelError` with the template's own words when it refuses the messages, and for a template
+        that needs too much time or memory (`hetero.models.template_sandbox`).
         """
         source = self._select(template, has_tools=bool(tools))
         values: dict[str, Any] = {
@@ -69,16 +59,22 @@ class ChatTemplate:
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "documents": None if documents is None else [dict(x) for x in documents],
             "add_generation_prompt": add_generation_prompt,
-            "strftime_now": lambda form: self._now().strftime(form),
             **variables,
         }
+        return self._rendered(source, values)
+
+    def _rendered(self, source: str, values: Mapping[str, Any]) -> str:
         try:
-            return _compile(source).render(values)
-        except jinja2.TemplateSyntaxError as error:
+            return render(source, values, self._now())
+        except TemplateSyntaxError as error:
             raise ModelError(
                 f"{self.where}: is not a valid template ({error}); use --raw, or correct it"
             ) from error
-        except _RENDER_ERRORS as error:
+        except TemplateLimitError as error:
+            raise ModelError(
+                f"{self.where}: needs too much time or memory ({error}); use --raw, or correct it"
+            ) from error
+        except (TemplateRefusalError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{self.where}: refuses this conversation ({error}); change the messages or "
                 "use --raw"
@@ -122,44 +118,3 @@ def _declared(value: Any) -> dict[str, str]:
         for item in items
         if isinstance(item, dict) and "name" in item and "template" in item
     }
-
-
-class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the model said; it changes no text."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=8)
-def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    return environment.from_string(source)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own filter, leaves <, > and & alone."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -77,7 +77,7 @@ def test_matmul(device: Device, n: int, k: int, weight_format: WeightFormat) -> 
         replace(ROPE, max_position=256, head_dim=12),
         replace(ATTENTION, capacity=256),
         replace(ATTENTION, capacity=256, head_dim=12, window=100),
-        ops.GatedAct(f=3000),
+        ops.GatedAct(f=300),
     ],
     ids=ops.describe,
 )

@@ -11,7 +11,6 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter
-from safetensors.torch import load_file
 
 Array = npt.NDArray[Any]
 ARCHITECTURES = {"phi": "phi2"}
@@ -43,6 +42,8 @@ def convert(
 
     `changes` to the metadata have `__` for a dot; None leaves an entry out. Vectors stay F32.
     """
+    from safetensors.torch import load_file  # takes bfloat16; torch is heavy
+
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     name = ARCHITECTURES.get(raw["model_type"], raw["model_type"])
     own = {key.replace("__", "."): value for key, value in changes.items()}

@@ -59,7 +59,7 @@ def test_a_text_that_was_cut_is_refused(text: str) -> None:
             schedule.read_schedule(text[: text.index(place)])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_damaged_text_is_read_or_refused(data: Any) -> None:
     text = gzip.decompress(RECORDED.read_bytes()).decode()

@@ -195,49 +195,60 @@ def test_a_failed_compilation_leaves_nothing(tmp_path: Path, monkeypatch: Any) -
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def shared_entry(folder: Path, sizes: tuple[int, ...]) -> tuple[Any, Path]:
-    """(device, directory of the graphs of a weight around one binary)."""
-    op, weights = LARGE, make_weights(LARGE, np.random.default_rng(0))
+SIZES = (1, 32, 64, 128)
+
+
+def large_graphs() -> list[catalog.Graph]:
+    weights = make_weights(LARGE, np.random.default_rng(0))
     digest = store.weight_digest(weights["weight"], None)
-    device = qnn.open(graph_sizes=sizes, cache=folder)
-    graphs = [catalog.graph(op, m, weights, digest) for m in sizes]
-    return device, device.store.compile_shared(graphs)
+    return [catalog.graph(LARGE, m, weights, digest) for m in SIZES]
 
 
-def test_shared_weights_are_stored_once(tmp_path: Path) -> None:
-    device, path = shared_entry(tmp_path / "many", (1, 32, 64, 128))
-    with device:
-        found = store.read_entry(path)
-        assert found.graphs == 4
-        assert set(found.files) == {*map(store.shared_name, (1, 32, 64, 128)), "graph1_qnn.bin"}
-        again = shared_entry(tmp_path / "many", (1, 32))[0]
-        assert again.store.counts.compiled == 0
-        again.close()
-        one = device.store.compile(
-            *catalog.graph(LARGE, 32, make_weights(LARGE, np.random.default_rng(0)), "one")
-        )
+@pytest.fixture(scope="module")
+def shared_original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the graphs of a weight around one binary."""
+    folder = tmp_path_factory.mktemp("shared")
+    with qnn.open(graph_sizes=SIZES, cache=folder) as device:
+        device.store.compile_shared(large_graphs())
+        assert device.store.counts.compiled == len(SIZES)
+    return folder
+
+
+@pytest.fixture
+def shared_cache(shared_original: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(shared_original, tmp_path / "copy")
+
+
+def test_shared_weights_are_stored_once(shared_cache: Path) -> None:
+    graphs = large_graphs()
+    with qnn.open(cache=shared_cache) as device:
+        path = device.store.compile_shared(graphs[:2])
+        assert device.store.counts.compiled == 0
+        one = device.store.compile(*graphs[1])
+    found = store.read_entry(path)
+    assert found.graphs == len(SIZES)
+    assert set(found.files) == {*map(store.shared_name, SIZES), "graph1_qnn.bin"}
     assert found.nbytes < 1.05 * store.read_entry(one).nbytes
 
 
-def test_a_shared_entry_is_not_opened_by_the_emulator(tmp_path: Path) -> None:
-    device, path = shared_entry(tmp_path, (1, 32))
-    with device:
-        group = store.group_of(store.Identity(**store.read_entry(path).identity))
+def test_a_shared_entry_is_not_opened_by_the_emulator(shared_cache: Path) -> None:
+    group = store.group_of(large_graphs()[0].identity)
+    with qnn.open(cache=shared_cache) as device:
         with pytest.raises(store.DamagedEntryError, match="the emulator cannot open"):
-            device.store._verify(path, group)
+            device.store._verify(entry(shared_cache), group)
         assert device.store._find_shared(replace(group, tokens=32)) is None
 
 
-def test_a_device_finds_its_graph_in_a_shared_entry(tmp_path: Path) -> None:
-    device, path = shared_entry(tmp_path, (1, 32))
-    with device:
+def test_a_device_finds_its_graph_in_a_shared_entry(shared_cache: Path) -> None:
+    group = store.group_of(large_graphs()[0].identity)
+    with qnn.open(cache=shared_cache) as device:
         target = device.store.target
-        real = replace(target, library=replace(target.library, emulated=False))
-        phone = store.GraphStore(real, tmp_path)
-        group = store.group_of(store.Identity(**store.read_entry(path).identity))
-        assert phone._find_shared(replace(group, tokens=32)) == path / "graph32.onnx"
-        assert phone._find_shared(replace(group, tokens=64)) is None
-        assert phone._find_shared(replace(group, tokens=32, weights="other")) is None
-        flip("graph1_qnn.bin", 0.5)(path)
-        assert phone._find_shared(replace(group, tokens=32)) is None
-        assert "damaged" in phone.counts.rebuilt[0]
+    real = replace(target, library=replace(target.library, emulated=False))
+    phone = store.GraphStore(real, shared_cache)
+    assert phone._find_shared(replace(group, tokens=32)) == entry(shared_cache) / "graph32.onnx"
+    assert phone._find_shared(replace(group, tokens=96)) is None
+    assert phone._find_shared(replace(group, tokens=32, weights="other")) is None
+    flip("graph1_qnn.bin", 0.5)(entry(shared_cache))
+    assert phone._find_shared(replace(group, tokens=32)) is None
+    assert "damaged" in phone.counts.rebuilt[0]

@@ -1,0 +1,130 @@
+"""The process that renders chat templates: nothing but Jinja and the standard library.
+
+Started as a script by `hetero.models.template_sandbox`. It reads one JSON request per line and
+answers with one JSON line: {"text": …}, or {"error": …, "kind": "syntax" | "refused" | "limit"}.
+The limits on memory are set before the first template is read; the parent watches the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Final
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_MEMORY_BYTES: Final = 512 << 20
+MAX_TEXT_CHARACTERS: Final = 8 << 20
+
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` marks what the model said; it changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=8)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter, leaves <, > and & alone."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _text(source: str, values: dict[str, Any], now: str) -> str:
+    """The rendered text. Raises `MemoryError` for one that is too long."""
+    time = datetime.fromisoformat(now)
+    values["strftime_now"] = time.strftime
+    pieces: list[str] = []
+    length = 0
+    for piece in _compile(source).generate(values):
+        length += len(piece)
+        if length > MAX_TEXT_CHARACTERS:
+            raise MemoryError
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """The answer to one request."""
+    try:
+        return {"text": _text(request["source"], request["values"], request["now"])}
+    except jinja2.TemplateSyntaxError as error:
+        return {"kind": "syntax", "error": str(error)}
+    except RecursionError:
+        return {"kind": "limit", "error": "it nests too deeply"}
+    except (MemoryError, OverflowError):
+        return {"kind": "limit", "error": "its text or its values grow too large"}
+    except _REFUSALS as error:
+        return {"kind": "refused", "error": str(error)}
+
+
+def limit_memory() -> None:
+    """At most `MAX_MEMORY_BYTES` of address space, where the system has such a limit."""
+    try:
+        import resource
+    except ImportError:  # Windows; there the parent's clock and the text's limit remain
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def requests() -> Iterator[dict[str, Any]]:
+    """Requests until the parent closes the pipe."""
+    for line in sys.stdin.buffer:
+        yield json.loads(line)
+
+
+def main() -> None:
+    """Say that all is imported, then answer."""
+    limit_memory()
+    print("ready", flush=True)
+    for request in requests():
+        print(json.dumps(answer(request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""What is fuzzed: each target takes the bytes of one file and may raise nothing but `UserError`.
+
+A target opens the file as a user's command does and then uses what it opened: blocks are packed,
+texts encoded, sessions loaded. Seeds are small valid files.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+from hetero import LLM
+from hetero.errors import UserError
+from hetero.models import LoadedModel, model_spec, open_model
+from hetero.models.tokenizer import HfTokenizer
+from tests import tiny_files
+from tests.fuzz.json_edits import edited
+
+TEXT = "the café: 多 😀\t\n <s> </s>"
+LONGEST_SENTENCE = 2000
+SEPARATOR = b"\n--8<--\n"
+
+
+class Target(ABC):
+    """A loader. `folder` is for its files.
+
+    The file is JSON up to `SEPARATOR` (`json`), with 8 bytes that count it in front
+    (`length_prefix`): mutations know that (`mutated`).
+    """
+
+    name: ClassVar[str]
+    length_prefix: ClassVar[bool] = False
+    json: ClassVar[bool] = True
+    dictionary: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def seeds(self) -> list[bytes]:
+        """Valid files."""
+
+    @abstractmethod
+    def use(self, data: bytes) -> None:
+        """Open and use a file of these bytes."""
+
+    def __call__(self, data: bytes) -> None:
+        """Like `use`; an error that the user can mend is what is wanted."""
+        try:
+            self.use(data)
+        except UserError as error:
+            if len(str(error)) > LONGEST_SENTENCE:
+                raise AssertionError("not a sentence: it repeats the file") from error
+
+    def mutated(self, data: bytes, chance: random.Random) -> bytes | None:
+        """`data` with edits inside its JSON, None where that is not possible."""
+        if not self.json:
+            return None
+        if self.length_prefix:
+            length = int.from_bytes(data[:8], "little")
+            header = edited(data[8 : 8 + length], chance, self.dictionary)
+            return header and len(header).to_bytes(8, "little") + header + data[8 + length :]
+        parts = data.split(SEPARATOR)
+        index = chance.randrange(len(parts))
+        part = edited(parts[index], chance, self.dictionary)
+        return part and SEPARATOR.join([*parts[:index], part, *parts[index + 1 :]])
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to close)
+        """Free what is open."""
+
+
+def use_model(model: LoadedModel) -> None:
+    """Pack everything, once per format family."""
+    for index in range(model.config.num_layers):
+        model.weights.block(index)
+        model.weights.release(index)
+    model.weights.embed()
+    model.weights.lm_head()
+    model.weights.final_norm()
+
+
+def use_tokenizer(tokenizer: HfTokenizer) -> None:
+    """Text to ids and back, whole and in pieces."""
+    ids = tokenizer.encode(TEXT)
+    tokenizer.decode(ids)
+    stream = tokenizer.decoder(ids[:2])
+    for token in [*ids, 0, 1, tokenizer.vocab_size, 5]:
+        stream.push(token)
+    stream.finish()
+
+
+class Safetensors(Target):
+    """`model.safetensors` of a directory whose other files are good."""
+
+    name = "safetensors"
+    length_prefix = True
+    dictionary = ("data_offsets", "__metadata__", "dtype", "shape", "BF16", "F16", "F64", "[0,0]")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        tiny_files.write_directory(folder)
+
+    def seeds(self) -> list[bytes]:
+        return [(self.folder / "model.safetensors").read_bytes()]
+
+    def use(self, data: bytes) -> None:
+        (self.folder / "model.safetensors").write_bytes(data)
+        for weights in ("w4a16", "f16"):
+            use_model(open_model(self.folder, weights=weights))
+
+
+class Gguf(Target):
+    """A GGUF file: metadata, tensors and tokenizer."""
+
+    name = "gguf"
+    json = False
+    dictionary = ("GGUF", "llama", "qwen2", "phi3", "gemma2", "tokenizer.ggml.model",
+                  "general.architecture", "general.alignment", "blk.0.attn_qkv.weight")  # fmt: skip
+
+    def seeds(self) -> list[bytes]:
+        path = self.folder / "seed.gguf"
+        pieces = {"tokenizer__ggml__model": "llama",
+                  "tokenizer__ggml__tokens": ["<unk>", "<s>", "</s>", "▁", "a", "▁a", "<0x41>"],
+                  "tokenizer__ggml__token_type": [2, 3, 3, 1, 1, 1, 6],
+                  "tokenizer__ggml__scores": [0.0, 0.0, 0.0, -1.0, -2.0, -3.0, 0.0]}  # fmt: skip
+        letters = {"tokenizer__ggml__tokens": ["<s>", "</s>", "t", "h", "th", "the", "e"],
+                   "tokenizer__ggml__token_type": [3, 3, 1, 1, 1, 1, 1],
+                   "tokenizer__ggml__merges": ["t h", "th e"]}  # fmt: skip
+        found = [tiny_files.write_gguf(path, **x).read_bytes() for x in (pieces, letters)]
+        path.unlink()
+        return found
+
+    def use(self, data: bytes) -> None:
+        path = self.folder / "model.gguf"
+        path.write_bytes(data)
+        model_spec(path)
+        for weights in ("w4a16", "w8a16"):
+            model = open_model(path, weights=weights)
+            use_model(model)
+        assert isinstance(model.tokenizer, HfTokenizer)
+        use_tokenizer(model.tokenizer)
+
+
+class Config(Target):
+    """`config.json` of a directory whose other files are good."""
+
+    name = "config"
+    dictionary = ("rope_scaling", "rope_parameters", "rope_type", "llama3", "yarn", "factor",
+                  "sliding_window", "partial_rotary_factor", "layer_types", "head_dim", "null",
+                  "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "opt", "internlm2",
+                  "Infinity", "NaN", "1e999", "true", "-1", "2147483647")  # fmt: skip
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        tiny_files.write_directory(folder)
+
+    def seeds(self) -> list[bytes]:
+        plain = (self.folder / "config.json").read_bytes()
+        scaling = b', "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 8}}'
+        return [plain, plain[:-1] + scaling, plain.replace(b"llama", b"phi3")]
+
+    def use(self, data: bytes) -> None:
+        (self.folder / "config.json").write_bytes(data)
+        model_spec(self.folder)
+        use_model(open_model(self.folder))
+
+
+class Tokenizer(Target):
+    """`tokenizer.json` and `tokenizer_config.json`, one behind the other."""
+
+    name = "tokenizer"
+    dictionary = ("Unigram", "WordPiece", "WordLevel", "BPE", "ByteLevel", "Sequence", "Split",
+                  "Regex", "Precompiled", "Metaspace", "Strip", "Replace", "ByteFallback",
+                  "TemplateProcessing", "added_tokens", "chat_template", "merges")  # fmt: skip
+
+    def seeds(self) -> list[bytes]:
+        folder = tiny_files.write_directory(self.folder / "seed")
+        names = ("tokenizer.json", "tokenizer_config.json")
+        found = [SEPARATOR.join((folder / name).read_bytes() for name in names)]
+        shutil.rmtree(folder)
+        return found
+
+    def use(self, data: bytes) -> None:
+        whole, _, config = data.partition(SEPARATOR)
+        (self.folder / "tokenizer.json").write_bytes(whole)
+        (self.folder / "tokenizer_config.json").write_bytes(config or b"{}")
+        use_tokenizer(HfTokenizer.from_directory(self.folder))
+
+
+class Session(Target):
+    """A session file of a model that is open."""
+
+    name = "session"
+    length_prefix = True
+    dictionary = ("tokens", "messages", "sha256", "plan", "schema_version", "k.0", "v.0", "I32")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.llm = LLM(str(tiny_files.write_directory(folder / "model")), device="npu")
+
+    def seeds(self) -> list[bytes]:
+        path = self.folder / "seed"
+        talk = self.llm.conversation()
+        talk.say("hi", max_tokens=2)
+        talk.save(path)
+        return [path.read_bytes()]
+
+    def use(self, data: bytes) -> None:
+        path = self.folder / "session"
+        path.write_bytes(data)
+        self.llm.load_session(path)
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+TARGETS: dict[str, type[Target]] = {
+    x.name: x for x in (Safetensors, Gguf, Config, Tokenizer, Session)
+}
