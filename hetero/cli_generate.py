@@ -53,8 +53,9 @@ from hetero.cli_options import (
 )
 from hetero.conversation import Conversation
 from hetero.errors import UserError
+from hetero.generate_options import DEFAULT_MAX_TOKENS, GenerateOptions, read_options
 from hetero.generation import DeviceShare, GenerationResult
-from hetero.llm import DEFAULT_MAX_TOKENS, LLM, GenerateOptions
+from hetero.llm import LLM
 
 
 def generate_command(
@@ -111,6 +112,9 @@ def generate_command(
         "seed": seed,
         "speculative": speculative,
     }
+    read_options(options)  # before the model is opened, which may take long
+    if not prompt:
+        raise UserError("the prompt is empty: give some text to go on from")
     with (
         open_llm(
             model,
@@ -179,6 +183,7 @@ def chat_command(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
+    read_options(options)
     with open_llm(model, device, gpu, npu, weights, None, max_seq_len, profile=profile) as llm:
         conversation = llm.conversation(system=system)
         if session is not None and session.exists():

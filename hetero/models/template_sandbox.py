@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 START_LIMIT_S: Final = 30.0
-RENDER_LIMIT_S: Final = 3.0
+RENDER_LIMIT_S: Final = 2.0
 _SCRIPT: Final = Path(__file__).with_name("template_worker.py")
 
 
