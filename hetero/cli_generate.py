@@ -16,7 +16,9 @@ from rich.text import Text
 
 from hetero.benchmark import peak_rss_bytes
 from hetero.cli_options import (
+    AdaptOption,
     BiasOption,
+    BudgetOption,
     ContextOption,
     DeviceOption,
     FrequencyOption,
@@ -31,6 +33,7 @@ from hetero.cli_options import (
     PresenceOption,
     ProfileOption,
     SeedOption,
+    ShareOption,
     SpeculativeOption,
     StatsOption,
     StopOption,
@@ -84,6 +87,9 @@ def generate_command(
     strategy: StrategyOption = None,
     profile: ProfileOption = None,
     sync: SyncOption = SyncChoice.FAST,
+    max_gpu_share: ShareOption = 1.0,
+    memory_budget: BudgetOption = None,
+    adapt: AdaptOption = True,
     trace: TraceOption = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
@@ -119,21 +125,30 @@ def generate_command(
             sync=sync.value,
             strategy=None if strategy is None else parse_strategy(strategy),
             profile=profile,
+            max_gpu_share=max_gpu_share,
+            memory_budget=memory_budget,
+            adapt=adapt,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
-        ended: list[GenerationResult] = []
-        shown = prompt if echo else ""
-        for piece in llm.stream(prompt, on_end=ended, **options):
-            if not as_json:
-                print(shown + piece.text, end="", flush=True)
-                shown = ""
-        if not as_json:
-            print(flush=True)
+        result = _answer(llm, prompt, options, quiet=as_json)
         if stats:
-            _print_stats(llm, ended[0])
+            _print_stats(llm, result)
         if as_json:
-            print(json.dumps(_result_json(llm, ended[0])), flush=True)
+            print(json.dumps(_result_json(llm, result)), flush=True)
+
+
+def _answer(llm: LLM, prompt: str, options: GenerateOptions, *, quiet: bool) -> GenerationResult:
+    """The answer, printed as it comes unless `quiet`."""
+    ended: list[GenerationResult] = []
+    shown = prompt if options["echo"] else ""
+    for piece in llm.stream(prompt, on_end=ended, **options):
+        if not quiet:
+            print(shown + piece.text, end="", flush=True)
+            shown = ""
+    if not quiet:
+        print(flush=True)
+    return ended[0]
 
 
 def chat_command(
@@ -226,6 +241,8 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         },
         "device": llm.devices.mode,
         "choice": stats.choice,
+        "gpu_share": stats.gpu_share,
+        "adaptations": list(stats.adaptations),
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
         "plan_id": llm.plan.plan_id,
@@ -254,6 +271,10 @@ def _print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, f"{share.ops} operations, busy {share.busy_s * 1e3:.1f} ms")
         else:
             table.add_row(kind, Text(share))
+    if stats.gpu_share is not None:
+        table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
+    for reason in stats.adaptations:
+        table.add_row("adapted", Text(reason))
     if stats.choice:
         table.add_row("chosen", Text(stats.choice))
     if stats.speculation is not None:

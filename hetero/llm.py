@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -30,8 +31,8 @@ from hetero.errors import ModelError, UserError
 from hetero.generate_options import GenerateOptions, read_options
 from hetero.generation import Generation, GenerationResult, Piece
 from hetero.models import LoadedModel, open_model
-from hetero.planning import ProfileLike
-from hetero.runtime.engine import LONGEST_PIECE, ContextFullError, Engine
+from hetero.planning import ProfileLike, parse_size
+from hetero.runtime.engine import LONGEST_PIECE, ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
 from hetero.runtime.sync import SyncMethod
 from hetero.solver.plan import ExecutionPlan, NamedStrategy
@@ -49,6 +50,10 @@ class LLM:
     shipped name that the plan is made from (default: this machine's); `strategy` forces one, and
     `choice` says what was chosen and why. `weights` is one of w4a16, w4a8, w8a16,
     f16, f32. `max_seq_len` bounds prompt and answer together (default: the model's, at most 4096).
+    `max_gpu_share` (0 to 1) leaves the rest of the GPU's time to others, in the plan and in every
+    step; `memory_budget` (`4GiB`, or bytes) bounds weights, activations and caches. Where a solver
+    made the plan its cuts follow the devices' measured speeds, unless `adapt` is off: answers may
+    then differ in the last bits of their logits.
 
     Calls from several threads are served one after another. A stream holds the model until it is
     exhausted or closed; another call of the thread that reads it is refused. Raises `UserError`
@@ -69,6 +74,9 @@ class LLM:
         sync: SyncMethod = "fast",
         strategy: NamedStrategy | None = None,
         prompt_lengths: Sequence[int] = (),
+        max_gpu_share: float = 1.0,
+        memory_budget: str | int | None = None,
+        adapt: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -99,7 +107,12 @@ class LLM:
             strategy=strategy or "auto",
             seq_lens=prompt_lengths,
             longest=LONGEST_PIECE,
+            max_gpu_share=max_gpu_share,
         )
+        budget = None if memory_budget is None else parse_size(memory_budget)
+        if budget is not None:
+            pool = pool_bytes(self._loaded.config, self.max_seq_len, LONGEST_PIECE)
+            wishes = replace(wishes, weight_budget_bytes=max(budget - pool, 1))
         self.choice: Choice = choose(spec, wishes)
         options = {} if bundle is None else bundle.npu_options(model)
         self.devices: DeviceSet = open_devices(self.choice.mode, gpu=gpu, npu=npu, compiled=options)
@@ -114,6 +127,9 @@ class LLM:
                 sync=sync,
                 solver=self.choice.solver if self.plan is self.choice.plan else None,
                 progress=progress,
+                memory_budget_bytes=budget,
+                max_gpu_share=max_gpu_share,
+                adapt=adapt,
             )
         except BaseException:
             self.devices.close()

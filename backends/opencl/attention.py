@@ -53,8 +53,7 @@ def _before(op: Attention) -> tuple[str, ...]:
 
 def _defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
     shape: dict[str, Define] = {
-        "VEC": tuning.vector,
-        "LANES": tuning.lanes,
+        **tuning.defines,
         "HV": head_vector(op.head_dim, tuning.vector),
         "HEADS": op.heads,
         "KV_HEADS": op.kv_heads,

@@ -19,7 +19,7 @@ MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "REL
 def prepare_add(device: OpenCLDevice, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """`y = x + residual`: one row of items per token."""
     tuning = device.tuning
-    program = device.programs.get("elementwise.cl", {"VEC": tuning.vector, "D": op.d})
+    program = device.programs.get("elementwise.cl", {**tuning.defines, "D": op.d})
 
     def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
         chunk, items = split_floats(tuning, op.d)
@@ -42,7 +42,7 @@ def prepare_gated_act(
     tuning = device.tuning
     program = device.programs.get(
         "elementwise.cl",
-        {"VEC": tuning.vector, "F": op.f, "ACTIVATION": MACROS[op.activation]},
+        {**tuning.defines, "F": op.f, "ACTIVATION": MACROS[op.activation]},
         before=("activations.cl",),
     )
 
@@ -59,7 +59,7 @@ def prepare_act(device: OpenCLDevice, op: Act, _weights: Mapping[str, WeightValu
     tuning = device.tuning
     program = device.programs.get(
         "elementwise.cl",
-        {"VEC": tuning.vector, "F": op.f, "ACTIVATION": MACROS[op.activation]},
+        {**tuning.defines, "F": op.f, "ACTIVATION": MACROS[op.activation]},
         before=("activations.cl",),
     )
 

@@ -34,7 +34,6 @@ SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.
 # Formats whose weights and activations may be multiplied in fp16 (w4a8 is exact in float32).
 HALF_FORMATS = frozenset({WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16})
 IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
-QUANTIZED_GROUP_WORDS = 10  # int32 words per token and group: 8 of codes, scale, correction
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
@@ -103,11 +102,11 @@ def cpu_launches(
     program = _cpu_program(plan, tuning, tile)
     tiles, token_tiles = -(-op.n // (tuning.rows * tile.vectors)), -(-m // tile.tokens)
     groups = min(tiles, work_items(device))
-    quantised = op.weight_format is WeightFormat.W4A8
+    group_words = tuning.group_words(op.weight_format, tile)
     launches = []
     packing, packed = IN_PLACE, device.shared_scratch(4)
-    if quantised or tile.tokens > 1 or plan.k != op.k:
-        words = plan.k // GROUP_SIZE * QUANTIZED_GROUP_WORDS if quantised else plan.k
+    if group_words != GROUP_SIZE or tile.tokens > 1 or plan.k != op.k:
+        words = padded(plan.k, GROUP_SIZE) // GROUP_SIZE * group_words
         packed = device.shared_scratch(4 * words * token_tiles * tile.tokens)
         packing = PACK_HERE if groups == 1 else PACKED
     if packing == PACKED:
@@ -127,9 +126,12 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
         "TOKENS": tile.tokens,
         "VECTORS": tile.vectors,
         "VEC": tuning.rows,
+        "PREFETCH": tile.prefetch,
+        "WIDEN": tile.widen,
+        "NIBBLES_STAY": int(tuning.nibbles_stay(plan.op.weight_format, tile)),
     }
     if plan.op.weight_format is WeightFormat.W4A8:
-        defines |= {"DOT": tuning.dot, "PREFETCH": tile.prefetch}
+        defines["DOT"] = tuning.dot
     return plan.device.programs.get("matmul_cpu.cl", defines, before=("matmul_pack.cl",))
 
 

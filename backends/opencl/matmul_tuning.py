@@ -13,13 +13,15 @@ class Tile(NamedTuple):
     """Register tile of the CPU kernel, used up to `max_m` tokens.
 
     `prefetch` is the distance in 32-bit words at which weights are prefetched, 0 to leave it to the
-    hardware. It pays where there is little arithmetic per word and one stream of weights.
+    hardware. It pays where there is little arithmetic per word and one stream of weights. `widen`
+    features of weights are widened at a time for all tokens, 0 for on the fly.
     """
 
     max_m: float
     tokens: int
     vectors: int
     prefetch: int = 0
+    widen: int = 0
 
 
 INF = float("inf")
@@ -55,6 +57,18 @@ class CpuTuning:
         tiles = self.special_tiles.get(weight_format, self.tiles)
         return next(tile for tile in tiles if m <= tile.max_m)
 
+    def nibbles_stay(self, weight_format: WeightFormat, tile: Tile) -> bool:
+        """Whether floats meet 4-bit weights without a shift: AVX2 has no permutation of 16 values,
+        so that widening is most of the work.
+        """
+        return weight_format is WeightFormat.W4A16 and self.rows == 8 and not tile.widen
+
+    def group_words(self, weight_format: WeightFormat, tile: Tile) -> int:
+        """32-bit words of a token's group of 32 features in packed x: X_WORDS of matmul_pack.cl."""
+        if weight_format is WeightFormat.W4A8:
+            return 10  # 8 of codes, scale, correction
+        return 33 if self.nibbles_stay(weight_format, tile) else 32
+
     def panels(self, weight_format: WeightFormat, m: int, k: int, tile: Tile) -> tuple[int, int]:
         """(tokens, features) of the panels that the kernel keeps in the L2 cache.
 
@@ -63,7 +77,8 @@ class CpuTuning:
         if m <= tile.tokens:
             return m, k
         feature_bytes = tile.vectors * self.rows * WEIGHT_BYTES[weight_format.storage]
-        k_panel = min(k, int(self.weight_panel_bytes / feature_bytes) // 64 * 64)
+        k_panel = tile.widen or int(self.weight_panel_bytes / feature_bytes) // 64 * 64
+        k_panel = min(k, k_panel)
         x_bytes = 1.25 if weight_format is WeightFormat.W4A8 else 4.0
         tokens = int(self.x_panel_bytes / (k_panel * x_bytes)) // tile.tokens * tile.tokens
         return min(m, max(tokens, tile.tokens)), k_panel
@@ -91,8 +106,18 @@ _AVX512_SPECIAL = {
     WeightFormat.W8A16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 1), Tile(INF, 4, 4)),
     WeightFormat.F16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 2), Tile(INF, 8, 2)),
 }
-_AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2))  # 16 registers of 8
-_AVX2_SPECIAL = {WeightFormat.W4A8: (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 1))}
+# Measured on one Zen 3 core; 16 registers of 8.
+_AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 3, widen=384))
+_AVX2_SPECIAL = {
+    WeightFormat.W4A16: (
+        Tile(1, 1, 2, 512),
+        Tile(2, 2, 2, 512),
+        Tile(16, 4, 2, 512),
+        Tile(INF, 4, 3, widen=384),
+    ),
+    WeightFormat.W4A8: (Tile(1, 1, 2, 1024), Tile(2, 2, 2, 1024), Tile(INF, 4, 2)),
+    WeightFormat.F32: (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2)),
+}
 
 _CPU: dict[str, CpuTuning] = {
     "pocl-avx512-vnni": CpuTuning(rows=16, dot=2, tiles=_AVX512, special_tiles=_AVX512_SPECIAL),

@@ -22,8 +22,7 @@ def prepare_norm(
     program = device.programs.get(
         "norm.cl",
         {
-            "VEC": tuning.vector,
-            "LANES": tuning.lanes,
+            **tuning.defines,
             "D": op.d,
             "ADD": int(op.add),
             "EPS": float(op.eps),

@@ -24,7 +24,7 @@ def prepare_add_positions(
 ) -> OpenCLKernel:
     """`y = x + rows of the table`: one row of items per token."""
     tuning = device.tuning
-    program = device.programs.get("positions.cl", {"VEC": tuning.vector, "D": op.d})
+    program = device.programs.get("positions.cl", {**tuning.defines, "D": op.d})
     table = device.constant(vector(weights, "table"))
 
     def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
@@ -41,7 +41,7 @@ def softcap_launch(device: OpenCLDevice, cap: float, y: Tensor, m: int) -> Launc
     """`y = cap · tanh(y / cap)` in place, on the first m tokens."""
     tuning = device.tuning
     defines: dict[str, Define] = {
-        "VEC": tuning.vector, "ACTIVATION": "SOFTCAP", "CAP": float(cap)
+        **tuning.defines, "ACTIVATION": "SOFTCAP", "CAP": float(cap)
     }  # fmt: skip
     program = device.programs.get("pointwise.cl", defines, before=(ACTIVATIONS,))
     count = m * y.shape[1]

@@ -56,7 +56,7 @@ def prepare_rope(
 def _defines(device: OpenCLDevice, op: Rope, item_heads: int) -> dict[str, Define]:
     widest = device.tuning.vector
     defines: dict[str, Define] = {
-        "VEC": widest,
+        **device.tuning.defines,
         "HV": head_vector(op.head_dim, widest),
         "RV": head_vector(op.rotated // 2, widest),
         "HEADS": op.heads,

@@ -24,6 +24,11 @@ class Tuning:
     attention_keys: int = 64
     decode_splits: int = 1
 
+    @property
+    def defines(self) -> dict[str, int]:
+        """What common.cl wants to know."""
+        return {"VEC": self.vector, "LANES": self.lanes}
+
 
 FAMILIES: dict[str, Tuning] = {
     tuning.family: tuning

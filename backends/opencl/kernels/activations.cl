@@ -35,5 +35,5 @@
   const real high = CAP * (1.0f - t) / (1.0f + t);                         \
   return x < 0.0f ? -high : high;
 
-inline float activate_scalar(float x) { ACTIVATION(float, exp2_scalar) }
-inline vfloat activate(vfloat x) { ACTIVATION(vfloat, exp2_vector) }
+INLINE float activate_scalar(float x) { ACTIVATION(float, exp2_scalar) }
+INLINE vfloat activate(vfloat x) { ACTIVATION(vfloat, exp2_vector) }

@@ -12,7 +12,14 @@
 
 #define GROUP (HEADS / KV_HEADS)
 #define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+// A tile of scores is ROWS × 2 vectors of sums in registers: AVX2 has half of AVX-512's 32.
+#if VEC == 16
 #define ROWS 8
+#define EACH_ROW(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
+#else
+#define ROWS 4
+#define EACH_ROW(F) F(0) F(1) F(2) F(3)
+#endif
 #define FEW (GROUP == 1 ? 1 : GROUP == 2 ? 2 : 4)
 #define PADDED_GROUP ((GROUP + FEW - 1) / FEW * FEW)
 #define KT (2 * VEC)
@@ -29,12 +36,10 @@
 #define CAPPED1(x) (x)
 #endif
 
-#define EACH_ROW(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
-
 // First position that a token at `last` - 1 sees.
-inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
+INLINE int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
-inline void copy_row(__global const float *from, __global float *to) {
+INLINE void copy_row(__global const float *from, __global float *to) {
   for (int c = 0; c < CHUNKS; c++) HSTORE(HLOAD(from + c * HV), to + c * HV);
 }
 
@@ -71,7 +76,7 @@ __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const in
 }
 
 // ROWS × KT scores of one packed block of keys.
-inline void scores(const float *restrict q, __global const float *restrict k, float *restrict s) {
+INLINE void scores(const float *restrict q, __global const float *restrict k, float *restrict s) {
 #define DECLARE(r) vfloat a##r = 0, b##r = 0;
   EACH_ROW(DECLARE)
   for (int d = 0; d < HEAD_DIM; d++) {
@@ -87,7 +92,7 @@ inline void scores(const float *restrict q, __global const float *restrict k, fl
 }
 
 // o[r][0 .. 2 HV) = alpha[r] * o + p · v
-inline void values2(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void values2(const float *restrict p, __global const float *restrict v, const int keys,
                     const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = alpha[r] * HLOAD(o + r * HEAD_DIM), \
                           b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV);
@@ -104,7 +109,7 @@ inline void values2(const float *restrict p, __global const float *restrict v, c
 #undef KEEP
 }
 
-inline void values1(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void values1(const float *restrict p, __global const float *restrict v, const int keys,
                     const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
   EACH_ROW(DECLARE)
@@ -122,14 +127,14 @@ inline void values1(const float *restrict p, __global const float *restrict v, c
 
 // Scores to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf here).
 // Returns the factor on what was accumulated before.
-inline float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
+INLINE float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
   vfloat high = LOWEST;
   for (int i = 0; i < keys; i += VEC) {
     const vfloat x = VLOAD(s + i);
     high = x > high ? x : high;
   }
   const float before = *top;
-  const float now = fmax(before, VMAX(high));
+  const float now = larger(before, VMAX(high));
   const float alpha = exp2_scalar(before - now);
   vfloat total = alpha * *sum;
   for (int i = 0; i < keys; i += VEC) {
@@ -143,7 +148,7 @@ inline float soften(float *restrict s, const int keys, float *restrict top, vflo
 }
 
 // -inf for keys outside [low, high) of one row.
-inline void mask(float *restrict s, const int keys, const int low, const int high) {
+INLINE void mask(float *restrict s, const int keys, const int low, const int high) {
   for (int i = 0; i < min(low, keys); i++) s[i] = -INFINITY;
   for (int i = max(high, 0); i < keys; i++) s[i] = -INFINITY;
 }
@@ -220,7 +225,7 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
   }
 }
 
-inline float dot1(const float *restrict q, __global const float *restrict k) {
+INLINE float dot1(const float *restrict q, __global const float *restrict k) {
   hfloat x = HLOAD(q) * HLOAD(k);
   for (int c = 1; c < CHUNKS; c++) x = HLOAD(q + c * HV) * HLOAD(k + c * HV) + x;
   return HSUM(x);
@@ -232,7 +237,7 @@ inline float dot1(const float *restrict q, __global const float *restrict k) {
 
 // VEC scores of VEC neighbouring keys: the sums over a vector's lanes as a tree that keeps vectors
 // full, halving the lanes per key while joining keys.
-inline vfloat dots(const float *restrict q, __global const float *restrict k) {
+INLINE vfloat dots(const float *restrict q, __global const float *restrict k) {
 #if HV == 16 && VEC == 16
 #define QUARTERS(a, b) \
   ((float16)(a.s0123 + a.s4567, a.s89ab + a.scdef, b.s0123 + b.s4567, b.s89ab + b.scdef))
@@ -268,7 +273,7 @@ inline vfloat dots(const float *restrict q, __global const float *restrict k) {
 #define LIVE(r) if (r < FEW)
 
 // As values2 and values1, for FEW rows.
-inline void few_values2(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void few_values2(const float *restrict p, __global const float *restrict v, const int keys,
                         const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = 0, b##r = 0; LIVE(r) { a##r = alpha[r] * HLOAD(o + r * HEAD_DIM); \
                                                 b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV); }
@@ -286,7 +291,7 @@ inline void few_values2(const float *restrict p, __global const float *restrict 
 #undef KEEP
 }
 
-inline void few_values1(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void few_values1(const float *restrict p, __global const float *restrict v, const int keys,
                         const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = 0; LIVE(r) a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
   EACH_FEW(DECLARE)

@@ -12,21 +12,43 @@
 #define PANEL_ROW(name, p, token) \
   (name + name##_table[4 * (p) + 2] + (size_t)(token) * name##_table[4 * (p) + 3])
 
-inline int panel_of(__global const int *table, const int count, const int column) {
-  int p = 0;
-  while (p + 1 < count && column >= table[4 * p + 1]) p++;
-  return p;
-}
-
 #ifndef VEC
-#define VEC 16
+#define VEC 1
 #endif
 #ifndef LANES
 #define LANES 1
 #endif
 
+// PoCL's inliner leaves calls even of small functions (and of its own library's) in the inner loops.
+#if LANES == 1
+#define INLINE __attribute__((always_inline)) inline
+#else
+#define INLINE inline
+#endif
+
+INLINE int panel_of(__global const int *table, const int count, const int column) {
+  int p = 0;
+  while (p + 1 < count && column >= table[4 * p + 1]) p++;
+  return p;
+}
+
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
+
+// PoCL's vload8 and vstore8 are calls on AVX2 targets, its vload16 is four quarter loads: where
+// PoCL is the compiler, unaligned vectors are dereferenced, which is one instruction.
+#if LANES == 1
+#define ACCESS(vector, width, space, load, store)                                             \
+  INLINE __attribute__((overloadable)) vector load(space const float *p) {                    \
+    typedef float unaligned_t __attribute__((ext_vector_type(width), aligned(4)));            \
+    return *(space const unaligned_t *)p;                                                     \
+  }                                                                                           \
+  INLINE __attribute__((overloadable)) void store(const vector v, space float *p) {           \
+    typedef float unaligned_t __attribute__((ext_vector_type(width), aligned(4)));            \
+    *(space unaligned_t *)p = v;                                                              \
+  }
+#endif
+
 #if VEC == 1
 typedef float vfloat;
 #define VLOAD(p) (*(p))
@@ -34,8 +56,15 @@ typedef float vfloat;
 #define VSUM(v) (v)
 #else
 typedef CAT(float, VEC) vfloat;
+#if LANES == 1
+ACCESS(vfloat, VEC, __global, load_vector, store_vector)
+ACCESS(vfloat, VEC, __private, load_vector, store_vector)
+#define VLOAD(p) load_vector(p)
+#define VSTORE(v, p) store_vector(v, p)
+#else
 #define VLOAD(p) CAT(vload, VEC)(0, p)
 #define VSTORE(v, p) CAT(vstore, VEC)(v, 0, p)
+#endif
 #endif
 #if VEC == 4
 #define VSUM(v) (((v).s0 + (v).s1) + ((v).s2 + (v).s3))
@@ -43,7 +72,7 @@ typedef CAT(float, VEC) vfloat;
 #define VSUM(v) \
   ((((v).s0 + (v).s1) + ((v).s2 + (v).s3)) + (((v).s4 + (v).s5) + ((v).s6 + (v).s7)))
 #elif VEC == 16
-inline float vsum16(float16 v) {
+INLINE float vsum16(float16 v) {
   float8 a = v.lo + v.hi;
   float4 b = a.lo + a.hi;
   return (b.s0 + b.s1) + (b.s2 + b.s3);
@@ -66,27 +95,27 @@ inline float vsum16(float16 v) {
   p = p * f + 1.000000072f;                                                                 \
   return as_real(as_integer(p) + (as_integer(shifted) << 23));
 
-inline float exp2_scalar(float x) { EXP2_BODY(float, int, as_int, as_float) }
+INLINE float exp2_scalar(float x) { EXP2_BODY(float, int, as_int, as_float) }
 #if VEC == 1
 #define exp2_vector exp2_scalar
 #define VMAX(v) (v)
 #else
-inline vfloat exp2_vector(vfloat x) {
+INLINE vfloat exp2_vector(vfloat x) {
   EXP2_BODY(vfloat, CAT(int, VEC), CAT(as_int, VEC), CAT(as_float, VEC))
 }
 #endif
 #define LOG2E 1.44269504088896341f
 
-inline float larger(float a, float b) { return a > b ? a : b; }
+INLINE float larger(float a, float b) { return a > b ? a : b; }
 #if VEC == 4
-inline float VMAX(float4 v) { return larger(larger(v.s0, v.s1), larger(v.s2, v.s3)); }
+INLINE float VMAX(float4 v) { return larger(larger(v.s0, v.s1), larger(v.s2, v.s3)); }
 #elif VEC == 8
-inline float VMAX(float8 v) {
+INLINE float VMAX(float8 v) {
   const float4 b = v.lo > v.hi ? v.lo : v.hi;
   return larger(larger(b.s0, b.s1), larger(b.s2, b.s3));
 }
 #elif VEC == 16
-inline float VMAX(float16 v) {
+INLINE float VMAX(float16 v) {
   const float8 a = v.lo > v.hi ? v.lo : v.hi;
   const float4 b = a.lo > a.hi ? a.lo : a.hi;
   return larger(larger(b.s0, b.s1), larger(b.s2, b.s3));
@@ -106,10 +135,10 @@ inline float VMAX(float16 v) {
 // Sum over the work-items of a row; `scratch` has LANES floats. Every work-item gets the sum.
 #if LANES == 1
 #define LANES_SCRATCH(name) float *name = 0
-inline float lanes_sum(float x, float *scratch) { return x; }
+INLINE float lanes_sum(float x, float *scratch) { return x; }
 #else
 #define LANES_SCRATCH(name) __local float name[LANES]
-inline float lanes_sum(float x, __local float *scratch) {
+INLINE float lanes_sum(float x, __local float *scratch) {
   barrier(CLK_LOCAL_MEM_FENCE);
   scratch[LANE] = x;
   for (int half_lanes = LANES / 2; half_lanes > 0; half_lanes /= 2) {
@@ -130,15 +159,22 @@ typedef float hfloat;
 #define HSUM(v) (v)
 #else
 typedef CAT(float, HV) hfloat;
+#if LANES == 1
+ACCESS(hfloat, HV, __global, load_part, store_part)
+ACCESS(hfloat, HV, __private, load_part, store_part)
+#define HLOAD(p) load_part(p)
+#define HSTORE(v, p) store_part(v, p)
+#else
 #define HLOAD(p) CAT(vload, HV)(0, p)
 #define HSTORE(v, p) CAT(vstore, HV)(v, 0, p)
+#endif
 #endif
 #if HV == 2
 #define HSUM(v) ((v).s0 + (v).s1)
 #elif HV == 4
 #define HSUM(v) (((v).s0 + (v).s1) + ((v).s2 + (v).s3))
 #elif HV >= 8
-inline float HSUM(hfloat v) {
+INLINE float HSUM(hfloat v) {
 #if HV == 16
   const float8 a = v.lo + v.hi;
 #else

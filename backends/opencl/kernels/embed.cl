@@ -9,7 +9,7 @@
 #define GROUPS ((D + 31) / 32)
 
 // Up to 8 features from a vector; the last group of a row may be cut.
-inline void store8(const float8 v, __global float *y, const int left) {
+INLINE void store8(const float8 v, __global float *y, const int left) {
   if (left >= 8) {
     vstore8(v, 0, y);
   } else {
@@ -20,7 +20,7 @@ inline void store8(const float8 v, __global float *y, const int left) {
 }
 
 #if STORAGE == Q4
-inline void group_of(__global const uint *data, __global const half *scales, const size_t block,
+INLINE void group_of(__global const uint *data, __global const half *scales, const size_t block,
                      const int lane, const int g, __global float *y, const int left) {
   const float scale = SCALE * vload_half((block * GROUPS + g) * 16 + lane, scales);
   __global const uint *words = data + (block * GROUPS + g) * 64 + lane;
@@ -31,7 +31,7 @@ inline void group_of(__global const uint *data, __global const half *scales, con
 }
 #define DATA uint
 #elif STORAGE == Q8
-inline void group_of(__global const char *data, __global const half *scales, const size_t block,
+INLINE void group_of(__global const char *data, __global const half *scales, const size_t block,
                      const int lane, const int g, __global float *y, const int left) {
   const float scale = SCALE * vload_half((block * GROUPS + g) * 16 + lane, scales);
   __global const char *bytes = data + (block * GROUPS + g) * 512 + lane * 4;
@@ -49,7 +49,7 @@ inline void group_of(__global const char *data, __global const half *scales, con
 #define DATA float
 #define ELEMENT(i) data[i]
 #endif
-inline void group_of(__global const DATA *data, __global const half *scales, const size_t block,
+INLINE void group_of(__global const DATA *data, __global const half *scales, const size_t block,
                      const int lane, const int g, __global float *y, const int left) {
   const size_t at = (block * D + g * 32) * 16 + lane;
   for (int i = 0; i < min(32, left); i++) y[i] = SCALE * ELEMENT(at + i * 16);

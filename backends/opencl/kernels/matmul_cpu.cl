@@ -1,9 +1,11 @@
 // MatMul on a CPU's vector unit. A vector holds one feature of VEC (8 or 16) rows; a tile of
-// TOKENS x VECTORS vectors is accumulated in registers. Weights are widened on the fly, which hides
-// behind the arithmetic from 4 tokens on, so that no panel of widened weights is kept.
+// TOKENS x VECTORS vectors is accumulated in registers. With AVX-512 weights are widened on the fly:
+// a permutation is all it takes, and hides behind the arithmetic from 4 tokens on. Elsewhere WIDEN
+// features of a row tile are widened once into the L1 cache and serve all tokens of a panel.
 //
-// Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, F16, F32; for W4A8 also DOT (2:
-// AVX512-VNNI, 1: AVX512-BW, 0: what the compiler finds) and PREFETCH (32-bit words ahead, 0: not).
+// Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, F16, F32; WIDEN (0: on the fly); for
+// W4A16 NIBBLES_STAY (nibbles are not shifted), for W4A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what
+// the compiler finds), for both PREFETCH (32-bit words ahead, 0: not).
 // Layout of weights: hetero.backends.weights. Follows matmul_pack.cl, which packs x.
 
 #define EACH_VEC UNROLL for (int r = 0; r < VECTORS; r++)
@@ -163,6 +165,40 @@ typedef float weight_t;
 #define CHUNK 64
 #endif
 
+#if NIBBLES_STAY
+// Nibble i of a word is not shifted: it counts 16^i times, and x comes divided by that (the last
+// nibble would be the sign). x also brings -8 times its sum, which stands for the nibbles' offset.
+#define NIBBLE(word, i) \
+  TO_VFLOAT(i < 7 ? (word) & (15 << (4 * (i))) : AS_VINT(CAT(as_uint, VEC)(word) >> 28))
+
+INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const weight_t *w[VECTORS],
+                         __global const ushort *scales[VECTORS], __global const float *x,
+                         const int features) {
+  for (int start = 0; start < features; start += GROUP) {
+    vfloat part[CHAINS][VECTORS][TOKENS];
+    EACH_CHAIN EACH part[c][r][t] = c > 0 ? 0.0f : x[GROUP * TOKENS + t];
+    UNROLL for (int at = 0; at < GROUP; at += 8) {
+      word_t word[VECTORS];
+      EACH_VEC word[r] = LOAD(w[r], start + at);
+#if PREFETCH
+      EACH_VEC __builtin_prefetch(w[r] + (start + at) / 8 * ROWS + PREFETCH, 0, 3);
+#endif
+      UNROLL for (int i = 0; i < 8; i++) {
+        vfloat value[VECTORS];
+        EACH_VEC value[r] = NIBBLE(word[r], i);
+        EACH part[i % CHAINS][r][t] += x[(at + i) * TOKENS + t] * value[r];
+      }
+    }
+    UNROLL for (int c = 1; c < CHAINS; c++) EACH part[0][r][t] += part[c][r][t];
+    EACH_VEC {
+      const vfloat scale = load_halves(scales[r] + start / GROUP * ROWS);
+      EACH_TOKEN sum[r][t] += scale * part[0][r][t];
+    }
+    x += X_WORDS * TOKENS;
+  }
+}
+
+#else
 // Sums of CHUNK products first: what the scale is applied to, and a shorter chain of roundings.
 INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const weight_t *w[VECTORS],
                          __global const ushort *scales[VECTORS], __global const float *x,
@@ -184,6 +220,40 @@ INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const weight_t *w
       EACH_TOKEN sum[r][t] += scale * part[0][r][t];
     }
   }
+}
+#endif
+#endif
+
+#if WIDEN
+#define WIDTH (VECTORS * VEC)
+
+// [feature][WIDTH] scaled weights; a multiple of FEATURES features.
+INLINE void widen(__global const weight_t *w[VECTORS], __global const ushort *scales[VECTORS],
+                  float *panel, const int features) {
+  for (int at = 0; at < features; at += FEATURES) EACH_VEC {
+    const vfloat scale = SCALE(at / GROUP);
+    const word_t word = LOAD(w[r], at);
+    UNROLL for (int i = 0; i < FEATURES; i++)
+      VSTORE(scale * VALUE(word, i), panel + (at + i) * WIDTH + r * VEC);
+  }
+}
+
+// One broadcast of x at a time, next to its uses: more would not fit the registers of AVX2.
+INLINE void add_widened(vfloat sum[VECTORS][TOKENS], const float *panel, __global const float *x,
+                        const int features) {
+  vfloat part[VECTORS][TOKENS];
+  EACH part[r][t] = 0.0f;
+  _Pragma("unroll 4") for (int f = 0; f < features; f++) {
+    vfloat value[VECTORS];
+    EACH_VEC value[r] = VLOAD(panel + r * VEC);
+    EACH_TOKEN {
+      const float one = x[t];
+      EACH_VEC part[r][t] += one * value[r];
+    }
+    panel += WIDTH;
+    x += TOKENS;
+  }
+  EACH sum[r][t] += part[r][t];
 }
 #endif
 
@@ -243,6 +313,10 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
           w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane;
           scales[r] = all_scales + (block * k + k0) / 2 + lane;
         }
+#if WIDEN
+        float panel[WIDEN * WIDTH];
+        widen(w, scales, panel, min(k_panel, k - k0));
+#endif
         for (int t0 = m0; t0 < min(m, m0 + m_panel); t0 += TOKENS) {
           vfloat sum[VECTORS][TOKENS];
           EACH {
@@ -253,8 +327,12 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
             else if (has_bias)
               sum[r][t] = load_rows(bias + row[r], n - row[r]);
           }
-          add_products(sum, w, scales, inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0),
-                       min(k_panel, k - k0));
+          __global const x_t *input = inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0);
+#if WIDEN
+          add_widened(sum, panel, input, min(k_panel, k - k0));
+#else
+          add_products(sum, w, scales, input, min(k_panel, k - k0));
+#endif
           EACH if (tile * VECTORS + r < vectors && t0 + t < m)
             store_rows(sum[r][t], y + (size_t)(t0 + t) * n + row[r], n - row[r]);
         }

@@ -1,10 +1,10 @@
 // x [m, width] into tiles of TOKENS tokens, zero-padded to whole tiles and to the k features of the
 // weights, so that no row is read beyond its end. Prepended to matmul_cpu.cl.
 //
-// Defines: VEC, TOKENS, and W4A8 for int8 codes instead of floats.
+// Defines: VEC, TOKENS, and W4A8 for int8 codes instead of floats, or NIBBLES_STAY for floats that
+// meet nibbles where they lie in their word (matmul_cpu.cl).
 
 #define UNROLL _Pragma("unroll")
-#define INLINE __attribute__((always_inline)) inline
 #define GROUP 32
 typedef CAT(int, VEC) vint;
 
@@ -55,8 +55,8 @@ INLINE void quantize_group(__global const float *x, const int filled, __global i
     for (int i = 0; i < GROUP; i++) values[i] = i < filled ? x[i] : 0.0f;
     EACH_PART v[j] = VLOAD(values + j * VEC);
   }
-  vfloat largest = fabs(v[0]);
-  EACH_PART largest = MAX(largest, fabs(v[j]));
+  vfloat largest = 0.0f;
+  EACH_PART largest = MAX(largest, MAX(v[j], -v[j]));  // PoCL's fabs is a call
   const float scale = VMAX_ALL(largest) / 127.0f;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   vint total = 0;
@@ -86,21 +86,51 @@ INLINE void pack_tile(__global const float *x, __global int *packed, const int p
                      packed + g * X_WORDS * TOKENS + t);
 }
 
+#elif NIBBLES_STAY
+typedef float x_t;
+#define X_WORDS 33  // per token and group: 32 features, -8 times their sum
+#define X_STRIDE(k) ((size_t)(k) / GROUP * X_WORDS * TOKENS)
+
+// One tile: [group][33][token]; feature i of 8 is divided by 16^i, but for the last.
+INLINE void pack_tile(__global const float *x, __global float *packed, const int present,
+                      const int width, const int k) {
+  const float parts[8] = {1.0f, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1.0f};
+  for (int g = 0; g < k / GROUP; g++) {
+    for (int t = 0; t < TOKENS; t++) {
+      const int filled = (t < present ? width : 0) - g * GROUP;
+      __global const float *from = x + (size_t)t * width + g * GROUP;
+      float total = 0.0f;
+      for (int f = 0; f < GROUP; f++) {
+        const float value = f < filled ? from[f] : 0.0f;
+        total += value;
+        packed[f * TOKENS + t] = value * parts[f % 8];
+      }
+      packed[GROUP * TOKENS + t] = -8.0f * total;
+    }
+    packed += X_WORDS * TOKENS;
+  }
+}
+
 #else
 typedef float x_t;
 #define X_STRIDE(k) ((size_t)(k)*TOKENS)
+
+// PoCL's vload4 and vstore4 are calls.
+typedef float float4_u __attribute__((ext_vector_type(4), aligned(4)));
+#define LOAD4(p) (*(__global const float4_u *)(p))
+#define STORE4(v, p) (*(__global float4_u *)(p) = (v))
 
 // Four rows at a time, transposed in registers. Returns how many features are done.
 INLINE int pack_quad(__global const float *x, __global float *packed, const int width) {
   int f = 0;
   for (; f + 4 <= width; f += 4) {
-    const float4 a = vload4(0, x + f), b = vload4(0, x + (size_t)width + f);
-    const float4 c = vload4(0, x + (size_t)width * 2 + f), d = vload4(0, x + (size_t)width * 3 + f);
+    const float4 a = LOAD4(x + f), b = LOAD4(x + (size_t)width + f);
+    const float4 c = LOAD4(x + (size_t)width * 2 + f), d = LOAD4(x + (size_t)width * 3 + f);
     __global float *out = packed + f * TOKENS;
-    vstore4((float4)(a.x, b.x, c.x, d.x), 0, out);
-    vstore4((float4)(a.y, b.y, c.y, d.y), 0, out + TOKENS);
-    vstore4((float4)(a.z, b.z, c.z, d.z), 0, out + 2 * TOKENS);
-    vstore4((float4)(a.w, b.w, c.w, d.w), 0, out + 3 * TOKENS);
+    STORE4((float4)(a.x, b.x, c.x, d.x), out);
+    STORE4((float4)(a.y, b.y, c.y, d.y), out + TOKENS);
+    STORE4((float4)(a.z, b.z, c.z, d.z), out + 2 * TOKENS);
+    STORE4((float4)(a.w, b.w, c.w, d.w), out + 3 * TOKENS);
   }
   return f;
 }

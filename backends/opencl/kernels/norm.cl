@@ -13,7 +13,7 @@
 // Four independent sums hide the latency of the additions where one work-item has a whole row.
 #define STRIDE (LANES * VEC)
 
-inline float squares(__global const float *row, const int n, const float mean) {
+INLINE float squares(__global const float *row, const int n, const float mean) {
   vfloat a = 0, b = 0, c = 0, d = 0;
   int i = LANE * VEC;
   for (; i + 3 * STRIDE + VEC <= n; i += 4 * STRIDE) {
@@ -33,7 +33,7 @@ inline float squares(__global const float *row, const int n, const float mean) {
   return total;
 }
 
-inline float plain_sum(__global const float *row, const int n) {
+INLINE float plain_sum(__global const float *row, const int n) {
   vfloat a = 0, b = 0, c = 0, d = 0;
   int i = LANE * VEC;
   for (; i + 3 * STRIDE + VEC <= n; i += 4 * STRIDE) {

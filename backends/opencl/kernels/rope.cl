@@ -13,16 +13,22 @@ typedef float rfloat;
 #define RSTORE(v, p) (*(p) = (v))
 #else
 typedef CAT(float, RV) rfloat;
+#if LANES == 1
+ACCESS(rfloat, RV, __global, load_run, store_run)
+#define RLOAD(p) load_run(p)
+#define RSTORE(v, p) store_run(v, p)
+#else
 #define RLOAD(p) CAT(vload, RV)(0, p)
 #define RSTORE(v, p) CAT(vstore, RV)(v, 0, p)
 #endif
+#endif
 
-inline void copy_dims(__global const float *from, __global float *to) {
+INLINE void copy_dims(__global const float *from, __global float *to) {
   for (int d = 0; d < HEAD_DIM; d += HV) HSTORE(HLOAD(from + d), to + d);
 }
 
 // Rotates one head in place of `to` from `from`, whose dimensions are scaled by `weight`.
-inline void rotate_head(__global const float *from, __global float *to,
+INLINE void rotate_head(__global const float *from, __global float *to,
                         __global const float *cosines, __global const float *sines) {
   for (int d = 0; d < HALF; d += RV) {
     const rfloat low = RLOAD(from + d), high = RLOAD(from + HALF + d);
@@ -34,7 +40,7 @@ inline void rotate_head(__global const float *from, __global float *to,
 }
 
 #ifdef EPS
-inline void rotate_normed(__global const float *from, __global float *to,
+INLINE void rotate_normed(__global const float *from, __global float *to,
                           __global const float *cosines, __global const float *sines,
                           __global const float *weight) {
   hfloat squares = 0;
