@@ -39,8 +39,8 @@ def test_a_broken_driver_is_one_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits by ulimit")
-def test_a_full_cache_changes_nothing(tmp_path: Path) -> None:
-    """No file may grow, as on a full disk: compiled programs cannot be kept."""
+def test_a_full_cache_is_at_most_a_warning(tmp_path: Path) -> None:
+    """No file may grow, as on a full disk: PoCL cannot even compile its programs."""
     started = [
         subprocess.Popen(
             ["sh", "-c", 'ulimit -f 0; trap "" XFSZ; exec "$@"', "sh", *COMMAND, "--device", name],
@@ -54,5 +54,5 @@ def test_a_full_cache_changes_nothing(tmp_path: Path) -> None:
     for process in started:
         out, errors = process.communicate(timeout=120)
         assert (process.returncode, bool(out.strip())) == (0, True), errors
-        assert "Traceback" not in errors
-        assert "alone" not in errors
+        assert len(errors.splitlines()) <= 1, errors
+        assert not errors or errors.startswith("hetero: warning: running on npu (ort-cpu) alone")
