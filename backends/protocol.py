@@ -58,6 +58,7 @@ class Capabilities:
     early_visibility     a flag and the data written before it are seen by the host while the kernel
                          still runs: True or False as probed, None when not probed yet
     memory_limit_bytes   memory the device can hold, None when it is the host's
+    max_allocation_bytes largest single buffer, None when it is not limited
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
     """
@@ -74,6 +75,7 @@ class Capabilities:
     operand_orders: tuple[str, ...] = ("plain",)
     early_visibility: bool | None = None
     memory_limit_bytes: int | None = None
+    max_allocation_bytes: int | None = None
     reads_panels: bool = False
 
 

@@ -4,6 +4,8 @@
     python bench/qnn.py loading      second start: seconds and memory of a loaded graph
     python bench/qnn.py layouts      DRAM and VTCM traffic that the compiler schedules, by shape
     python bench/qnn.py preparation  compile time against shape (the paper's figure 9)
+    python bench/qnn.py bundle       `hetero compile` of a 1B model: minutes and peak memory
+    python bench/qnn.py sharing      size of one file for four graph sizes over one size's
     python bench/qnn.py calibrate    the physical model: fit, and leave-one-out error
     python bench/qnn.py text MODEL   30 greedy tokens on the emulated Hexagon against float64
 
@@ -28,7 +30,9 @@ from hetero import LLM
 from hetero.backends import ops
 from hetero.backends.memory import new_tensor
 from hetero.backends.ops import WeightFormat
+from hetero.backends.qnn import catalog
 from hetero.backends.qnn import open as open_qnn
+from hetero.backends.qnn.store import GraphStore, read_entry
 from hetero.backends.weights import pack
 from hetero.profiler.compiled import Scheduler, Work, fit_model, leave_one_out
 
@@ -90,6 +94,56 @@ def _open(folder: str, count: int, n: int, k: int) -> None:
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def bundle(model: str = "random:llama-3.2-1b", sizes: str = "32,128,256") -> None:
+    """Compile a model for sm8650; bounds: 20 minutes and 6 GB."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        program = "from hetero.cli import main; main()"
+        command = [sys.executable, "-c", program, "compile", model, "--soc", "sm8650", "--json",
+                   "--graph-sizes", sizes, "--out", f"{folder}/bundle"]  # fmt: skip
+        peak = 0
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+            while job.poll() is None:
+                peak = max(peak, _private_of_tree(job.pid))
+                time.sleep(0.05)
+        seconds = time.perf_counter() - start
+        entries = list(Path(folder, "bundle", "graphs").glob("*/*.bin"))
+        nbytes = sum(entry.stat().st_size for entry in entries)
+    print(
+        f"{model}, sizes {sizes}: {len(entries)} graphs, {nbytes / MIB:,.0f} MiB, "
+        f"{seconds / 60:.1f} minutes, {peak / 2**30:.2f} GiB of memory (exit {job.returncode})"
+    )
+
+
+def _private_of_tree(pid: int) -> int:
+    """Memory of a process and its children that is not of files, in bytes."""
+    total, waiting = 0, [str(pid)]
+    while waiting:
+        each = waiting.pop()
+        try:
+            status = Path(f"/proc/{each}/status").read_text()
+            waiting += Path(f"/proc/{each}/task/{each}/children").read_text().split()
+        except OSError:
+            continue
+        lines = dict(line.split(":", 1) for line in status.splitlines())
+        total += 1024 * int(lines.get("RssAnon", "0 kB").split()[0])
+    return total
+
+
+def sharing(n: int = 2048, k: int = 2048) -> None:
+    """One binary for 1, 32, 64 and 128 tokens over the binary of 32 alone; bound: 1.05."""
+    for weight_format in (WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16):
+        op = ops.MatMul(n=n, k=k, weight_format=weight_format)
+        values = np.random.default_rng(0).standard_normal((n, k), dtype=np.float32)
+        weights: Any = {"weight": pack(values, weight_format.storage)}
+        graphs = [catalog.graph(op, m, weights, "random") for m in (1, 32, 64, 128)]
+        with tempfile.TemporaryDirectory() as folder, open_qnn(cache=folder) as device:
+            store: GraphStore = device.store  # type: ignore[attr-defined]
+            many = read_entry(store.compile_shared(graphs)).nbytes
+            one = read_entry(store.compile(*graphs[1])).nbytes
+        print(f"{weight_format}: {many} bytes for four sizes, {one} for one: {many / one:.3f}")
 
 
 def layouts() -> None:
@@ -186,7 +240,10 @@ def _compare(device: str, got: Iterable[Any], expected: Iterable[Any]) -> None:
 def main() -> None:
     """Run one sub-command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = {f.__name__: f for f in (accuracy, loading, layouts, preparation, calibrate, text)}
+    functions: tuple[Any, ...] = (
+        accuracy, loading, layouts, preparation, bundle, sharing, calibrate, text,
+    )  # fmt: skip
+    commands = {f.__name__: f for f in functions}
     parser.add_argument("command", choices=[*commands, "_open"])
     parser.add_argument("arguments", nargs="*")
     asked = parser.parse_args()

@@ -217,7 +217,7 @@ def calibrated(
     """
     loaded = open_model(model, weights="f32")
     words = read_text(text)
-    tokens = loaded.tokenizer.encode(words)[:limit] if words.strip() else []
+    tokens = loaded.encode(words)[:limit] if words.strip() else []
     if len(tokens) < GROUP_SIZE:
         raise UserError(
             f"{text}: has {len(tokens)} tokens, calibration needs at least {GROUP_SIZE}; give more "

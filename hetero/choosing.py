@@ -46,7 +46,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asked for; see `LLM`. `longest` is the longest call of the engine, tokens."""
+    """What the user asked for; see `LLM`. `longest` is the longest call of the engine, tokens;
+    `weight_budget_bytes` what the weights may take, None for no limit.
+    """
 
     mode: DeviceMode = "hetero"
     gpu: str = "auto"
@@ -56,12 +58,15 @@ class Wishes:
     strategy: NamedStrategy = "auto"
     seq_lens: Sequence[int] = ()
     longest: int = 1024
+    max_gpu_share: float = 1.0
+    weight_budget_bytes: int | None = None
 
 
 def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
     """Decide before any device is opened. Raises `UserError`, `PlanError` or `ProfileError` for
     what was asked for by name and cannot be.
     """
+    _check_share(wishes)
     if wishes.plan is not None:
         wishes.plan.check_fits(spec)
         return Choice(_mode_of(wishes.plan), wishes.plan)
@@ -74,7 +79,8 @@ def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
         found = _choose_by(spec, profile, wishes, (notice,) if notice else ())
         return replace(found, profile=profile) if wishes.profile is not None else found
     except (UserError, PlanError, ProfileError) as error:
-        if wishes.profile is not None or wishes.strategy not in ("auto", "layer"):
+        named = wishes.profile is not None or wishes.strategy not in ("auto", "layer")
+        if named or wishes.max_gpu_share < 1 or wishes.weight_budget_bytes is not None:
             raise
         auto = wishes.mode == "auto"
         return Choice("hetero", reason=f"auto: layer level, because {error}" if auto else "")
@@ -103,7 +109,12 @@ def _choose_by(
     npu = profile.devices.get("npu")
     sizes = npu.capabilities.graph_sizes if npu is not None else ()
     lengths = tuple(wishes.seq_lens) or spread_lengths(sizes, wishes.longest)
-    request = PlanRequest(seq_lens=lengths, explain=False)
+    request = PlanRequest(
+        seq_lens=lengths,
+        explain=False,
+        max_gpu_share=wishes.max_gpu_share,
+        memory_budget_bytes=wishes.weight_budget_bytes,
+    )
     if wishes.strategy != "auto":
         plan = strategy_plan(spec, profile, wishes.strategy, lengths, request)
         return Choice(_mode_of(plan), plan, notes=notes)
@@ -111,10 +122,31 @@ def _choose_by(
     plan = solver.plan
     both = Choice("hetero", plan, notes=notes, solver=solver)
     if wishes.mode == "auto":
-        return _fastest(Planner(spec, profile), both)
+        return _fastest(Planner(spec, profile), both, wishes)
+    if wishes.max_gpu_share < 1:
+        return both
     if not all(_shares_every_prompt(p) for p in (plan, *map(solver.plan_for, SHORT_PROMPTS))):
         return Choice("hetero", notes=notes)  # at least layer level, which is made by rule
     return both
+
+
+def _check_share(wishes: Wishes) -> None:
+    """Raise `UserError` where the GPU could not be left the time that was asked for."""
+    share = wishes.max_gpu_share
+    if not 0 <= share <= 1:
+        raise UserError(f"--max-gpu-share is between 0 and 1, got {share:g}")
+    if share == 1:
+        return
+    if wishes.mode == "gpu" and wishes.plan is None:
+        raise UserError(
+            f"the GPU alone cannot leave {1 - share:.0%} of its time to others: choose --device "
+            "hetero or npu with --max-gpu-share"
+        )
+    if wishes.plan is not None and wishes.plan.max_gpu_share > share:
+        raise UserError(
+            f"the plan {wishes.plan.plan_id} was made for a GPU share of up to "
+            f"{wishes.plan.max_gpu_share:g}: make one with `hetero plan --max-gpu-share {share:g}`"
+        )
 
 
 def _shares_every_prompt(plan: ExecutionPlan) -> bool:
@@ -127,11 +159,11 @@ def _shares_every_prompt(plan: ExecutionPlan) -> bool:
     return all(len(found) == 2 for found in kinds.values())
 
 
-def _fastest(planner: Planner, both: Choice) -> Choice:
+def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     """The plan for both devices, or one device alone where that is predicted to be as fast."""
     assert both.plan is not None
     prompt = Scenario("prefill", min(PROMPT_TOKENS, planner.step_tokens or PROMPT_TOKENS))
-    kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
+    kinds: tuple[DeviceKind, ...] = ("gpu", "npu") if wishes.max_gpu_share >= 1 else ("npu",)
     alone = {kind: _alone_s(planner, prompt, kind) for kind in kinds}
     level = "tensor level"
     seconds: dict[str, float] = {kind: s for kind, s in alone.items() if s is not None}

@@ -37,7 +37,7 @@ from hetero.cli_plan import plan_command
 from hetero.cli_profile import register as register_profile_commands
 from hetero.device_set import DeviceMode
 from hetero.doctor import Finding, diagnose, list_devices
-from hetero.errors import FallbackWarning, UserError
+from hetero.errors import FallbackWarning, UserError, one_sentence
 from hetero.models import open_model
 from hetero.models.quantized import check_destination
 from hetero.models.quantized import save as save_quantized
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UsageError as error:
         message = cast("typer.BadParameter", error).format_message()
         if message:  # none where the help was printed instead
-            print(f"hetero: {message} (see `hetero --help`)", file=sys.stderr)
+            print(f"hetero: {one_sentence(message)} (see `hetero --help`)", file=sys.stderr)
         code = 2
     except BrokenPipeError:
         _silence_stdout()
@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (UserError, PlanError, ProfileError, DeviceError, OSError) as error:
         if _State.debug:
             raise
-        print(f"hetero: {error}", file=sys.stderr)
+        print(f"hetero: {one_sentence(str(error))}", file=sys.stderr)
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)

@@ -16,7 +16,9 @@ from rich.text import Text
 
 from hetero.benchmark import peak_rss_bytes
 from hetero.cli_options import (
+    AdaptOption,
     BiasOption,
+    BudgetOption,
     ContextOption,
     DeviceOption,
     FrequencyOption,
@@ -31,6 +33,7 @@ from hetero.cli_options import (
     PresenceOption,
     ProfileOption,
     SeedOption,
+    ShareOption,
     SpeculativeOption,
     StatsOption,
     StopOption,
@@ -50,8 +53,9 @@ from hetero.cli_options import (
 )
 from hetero.conversation import Conversation
 from hetero.errors import UserError
+from hetero.generate_options import DEFAULT_MAX_TOKENS, GenerateOptions, read_options
 from hetero.generation import DeviceShare, GenerationResult
-from hetero.llm import DEFAULT_MAX_TOKENS, LLM, GenerateOptions
+from hetero.llm import LLM
 
 
 def generate_command(
@@ -83,6 +87,9 @@ def generate_command(
     strategy: StrategyOption = None,
     profile: ProfileOption = None,
     sync: SyncOption = SyncChoice.FAST,
+    max_gpu_share: ShareOption = 1.0,
+    memory_budget: BudgetOption = None,
+    adapt: AdaptOption = True,
     trace: TraceOption = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
@@ -105,6 +112,7 @@ def generate_command(
         "seed": seed,
         "speculative": speculative,
     }
+    _check_early(prompt, options)
     with (
         open_llm(
             model,
@@ -117,21 +125,30 @@ def generate_command(
             sync=sync.value,
             strategy=None if strategy is None else parse_strategy(strategy),
             profile=profile,
+            max_gpu_share=max_gpu_share,
+            memory_budget=memory_budget,
+            adapt=adapt,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
-        ended: list[GenerationResult] = []
-        shown = prompt if echo else ""
-        for piece in llm.stream(prompt, on_end=ended, **options):
-            if not as_json:
-                print(shown + piece.text, end="", flush=True)
-                shown = ""
-        if not as_json:
-            print(flush=True)
+        result = _answer(llm, prompt, options, quiet=as_json)
         if stats:
-            _print_stats(llm, ended[0])
+            _print_stats(llm, result)
         if as_json:
-            print(json.dumps(_result_json(llm, ended[0])), flush=True)
+            print(json.dumps(_result_json(llm, result)), flush=True)
+
+
+def _answer(llm: LLM, prompt: str, options: GenerateOptions, *, quiet: bool) -> GenerationResult:
+    """The answer, printed as it comes unless `quiet`."""
+    ended: list[GenerationResult] = []
+    shown = prompt if options["echo"] else ""
+    for piece in llm.stream(prompt, on_end=ended, **options):
+        if not quiet:
+            print(shown + piece.text, end="", flush=True)
+            shown = ""
+    if not quiet:
+        print(flush=True)
+    return ended[0]
 
 
 def chat_command(
@@ -164,6 +181,7 @@ def chat_command(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
+    read_options(options)
     with open_llm(model, device, gpu, npu, weights, None, max_seq_len, profile=profile) as llm:
         conversation = llm.conversation(system=system)
         if session is not None and session.exists():
@@ -173,6 +191,13 @@ def chat_command(
             _print_answer(conversation, line, options)
         if session is not None and conversation.messages:
             conversation.save(session)
+
+
+def _check_early(prompt: str, options: GenerateOptions) -> None:
+    """Refuse what no model can do before one is opened, which may take long."""
+    read_options(options)
+    if not prompt:
+        raise UserError("the prompt is empty: give some text to go on from")
 
 
 def _typed_lines() -> Iterator[str]:
@@ -216,6 +241,8 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         },
         "device": llm.devices.mode,
         "choice": stats.choice,
+        "gpu_share": stats.gpu_share,
+        "adaptations": list(stats.adaptations),
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
         "plan_id": llm.plan.plan_id,
@@ -244,6 +271,10 @@ def _print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, f"{share.ops} operations, busy {share.busy_s * 1e3:.1f} ms")
         else:
             table.add_row(kind, Text(share))
+    if stats.gpu_share is not None:
+        table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
+    for reason in stats.adaptations:
+        table.add_row("adapted", Text(reason))
     if stats.choice:
         table.add_row("chosen", Text(stats.choice))
     if stats.speculation is not None:

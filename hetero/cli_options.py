@@ -92,6 +92,17 @@ SpeculativeOption = Annotated[
     int, typer.Option("--speculative", min=0, help="Tokens guessed ahead from the text; 0: none.")
 ]
 SyncOption = Annotated[SyncChoice, typer.Option("--sync", help="How to wait for the GPU.")]
+AdaptOption = Annotated[
+    bool, typer.Option("--adapt/--no-adapt", help="Let cuts follow the devices' measured speeds.")
+]
+ShareOption = Annotated[
+    float,
+    typer.Option("--max-gpu-share", help="Most of the time that the GPU is busy, 0 to 1."),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--memory-budget", help="For weights, activations and caches, such as 4GiB."),
+]
 TraceOption = Annotated[
     Path | None,
     typer.Option("--trace", help="Write a Chrome/Perfetto trace: GPU, NPU and control lanes."),

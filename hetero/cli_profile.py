@@ -60,11 +60,12 @@ def profile(
             taken = compiled_profile(soc, out, model=model, progress=show)
         _report(taken, out or Path(f"{soc}.json"), as_json)
         return
+    budget_s = parse_budget(budget) if budget is not None else None
     with _as_user_error(), _progress() as show:
         taken = profile_device(
             path,
             quick=quick,
-            budget_s=parse_budget(budget) if budget is not None else None,
+            budget_s=budget_s,
             resume=resume,
             gpu=gpu,
             npu=npu,
@@ -89,10 +90,11 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="HTML file to write.")],
 ) -> None:
     """Draw a saved profile as one self-contained page."""
-    from hetero.profiler.report import write_report
-
     with _as_user_error():
-        write_report(DeviceProfile.load(str(file)), out)
+        loaded = DeviceProfile.load(str(file))
+        from hetero.profiler.report import write_report  # matplotlib takes a second
+
+        write_report(loaded, out)
     print(out)
 
 

@@ -11,7 +11,8 @@ from hetero.errors import UserError
 from hetero.generation import GenerationResult, Piece
 
 if TYPE_CHECKING:
-    from hetero.llm import LLM, GenerateOptions
+    from hetero.generate_options import GenerateOptions
+    from hetero.llm import LLM
 
 
 class Conversation:

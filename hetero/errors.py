@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
+LONGEST_SENTENCE = 1000
+
 
 class UserError(ValueError):
-    """Something that the user can mend; the message is one sentence for people."""
+    """Something that the user can mend; the message is one sentence for people.
+
+    What a file or a library says at length is put on one line and cut in the middle.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_sentence(message))
+
+
+def one_sentence(message: str) -> str:
+    """A message on one line of at most about 1000 characters."""
+    line = re.sub(r"\s*\n\s*", " ", message)
+    if len(line) <= LONGEST_SENTENCE:
+        return line
+    return f"{line[: LONGEST_SENTENCE - 300]} … {line[-300:]}"
 
 
 class ModelError(UserError):

@@ -57,7 +57,7 @@ def read_tokens(llm: LLM, path: Path, limit: int | None = None) -> list[int]:
         raise UserError(
             f"{path}: cannot be read as UTF-8 text ({error}); give a text file"
         ) from error
-    tokens = llm.encode(text)[:limit]
+    tokens = llm.encode(text)[:limit] if text.strip() else []
     if len(tokens) < 2:
         raise UserError(
             f"{path}: has {len(tokens)} tokens, a score needs at least 2; give more text"
@@ -89,6 +89,7 @@ def evaluate(
     """Score `tokens`; `stride` defaults to half a window. Raises `UserError` for bad sizes."""
     stride = window // 2 if stride is None else stride
     _check_sizes(llm, window, stride)
+    _check_vocabulary(llm, reference)
     lost: list[Float64Array] = []
     divergence: list[Float64Array] = []
     agreed: list[npt.NDArray[np.bool_]] = []
@@ -122,6 +123,15 @@ def _compared(
         kl_mean=float(kl.mean()),
         kl_p99=float(np.quantile(kl, 0.99)),
     )
+
+
+def _check_vocabulary(llm: LLM, reference: LLM | None) -> None:
+    own = llm.model.config.vocab_size
+    if reference is not None and reference.model.config.vocab_size != own:
+        raise UserError(
+            f"the reference has a vocabulary of {reference.model.config.vocab_size} tokens, the "
+            f"model one of {own}: give the same model in floats"
+        )
 
 
 def _check_sizes(llm: LLM, window: int, stride: int) -> None:

@@ -33,6 +33,8 @@ class Stats:
     others. `decode_tokens_per_s` counts decode steps (one token each after the first); 0 without
     any.
     `speculation` says how many guessed tokens were right, where tokens were guessed.
+    `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it.
+    `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
     """
 
@@ -44,6 +46,8 @@ class Stats:
     reused_tokens: int = 0
     placement: dict[str, DeviceShare | str] = field(default_factory=dict)
     speculation: Acceptance | None = None
+    gpu_share: float | None = None
+    adaptations: tuple[str, ...] = ()
     choice: str = ""
 
 
@@ -274,5 +278,7 @@ class Generation:
             reused_tokens=self._reused,
             placement=placement,
             speculation=self._lookup.statistics if self._lookup is not None else None,
+            adaptations=tuple(self._engine.adaptations),
+            gpu_share=share.share if (share := self._engine.gpu_share) is not None else None,
             choice=self._choice,
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from hetero.arguments import (
     check_ids,
     check_messages,
     check_prompt,
-    check_stop,
 )
 from hetero.backends.protocol import DeviceKind
 from hetero.bundle import PLAN_FILE, find_bundle
@@ -29,53 +28,16 @@ from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.conversation import Conversation
 from hetero.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.errors import ModelError, UserError
+from hetero.generate_options import GenerateOptions, read_options
 from hetero.generation import Generation, GenerationResult, Piece
 from hetero.models import LoadedModel, open_model
-from hetero.planning import ProfileLike
-from hetero.runtime.engine import LONGEST_PIECE, ContextFullError, Engine
+from hetero.planning import ProfileLike, parse_size
+from hetero.runtime.engine import LONGEST_PIECE, ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
 from hetero.runtime.sync import SyncMethod
-from hetero.sampling import SamplingParams
 from hetero.solver.plan import ExecutionPlan, NamedStrategy
 
-DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT = 4096
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `SamplingParams`."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int | None
-
-
-class GenerateOptions(SamplingOptions, total=False):
-    """Keyword arguments of `LLM.generate` and `LLM.stream`.
-
-    max_tokens   longest answer (default 256)
-    stop         texts that end the answer; they are not part of it
-    chat         a text goes through the chat template; the answer is a text of its own
-    reuse        prefill only what the context does not hold already (conversations); the numbers
-                 may differ in their last bits from those of a fresh context
-    logprobs     keep every token's log-probability, and those of this many alternatives
-    echo         the prompt is part of the result's text (and of its log-probabilities)
-    speculative  tokens that are guessed ahead from the text so far; changes no answer
-    """
-
-    max_tokens: int
-    stop: Sequence[str]
-    chat: bool
-    reuse: bool
-    logprobs: int | None
-    speculative: int
-    echo: bool
 
 
 class LLM:
@@ -88,6 +50,10 @@ class LLM:
     shipped name that the plan is made from (default: this machine's); `strategy` forces one, and
     `choice` says what was chosen and why. `weights` is one of w4a16, w4a8, w8a16,
     f16, f32. `max_seq_len` bounds prompt and answer together (default: the model's, at most 4096).
+    `max_gpu_share` (0 to 1) leaves the rest of the GPU's time to others, in the plan and in every
+    step; `memory_budget` (`4GiB`, or bytes) bounds weights, activations and caches. Where a solver
+    made the plan its cuts follow the devices' measured speeds, unless `adapt` is off: answers may
+    then differ in the last bits of their logits.
 
     Calls from several threads are served one after another. A stream holds the model until it is
     exhausted or closed; another call of the thread that reads it is refused. Raises `UserError`
@@ -108,6 +74,9 @@ class LLM:
         sync: SyncMethod = "fast",
         strategy: NamedStrategy | None = None,
         prompt_lengths: Sequence[int] = (),
+        max_gpu_share: float = 1.0,
+        memory_budget: str | int | None = None,
+        adapt: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -138,7 +107,12 @@ class LLM:
             strategy=strategy or "auto",
             seq_lens=prompt_lengths,
             longest=LONGEST_PIECE,
+            max_gpu_share=max_gpu_share,
         )
+        budget = None if memory_budget is None else parse_size(memory_budget)
+        if budget is not None:
+            pool = pool_bytes(self._loaded.config, self.max_seq_len, LONGEST_PIECE)
+            wishes = replace(wishes, weight_budget_bytes=max(budget - pool, 1))
         self.choice: Choice = choose(spec, wishes)
         options = {} if bundle is None else bundle.npu_options(model)
         self.devices: DeviceSet = open_devices(self.choice.mode, gpu=gpu, npu=npu, compiled=options)
@@ -153,6 +127,9 @@ class LLM:
                 sync=sync,
                 solver=self.choice.solver if self.plan is self.choice.plan else None,
                 progress=progress,
+                memory_budget_bytes=budget,
+                max_gpu_share=max_gpu_share,
+                adapt=adapt,
             )
         except BaseException:
             self.devices.close()
@@ -174,7 +151,7 @@ class LLM:
             return self.encode_chat([{"role": "user", "content": prompt}])
         if not prompt:
             raise ModelError("the prompt is empty: give some text to go on from")
-        return self._loaded.tokenizer.encode(prompt)
+        return self._loaded.encode(prompt)
 
     def generate(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
@@ -276,6 +253,8 @@ class LLM:
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Write a Chrome/Perfetto trace of everything that runs inside to `path`."""
         engine = self._engine
+        if not Path(path).absolute().parent.is_dir():
+            raise UserError(f"cannot write the trace {path}: its folder is not there; create it")
         with self._turn():
             engine.start_trace()
         try:
@@ -313,36 +292,28 @@ class LLM:
 
     def _start(self, prompt: str | Sequence[int], options: GenerateOptions) -> Generation:
         """Check everything, and rewind the context to what the prompt shares with it."""
-        asked: dict[str, Any] = {**options}
-        max_tokens = check_count("max_tokens", asked.pop("max_tokens", DEFAULT_MAX_TOKENS))
-        stop = check_stop(asked.pop("stop", ()))
-        chat, reuse = bool(asked.pop("chat", False)), bool(asked.pop("reuse", False))
-        logprobs, echo = asked.pop("logprobs", None), bool(asked.pop("echo", False))
-        if logprobs is not None:
-            check_count("logprobs", logprobs, 0)
-        speculative = check_count("speculative", asked.pop("speculative", 0), 0)
-        sampling = _sampling(asked)
-        sampling.check_vocabulary(self._loaded.config.vocab_size)
+        asked = read_options(options)
+        asked.sampling.check_vocabulary(self._loaded.config.vocab_size)
         given = check_prompt(prompt)
-        tokens = self.encode(given, chat=chat) if isinstance(given, str) else given
+        tokens = self.encode(given, chat=asked.chat) if isinstance(given, str) else given
         self._check_room(tokens)
-        whole = not reuse or (echo and logprobs is not None)
+        whole = not asked.reuse or (asked.echo and asked.logprobs is not None)
         reused = self._rewind([] if whole else tokens[:-1])
         self._engine.check(tokens[reused:])
         return Generation(
             self._engine,
             self._loaded.tokenizer,
             tokens,
-            sampling,
-            max_tokens=max_tokens,
+            asked.sampling,
+            max_tokens=asked.max_tokens,
             reused=reused,
-            continues=not chat,
+            continues=not asked.chat,
             eos_ids=self._loaded.eos_ids,
-            stop=stop,
-            logprobs=logprobs,
-            echo=echo,
+            stop=asked.stop,
+            logprobs=asked.logprobs,
+            echo=asked.echo,
             fallback=self.devices.fallback,
-            speculative=speculative,
+            speculative=asked.speculative,
             choice=self.choice.reason,
         )
 
@@ -374,7 +345,7 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
-        return self._loaded.tokenizer.encode_chat(check_messages(messages))
+        return self._loaded.encode_chat(check_messages(messages))
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position
@@ -386,17 +357,6 @@ class LLM:
                 f"max_seq_len must be in [1, {limit}] for {self._loaded.name}, got {asked}"
             )
         return asked
-
-
-def _sampling(options: dict[str, Any]) -> SamplingParams:
-    """Sampling parameters; an unknown name is told the nearest."""
-    known = SamplingParams.__dataclass_fields__
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, "max_tokens", "stop", "chat"], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{name!r} is not an option of generate{hint}")
-    return SamplingParams(**options)
 
 
 def _device_of(plan: ExecutionPlan, asked: DeviceMode | None) -> DeviceMode:

@@ -7,6 +7,7 @@ destination and renamed, so that the destination is complete or absent.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -62,7 +63,8 @@ def save_session(
             "room"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def load_session(path: Path, model: LoadedModel, engine: Engine) -> Session:
@@ -170,7 +172,7 @@ def _messages(path: Path, text: object) -> list[dict[str, Any]]:
     try:
         found = json.loads(text) if isinstance(text, str) else None
         return check_messages(found) if found else []
-    except (json.JSONDecodeError, RecursionError, UserError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(
             f"{path}: session's messages are broken ({error}); save it again"
         ) from error

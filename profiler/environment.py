@@ -22,7 +22,7 @@ def read_environment(*, gpu_core: int | None, control_core: int | None) -> Envir
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
         cores=os.cpu_count(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         cache_bytes=last_level_cache_bytes(),
         clock_hz=clock_hz(),
         governor=_text(CPU / "scaling_governor"),
@@ -79,7 +79,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
+    """Memory of this machine, None where the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

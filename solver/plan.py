@@ -7,6 +7,7 @@ goes before one for any.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -302,11 +303,18 @@ class ExecutionPlan(_Record):
                 )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON, atomically."""
+        """Write as JSON, atomically. Raises `PlanError` where it cannot be written."""
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        temporary.replace(target)
+        try:
+            temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            temporary.replace(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise PlanError(
+                f"cannot write the plan {path} ({error.strerror}): choose another path"
+            ) from None
 
     def report(
         self, path: str | os.PathLike[str], *, compare: Sequence[ExecutionPlan] = ()

@@ -13,6 +13,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.chain import Chain, Walk, solve_chain, walk
+from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option, Power, Sync
@@ -144,6 +145,13 @@ class Planner:
         """The same with these row cuts alone."""
         return Planner(
             self.spec, self.profile, self.settings, cost=self.cost, sync=self.sync, rows=rows
+        )
+
+    def drifted(self, factors: Factors) -> Planner:
+        """The same with devices that take so many times as long as the profile says."""
+        cost = DriftedCost(self.cost, factors)
+        return Planner(
+            self.spec, self.profile, self.settings, cost=cost, sync=self.sync, rows=self.rows
         )
 
     def menu(self, name: OpName, m: int, objective: Objective) -> list[Option]:

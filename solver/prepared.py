@@ -6,6 +6,7 @@ each device. Within them the best plan of one length takes a millisecond or two.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +17,9 @@ import numpy as np
 
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.solver.build import DECODE, PlanRequest, assemble, entry, prepare, solve_within
+from hetero.solver.drift import Factors
 from hetero.solver.joint import JointSpace
-from hetero.solver.memory import held_by_op
+from hetero.solver.memory import Held, held_by_op
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Objective, Option
 from hetero.solver.plan import ExecutionPlan, OpName, Phase
@@ -102,6 +104,37 @@ class PreparedSolver:
                     gc.enable()
         return self._plans[phase, m]
 
+    def drifted(self, factors: Factors) -> PreparedSolver:
+        """The same row cuts on devices that take so many times as long as the profile says.
+
+        The GPU may compute any row of a matmul that it has rows of (it maps the packed weights),
+        the NPU only rows that it holds. `plan` has decoding and the first length of this one's;
+        `plan_for` the others.
+        """
+        found = copy.copy(self)
+        found.held = {
+            name: Held(held.npu, 0 if held.gpu < self._planner.shape(name)[0] else held.gpu)
+            for name, held in self.held.items()
+        }
+        found._planner = self._planner.drifted(factors)
+        found._joint = found._join()
+        found._plans = {}
+        found._heads = {}
+        options = found.solution_for(DECODE).options
+        if (head := options.get("lm_head")) is not None:
+            found._heads = dict.fromkeys(self._heads, replace(head, barred=frozenset()))
+            found._head_entries = tuple(
+                entry(found._planner, Scenario(op.phase, 1), "lm_head", head, with_candidates=False)
+                for op in self._head_entries
+            )
+        first = min(op.m for op in self.plan.ops if op.phase == "prefill" and op.m is not None)
+        parts = (found.plan_for(1, "decode"), found.plan_for(first))
+        ops = [op for part in parts for op in part.ops if op.op != "lm_head"]
+        found.plan = self.plan.model_copy(
+            update={"ops": (*ops, *found._head_entries), "totals": (), "residency": {}}
+        )
+        return found
+
     def _solve(self, scenario: Scenario) -> ExecutionPlan:
         options = self.solution_for(scenario).options
         ops = [
@@ -116,8 +149,10 @@ class PreparedSolver:
             options = self._joint.options(scenario.m, self._chooser)
         else:
             options = {name: self._options(name, scenario.m) for name in self._block}
-        if (head := self._heads[scenario.phase]) is not None:
+        if (head := self._heads.get(scenario.phase)) is not None:
             options["lm_head"] = [head]
+        elif "lm_head" in self.held:
+            options["lm_head"] = self._options("lm_head", 1)
         rest = self._rest[scenario.phase]
         return self._planner.solve(scenario, self._objective, options=options, rest=rest)
 

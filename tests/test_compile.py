@@ -126,8 +126,9 @@ def test_a_model_that_does_not_fit_names_the_smallest_change() -> None:
     some = CompileRequest(
         "random:llama-3.2-1b", "sm8650", graph_sizes=(1, 32, 64, 96, 128, 192, 256)
     )
-    advice = "--share-weights or --graph-sizes 1,32,64,96,128,192 fits"
-    with pytest.raises(UserError, match=advice):
+    with pytest.raises(
+        UserError, match=r"--share-weights or --graph-sizes 1,32,64,96,128,192 fits"
+    ):
         prepare(some)
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,37 +100,6 @@ def test_nothing_to_save_and_nowhere_to_save_it(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be written"):
             fresh.save_session("/proc/nope/s")
     assert not list(tmp_path.iterdir())
-
-
-KILLED = """
-import sys
-from hetero import LLM
-llm = LLM("demo", device="npu")
-llm.generate("One day", max_tokens=60)
-print("ready", flush=True)
-while True:
-    llm.save_session(sys.argv[1])
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_a_killed_save_leaves_a_whole_session(llm: LLM, tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    for delay_s in np.random.default_rng(0).uniform(0.0, 0.05, 4):
-        process: subprocess.Popen[Any] = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, env={**os.environ}
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(delay_s)
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        if path.exists():
-            with LLM("demo", device="npu") as loader:
-                loader.load_session(path)
-                assert loader.engine.position > 50
-            path.unlink()
 
 
 def test_the_context_holds_prompt_and_answer(llm: LLM) -> None:

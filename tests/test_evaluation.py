@@ -83,7 +83,10 @@ def test_the_command_prints_a_table_and_json(
 
 def test_a_text_that_is_none(tmp_path: Path) -> None:
     with LLM("demo", device="npu") as llm:
-        for content, sentence in ((b"\xff\xfe\x00", "cannot be read as UTF-8"), (b"", "empty")):
+        for content, sentence in (
+            (b"\xff\xfe\x00", "cannot be read as UTF-8"),
+            (b"", "has 0 tokens"),
+        ):
             (tmp_path / "t").write_bytes(content)
             with pytest.raises(UserError, match=sentence):
                 read_tokens(llm, tmp_path / "t")

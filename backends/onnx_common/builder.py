@@ -37,6 +37,11 @@ class GraphBuilder:
         self._outputs.append(helper.make_tensor_value_info(name, _element_type(dtype), shape))
         return name
 
+    @property
+    def input_names(self) -> frozenset[str]:
+        """Names of the graph's inputs so far."""
+        return frozenset(value.name for value in self._inputs)
+
     def constant(self, value: npt.NDArray[Any]) -> str:
         """A small tensor stored in the graph."""
         name = f"constant_{len(self._initializers)}"

@@ -94,6 +94,7 @@ class OpenCLDevice(Device):
             weight_formats=weight_formats,
             row_alignment=16,
             memory_limit_bytes=None if unified_memory else int(native.global_mem_size),
+            max_allocation_bytes=int(native.max_mem_alloc_size),
             reads_panels=True,
         )
         self._table = table

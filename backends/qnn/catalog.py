@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hetero.backends import checks, ops
-from hetero.backends.ops import Op, describe
+from hetero.backends import ops
+from hetero.backends.groups import Group
+from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import graphs
 from hetero.backends.qnn.store import Identity, weight_digest
@@ -59,7 +60,7 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
     `digest` names the weights that are constants of the graph (`constants_digest`).
     """
     plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
-    return Graph(Identity(repr(plain), m, weights=digest), lambda: _build(plain, m, weights))
+    return Graph(Identity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights))
 
 
 def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
@@ -69,7 +70,27 @@ def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
     """
     same = replace(op, capacity=0, window=0)
     identity = Identity(repr(same), m, context)
-    return Graph(identity, lambda: graphs.attention(same, m, context))
+    return Graph(identity, lambda: graphs.single(same, m, {}, context))
+
+
+def group_graph(
+    found: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], digest: str, context: int
+) -> Graph:
+    """The graph of m tokens of a group; `context` is 0 without attention."""
+    return Graph(
+        Identity(repr(found), m, context, digest),
+        lambda: graphs.group(found, m, weights, context),
+    )
+
+
+def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:
+    """Digest of all weights of a group, which are constants of its graph."""
+    return weight_digest(*(values[name] for values in weights for name in sorted(values)))
+
+
+def group_piece_rows(found: Group) -> int:
+    """Most tokens of one graph of a group."""
+    return min(piece_rows(step.op) for step in found.steps)
 
 
 def has_constants(op: Op) -> bool:
@@ -94,24 +115,3 @@ def all_graphs(
             attention_graph(op, m, context) for m in counts for context in contexts(op.capacity, m)
         ]
     return [graph(op, m, weights, digest) for m in counts]
-
-
-def _build(op: Op, m: int, weights: Mapping[str, WeightValue]) -> bytes:
-    match op:
-        case ops.MatMul():
-            bias = checks.vector(weights, "bias") if op.bias else None
-            return graphs.matmul(op, m, checks.packed(weights), bias)
-        case ops.Embed():
-            return graphs.embed(op, m, checks.packed(weights))
-        case ops.RMSNorm() | ops.LayerNorm():
-            return graphs.norm(op, m)
-        case ops.Rope():
-            return graphs.rotate(op, m)
-        case ops.GatedAct():
-            return graphs.gated_act(op, m)
-        case ops.Add():
-            return graphs.add(op, m)
-        case ops.Attention():
-            raise TypeError("attention graphs have a context: see `attention_graph`")
-        case ops.Act() | ops.AddPositions():
-            raise TypeError(f"{describe(op)} has no graph here: `accepts` refuses it")

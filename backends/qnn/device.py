@@ -5,9 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
@@ -21,7 +19,7 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
-from hetero.backends.qnn import catalog, kernels
+from hetero.backends.qnn import catalog, graphs, kernels
 from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.store import GraphStore
@@ -30,6 +28,7 @@ from hetero.backends.snapdragon import BLOCK_QUANTIZED_SINCE, PROCESS_LIMIT_BYTE
 DEFAULT_GRAPH_SIZES = (1, 32, 128, 256)
 ROW_ALIGNMENT = 256
 TOKEN_ALIGNMENT = 32
+UNBOUNDED = 1 << 30  # positions of a table whose last row stands for all behind it
 # W4A8 with groups of 32 is not among them: QNN has no integer kernel for it, and F32 has no
 # arithmetic on the Hexagon at all.
 BLOCK_FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16)
@@ -77,10 +76,7 @@ class QnnDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Everything that is in `graphs`."""
-        capped = isinstance(op, ops.MatMul | ops.Attention) and op.softcap > 0
-        if capped or isinstance(op, ops.Act | ops.AddPositions) or _has_relu(op):
-            return Acceptance(False, f"{describe(op)} has no graph on this backend")
+        """Every operation, and matmuls of the declared formats."""
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -109,15 +105,31 @@ class QnnDevice(Device):
                     self._host, op, self._sessions(op, weights), nbytes=nbytes
                 )
             case ops.Rope():
-                return kernels.RopeKernel(
-                    self._host, op, self._sessions(op, weights), _vectors(weights)
+                return kernels.PositionKernel(
+                    self._host,
+                    op,
+                    self._sessions(op, weights),
+                    graphs.vectors_of(op, weights),
+                    kernels.rope_tables(op),
+                    limit=op.max_position,
+                )
+            case ops.AddPositions():
+                table = checks.vector(weights, "table").reshape(op.rows, op.d)
+                return kernels.PositionKernel(
+                    self._host,
+                    op,
+                    self._sessions(op, weights),
+                    {},
+                    {"rows": table},
+                    limit=UNBOUNDED,
+                    shift=op.offset,
                 )
             case ops.Attention():
                 return kernels.AttentionKernel(
                     self._host, op, self._attention_sessions(op), self._masks
                 )
             case _:
-                vectors = {} if catalog.has_constants(op) else _vectors(weights)
+                vectors = graphs.vectors_of(op, weights)
                 return kernels.GraphKernel(self._host, op, self._sessions(op, weights), vectors)
 
     def _sessions(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.Sessions:
@@ -142,11 +154,3 @@ def weight_formats(chip: Chip) -> tuple[WeightFormat, ...]:
     """Formats of matmuls that a chip takes."""
     blocks = BLOCK_FORMATS if chip.htp_arch >= BLOCK_QUANTIZED_SINCE else ()
     return (*blocks, WeightFormat.F16)
-
-
-def _vectors(weights: Mapping[str, WeightValue]) -> dict[str, Any]:
-    return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in weights}
-
-
-def _has_relu(op: Op) -> bool:
-    return isinstance(op, ops.GatedAct) and op.activation == "relu"

@@ -124,6 +124,7 @@ class MatMulKernel(QnnKernel):
             tensors["x"].array,
             tensors["y"].array,
             bias=self._matmul.bias,
+            capped=self._matmul.softcap > 0,
             name=self.call_name(rows),
         ).run
 
@@ -161,35 +162,65 @@ class GraphKernel(QnnKernel):
         return run
 
 
-class RopeKernel(QnnKernel):
-    """Gives the graph the rows of the cos and sin tables at the call's positions."""
+class Rows:
+    """Rows of tables at a call's positions, for the graph's inputs of those names."""
+
+    def __init__(self, tables: Mapping[str, Array], m: int, shift: int = 0) -> None:
+        self._tables = dict(tables)
+        self._places = shift + np.arange(m)
+        self.arrays = {
+            name: np.zeros((m, table.shape[1]), np.float32) for name, table in tables.items()
+        }
+
+    def at(self, first: int) -> None:
+        """Set for a call whose first token is at position `first`; behind the end is the last."""
+        for name, table in self._tables.items():
+            np.take(table, first + self._places, axis=0, mode="clip", out=self.arrays[name])
+
+
+def rope_tables(op: ops.Rope) -> dict[str, Array]:
+    """`cos` and `sin`, each [max_position, R / 2]."""
+    found = (table.astype(np.float32) for table in rope.tables(op))
+    return dict(zip(("cos", "sin"), found, strict=True))
+
+
+class PositionKernel(QnnKernel):
+    """Gives the graph the rows of tables at the call's positions.
+
+    `limit` bounds position + m; `shift` is added to positions.
+    """
 
     def __init__(
-        self, host: Host, op: ops.Rope, sessions: Sessions, vectors: Mapping[str, Array]
+        self,
+        host: Host,
+        op: ops.Rope | ops.AddPositions,
+        sessions: Sessions,
+        vectors: Mapping[str, Array],
+        tables: Mapping[str, Array],
+        *,
+        limit: int,
+        shift: int = 0,
     ) -> None:
         super().__init__(host, op)
-        self._rope = op
-        self._sessions = sessions
-        self._vectors = dict(vectors)
-        self._tables = [table.astype(np.float32) for table in rope.tables(op)]
+        self._sessions, self._vectors, self._tables = sessions, dict(vectors), dict(tables)
+        self._limit, self._shift = limit, shift
 
     def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
-        m = tensors["qkv"].shape[0]
-        session, name, limit = self._sessions(m), self.call_name(m), self._rope.max_position
-        here = [np.zeros((m, self._rope.rotated // 2), np.float32) for _ in self._tables]
-        extra = dict(zip(("cos", "sin"), here, strict=True)) | self._vectors
+        data, result = ("qkv", "out") if isinstance(self.op, ops.Rope) else ("x", "y")
+        m, limit = tensors[data].shape[0], self._limit
+        session, name = self._sessions(m), self.call_name(m)
+        here = Rows(self._tables, m, self._shift)
+        extra = here.arrays | self._vectors
         inputs = {key: argument(array) for key, array in extra.items()}
-        inputs["qkv"] = rows_argument(tensors["qkv"], m)
-        binding = io_binding(session, inputs, {"out": rows_argument(tensors["out"], m)})
-        position, tables = tensors["position"].array, self._tables
+        inputs[data] = rows_argument(tensors[data], m)
+        binding = io_binding(session, inputs, {result: rows_argument(tensors[result], m)})
+        position = tensors["position"].array
         guard = ranges.Guard(
-            name, [tensors["qkv"].array], [tensors["out"].array], keep=(tensors, extra)
+            name, [tensors[data].array], [tensors[result].array], keep=(tensors, extra)
         )
 
         def run() -> None:
-            first = checks.first_position(BACKEND, name, position, m + offset, limit) + offset
-            for rows, table in zip(here, tables, strict=True):
-                rows[:] = table[first : first + m]
+            here.at(checks.first_position(BACKEND, name, position, m + offset, limit) + offset)
             guard.before()
             session.run_with_iobinding(binding)
             guard.after()

@@ -64,14 +64,23 @@ class ScaledProduct:
 
     Ordinarily it works on the caller's memory in place. Rows out of the comfortable range, and
     calls whose result was clamped, go through memory of its own, scaled; a bias is scaled with them
-    by the graph's input `unit` [m, 1].
+    by the graph's input `unit` [m, 1], and a soft cap is taken of the result times `lift` [m, 1].
     """
 
     def __init__(
-        self, session: ort.InferenceSession, x: Array, y: Array, *, bias: bool, name: str
+        self,
+        session: ort.InferenceSession,
+        x: Array,
+        y: Array,
+        *,
+        bias: bool,
+        capped: bool,
+        name: str,
     ) -> None:
         self._session, self._x, self._y, self._bias, self._name = session, x, y, bias, name
+        self._capped = capped
         self._unit = np.ones((len(x), 1), np.float32)
+        self._lift = np.ones((len(x), 1), np.float32)
         self._staged: Array | None = None
         self._binding = self._bind(x)
 
@@ -79,6 +88,8 @@ class ScaledProduct:
         inputs = {"x": argument(x)}
         if self._bias:
             inputs["unit"] = argument(self._unit)
+        if self._capped:
+            inputs["lift"] = argument(self._lift)
         return io_binding(self._session, inputs, {"y": argument(self._y)})
 
     def run(self) -> None:
@@ -100,8 +111,12 @@ class ScaledProduct:
             self._scaled_binding = self._bind(self._staged)
         np.ldexp(self._x, -exponents, out=self._staged)
         self._unit[:] = np.ldexp(np.float32(1), -exponents)
+        # What a lift beyond fp16 would multiply is far beyond any cap already.
+        self._lift[:] = np.minimum(np.ldexp(np.float32(1), exponents), LARGEST)
         self._session.run_with_iobinding(self._scaled_binding)
-        self._unit[:] = 1
+        self._unit[:] = self._lift[:] = 1
+        if self._capped:
+            return
         if saturated(self._y):
             raise overflow(self._name)
         np.ldexp(self._y, exponents, out=self._y)

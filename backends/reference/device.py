@@ -105,7 +105,8 @@ class ReferenceDevice(Device):
         number, self._launches = self._launches, self._launches + 1
         start_s = max([self.clock.now(), *(launch.ready_s for launch in self._queue)])
         fails = number == self._faults.fail_launch
-        launch = _Launch(self, call, start_s + self._faults.delay_s, fails)
+        launch = _Launch(self, call, start_s, fails)
+        launch.ready_s += self._faults.delay_s
         self._queue.append(launch)
         return launch
 
@@ -176,6 +177,7 @@ class _Launch(Completion):
     ) -> None:
         self.device, self.call, self.ready_s, self.fails = device, call, ready_s, fails
         self.retired = False
+        self._start_s, self._took_s = ready_s, 0.0
         self._error: DeviceError | None = None
 
     def done(self) -> bool:
@@ -197,9 +199,14 @@ class _Launch(Completion):
                 raise WaitTimeoutError("reference", self.call.name, deadline_s)
             clock.sleep(left_s)
 
+    def span(self) -> tuple[float, float] | None:
+        """Its delay and the computation, as if that had not waited for the host to look."""
+        return (self._start_s, self.ready_s + self._took_s) if self.retired else None
+
     def execute(self) -> None:
         """Compute, or keep the failure for `done` and `wait`."""
         self.retired = True
+        begun_s = self.device.clock.now()
         try:
             if self.fails:
                 self.device.health.lose(f"INJECTED_FAILURE in {self.call.name}")
@@ -207,3 +214,4 @@ class _Launch(Completion):
             self.call.compute()
         except DeviceError as error:
             self._error = error
+        self._took_s = self.device.clock.now() - begun_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from hetero.backends.ops import WeightFormat
 from hetero.errors import ModelError
 from hetero.models import quantized, random_models
+from hetero.models.chat_template import Message
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
+LONGEST_NAME = 255  # characters, of every common file system
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,25 @@ class LoadedModel:
         if self.source.is_file():
             return gguf_tokenizer(self.source)
         return HfTokenizer.from_directory(self.source)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises `ModelError` if the tokenizer is another model's."""
+        return self._checked(self.tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, as `encode` does."""
+        return self._checked(self.tokenizer.encode_chat(messages))
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        vocabulary = self.config.vocab_size
+        bad = next((x for x in ids if not 0 <= x < vocabulary), None)
+        if bad is not None:
+            raise ModelError(
+                f"{self.name}: the tokenizer gives the token id {bad}, but the model has a "
+                f"vocabulary of {vocabulary}: the tokenizer does not belong to it; download both "
+                "again"
+            )
+        return ids
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -194,6 +216,11 @@ def _open_quantised(path: Path, weight_format: WeightFormat, *, verify: bool) ->
 def _path(model: str) -> Path:
     """The directory or GGUF file of a MODEL that is not random."""
     path = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
+    if len(path.name) > LONGEST_NAME:
+        raise ModelError(
+            f"{model!r}: a file's name has at most {LONGEST_NAME} characters; MODEL is a Hugging "
+            "Face directory, a .gguf file, demo, or random:NAME"
+        )
     if path.suffix.lower() == ".gguf" and path.is_file():
         return path
     if path.is_dir() and model:

@@ -29,7 +29,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `ModelError` if there is none."""
     try:
         raw = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more than 4300 digits
+        if isinstance(error, ModelError):
+            raise
         raise ModelError(f"{path}: is not valid JSON ({error}); download the file again") from error
     if not isinstance(raw, dict):
         raise ModelError(

@@ -330,13 +330,15 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
-            found[name] = text
+            found[name] = _unicode(text)  # JSON can say halves of characters, "\\ud800"
     return found
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
     """Ids of `<0x00>` … `<0xFF>` and their bytes, if the decoder joins them into characters."""
-    if '"ByteFallback"' not in json.dumps(json.loads(backend.to_str()).get("decoder")):
+    decoder = backend.decoder
+    # Its own state alone: that of the whole pipeline takes gigabytes where an id is 2^31.
+    if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
         return {}
     found: dict[int, int] = {}
     for value in range(256):

@@ -18,15 +18,19 @@ from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
 from hetero.errors import FallbackWarning, UserError
+from hetero.models.config import ModelConfig
 from hetero.models.weights import ModelWeights
 from hetero.profiler.sync import timer_slack
+from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.decoder import decoder_nodes
 from hetero.runtime.executor import Executor, Usage
+from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, Progress, prepare_kernels
 from hetero.runtime.lowering import Lowering, Step
+from hetero.runtime.memory import check_memory, gathered_slots, needs_of
 from hetero.runtime.pieces import split
-from hetero.runtime.plan_book import PlanBook, PlanSource
-from hetero.runtime.pool import ActivationPool
+from hetero.runtime.plan_book import PlanBook
+from hetero.runtime.pool import ActivationPool, nbytes_of, slot_shapes
 from hetero.runtime.sync import Synchroniser, SyncMethod
 from hetero.runtime.trace import Trace
 from hetero.solver.handmade import single_device
@@ -40,6 +44,14 @@ STEPS_KEPT = 24
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
 
+def pool_bytes(config: ModelConfig, max_seq_len: int, longest: int) -> int:
+    """At most what the pool takes for calls of up to `longest` tokens, padded to twice as many."""
+    slots = slot_shapes(
+        config, tokens=3 * longest, capacity=max_seq_len + 2 * longest, logit_rows=SCORING_PIECE
+    )
+    return sum(nbytes_of(shape) for shape in slots.values())
+
+
 class ContextFullError(UserError):
     """More tokens than the context holds."""
 
@@ -51,8 +63,14 @@ class Engine:
     given by `prefill` and `decode`, which return float32 logits [vocab] of the last token as a view
     that the next call overwrites. `position` is the number of tokens in the cache. `solver` gives a
     plan for prompts of a length that `plan` does not list. A device that fails is dropped with one
-    warning and `fallback` says why; the other goes on from the same state. `copied_bytes` are those
-    that steps had to copy between the devices' memories so far: none, but for comparisons.
+    warning and `fallback` says why; the other goes on from the same state. With `adapt` and a
+    solver the cuts follow the devices' measured speeds; `adaptations` says when and why.
+
+    `needs` is the memory of pool and weights, computed before any is allocated; more than
+    `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
+    (`UserError`). `max_gpu_share` below 1 bounds the part of the time that the GPU is busy; then
+    `gpu_share` tells what it was. `copied_bytes` are those that steps had to copy between the
+    devices' memories so far: none, but for comparisons.
     """
 
     def __init__(
@@ -66,7 +84,10 @@ class Engine:
         progress: Progress | None = None,
         sync: SyncMethod = "fast",
         deadline_s: float = DEFAULT_DEADLINE_S,
-        solver: PlanSource | None = None,
+        solver: Solver | None = None,
+        adapt: bool = True,
+        memory_budget_bytes: int | None = None,
+        max_gpu_share: float = 1.0,
     ) -> None:
         config = weights.config
         self.config = config
@@ -81,17 +102,22 @@ class Engine:
         self._control_core = control_core
         self._sync: SyncMethod = sync
         self._deadline_s = deadline_s
+        self._memory_budget_bytes = memory_budget_bytes
+        self.adaptations: list[str] = []
+        self._adapts = adapt
+        self.gpu_share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
+        self._timed = False
         self._steps: OrderedDict[tuple[Phase, int, int], Step] = OrderedDict()
         self._last: Step | None = None
         self._closed = False
         self._build(plan, solver, progress)
 
-    def _build(
-        self, plan: ExecutionPlan, source: PlanSource | None, progress: Progress | None
-    ) -> None:
+    def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Everything that depends on the plan and the devices."""
         config, weights = self.config, self._weights
         self.plan = plan
+        both = source is not None and self._adapts and len(self.devices) == 2
+        self._adapter = Adapter(source, config.num_layers) if both and source is not None else None
         self._steps.clear()
         self.book = PlanBook(
             plan, {kind: d.capabilities for kind, d in self.devices.items()}, source=source
@@ -101,23 +127,31 @@ class Engine:
         covering = self._covering(self._longest)
         capacity = self.max_seq_len + covering
         self.nodes = decoder_nodes(config, WeightFormat(weights.weight_format), capacity)
-        self.kernels = prepare_kernels(self.nodes, weights, self.book, self.devices, progress)
-        owner = self.devices.get("npu") or self.devices["gpu"]
-        self.pool = ActivationPool(
+        slots = slot_shapes(
             config,
             tokens=self._longest + covering,  # a second graph may begin where the first ends
             capacity=capacity,
-            owner=owner,
             logit_rows=SCORING_PIECE,
+            gathered=gathered_slots(self.nodes, self.book, self.devices),
         )
+        self.needs = needs_of(slots, self.nodes, self.book, self.devices)
+        check_memory(self.needs, self.devices, self._memory_budget_bytes)
+        self.kernels = prepare_kernels(self.nodes, weights, self.book, self.devices, progress)
+        self.pool = ActivationPool(slots, self.devices.get("npu") or self.devices["gpu"])
         self.pool.map_to(self.devices.values())
+        self._set_timing(False)
         with self._control():
             self.synchroniser = Synchroniser(self.devices, self._sync, deadline_s=self._deadline_s)
+        self._lower()
+        for phase, m in WARM_STEPS:
+            self.step(phase, min(m, self._longest))
+
+    def _lower(self) -> None:
+        """Lower steps anew, by the book as it is now."""
+        self._steps.clear()
         self._lowering = Lowering(
             self.nodes, self.book, self.kernels, self.pool, self.devices, self.synchroniser
         )
-        for phase, m in WARM_STEPS:
-            self.step(phase, min(m, self._longest))
 
     def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to the context, in pieces; logits [vocab] after its last token."""
@@ -169,6 +203,8 @@ class Engine:
     def reset_usage(self) -> None:
         """Start counting anew."""
         self.executor.usage.clear()
+        if self.gpu_share is not None:
+            self.gpu_share.reset()
 
     def step(self, phase: Phase, m: int, logit_rows: int = 1) -> Step:
         """The lowered step of m tokens whose last `logit_rows` rows get logits."""
@@ -183,17 +219,23 @@ class Engine:
     def start_trace(self) -> None:
         """Record every step from here on, with the devices' own clocks where they have one."""
         self.trace = Trace()
-        for device in self.devices.values():
-            device.set_timing(True)
+        self._set_timing(False)
 
     def stop_trace(self) -> Trace:
         """The trace so far; recording ends. Raises `UserError` if none was started."""
         if self.trace is None:
             raise UserError("no trace was started")
         found, self.trace = self.trace, None
-        for device in self.devices.values():
-            device.set_timing(False)
+        self._set_timing(False)
         return found
+
+    def _set_timing(self, on: bool) -> None:
+        """Let the devices keep the times of their calls, where anything needs them."""
+        on = on or self.trace is not None or self.gpu_share is not None
+        if on != self._timed:
+            self._timed = on
+            for device in self.devices.values():
+                device.set_timing(on)
 
     def close(self) -> None:
         """Release the devices; idempotent."""
@@ -220,6 +262,15 @@ class Engine:
             self._drop(error)
             self._last = self._attempt(phase, tokens, logit_rows)
         self.position += len(tokens)
+        if self._adapter is not None and (change := self._adapter.proposal()) is not None:
+            self._change_cuts(change)
+
+    def _change_cuts(self, change: Adaptation) -> None:
+        """Go on with other cuts of the same kernels."""
+        self.adaptations.append(change.reason)
+        self.plan = change.solver.plan
+        self.book = self.book.with_plan(change.solver.plan, change.solver)
+        self._lower()
 
     def _attempt(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
         step = self.step(phase, len(tokens), logit_rows)
@@ -227,9 +278,18 @@ class Engine:
         slot[: len(tokens)] = tokens
         slot[len(tokens) :] = 0
         self.pool["position"].array[0] = self.position
+        before_s = self.usage().get("gpu", Usage()).busy_s
+        timed = self._adapter is not None and self._adapter.due(phase, len(tokens))
+        self._set_timing(timed)
         with self._control():
             self.executor.run(step)
+        if timed and self._adapter is not None:
+            self._adapter.observe(step, self.executor.stamps)
         self.copied_bytes += step.copied_bytes
+        if self.gpu_share is not None:
+            used_s = self.usage().get("gpu", Usage()).busy_s - before_s
+            stamps = self.executor.stamps
+            self.gpu_share.after(gpu_busy_s(step, used_s), stamps[-1] - stamps[0])
         if self.trace is not None:
             self.trace.add(step, self.executor)
         return step

@@ -216,7 +216,7 @@ class _Lowered:
         return _Item(kind, call, *self._slots(node, kind), (0, self.m), None, operands)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
-        target = self.pool.gathered(slot, panels.shape[1])
+        target = self.pool.gathered(slot)
         call = _Gather(node.name, panels, target, min(self.m, panels.shape[0]))
         self.copied_bytes += 4 * call.m * panels.shape[1]
         slots = frozenset({slot}), frozenset({f"{slot} gathered"})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.runtime.decoder import Node
 from hetero.runtime.pieces import padded_size
@@ -77,6 +77,10 @@ class PlanBook:
                 )
             known[entry.m] = entry
 
+    def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> PlanBook:
+        """The same devices with another plan within the same cuts."""
+        return PlanBook(plan, self._capabilities, source=source)
+
     @property
     def token_counts(self) -> tuple[int, ...]:
         """Prefill token counts that the plan lists; empty if it holds for any."""
@@ -99,6 +103,14 @@ class PlanBook:
         if node.plan_op is None:
             return frozenset(self.rest(phase) for phase in PHASES)
         return frozenset(tile.device for tile, _ in self._listed(node))
+
+    def cuts_rows(self, node: Node) -> bool:
+        """Whether a matmul's output is ever made of several runs of rows."""
+        assert isinstance(node.op, MatMul)
+        cuts = self._source.rows if self._source is not None else {}
+        later = any(cut < node.op.n for name, _ in self._names(node) for cut in cuts.get(name, ()))
+        spans = {(tile.rows[0] + at, tile.rows[1] + at) for tile, at in self._listed(node)}
+        return later or len(spans) > 1
 
     def segments(
         self, node: Node, kind: DeviceKind

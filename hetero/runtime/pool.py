@@ -6,40 +6,67 @@ touched, so a cache for a long context costs nothing until the context is long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
 
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import Device
 from hetero.models.config import ModelConfig
 from hetero.runtime.decoder import slot_widths
+
+CACHES: Final = ("k_cache", "v_cache")
+Shape = tuple[tuple[int, ...], np.dtype[Any]]
+FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
+
+
+def slot_shapes(
+    config: ModelConfig,
+    *,
+    tokens: int,
+    capacity: int,
+    logit_rows: int,
+    gathered: Mapping[str, int] | None = None,
+) -> dict[str, Shape]:
+    """Every slot of a pool: `slot_widths` of the decoder, `tokens`, `position` [1], `logits`
+    [logit_rows, vocab], `k_cache.i` and `v_cache.i` [G, capacity, D]; and room to gather panels in,
+    for the slots in `gathered` with their widths.
+    """
+    widths = slot_widths(config) | {gathered_name(k): n for k, n in (gathered or {}).items()}
+    found: dict[str, Shape] = {name: ((tokens, n), FLOAT32) for name, n in widths.items()}
+    found["tokens"] = ((tokens,), INT32)
+    found["position"] = ((1,), INT32)
+    found["logits"] = ((logit_rows, config.vocab_size), FLOAT32)
+    cache: Shape = ((config.kv_heads, capacity, config.head_dim), FLOAT32)
+    names = (f"{kind}.{layer}" for layer in range(config.num_layers) for kind in CACHES)
+    return found | dict.fromkeys(names, cache)
+
+
+def nbytes_of(shape: Shape) -> int:
+    """Bytes that a slot takes: whole pages."""
+    size = int(np.prod(shape[0], dtype=np.int64)) * shape[1].itemsize
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def gathered_name(slot: str) -> str:
+    """The slot that the panels of another are gathered in."""
+    return f"{slot} gathered"
 
 
 class ActivationPool:
     """Named tensors for pieces of up to `tokens` tokens and a context of `capacity` tokens.
 
-    Owned by the control thread. Slots: `slot_widths` of the decoder, `tokens` int32, `position`
-    int32 [1], `logits` [logit_rows, vocab], `k_cache.i` and `v_cache.i` [G, capacity, D].
+    Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, tokens: int, capacity: int, owner: Device, logit_rows: int = 1
-    ) -> None:
-        self.tokens = tokens
-        self.capacity = capacity
-        self._owner = owner
-        self._devices: list[Device] = []
+    def __init__(self, slots: Mapping[str, Shape], owner: Device) -> None:
+        self.tokens: int = slots["tokens"][0][0]
+        self.capacity: int = slots["k_cache.0"][0][1]
         self._slots: dict[str, Tensor] = {
-            name: _allocate(owner, (tokens, width)) for name, width in slot_widths(config).items()
+            name: Tensor(owner.allocate(nbytes_of((shape, dtype))), shape, dtype)
+            for name, (shape, dtype) in slots.items()
         }
-        self._slots["tokens"] = _allocate(owner, (tokens,), np.int32)
-        self._slots["position"] = _allocate(owner, (1,), np.int32)
-        self._slots["logits"] = _allocate(owner, (logit_rows, config.vocab_size))
-        shape = (config.kv_heads, capacity, config.head_dim)
-        for layer in range(config.num_layers):
-            for kind in ("k_cache", "v_cache"):
-                self._slots[f"{kind}.{layer}"] = _allocate(owner, shape)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._slots[name]
@@ -59,30 +86,16 @@ class ActivationPool:
 
     def map_to(self, devices: Iterable[Device]) -> None:
         """Map every slot into every device, once for the life of the model."""
-        self._devices = list(devices)
-        for device in self._devices:
+        for device in devices:
             for tensor in self._slots.values():
                 device.map(tensor.buffer)
 
     def copy_caches(self, other: ActivationPool, tokens: int) -> None:
         """Keys and values of the first tokens of another pool of the same model."""
         for name, tensor in self._slots.items():
-            if "_cache." in name:
+            if name.partition(".")[0] in CACHES:
                 tensor.array[:, :tokens] = other[name].array[:, :tokens]
 
-    def gathered(self, slot: str, width: int) -> Tensor:
-        """A tensor [tokens, width] to gather the panels of a slot in, made when first asked for."""
-        name = f"{slot} gathered"
-        if name not in self._slots:
-            tensor = self._slots[name] = _allocate(self._owner, (self.tokens, width))
-            for device in self._devices:
-                device.map(tensor.buffer)
-        return self._slots[name]
-
-
-def _allocate(
-    owner: Device, shape: tuple[int, ...], dtype: type[np.generic] = np.float32
-) -> Tensor:
-    kind = np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    return Tensor(owner.allocate(nbytes), shape, kind)
+    def gathered(self, slot: str) -> Tensor:
+        """Room [tokens, width] to gather the panels of a slot in."""
+        return self._slots[gathered_name(slot)]

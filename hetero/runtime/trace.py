@@ -6,6 +6,7 @@ a driver's clock a launch is shown from its submission to the moment that the ho
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -117,7 +118,8 @@ class Trace:
             temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
             temporary.replace(target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise UserError(
                 f"cannot write the trace {path} ({error.strerror}): choose another path"
             ) from None

@@ -161,7 +161,7 @@ class Config(Target):
     def seeds(self) -> list[bytes]:
         plain = (self.folder / "config.json").read_bytes()
         scaling = b', "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 8}}'
-        return [plain, plain[:-1] + scaling, plain.replace(b"llama", b"phi3")]
+        return [plain, plain[:-1] + scaling, plain.replace(b"llama", b"mistral")]
 
     def use(self, data: bytes) -> None:
         (self.folder / "config.json").write_bytes(data)

@@ -82,9 +82,9 @@ def test_random_delays_change_no_token(folder: Path, wanted: list[int], seed: in
         assert answer(engine) == wanted
 
 
-def slow_down(engine: Engine, delay_s: Callable[[], float]) -> None:
-    """Give every launch of the reference GPU a delay of its own."""
-    device = engine.devices["gpu"]
+def slow_down(engine: Engine, delay_s: Callable[[], float], kind: DeviceKind = "gpu") -> None:
+    """Give every launch of a reference device a delay of its own."""
+    device = engine.devices[kind]
     enqueue = device.enqueue  # type: ignore[attr-defined]
 
     def late(call: BoundCall) -> Completion:

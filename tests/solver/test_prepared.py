@@ -16,7 +16,7 @@ from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import PreparedSolver, prepare_solver, row_cuts, spread_lengths
 from hetero.solver.residency import mask_of
 from hetero.solver.tilings import Chooser
-from tests.solver.instances import NAMES, planner_of, random_instance
+from tests.solver.instances import NAMES, TableCost, planner_of, random_instance
 
 
 def small(seed: int) -> tuple[Planner, PreparedSolver]:
@@ -160,3 +160,37 @@ def test_a_device_without_graphs_and_one_without_npu() -> None:
     for m in (77, 300):
         for op in prepared.plan_for(m).ops:
             check_cover(tuple(t.resolved(m) for t in op.tiles), m=op.m or m, n=op.n, what=op.op)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drifted_devices_get_the_plan_of_a_profile_that_says_so(seed: int) -> None:
+    """Within what is prepared; the GPU may have any row of a matmul that it has rows of."""
+    planner, prepared = small(seed)
+    slow = prepared.drifted({("npu", "prefill"): 3.0, ("npu", "decode"): 3.0})
+    cost = planner.cost
+    assert isinstance(cost, TableCost)
+    same = prepared.drifted({})
+    for m in range(1, 2 * planner.sizes[-1] + 1, 2):
+        scenario = Scenario("prefill", m)
+        assert same.solution_for(scenario).seconds <= prepared.solution_for(scenario).seconds
+        found = slow.solution_for(scenario)
+        cost.instance.npu_scale = 3.0
+        twin = Planner(
+            planner.spec, planner.profile, planner.settings, cost=cost, sync=planner.sync,
+            rows=prepared.rows,
+        )  # fmt: skip
+        options = {}
+        for name in NAMES:
+            held, space = slow.held[name], twin.space(name)
+            grid = space.grid(m)
+            options[name] = Chooser(
+                twin.sync, twin.settings.rules, Objective(power=twin.power)
+            ).options(
+                space, m, grid=grid, mask=mask_of(grid, held, m, space.n), gpu_alone=held.gpu == 0
+            )
+        expected = twin.solve(scenario, options=options, rest=prepared.plan.rest.prefill)
+        cost.instance.npu_scale = 1.0
+        assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
+        for op in slow.plan_for(m).ops:
+            home = slow.held[op.op]
+            assert all(t.device == "gpu" or t.rows[1] <= home.npu for t in op.tiles)

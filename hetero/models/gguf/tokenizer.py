@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
@@ -64,13 +65,13 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
 
 
 def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    scores = file.metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = _numbers(file, "scores", len(tokens))
+    if scores is None:
         raise _error(file, "must give a score to every token (tokenizer.ggml.scores)")
     unknown = _token_of(file.metadata, "unknown", tokens)
     model = models.BPE(
         {token: index for index, token in enumerate(tokens)},
-        _merges_of_scores(tokens, [float(x) for x in scores]),
+        _merges_of_scores(tokens, scores),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
@@ -101,15 +102,12 @@ def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tu
 
 
 def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    lines = file.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(lines, list):
-        raise _error(file, "carries no merges (tokenizer.ggml.merges)")
-    merges = [tuple(x.split(" ")) for x in lines if isinstance(x, str)]
+    merges = _merges(file)
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
     try:
         model = models.BPE(
             {token: index for index, token in enumerate(tokens)},
-            merges,  # type: ignore[arg-type]
+            merges,
             ignore_merges=pre in _WHOLE_WORDS,
         )
     except Exception as error:  # the library raises bare Exception
@@ -120,6 +118,28 @@ def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _merges(file: GgufFile) -> list[tuple[str, str]]:
+    """Pairs of tokens, "left right" in the file."""
+    lines = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(lines, list):
+        raise _error(file, "carries no merges (tokenizer.ggml.merges)")
+    found = []
+    for line in lines:
+        left, space, right = line.partition(" ") if isinstance(line, str) else ("", "", "")
+        if not space or " " in right:
+            raise _error(file, f"has a merge that is not two tokens, {str(line)[:80]!r}")
+        found.append((left, right))
+    return found
+
+
+def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
+    """An array of `count` numbers, None if it is anything else."""
+    values = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, np.ndarray) or values.shape != (count,):
+        return None
+    return [float(x) for x in values]
 
 
 def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
@@ -137,12 +157,12 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
 
 
 def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    kinds = file.metadata.get("tokenizer.ggml.token_type")
-    if kinds is None:
+    if "tokenizer.ggml.token_type" not in file.metadata:
         return
-    if len(kinds) != len(tokens):
+    kinds = _numbers(file, "token_type", len(tokens))
+    if kinds is None:
         raise _error(file, "must give a type to every token (tokenizer.ggml.token_type)")
-    pairs = list(zip(tokens, [int(x) for x in kinds], strict=True))
+    pairs = list(zip(tokens, kinds, strict=True))
     backend.add_special_tokens(
         [AddedToken(x, normalized=False) for x, k in pairs if k in (UNKNOWN, CONTROL)]
     )

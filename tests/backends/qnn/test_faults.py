@@ -50,7 +50,7 @@ def test_a_broken_library_is_named(tmp_path: Path, content: bytes | None) -> Non
 def test_a_library_that_vanishes_later_runs_nothing_on_the_cpu(target: Any) -> None:
     gone = replace(target, library=replace(target.library, path=Path("/nowhere/libQnnHtp.so")))
     with pytest.raises(DeviceError, match="NOT_ON_NPU"):
-        session.new_session(gone, graphs.add(ADD, 1), "compiling Add")
+        session.new_session(gone, graphs.single(ADD, 1, {}), "compiling Add")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_the_hexagon_does_not_take_is_refused(target: Any, model: bytes) ->
 def test_an_unknown_chip_id_is_refused(target: Any) -> None:
     chip = replace(target.chip, soc_model=99999)
     with pytest.raises(DeviceError, match="NOT_ON_NPU"):
-        session.new_session(replace(target, chip=chip), graphs.add(ADD, 1), "compiling Add")
+        session.new_session(replace(target, chip=chip), graphs.single(ADD, 1, {}), "compiling Add")
 
 
 def test_an_unknown_chip_name_is_refused() -> None:
@@ -106,16 +106,16 @@ def run_add(device: Any) -> Any:
 
 def test_a_compiler_that_dies_is_reported(target: Any, tmp_path: Path) -> None:
     compiler = Compiler(target)
-    compiler.compile(graphs.add(ADD, 1), tmp_path / "first.onnx", "compiling Add")
+    compiler.compile(graphs.single(ADD, 1, {}), tmp_path / "first.onnx", "compiling Add")
     assert compiler._child is not None
     os.kill(compiler._child.pid, signal.SIGKILL)
     compiler._child.wait()
     # A dead child is replaced; one that dies on the job is an error.
-    compiler.compile(graphs.add(ADD, 1), tmp_path / "second.onnx", "compiling Add")
+    compiler.compile(graphs.single(ADD, 1, {}), tmp_path / "second.onnx", "compiling Add")
     assert (tmp_path / "second.onnx").exists()
     compiler._child.stdin.write("nonsense\n")  # type: ignore[union-attr]
     with pytest.raises(DeviceError, match=r"compiling Add failed: COMPILER_DIED.*with code 1"):
-        compiler.compile(graphs.add(ADD, 1), tmp_path / "third.onnx", "compiling Add")
+        compiler.compile(graphs.single(ADD, 1, {}), tmp_path / "third.onnx", "compiling Add")
     compiler.close()
     compiler.close()
 

@@ -1,0 +1,310 @@
+"""The nodes of each operation in a graph of m tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import checks, ops
+from hetero.backends.onnx_common import packing
+from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
+from hetero.backends.ops import Activation, Op, StorageFormat
+from hetero.backends.protocol import WeightValue
+from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
+
+# Up to here a 1×1 convolution reads a third of what a MatMul reads from VTCM (bench/qnn.py).
+CONVOLUTION_ROWS = 32
+LOWEST = -65504.0
+
+F32, F16 = np.float32, np.float16
+Weights = Mapping[str, WeightValue]
+
+
+@dataclass(frozen=True)
+class Site(ABC):
+    """Where an operation is put: the tensors of its ports, and how it gets anything else.
+
+    `inputs` name the tensors of the ports that it reads, `outputs` those that it writes ("" for a
+    fresh name). `context` is the number of cache positions that attention reads. `scaled` lets the
+    caller scale a matmul's rows (`ranges`). With `appends`, the keys and values of this call are in
+    no cache yet.
+    """
+
+    graph: GraphBuilder
+    m: int
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    context: int = 0
+    scaled: bool = True
+    appends: bool = False
+
+    @abstractmethod
+    def feed(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
+        """A tensor that the caller fills before each call."""
+
+    @abstractmethod
+    def vector(self, name: str, value: WeightValue | None, width: int) -> str:
+        """A vector of weights."""
+
+
+def emit(op: Op, weights: Weights, site: Site) -> dict[str, str]:
+    """Append the nodes of an operation; returns the tensors of the ports that it writes."""
+    match op:
+        case ops.RMSNorm() | ops.LayerNorm():
+            return _norm(op, weights, site)
+        case ops.Rope():
+            return {"out": _rotate(op, weights, site)}
+        case ops.Attention():
+            return {"out": _attention(op, site)}
+        case _:
+            return {"y": _simple(op, weights, site)}
+
+
+def _simple(op: Op, weights: Weights, site: Site) -> str:
+    """The operations whose result is `y` alone."""
+    graph, out = site.graph, site.outputs["y"]
+    match op:
+        case ops.MatMul():
+            found = _matmul(op, weights, site)
+        case ops.Embed():
+            found = _embed(op, checks.packed(weights), site)
+        case ops.GatedAct():
+            found = _gated_act(op, site)
+        case ops.Act():
+            found = _active(graph, op.activation, site.inputs["x"], out)
+        case ops.Add():
+            found = graph.node("Add", site.inputs["x"], site.inputs["residual"], out=out)
+        case ops.AddPositions():
+            rows = site.feed("rows", F32, (site.m, op.d))
+            found = graph.node("Add", site.inputs["x"], rows, out=out)
+        case _:
+            raise TypeError(f"{type(op).__name__} has no result named y")
+    return found
+
+
+def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
+    """`y = x · Wᵀ + unit · bias`, then the soft cap of `lift · y`.
+
+    `unit` and `lift` [m, 1], fed if there is a bias or a cap, undo the scaling of x (`ranges`).
+    """
+    graph, m, weight = site.graph, site.m, checks.packed(weights)
+    x = graph.cast(site.inputs["x"], F16)
+    if op.weight_format.storage in (StorageFormat.F16, StorageFormat.F32):
+        product = _float_product(graph, op, m, x, weight)
+    else:
+        product = _quantized_product(graph, op, m, x, weight)
+    if op.bias:
+        bias = graph.constant(checks.vector(weights, "bias").astype(F16)[None, :])
+        if site.scaled:
+            bias = graph.node("Mul", graph.cast(site.feed("unit", F32, (m, 1)), F16), bias)
+        product = graph.node("Add", product, bias)
+    if not op.softcap:
+        return graph.cast(product, F32, out=site.outputs["y"])
+    whole = graph.cast(product, F32)
+    if site.scaled:
+        whole = graph.node("Mul", whole, site.feed("lift", F32, (m, 1)))
+    return _capped(graph, whole, op.softcap, site.outputs["y"])
+
+
+def _capped(graph: GraphBuilder, values: str, cap: float, out: str = "") -> str:
+    """cap · tanh(values / cap)."""
+    small = graph.node("Tanh", graph.node("Mul", values, graph.scalar(1 / cap)))
+    return graph.node("Mul", small, graph.scalar(cap), out=out)
+
+
+def _quantized_product(
+    graph: GraphBuilder, op: ops.MatMul, m: int, x: str, weight: PackedWeight
+) -> str:
+    """MatMulNBits on [1, m, K]: the provider takes no other rank. K is padded with zeros.
+
+    A single row gives zeros (2.7.0), so it is computed with the row of padding behind it.
+    """
+    staged = packing.stage(weight)
+    width, rows = padded(op.k, GROUP_SIZE), max(op.n, 2)
+    if width != op.k:
+        x = graph.node("Concat", x, graph.constant(np.zeros((m, width - op.k), F16)), axis=1)
+    product = graph.node(
+        "MatMulNBits",
+        graph.node("Reshape", x, graph.ints(1, m, width)),
+        graph.constant(staged["weight"].padded[:rows]),
+        graph.constant(staged["scales"].padded[:rows].astype(F16)),
+        domain=CONTRIB,
+        K=width,
+        N=rows,
+        bits=4 if weight.storage is StorageFormat.Q4 else 8,
+        block_size=GROUP_SIZE,
+    )
+    flat = graph.node("Reshape", product, graph.ints(m, rows))
+    return flat if rows == op.n else graph.slice(flat, 0, op.n, axis=1)
+
+
+def _float_product(
+    graph: GraphBuilder, op: ops.MatMul, m: int, x: str, weight: PackedWeight
+) -> str:
+    values = weight.dequantize().astype(F16)  # [n, k]
+    if not 1 < m <= CONVOLUTION_ROWS:
+        return graph.node("MatMul", x, graph.constant(np.ascontiguousarray(values.T)))
+    image = graph.node("Reshape", x, graph.ints(1, 1, m, op.k))
+    channels = graph.node("Transpose", image, perm=[0, 3, 1, 2])  # [1, k, 1, m]
+    kernel = graph.constant(values[:, :, None, None])
+    product = graph.node("Conv", channels, kernel, kernel_shape=[1, 1])
+    rows = graph.node("Transpose", product, perm=[0, 2, 3, 1])
+    return graph.node("Reshape", rows, graph.ints(m, op.n))
+
+
+def _embed(op: ops.Embed, weight: PackedWeight, site: Site) -> str:
+    """Rows gathered from the table in fp16, scaled before it is rounded."""
+    graph = site.graph
+    table = graph.constant((weight.dequantize() * F32(op.scale)).astype(F16))
+    return graph.cast(
+        graph.node("Gather", table, site.inputs["tokens"]), F32, out=site.outputs["y"]
+    )
+
+
+def _norm(op: ops.RMSNorm | ops.LayerNorm, weights: Weights, site: Site) -> dict[str, str]:
+    """The normalisations; with `add` the sum of the residual stream is an output too."""
+    graph, x, found = site.graph, site.inputs["x"], {}
+    names = ("weight", "bias") if isinstance(op, ops.LayerNorm) else ("weight",)
+    vectors = [site.vector(name, weights.get(name), op.d) for name in names]
+    if op.add:
+        x = graph.node("Add", x, site.inputs["residual"], out=site.outputs["sum"])
+        found["sum"] = x
+    kind = "RMSNormalization" if isinstance(op, ops.RMSNorm) else "LayerNormalization"
+    normed = graph.node(kind, x, *vectors, out=site.outputs["y"], axis=-1, epsilon=op.eps)
+    return {**found, "y": normed}
+
+
+def _rotate(op: ops.Rope, weights: Weights, site: Site) -> str:
+    """Rotation of queries and keys; values are copied.
+
+    Fed: `cos` and `sin` [m, R / 2] of this call's positions; vectors `q_norm` and `k_norm` [D] with
+    `qk_norm_eps`.
+    """
+    graph, m, qkv = site.graph, site.m, site.inputs["qkv"]
+    half = op.rotated // 2
+    tables = [
+        graph.node("Reshape", site.feed(name, F32, (m, half)), graph.ints(m, 1, half))
+        for name in ("cos", "sin")
+    ]
+    turned = op.heads + op.kv_heads
+    heads = graph.node(
+        "Reshape",
+        graph.slice(qkv, 0, turned * op.head_dim, axis=1),
+        graph.ints(m, turned, op.head_dim),
+    )
+    if op.qk_norm_eps is not None:
+        named = {
+            name: site.vector(name, weights.get(name), op.head_dim) for name in ("q_norm", "k_norm")
+        }
+        queries = _normed(graph, op, heads, named["q_norm"], 0, op.heads)
+        keys = _normed(graph, op, heads, named["k_norm"], op.heads, turned)
+        heads = graph.node("Concat", queries, keys, axis=1)
+    rotated = graph.node("Reshape", _rotated(graph, op, heads, tables), graph.ints(m, -1))
+    values = graph.slice(qkv, turned * op.head_dim, op.width, axis=1)
+    return graph.node("Concat", rotated, values, axis=1, out=site.outputs["out"])
+
+
+def _rotated(graph: GraphBuilder, op: ops.Rope, heads: str, tables: list[str]) -> str:
+    """(a, b) to (a·cos - b·sin, b·cos + a·sin) on the halves of the first R of D dimensions."""
+    cos, sin = tables
+    half = op.rotated // 2
+    first = graph.slice(heads, 0, half, axis=2)
+    second = graph.slice(heads, half, op.rotated, axis=2)
+    turned = [
+        graph.node("Sub", graph.node("Mul", first, cos), graph.node("Mul", second, sin)),
+        graph.node("Add", graph.node("Mul", second, cos), graph.node("Mul", first, sin)),
+    ]
+    if op.rotated != op.head_dim:
+        turned.append(graph.slice(heads, op.rotated, op.head_dim, axis=2))
+    return graph.node("Concat", *turned, axis=2)
+
+
+def _normed(
+    graph: GraphBuilder, op: ops.Rope, heads: str, weight: str, start: int, stop: int
+) -> str:
+    """RMSNorm of heads [start, stop), as rows: of rank 3 with D ≤ 16 it corrupts memory (2.7.0)."""
+    part = graph.slice(heads, start, stop, axis=1)
+    rows = graph.node("Reshape", part, graph.ints(-1, op.head_dim))
+    normed = graph.node("RMSNormalization", rows, weight, axis=-1, epsilon=op.qk_norm_eps)
+    return graph.node("Reshape", normed, graph.ints(-1, stop - start, op.head_dim))
+
+
+def _attention(op: ops.Attention, site: Site) -> str:
+    """Attention of m queries over the first `context` positions of the caches.
+
+    Fed: `k0` … and `v0` … [context, D], the caches head by head, so that a part of a cache is an
+    input without a copy; `visible` bool [m, context]; `written` bool [context, 1]. Positions that
+    are not written may hold anything, NaN included: they are replaced before they enter a product.
+    Where the call appends, its own keys and values follow the cached ones: `visible` has m columns
+    more.
+    """
+    graph, m, context = site.graph, site.m, site.context
+    seen = context + m if site.appends else context
+    visible = site.feed("visible", np.bool_, (m, seen))
+    written = site.feed("written", np.bool_, (context, 1))
+    group = op.heads // op.kv_heads
+    zero = graph.scalar(0.0)
+    mixed = []
+    for head in range(op.kv_heads):
+        cached = [site.feed(f"{kind}{head}", F32, (context, op.head_dim)) for kind in "kv"]
+        clean = [graph.node("Where", written, part, zero) for part in cached]
+        if site.appends:
+            clean = [
+                graph.node(
+                    "Concat", part, _own(op, site, op.heads + i * op.kv_heads + head), axis=0
+                )
+                for i, part in enumerate(clean)
+            ]
+        first = head * group * op.head_dim
+        part = graph.slice(site.inputs["qkv"], first, first + group * op.head_dim, axis=1)
+        by_head = graph.node("Reshape", part, graph.ints(m, group, op.head_dim))
+        queries = graph.node("Transpose", by_head, perm=[1, 0, 2])  # [group, m, D]
+        weighted = _weighted(graph, op, queries, clean, visible)
+        by_token = graph.node("Transpose", weighted, perm=[1, 0, 2])  # [m, group, D]
+        mixed.append(graph.node("Reshape", by_token, graph.ints(m, group * op.head_dim)))
+    if len(mixed) == 1:
+        return graph.node("Identity", mixed[0], out=site.outputs["out"])
+    return graph.node("Concat", *mixed, axis=1, out=site.outputs["out"])
+
+
+def _own(op: ops.Attention, site: Site, head: int) -> str:
+    """A head of this call's keys or values, [m, D]."""
+    first = head * op.head_dim
+    return site.graph.slice(site.inputs["qkv"], first, first + op.head_dim, axis=1)
+
+
+def _weighted(
+    graph: GraphBuilder, op: ops.Attention, queries: str, cached: list[str], visible: str
+) -> str:
+    """softmax(cap(scale · q · kᵀ)) · v, [group, m, D]."""
+    keys, values = cached
+    scaled = graph.node("Mul", queries, graph.scalar(op.softmax_scale))
+    scores = graph.node("MatMul", scaled, graph.node("Transpose", keys, perm=[1, 0]))
+    if op.softcap:
+        scores = _capped(graph, scores, op.softcap)
+    masked = graph.node("Where", visible, scores, graph.scalar(LOWEST))  # [group, m, seen]
+    return graph.node("MatMul", graph.node("Softmax", masked, axis=-1), values)
+
+
+def _gated_act(op: ops.GatedAct, site: Site) -> str:
+    """act(gate) · up."""
+    graph, x = site.graph, site.inputs["x"]
+    active = _active(graph, op.activation, graph.slice(x, 0, op.f, axis=1))
+    up = graph.slice(x, op.f, 2 * op.f, axis=1)
+    return graph.node("Mul", active, up, out=site.outputs["y"])
+
+
+def _active(graph: GraphBuilder, activation: Activation, x: str, out: str = "") -> str:
+    match activation:
+        case "silu":
+            return graph.node("Mul", x, graph.node("Sigmoid", x), out=out)
+        case "gelu":
+            return graph.node("Gelu", x, out=out)
+        case "gelu_tanh":
+            return graph.node("Gelu", x, out=out, approximate="tanh")
+        case "relu":
+            return graph.node("Relu", x, out=out)

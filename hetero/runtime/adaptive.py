@@ -1,0 +1,204 @@
+"""New cuts for devices that are not as fast as the plan thought (throttled, or used by others).
+
+Now and then a step's matmuls are timed on each device and compared with the plan's predictions. The
+median of measured over predicted is a device's *factor* in a phase. When factors have moved, the
+solver is asked for the best of its prepared cuts at those speeds; it is taken if the matmuls are
+predicted to gain enough by it, and not more often than every so many steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol, Self, TypeAlias
+
+from hetero.backends.protocol import DeviceKind
+from hetero.runtime.lowering import KINDS, RUN, Step
+from hetero.runtime.plan_book import PlanSource
+from hetero.solver.drift import Factors
+from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase
+
+Key: TypeAlias = tuple[DeviceKind, Phase]
+MOVED: Final = 0.1  # factors that changed by less are the same
+
+
+class Solver(PlanSource, Protocol):
+    """What `hetero.solver.prepared.PreparedSolver` answers."""
+
+    plan: ExecutionPlan
+
+    def plan_for(self, m: int, phase: Phase = "prefill") -> ExecutionPlan:
+        """Entries for calls of m tokens, with predicted seconds of each device."""
+
+    def drifted(self, factors: Factors) -> Self:
+        """The same on devices that take so many times as long as predicted at first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """When to think about new cuts.
+
+    decode   decode steps for each that is timed
+    prefill  calls with a prompt for each that is timed
+    samples  timed steps that a factor is the median of
+    every    steps between two changes, at least
+    gain     part of the matmuls' predicted seconds that a change must save
+    forget   steps after which a device that got no more work is thought as fast as at first, so
+             that it is tried again
+    """
+
+    decode: int = 16
+    prefill: int = 4
+    samples: int = 5
+    every: int = 128
+    gain: float = 0.1
+    forget: int = 2048
+
+
+class Adaptation(NamedTuple):
+    """A change: the solver whose plan is to run from here on, and a sentence on why."""
+
+    solver: Solver
+    reason: str
+
+
+@dataclass
+class Adapter:
+    """Watches one engine's steps. `layers` is the model's number of blocks. Control thread only."""
+
+    solver: Solver
+    layers: int
+    habits: Habits = field(default_factory=Habits)
+
+    def __post_init__(self) -> None:
+        self._first = self.solver
+        self._applied: dict[Key, float] = {}
+        self._asked: dict[Key, float] = {}  # factors that the solver was last asked with
+        self._ratios: dict[Key, deque[float]] = {}
+        self._steps = self._changed = 0
+        self._calls: dict[Phase, int] = {"prefill": 0, "decode": 0}
+
+    def due(self, phase: Phase, m: int) -> bool:
+        """Whether the next step is to be timed."""
+        self._steps += 1
+        if phase == "decode" and m > 1:  # verification: the plan predicts one token
+            return False
+        self._calls[phase] += 1
+        every = self.habits.prefill if phase == "prefill" else self.habits.decode
+        return self._calls[phase] % every == 0
+
+    def observe(self, step: Step, stamps: Sequence[float]) -> None:
+        """Learn from a step that was timed."""
+        measured = matmul_seconds(step, stamps)
+        predicted = self._predicted(step.phase, step.tokens)
+        for kind, seconds in measured.items():
+            if seconds > 0 and predicted[kind] > 0:
+                key = (kind, step.phase)
+                ratio = self._applied.get(key, 1.0) * seconds / predicted[kind]
+                self._ratios.setdefault(key, deque(maxlen=self.habits.samples)).append(ratio)
+
+    def factors(self) -> dict[Key, float]:
+        """Measured over first predicted seconds of each device and phase with enough samples."""
+        known = {
+            key: statistics.median(ratios)
+            for key, ratios in self._ratios.items()
+            if len(ratios) == self.habits.samples
+        }
+        if self._steps - self._changed > self.habits.forget:
+            return known
+        return self._applied | known
+
+    def proposal(self) -> Adaptation | None:
+        """New cuts, if it is time and they are worth it."""
+        if self._steps - self._changed < self.habits.every:
+            return None
+        factors = self.factors()
+        if not _moved(self._asked, factors):
+            return None
+        self._asked, self._changed = factors, self._steps
+        solver = self._first.drifted(factors)
+        gains = {phase: self._gain(solver, phase, factors) for phase in PHASES}
+        phase = max(PHASES, key=lambda p: gains[p])
+        if gains[phase] < self.habits.gain:
+            return None
+        self.solver, self._applied = solver, factors
+        self._ratios.clear()
+        return Adaptation(solver, _reason(factors, phase, gains[phase], self._steps))
+
+    def _gain(self, solver: Solver, phase: Phase, factors: Mapping[Key, float]) -> float:
+        """Part of a step's matmul seconds that the new solver's cuts save at these speeds."""
+        if not any(key[1] == phase for key in factors):
+            return 0.0
+        m = _a_length(self._first.plan, phase)
+        before = sum(self._at(op, factors) for op in entries(self.solver, phase, m))
+        after = sum(max(op.gpu_s or 0.0, op.npu_s or 0.0) for op in entries(solver, phase, m))
+        return 1 - after / before if before else 0.0
+
+    def _at(self, op: OpPlan, factors: Mapping[Key, float]) -> float:
+        """Seconds of a matmul's present cut at other speeds than it was planned with."""
+        times: dict[DeviceKind, float] = {"gpu": op.gpu_s or 0.0, "npu": op.npu_s or 0.0}
+        keys: dict[DeviceKind, Key] = {kind: (kind, op.phase) for kind in times}
+        return max(
+            seconds * factors.get(keys[kind], 1.0) / self._applied.get(keys[kind], 1.0)
+            for kind, seconds in times.items()
+        )
+
+    def _predicted(self, phase: Phase, m: int) -> dict[DeviceKind, float]:
+        found = entries(self.solver, phase, m)
+        return {
+            "gpu": self.layers * sum(op.gpu_s or 0.0 for op in found),
+            "npu": self.layers * sum(op.npu_s or 0.0 for op in found),
+        }
+
+
+def entries(solver: Solver, phase: Phase, m: int) -> list[OpPlan]:
+    """What runs in a step of m tokens but the output head: the plan's entries or the solver's."""
+    listed = [op for op in solver.plan.ops if (op.phase, op.m) == (phase, m)]
+    found = listed or [op for op in solver.plan_for(m, phase).ops if op.m == m]
+    return [op for op in found if op.op != "lm_head"]
+
+
+def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, float]:
+    """Seconds of a step's matmuls in the blocks: by the host for blocking devices, by the device's
+    own clock for others; without one a device is not in the answer.
+    """
+    found: dict[DeviceKind, float] = {}
+    for at, (code, index, kind, _) in enumerate(step.program):
+        launch = step.launches[index]
+        if launch.rows is not None and code == RUN and launch.node != "lm_head":
+            name = KINDS[kind]
+            found[name] = found.get(name, 0.0) + stamps[at + 1] - stamps[at]
+    for launch, completion in zip(step.launches, step.completions, strict=True):
+        if completion is None or launch.rows is None or launch.node == "lm_head":
+            continue
+        if (span := completion.span()) is not None:
+            found[launch.kind] = found.get(launch.kind, 0.0) + span[1] - span[0]
+    return found
+
+
+def _moved(before: Mapping[Key, float], after: Mapping[Key, float]) -> bool:
+    """Whether the devices' speeds have changed against each other, in any phase."""
+    for phase in PHASES:
+        gpu, npu = (
+            after.get((kind, phase), 1.0) / before.get((kind, phase), 1.0) for kind in KINDS
+        )
+        if abs(gpu / npu - 1) > MOVED:
+            return True
+    return False
+
+
+def _a_length(plan: ExecutionPlan, phase: Phase) -> int:
+    lengths = sorted(op.m for op in plan.ops if op.phase == phase and op.m is not None)
+    return lengths[len(lengths) // 2]
+
+
+def _reason(factors: Mapping[Key, float], phase: Phase, gain: float, steps: int) -> str:
+    speeds = ", ".join(
+        f"{kind} {factors[kind, phase]:.2f}" for kind in KINDS if (kind, phase) in factors
+    )
+    return (
+        f"after {steps} steps: new cuts because matmuls in {phase} take other times than planned "
+        f"(measured / predicted: {speeds}); predicted to save {gain:.0%} of them"
+    )

@@ -1,0 +1,64 @@
+"""A good neighbour: the GPU keeps time free for others at run time (paper section 5.5).
+
+The plan already keeps the GPU's tile of every matmul within the share. What the plan cannot know
+(slower kernels than predicted, operators beside the matmuls) is measured here, and a step that took
+more than its share is followed by a pause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hetero.runtime.lowering import Step
+
+LONGEST_PAUSE_S = 1.0
+
+
+class GpuShare:
+    """Busy seconds of the GPU and what `limit` (above 0, up to 1) makes of them. Control thread.
+
+    `busy_s` and `wall_s` are totals since `reset`, pauses included.
+    """
+
+    def __init__(self, limit: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.limit = limit
+        self._sleep = sleep
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.busy_s = self.wall_s = self.paused_s = 0.0
+
+    @property
+    def share(self) -> float:
+        """Part of the time that the GPU was busy."""
+        return self.busy_s / self.wall_s if self.wall_s else 0.0
+
+    def after(self, busy_s: float, wall_s: float) -> None:
+        """Account for a step, and pause where the GPU was busy for more than its share.
+
+        Only what this step overdrew is paid back, so that a cheap step saves nothing up.
+        """
+        pause_s = 0.0
+        if self.limit < 1:
+            pause_s = min(max(busy_s / max(self.limit, 1e-3) - wall_s, 0.0), LONGEST_PAUSE_S)
+        if pause_s > 0:
+            self._sleep(pause_s)
+        self.busy_s += busy_s
+        self.wall_s += wall_s + pause_s
+        self.paused_s += pause_s
+
+
+def gpu_busy_s(step: Step, fallback_s: float) -> float:
+    """Seconds that the GPU's kernels of the last run took by the driver's clock.
+
+    `fallback_s`, from submission to seen completion, where the driver does not tell.
+    """
+    spans = [
+        completion.span()
+        for launch, completion in zip(step.launches, step.completions, strict=True)
+        if launch.kind == "gpu" and completion is not None
+    ]
+    known = [span for span in spans if span is not None]
+    return sum(end - start for start, end in known) if known else fallback_s

@@ -1,0 +1,107 @@
+"""What a model on a plan needs of the machine's memory, known before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.weights import data_dtype, data_shape, scales_shape
+from hetero.errors import UserError
+from hetero.profiler.environment import memory_bytes
+from hetero.runtime.decoder import Node
+from hetero.runtime.plan_book import PlanBook, Span
+from hetero.runtime.pool import Shape, nbytes_of
+from hetero.solver.plan import PHASES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes: the pool's slots, the rows of the weights on each device, the largest single slot."""
+
+    pool_bytes: int
+    weight_bytes: int
+    largest_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Pool and weights together."""
+        return self.pool_bytes + self.weight_bytes
+
+
+def needs_of(
+    slots: Mapping[str, Shape],
+    nodes: Iterable[Node],
+    book: PlanBook,
+    devices: Mapping[DeviceKind, Device],
+) -> Needs:
+    """What the slots and the plan's weights take; a row that two devices compute counts twice."""
+    sizes = [nbytes_of(shape) for shape in slots.values()]
+    weights = sum(
+        _rows_bytes(node.op, rows)
+        for node in nodes
+        if isinstance(node.op, MatMul)
+        for kind in devices
+        for spans in book.segments(node, kind).values()
+        for rows in spans
+    )
+    return Needs(pool_bytes=sum(sizes), weight_bytes=weights, largest_bytes=max(sizes))
+
+
+def check_memory(
+    needs: Needs, devices: Mapping[DeviceKind, Device], budget_bytes: int | None
+) -> None:
+    """Raise `UserError` with the numbers where the budget, the machine or a device has too little.
+
+    `budget_bytes` is for pool and weights together, None for the machine's memory.
+    """
+    machine = memory_bytes()
+    limits = {"the memory budget": budget_bytes, "this machine's memory": machine}
+    for what, limit in limits.items():
+        if limit is not None and needs.total_bytes > limit:
+            raise UserError(
+                f"the model needs {_gib(needs.total_bytes)} ({_gib(needs.weight_bytes)} of weights "
+                f"and {_gib(needs.pool_bytes)} of activations and caches), {what} is "
+                f"{_gib(limit)}: open it with a smaller max_seq_len, narrower weights or one device"
+            )
+    for device in devices.values():
+        largest = device.capabilities.max_allocation_bytes
+        if largest is not None and needs.largest_bytes > largest:
+            raise UserError(
+                f"the largest buffer of this plan has {_gib(needs.largest_bytes)}, "
+                f"{device.info.backend} allocates at most {_gib(largest)} at once: open the model "
+                "with a smaller max_seq_len"
+            )
+
+
+def gathered_slots(
+    nodes: Iterable[Node], book: PlanBook, devices: Mapping[DeviceKind, Device]
+) -> dict[str, int]:
+    """Slots that the control thread gathers, with their widths: outputs of cut matmuls where the
+    device of the other operations does not read panels.
+    """
+    rests = {book.rest(phase) for phase in PHASES} & set(devices)
+    if all(devices[kind].capabilities.reads_panels for kind in rests):
+        return {}
+    return {
+        node.slots["y"]: node.op.n
+        for node in nodes
+        if isinstance(node.op, MatMul) and node.name != "lm_head" and book.cuts_rows(node)
+    }
+
+
+def _rows_bytes(op: MatMul, rows: Span) -> int:
+    """Packed bytes of a run of rows; a device's own layout may be a little larger or smaller."""
+    storage = WeightFormat(op.weight_format).storage
+    count = rows[1] - rows[0]
+    size = int(np.prod(data_shape(storage, count, op.k))) * data_dtype(storage).itemsize
+    if storage.value in ("q4", "q8"):
+        size += 2 * int(np.prod(scales_shape(count, op.k)))
+    return size
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

@@ -1,0 +1,79 @@
+"""Costs of devices that have become slower or faster than their profile says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.cost import Cost, CostModel, Sizes
+from hetero.profiler.predict import Floats
+from hetero.profiler.records import DECODE_TOKENS, Phase, phase_of
+
+# Measured over predicted seconds of a device's matmuls in a phase; 1 where nothing is known.
+Factors: TypeAlias = Mapping[tuple[DeviceKind, Phase], float]
+
+
+class DriftedCost(CostModel):
+    """A profile's costs with every matmul's seconds multiplied by its device's factor.
+
+    What belongs to synchronisation and to the other operators stays as the profile has it.
+    """
+
+    def __init__(self, base: CostModel, factors: Factors) -> None:
+        super().__init__(base.profile)
+        self._base = base
+        self.factors = dict(factors)
+
+    def contention(self, device: DeviceKind, phase: Phase) -> float:
+        """See `CostModel.contention`."""
+        return self._base.contention(device, phase)
+
+    def matmul_s(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        m: Sizes,
+        n: Sizes,
+        k: Sizes,
+        order: OperandOrder = "plain",
+    ) -> Cost:
+        """See `CostModel.matmul_s`."""
+        found = self._base.matmul_s(device, weight_format, m, n, k, order)
+        tokens = np.broadcast_to(np.asarray(m, dtype=np.float64), found.seconds.shape)
+        return found._replace(seconds=found.seconds * self._of(device, tokens))
+
+    def table_s(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        ms: Floats,
+        ns: Floats,
+        k: int,
+        order: OperandOrder = "plain",
+    ) -> Floats:
+        """See `CostModel.table_s`."""
+        found = self._base.table_s(device, weight_format, ms, ns, k, order)
+        return found * self._of(device, ms)[:, None]
+
+    def measured_s(
+        self,
+        device: DeviceKind,
+        weight_format: WeightFormat,
+        m: int,
+        n: int,
+        k: int,
+        order: OperandOrder = "plain",
+    ) -> float | None:
+        """See `CostModel.measured_s`."""
+        found = self._base.measured_s(device, weight_format, m, n, k, order)
+        return None if found is None else found * self.factors.get((device, phase_of(m)), 1.0)
+
+    def _of(self, device: DeviceKind, tokens: npt.NDArray[np.float64]) -> Floats:
+        decode = self.factors.get((device, "decode"), 1.0)
+        prefill = self.factors.get((device, "prefill"), 1.0)
+        return np.where(tokens <= DECODE_TOKENS, decode, prefill)

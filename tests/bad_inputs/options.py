@@ -1,0 +1,154 @@
+"""Prompts, options, places to write, plans and profiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.bad_inputs.case import GENERATE, BadInput, Change, replaced
+
+LONG = "word " * 500
+OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("--max-tokens", "0"), "'--max-tokens'"),
+    (("--max-tokens", "many"), "'--max-tokens'"),
+    (("--temperature", "-1"), "temperature must be at least 0, got -1"),
+    (("--temperature", "nan"), "temperature must be at least 0, got nan"),
+    (("--temperature", "inf"), "temperature must be at least 0, got inf"),
+    (("--temperature", "hot"), "'--temperature'"),
+    (("--top-k", "-1"), "top_k must be at least 0 (0 keeps all), got -1"),
+    (("--top-k", "1.5"), "'--top-k'"),
+    (("--top-p", "0"), "top_p must be in (0, 1], got 0"),
+    (("--top-p", "1.5"), "top_p must be in (0, 1], got 1.5"),
+    (("--top-p", "nan"), "top_p must be in (0, 1], got nan"),
+    (("--min-p", "-0.1"), "min_p must be in [0, 1], got -0.1"),
+    (("--min-p", "2"), "min_p must be in [0, 1], got 2"),
+    (("--repetition-penalty", "0"), "repetition_penalty must be above 0, got 0"),
+    (("--repetition-penalty", "inf"), "repetition_penalty must be above 0, got inf"),
+    (("--frequency-penalty", "nan"), "frequency_penalty must be a finite number, got nan"),
+    (("--presence-penalty", "inf"), "presence_penalty must be a finite number, got inf"),
+    (("--logit-bias", "comma"), "--logit-bias must be a token id and a number such as 42=-5"),
+    (("--logit-bias", "1="), "--logit-bias must be a token id and a number"),
+    (("--logit-bias", "=1"), "--logit-bias must be a token id and a number"),
+    (("--logit-bias", "1=nan"), "logit_bias of token 1 must be within"),
+    (("--logit-bias", "1=1e9"), "logit_bias of token 1 must be within"),
+    (("--logit-bias", "-5=1"), "token id -5 is outside the vocabulary"),
+    (("--logit-bias", "999999=1"), "token id 999999 is outside the vocabulary"),
+    (("--logit-bias", "9" * 5000 + "=1"), "--logit-bias must be a token id and a number"),
+    (("--seed", "-1"), "seed must be at least 0, got -1"),
+    (("--seed", "x"), "'--seed'"),
+    (("--stop", ""), "a stop text must not be empty"),
+    (("--logprobs", "-1"), "'--logprobs'"),
+    (("--speculative", "-1"), "'--speculative'"),
+    (("--device", "tpu"), "'--device'"),
+    (("--gpu", "opencll"), "did you mean 'opencl'?"),
+    (("--npu", "opencl"), "opencl is not a npu backend"),
+    (("--npu", "tpu"), "unknown"),
+    (("--weights", "w5"), "'--weights'"),
+    (("--strategy", "rowcut"), "did you mean row-cut?"),
+    (("--sync", "pray"), "'--sync'"),
+    (("--max-seq-len", "0"), "'--max-seq-len'"),
+    (("--max-seq-len", "65"), "max_seq_len must be in [1, 64]"),
+    (("--plan", "{work}/none.json"), "cannot read the plan"),
+    (("--plan", "{work}"), "cannot read the plan"),
+    (("--plan", "{dir}/config.json"), "is not valid"),
+    (("--plan", "{dir}/model.safetensors"), "plan"),
+    (("--profile", "none"), "profile 'none': there is no such file"),
+    (("--trace", "{work}/none/t.json"), "cannot write the trace {work}/none/t.json"),
+    (("--temprature", "1"), "--temprature"),
+)
+COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("no prompt", ("generate", "{dir}"), "PROMPT"),
+    ("no such command", ("genrate", "{dir}", "hi"), "genrate"),
+    ("an empty prompt", ("generate", "{dir}", ""), "the prompt is empty: give some text"),
+    ("an empty prompt for chat", ("generate", "{dir}", LONG, "--chat", "--device", "npu"),
+     "do not fit the context of 64"),
+    ("a prompt beyond the context", ("generate", "{dir}", LONG, "--device", "npu"),
+     "do not fit the context of 64: shorten the prompt or open the model with a larger"),
+    ("bench: a prompt beyond the context", ("bench", "{dir}", "-p", "99999", "--device", "npu"),
+     "choose a smaller -p or -n"),
+    ("bench: no rounds", ("bench", "{dir}", "-r", "0"), "'-r'"),
+    ("bench: an unknown format", ("bench", "{dir}", "-o", "xml"), "'-o'"),
+    ("bench: an unknown strategy", ("bench", "{dir}", "--strategy", "x"), "unknown strategy 'x'"),
+    ("bench: an unknown way to wait", ("bench", "{dir}", "--sync", "pray"), "'--sync'"),
+    ("eval: no text", ("eval", "{dir}", "--text", "{work}/none"), "cannot be read as UTF-8 text"),
+    ("eval: a folder", ("eval", "{dir}", "--text", "{work}"), "cannot be read as UTF-8 text"),
+    ("eval: no words", ("eval", "{dir}", "--text", "{work}/nothing"), "needs at least 2"),
+    ("eval: no UTF-8", ("eval", "{dir}", "--text", "{dir}/model.safetensors"), "UTF-8 text"),
+    ("eval: a window of 1", ("eval", "{dir}", "--text", "{work}/words", "--window", "1"),
+     "the window must be in [2, 64] tokens"),
+    ("eval: a window beyond the context",
+     ("eval", "{dir}", "--text", "{work}/words", "--window", "65"), "must be in [2, 64]"),
+    ("eval: no stride", ("eval", "{dir}", "--text", "{work}/words", "--stride", "0"),
+     "the stride must be in [1, 63]"),
+    ("eval: another reference",
+     ("eval", "{dir}", "--text", "{work}/words", "--reference", "demo"), "a vocabulary of 2048"),
+    ("plan: an unknown model", ("plan", "lama-3-8b"), "did you mean"),
+    ("plan: lengths", ("plan", "llama-3-8b", "--seq-lens", "a,b"), "give token counts like 64,256"),
+    ("plan: a length of 0", ("plan", "llama-3-8b", "--seq-lens", "0"), "--seq-lens"),
+    ("plan: no length", ("plan", "llama-3-8b", "--seq-lens", ""), "--seq-lens"),
+    ("plan: graph sizes", ("plan", "llama-3-8b", "--graph-sizes", "x"), "--graph-sizes"),
+    ("plan: objective", ("plan", "llama-3-8b", "--objective", "beauty"), "'--objective'"),
+    ("plan: share", ("plan", "llama-3-8b", "--profile", "host", "--max-gpu-share", "2"), "share"),
+    ("plan: budget", ("plan", "llama-3-8b", "--memory-budget", "4 apples"), "is not a size"),
+    ("plan: budget of nothing", ("plan", "llama-3-8b", "--memory-budget", "0"), "is not a size"),
+    ("plan: weights", ("plan", "llama-3-8b", "--weights", "w5"), "weights 'w5' is not a format"),
+    ("plan: a profile that is none", ("plan", "llama-3-8b", "--profile", "{dir}/config.json"),
+     "is not a profile"),
+    ("plan: a profile of the future", ("plan", "llama-3-8b", "--profile", "{work}/future.json"),
+     "has schema version 99"),
+    ("report: no file", ("report", "{work}/none", "--out", "{work}/r.html"), "cannot be read"),
+    ("report: no profile", ("report", "{dir}/config.json", "--out", "{work}/r.html"), "profile"),
+    ("profile: a budget", ("profile", "--budget", "long"), "--budget is a time such as 90s"),
+    ("compile: an unknown chip", ("compile", "{dir}", "--soc", "sm1", "--dry-run"), "sm1"),
+    ("compile: graph sizes", ("compile", "{dir}", "--soc", "sm8650", "--dry-run",
+                              "--graph-sizes", "x"), "--graph-sizes"),
+    ("quantize: into the model", ("quantize", "{dir}", "--out", "{dir}"), "holds files that"),
+    ("quantize: onto a file", ("quantize", "{dir}", "--out", "{work}/words"), "is a file"),
+    ("quantize: nowhere", ("quantize", "{dir}", "--out", "{work}/a/b"), "there is no such"),
+    ("quantize: into /proc", ("quantize", "{dir}", "--out", "/proc/x"), "/proc/x: needs"),
+    ("quantize: again", ("quantize", "{dir}", "--out", "{quantised}"), "or use --overwrite"),
+    ("quantize: over other files", ("quantize", "{dir}", "--out", "{mixed}", "--overwrite"),
+     "which hetero quantize did not write"),
+    ("quantize: formats", ("quantize", "{dir}", "--out", "{work}/o", "--weights", "w2"),
+     "'--weights'"),
+    ("quantize: calibration without text",
+     ("quantize", "{dir}", "--out", "{work}/o", "--calibrate", "{work}/none"), "cannot be read"),
+    ("quantize: calibration with too little",
+     ("quantize", "{dir}", "--out", "{work}/o", "--calibrate", "{work}/few"), "needs at least 32"),
+    ("quantize: calibration of floats", ("quantize", "{dir}", "--out", "{work}/o", "--weights",
+                                         "f16", "--calibrate", "{work}/words"), "choose w4a16"),
+    ("chat: a context of nothing", ("chat", "{dir}", "--max-seq-len", "0"), "'--max-seq-len'"),
+)  # fmt: skip
+
+
+def mixed(work: Path) -> None:
+    (work / "quantised" / "mine.txt").write_text("precious", encoding="utf-8")
+
+
+FUTURE: Change = replaced("future.json", json.dumps({"schema_version": 99}))
+CHANGES = {"{mixed}": mixed, "{work}/future.json": FUTURE}
+
+
+def change_for(words: tuple[str, ...]) -> Change:
+    """What a command's words need besides the good files."""
+    wanted = [change for word, change in CHANGES.items() if word in words]
+
+    def change(work: Path) -> None:
+        for one in wanted:
+            one(work)
+
+    return change
+
+
+FULL: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
+    ("quantize", ("quantize", "{dir}", "--out", "{work}/o"), "cannot be written", 4096),
+    ("plan", ("plan", "llama-3-8b", "--profile", "host", "--seq-lens", "64", "--out",
+              "{work}/p.json"), "cannot write the plan {work}/p.json", 512),
+)  # fmt: skip
+
+CASES = [
+    *(BadInput(f"option {' '.join(x)[:40]}", s, (*GENERATE, *x)) for x, s in OPTIONS),
+    *(BadInput(n, s, tuple(w.replace("{mixed}", "{quantised}") for w in words), change_for(words))
+      for n, words, s in COMMANDS),
+    *(BadInput(f"{n}: a full disk", s, words, file_limit=x) for n, words, s, x in FULL),
+]  # fmt: skip

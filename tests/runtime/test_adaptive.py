@@ -1,0 +1,169 @@
+"""Cuts follow the devices' measured speeds: seldom, for a gain, and without another token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.backends.registry import open_device
+from hetero.models import LoadedModel, open_model
+from hetero.profiler.cost import CostModel
+from hetero.profiler.records import DeviceProfile
+from hetero.runtime.adaptive import Adapter, Habits, entries
+from hetero.runtime.engine import Engine
+from hetero.solver.build import PlanRequest
+from hetero.solver.options import Sync
+from hetero.solver.planner import Planner
+from hetero.solver.prepared import PreparedSolver
+from tests.runtime.models import tiny_model
+from tests.runtime.test_faults import slow_down
+from tests.solver.instances import profile_of, random_instance
+
+GRAPHS = (1, 2, 4, 8, 32, 64)
+QUICK = Habits(decode=2, prefill=1, samples=3, every=12, forget=10_000)
+TOKENS = np.random.default_rng(6).integers(0, 263, 40).tolist()
+
+
+class EvenCost(CostModel):
+    """Both devices take as long for a row, so that every matmul is cut in the middle."""
+
+    def table_s(
+        self, device: Any, weight_format: Any, ms: Any, ns: Any, k: Any, order: Any = "plain"
+    ) -> Any:
+        return 1e-6 * (np.asarray(ms)[:, None] * np.asarray(ns)[None, :])
+
+    def contention(self, device: Any, phase: Any) -> float:
+        return 1.0
+
+
+def even_profile() -> DeviceProfile:
+    instance = random_instance(1)
+    instance.sizes = GRAPHS
+    profile = profile_of(instance)
+    devices = {
+        kind: record.model_copy(
+            update={"capabilities": record.capabilities.model_copy(update={"row_alignment": 32})}
+        )
+        for kind, record in profile.devices.items()
+    }
+    return profile.model_copy(update={"devices": devices})
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: Any) -> LoadedModel:
+    folder: Path = tiny_model(tmp_path_factory.mktemp("tiny"))
+    return open_model(str(folder), weights="f32")
+
+
+def solver_of(loaded: LoadedModel) -> PreparedSolver:
+    spec = loaded.spec().model_copy(update={"weight_format": WeightFormat.F32})
+    profile = even_profile()
+    planner = Planner(spec, profile, cost=EvenCost(profile), sync=Sync(0.0, 0.0, 0.0))
+    return PreparedSolver(planner, PlanRequest(seq_lens=(40, 70)))
+
+
+def npu_rows(solver: Any, phase: Any, m: int) -> int:
+    tiles = [tile for op in entries(solver, phase, m) for tile in op.tiles if tile.device == "npu"]
+    return sum(tile.rows[1] - tile.rows[0] for tile in tiles)
+
+
+def make_engine(loaded: LoadedModel, **options: Any) -> Engine:
+    solver = solver_of(loaded)
+    devices: Any = {
+        "gpu": open_device("reference", kind="gpu", asynchronous=True),
+        "npu": open_device("reference", kind="npu", graph_sizes=GRAPHS),
+    }
+    engine = Engine(loaded.weights, solver.plan, devices, max_seq_len=200, solver=solver, **options)
+    if engine._adapter is not None:
+        engine._adapter.habits = QUICK
+    return engine
+
+
+def answer(engine: Engine, steps: int) -> list[int]:
+    engine.truncate(0)
+    logits, found = engine.prefill(TOKENS), []
+    for _ in range(steps):
+        found.append(int(np.argmax(logits)))
+        logits = engine.decode(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("slow", ["gpu", "npu"])
+def test_a_device_that_drifts_gets_less_to_do_and_no_token_changes(
+    loaded: LoadedModel, slow: DeviceKind
+) -> None:
+    with make_engine(loaded, adapt=False) as engine:
+        wanted = answer(engine, 30)
+        assert engine.adaptations == []
+    with make_engine(loaded) as engine:
+        before = gpu_part(engine)
+        slow_down(engine, lambda: 1e-3, slow)
+        assert answer(engine, 30) == wanted
+        assert len(engine.adaptations) == 1, engine.adaptations
+        assert "new cuts because matmuls in" in engine.adaptations[0]
+        after = gpu_part(engine)
+        assert after < before if slow == "gpu" else after > before
+        assert answer(engine, 30) == wanted
+        assert len(engine.adaptations) == 1, "it does not swing"
+
+
+def gpu_part(engine: Engine) -> int:
+    """Rows of a decode step's blocks that the GPU computes."""
+    return sum(
+        launch.rows[1] - launch.rows[0]
+        for launch in engine.step("decode", 1).launches
+        if launch.kind == "gpu" and launch.rows is not None and launch.node != "lm_head"
+    )
+
+
+class Watched:
+    """An adapter fed with made-up measurements."""
+
+    def __init__(self, loaded: LoadedModel, habits: Habits) -> None:
+        self.solver = solver_of(loaded)
+        self.adapter = Adapter(self.solver, loaded.config.num_layers, habits)
+
+    def steps(self, monkeypatch: pytest.MonkeyPatch, count: int, **slower: float) -> list[Any]:
+        """Changes in so many decode steps with devices so much slower than predicted at first."""
+        found = []
+        for _ in range(count):
+            if self.adapter.due("decode", 1):
+                first = {
+                    kind: seconds / self.adapter._applied.get((kind, "decode"), 1.0)
+                    for kind, seconds in self.adapter._predicted("decode", 1).items()
+                }
+                times = {kind: slower.get(kind, 1.0) * first[kind] for kind in first}
+                monkeypatch.setattr("hetero.runtime.adaptive.matmul_seconds", lambda *_, t=times: t)
+                step: Any = type("Step", (), {"phase": "decode", "tokens": 1})
+                self.adapter.observe(step, ())
+            if (change := self.adapter.proposal()) is not None:
+                found.append(change)
+        return found
+
+
+def test_small_and_equal_drifts_change_nothing(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(loaded, QUICK)
+    assert watched.steps(monkeypatch, 60, gpu=1.05) == []
+    assert watched.steps(monkeypatch, 60, gpu=3.0, npu=3.0) == []
+
+
+def test_a_change_waits_for_its_time_and_a_device_without_work_is_tried_again(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    habits = Habits(decode=2, prefill=1, samples=3, every=20, forget=200)
+    watched = Watched(loaded, habits)
+    before = npu_rows(watched.solver, "decode", 1)
+    assert watched.steps(monkeypatch, 19, npu=50.0) == []
+    (change,) = watched.steps(monkeypatch, 60, npu=50.0)
+    assert npu_rows(change.solver, "decode", 1) < before
+    assert "npu 50.00" in change.reason
+    later = watched.steps(monkeypatch, 400)
+    assert later
+    assert npu_rows(later[-1].solver, "decode", 1) == before

@@ -1,0 +1,106 @@
+"""What a model needs is known before anything is allocated, and too much is refused in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from hetero import LLM, UserError
+from hetero.backends.memory import HostBuffer
+from hetero.backends.registry import open_device
+from hetero.models import open_model
+from hetero.runtime import memory
+from hetero.runtime.engine import Engine, pool_bytes
+from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.plan import ExecutionPlan
+from tests.runtime.models import tiny_model
+from tests.runtime.plans import random_plan
+
+GRAPHS = (1, 2, 4, 8, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def make_engine(folder: str, plan: ExecutionPlan, *, panels: bool = True, **options: Any) -> Engine:
+    gpu = open_device("reference", kind="gpu", asynchronous=True)
+    npu = open_device("reference", kind="npu", graph_sizes=GRAPHS)
+    limits = options.pop("limits", {})
+    gpu.capabilities = dataclasses.replace(gpu.capabilities, reads_panels=panels, **limits)
+    devices: Any = {"gpu": gpu, "npu": npu}
+    kept = {kind: devices[kind] for kind in plan.devices()}
+    weights = open_model(folder, weights="f32").weights
+    return Engine(weights, plan, kept, max_seq_len=80, **options)
+
+
+def plan_of(folder: str, name: str) -> ExecutionPlan:
+    spec = open_model(folder, weights="f32").spec()
+    plans = {
+        "gpu": lambda: single_device(spec, "gpu"),
+        "layer": lambda: layer_level(spec),
+        "cut": lambda: random_plan(spec, 40, GRAPHS, random.Random(3), strategies=["hybrid-cut"]),
+    }
+    return plans[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "panels"), [("gpu", True), ("layer", True), ("cut", True), ("cut", False)]
+)
+def test_the_pool_has_the_size_that_was_computed(folder: str, name: str, panels: bool) -> None:
+    plan = plan_of(folder, name)
+    with make_engine(folder, plan, panels=panels) as engine:
+        assert engine.pool.nbytes == engine.needs.pool_bytes
+        engine.prefill(list(range(40)))
+        assert engine.pool.nbytes == engine.needs.pool_bytes, "a step allocated"
+        assert engine.needs.largest_bytes < engine.needs.pool_bytes
+        assert ("qkv gathered" in engine.pool.names()) == (not panels)
+        alone = sum(4 * m.n * m.k * m.count for m in engine.config.spec("f32").matmuls)
+        assert engine.needs.weight_bytes >= alone - 16 * 4 * 64  # the last block of rows is padded
+        bound = pool_bytes(engine.config, engine.max_seq_len, 512)
+        assert bound >= engine.needs.pool_bytes or not panels
+
+
+def test_rows_on_both_devices_count_twice(folder: str) -> None:
+    plans = plan_of(folder, "layer"), plan_of(folder, "gpu")
+    with make_engine(folder, plans[0]) as both, make_engine(folder, plans[1]) as one:
+        blocks = one.needs.weight_bytes - 4 * 64 * 272  # all but the head, its rows padded
+        assert both.needs.weight_bytes == one.needs.weight_bytes + blocks
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"memory_budget_bytes": 100_000}, r"needs 1\.\d\d MiB .* the memory budget is 0\.10 MiB"),
+        ({"limits": {"max_allocation_bytes": 4096}}, "reference allocates at most 0.00 MiB"),
+        ({}, r"this machine's memory is 0\.50 MiB"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
+    folder: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], sentence: str
+) -> None:
+    made: list[int] = []
+    original = HostBuffer.__init__
+    if not options:
+        monkeypatch.setattr(memory, "memory_bytes", lambda: 1 << 19)
+
+    def record(self: HostBuffer, nbytes: int) -> None:
+        made.append(nbytes)
+        original(self, nbytes)
+
+    monkeypatch.setattr(HostBuffer, "__init__", record)
+    with pytest.raises(UserError, match=sentence):
+        make_engine(folder, plan_of(folder, "cut"), **options)
+    assert made == []
+
+
+def test_a_budget_is_said_in_units_and_bounds_plan_and_pool(folder: str) -> None:
+    plan = plan_of(folder, "layer")
+    with pytest.raises(UserError, match=r"the memory budget is 1\.00 MiB: open it with a smaller"):
+        LLM(folder, plan=plan, max_seq_len=64, memory_budget="1MiB")
+    with LLM(folder, plan=plan, max_seq_len=64, memory_budget="1GiB") as llm:
+        assert llm.engine.needs.total_bytes < 1 << 30
