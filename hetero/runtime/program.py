@@ -118,7 +118,8 @@ class _Ahead:
     def _gate(self, group: int) -> int:
         """The place of a group's gate among the launches."""
         launch = self.launches[self.groups[group][0].launch]
-        self.launches.append(launch._replace(node=f"{launch.node} gate", call=self.bell.gate))
+        gate = Launch(f"{launch.node} gate", launch.kind, self.bell.gate, launch.tokens, None)
+        self.launches.append(gate)
         return len(self.launches) - 1
 
     def program(self) -> list[Action]:

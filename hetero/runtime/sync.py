@@ -153,7 +153,8 @@ class Synchroniser:
     """The waits of one model: its method, its sites and what they learned. Control thread only.
 
     `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
-    queue never runs dry; with `finish` and `copy` that would wait for the tile as well.
+    queue never runs dry; with `finish` and `copy` that would wait for the tile as well. `bells` are
+    for `fast` with `gates` where they gain (`hetero.runtime.program`).
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Synchroniser:
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
         sleep: SleepTimes | None = None,
+        gates: bool = True,
     ) -> None:
         self.devices = dict(devices)
         self.method = method
@@ -171,7 +173,7 @@ class Synchroniser:
         self.totals = WaitTotals()
         fast = method == "fast"
         self.flags: dict[DeviceKind, BoundCall] = find_flags(devices) if fast else {}
-        self.bells: dict[DeviceKind, Doorbell] = find_bells(devices) if fast else {}
+        self.bells: dict[DeviceKind, Doorbell] = find_bells(devices) if fast and gates else {}
         self._sites: dict[tuple[SiteKey, DeviceKind], Site] = {}
 
     @property

@@ -105,7 +105,7 @@ class Queue:
             launch = self.launches[self.queue[self.at]]
             closed = launch.node.endswith("gate") and self.gates == self.opened
             if closed:
-                return until == self.queue[self.at]
+                return until in self.queue[: self.at + 1]
             self.gates += launch.node.endswith("gate")
             self.at += 1
             if launch.node == launch.call.name:
