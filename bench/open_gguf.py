@@ -8,7 +8,6 @@ Opening maps it: time and memory must not depend on its size.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import tempfile
 import time
@@ -51,16 +50,26 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"blk.{layer}.{name}.weight", shape
 
 
+def vocabulary() -> tuple[list[str], list[str]]:
+    """Tokens of one to three letters, and the merges that make them."""
+    letters = [chr(0x100 + i) for i in range(256)]
+    pairs = [a + b for a in letters for b in letters]
+    triples = [a + b for a in pairs for b in letters[:1]]
+    longer = [a + b for a in triples for b in letters[:1]]
+    words = [*letters, *pairs, *triples, *longer][:VOCABULARY]
+    return words, [f"{word[:-1]} {word[-1]}" for word in words if len(word) > 1]
+
+
 def write_large(path: Path, *, dense: bool = False) -> Path:
     """Write the file; only its header takes room on disk unless `dense`."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in SIZES.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    words = [f"t{i}" for i in range(VOCABULARY)]
+    words, merges = vocabulary()
     writer.add_string("tokenizer.ggml.model", "gpt2")
     writer.add_array("tokenizer.ggml.tokens", words)
-    writer.add_array("tokenizer.ggml.merges", [f"{a} {b}" for a, b in itertools.pairwise(words)])
+    writer.add_array("tokenizer.ggml.merges", merges)
     total = 0
     for name, shape in shapes():
         kind = np.dtype(np.float16 if len(shape) > 1 else np.float32)

@@ -112,9 +112,7 @@ def generate_command(
         "seed": seed,
         "speculative": speculative,
     }
-    read_options(options)  # before the model is opened, which may take long
-    if not prompt:
-        raise UserError("the prompt is empty: give some text to go on from")
+    _check_early(prompt, options)
     with (
         open_llm(
             model,
@@ -193,6 +191,13 @@ def chat_command(
             _print_answer(conversation, line, options)
         if session is not None and conversation.messages:
             conversation.save(session)
+
+
+def _check_early(prompt: str, options: GenerateOptions) -> None:
+    """Refuse what no model can do before one is opened, which may take long."""
+    read_options(options)
+    if not prompt:
+        raise UserError("the prompt is empty: give some text to go on from")
 
 
 def _typed_lines() -> Iterator[str]:

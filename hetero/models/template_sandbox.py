@@ -45,14 +45,19 @@ class _Worker:
         self.owner = os.getpid()
         # Only what Jinja needs is imported there; -S leaves out site-packages' start-up code.
         paths = os.pathsep.join(x for x in sys.path if x)
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
-            start_new_session=os.name == "posix",  # Ctrl-C is for the parent alone
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-P", str(_SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+                start_new_session=os.name == "posix",  # Ctrl-C is for the parent alone
+            )
+        except OSError as error:
+            raise TemplateLimitError(
+                f"the process that renders it does not start: {error.strerror or error}"
+            ) from error
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True, name="chat-template").start()
         if self._next(START_LIMIT_S).strip() != b"ready":

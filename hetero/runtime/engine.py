@@ -141,7 +141,12 @@ class Engine:
         self.pool.map_to(self.devices.values())
         self._set_timing(False)
         with self._control():
-            self.synchroniser = Synchroniser(self.devices, self._sync, deadline_s=self._deadline_s)
+            self.synchroniser = Synchroniser(
+                self.devices,
+                self._sync,
+                deadline_s=self._deadline_s,
+                gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
+            )
         self._lower()
         for phase, m in WARM_STEPS:
             self.step(phase, min(m, self._longest))

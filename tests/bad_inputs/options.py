@@ -69,7 +69,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("bench: no rounds", ("bench", "{dir}", "-r", "0"), "'-r'"),
     ("bench: an unknown format", ("bench", "{dir}", "-o", "xml"), "'-o'"),
     ("bench: an unknown strategy", ("bench", "{dir}", "--strategy", "x"), "unknown strategy 'x'"),
-    ("bench: copies as a way to wait", ("bench", "{dir}", "--sync", "copy"), "'--sync'"),
+    ("bench: an unknown way to wait", ("bench", "{dir}", "--sync", "pray"), "'--sync'"),
     ("eval: no text", ("eval", "{dir}", "--text", "{work}/none"), "cannot be read as UTF-8 text"),
     ("eval: a folder", ("eval", "{dir}", "--text", "{work}"), "cannot be read as UTF-8 text"),
     ("eval: no words", ("eval", "{dir}", "--text", "{work}/nothing"), "needs at least 2"),

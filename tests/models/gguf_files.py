@@ -25,6 +25,12 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
 }  # fmt: skip
+INTERNLM2_NAMES = {
+    "model.tok_embeddings": "token_embd", "output": "output", "attention.wq": "attn_q",
+    "attention.wk": "attn_k", "attention.wv": "attn_v", "attention.wo": "attn_output",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    "attention_norm": "attn_norm", "ffn_norm": "ffn_norm",
+}  # fmt: skip
 GEMMA2_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -141,9 +147,9 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
-    names = NAMES | (GEMMA2_NAMES if name == "gemma2" else {})
+    names = NAMES | {"gemma2": GEMMA2_NAMES, "internlm2": INTERNLM2_NAMES}.get(name, {})
     found: dict[str, Array] = {}
-    for key, tensor in source.items():
+    for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
         value: Array = tensor.float().numpy()
         module, suffix = key.rsplit(".", 1)
         prefix = ""
@@ -161,6 +167,22 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
             found[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
+    return found
+
+
+def split_groups(raw: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """InternLM2's queries, keys and values of each group of heads apart (`Internlm2Model`)."""
+    found = {}
+    for key, tensor in source.items():
+        if "attention.wqkv" not in key:
+            found[key] = tensor
+            continue
+        groups, heads = raw["num_key_value_heads"], raw["num_attention_heads"]
+        head_dim = tensor.shape[0] // (heads + 2 * groups)
+        parts = tensor.reshape(groups, heads // groups + 2, head_dim, *tensor.shape[1:])
+        for letter, value in (("q", parts[:, :-2]), ("k", parts[:, -2]), ("v", parts[:, -1])):
+            rows = value.reshape(-1, *tensor.shape[1:])
+            found[key.replace("wqkv", f"w{letter}")] = rows
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hetero.errors import ModelError
+from hetero.models import template_sandbox
 from hetero.models.chat_template import ChatTemplate, load_templates
 from hetero.models.tokenizer import HfTokenizer
 from tests.models.model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
@@ -139,6 +140,23 @@ def test_a_refusal_carries_the_templates_own_words() -> None:
 def test_broken_and_hostile_templates_are_errors(source: str, words: str) -> None:
     with pytest.raises(ModelError, match=f"^chat template: {words}"):
         ChatTemplate({"default": source}, {}).render(CONVERSATION)
+
+
+def test_a_template_that_is_ended_leaves_the_next_alone() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    now = datetime(2031, 2, 3)
+    assert template_sandbox.render("{{ a }}", {"a": 1}, now) == "1"
+    with pytest.raises(template_sandbox.TemplateLimitError, match=r"not end within 0\.1 seconds"):
+        template_sandbox.render(endless, {}, now, limit_s=0.1)
+    assert template_sandbox.render("{{ a }}", {"a": 2}, now) == "2"
+    with pytest.raises(template_sandbox.TemplateLimitError, match="too large"):
+        template_sandbox.render("{{ [a] * 10**8 }}", {"a": "x" * 99}, now)
+    assert template_sandbox.render("{{ a }}", {"a": 3}, now) == "3"
+
+
+def test_what_json_cannot_say_is_refused() -> None:
+    with pytest.raises(ModelError, match="refuses this conversation"):
+        ChatTemplate({"default": "a"}, {}).render(CONVERSATION, thing=object())
 
 
 def test_tools_choose_the_template_for_tools() -> None:

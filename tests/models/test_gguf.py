@@ -37,9 +37,7 @@ TEXTS = (
 SHARED = [
     case
     for case in CASES
-    if case.kind not in ("OPT", "Mistral", "Gemma2")
-    and not case.rewritten
-    and "rope_scaling" not in case.changes
+    if case.kind not in ("OPT", "Mistral") and "rope_scaling" not in case.changes
 ]
 
 
