@@ -231,6 +231,12 @@ class Engine:
         self._steps.move_to_end(key)
         return self._steps[key]
 
+    @property
+    def last_step(self) -> Step:
+        """The step that ran last, with its completions."""
+        assert self._last is not None
+        return self._last
+
     def start_trace(self) -> None:
         """Record every step from here on, with the devices' own clocks where they have one."""
         self.trace = Trace()
