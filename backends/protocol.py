@@ -11,7 +11,7 @@ thread). `close` may be called from any thread once no call is running.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -142,6 +142,33 @@ class BoundCall(ABC):
         raise TypeError(f"{self.name}: a blocking device has no submit(), use run()")
 
 
+class Doorbell(ABC):
+    """Starts queued calls by a store to shared memory (`Device.doorbell`).
+
+    `gate` is submitted in front of calls whose inputs are not there yet; its completion is that of
+    everything before it. Calls behind it wait for the device to see `ring`. A gate that is never
+    opened gives up after `DEFAULT_DEADLINE_S` or so, which `check` tells.
+    """
+
+    gate: BoundCall
+
+    @abstractmethod
+    def ring(self) -> None:
+        """Open the oldest gate that is closed, submitted or not. All that was stored is seen."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Open every gate that was submitted, so that what is queued comes to its end."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Before a step: no gate is left of an earlier one, whatever became of it."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `DeviceError` if a gate gave up since `settle`: calls behind it came too early."""
+
+
 class Kernel(ABC):
     """One operation on one set of weights, compiled. Several token counts may share it.
 
@@ -189,12 +216,29 @@ class Device(ABC):
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
         """Compile `op` on `weights` (`ops.weight_names`). Raises `DeviceError` or `ValueError`."""
 
+    def prepare_group(self, group: Any, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
+        """Compile a `groups.Group` on the weights of each of its steps.
+
+        Its kernel is bound to the group's slots, and to the ports of `Group.fixed`. Raises
+        `ValueError` for a group whose name is not among the capabilities' `fused_groups`.
+        """
+        raise ValueError(
+            f"{self.info.name} runs no {group.name} of {len(weights)} operations as one graph: "
+            "leave it out of the plan's `fused`"
+        )
+
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
 
     def flag(self) -> BoundCall | None:
         """A call that, submitted behind another, shows its completion in shared memory without the
         driver; None where the host does not see such a flag and the data before it in time.
+        """
+        return None
+
+    def doorbell(self) -> Doorbell | None:
+        """Starts queued calls without the driver; None where a running kernel does not see the
+        host's stores in time.
         """
         return None
 
@@ -242,18 +286,28 @@ def check_tensors(
             f"unknown {unknown}"
         )
     for port in op.ports:
-        expected, dtype = port_shape(op, port, m), port_dtype(port)
-        tensor = tensors[port]
+        tensor, what = tensors[port], type(op).__name__
         if isinstance(tensor, Panels) and not (reads_panels and takes_panels(op, port)):
-            raise ValueError(f"{type(op).__name__} takes {port} as one tensor here, got panels")
-        rows_ok = tensor.shape[:1] == expected[:1] or (
-            port not in FIXED_PORTS and tensor.shape[0] >= expected[0]
+            raise ValueError(f"{what} takes {port} as one tensor here, got panels")
+        expected, dtype = port_shape(op, port, m), port_dtype(port)
+        check_shape(what, port, tensor, expected, dtype, fixed=port in FIXED_PORTS)
+
+
+def check_shape(
+    what: str,
+    name: str,
+    tensor: Operand,
+    expected: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    fixed: bool = False,
+) -> None:
+    """Raise `ValueError` unless a tensor is as expected; it may have more rows if not `fixed`."""
+    rows_ok = tensor.shape[:1] == expected[:1] or (not fixed and tensor.shape[0] >= expected[0])
+    if not rows_ok or tensor.shape[1:] != expected[1:] or tensor.dtype != dtype:
+        raise ValueError(
+            f"{what} takes {name} as {dtype} {expected}, got {tensor.dtype} {tensor.shape}"
         )
-        if not rows_ok or tensor.shape[1:] != expected[1:] or tensor.dtype != dtype:
-            raise ValueError(
-                f"{type(op).__name__} takes {port} as {dtype} {expected}, "
-                f"got {tensor.dtype} {tensor.shape}"
-            )
 
 
 FIXED_PORTS = frozenset({"position", "k_cache", "v_cache"})

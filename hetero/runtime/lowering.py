@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -28,43 +28,31 @@ from hetero.backends.protocol import (
     BoundCall,
     Completion,
     DeviceKind,
+    Doorbell,
     Operand,
     takes_panels,
 )
 from hetero.runtime.decoder import Node
+from hetero.runtime.groups import NodeGroup
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pieces import padded_size
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
+from hetero.runtime.program import (
+    KINDS,
+    RUN,
+    SUBMIT,
+    WAIT,
+    Action,
+    Launch,
+    queue_ahead,
+    raise_flags,
+)
 from hetero.runtime.sync import Site, Synchroniser
 from hetero.solver.plan import Phase, PlanError
 
-SUBMIT, RUN, WAIT = 0, 1, 2
-KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 CACHES: Final = ("k_cache", "v_cache")
-
-
-class Launch(NamedTuple):
-    """One call of a step, for accounts and traces. `tokens` and `rows` of a matmul's part."""
-
-    node: str
-    kind: DeviceKind
-    call: BoundCall
-    tokens: Span
-    rows: Span | None
-
-
-class Action(NamedTuple):
-    """What the executor does next: SUBMIT or RUN a launch (its place in the step), or WAIT for it.
-
-    `kind` is the device's place in `KINDS`.
-    """
-
-    code: int
-    launch: int
-    kind: int
-    target: Callable[[], Completion | None] | Callable[[Completion], float]
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,8 @@ class Step:
     """A phase at one token count, lowered.
 
     `logits` is None where none are computed. `launches` keeps everything alive that the program
-    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device.
+    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
+    opens the gates of a program that has some.
     """
 
     phase: Phase
@@ -84,6 +73,7 @@ class Step:
     copied_bytes: int = 0
     counts: Mapping[DeviceKind, int] = field(default_factory=dict)
     completions: list[Completion | None] = field(default_factory=list)
+    bell: Doorbell | None = None
 
 
 class _Gather(BoundCall):
@@ -132,8 +122,10 @@ class Lowering:
         pool: ActivationPool,
         devices: Devices,
         synchroniser: Synchroniser,
+        groups: Mapping[str, NodeGroup] | None = None,
     ) -> None:
         self.nodes = list(nodes)
+        self.groups = dict(groups or {})
         self.book = book
         self.kernels = kernels
         self.pool = pool
@@ -174,10 +166,17 @@ class _Lowered:
         self.copied_bytes = 0
 
     def step(self) -> Step:
+        inside: set[str] = set()  # nodes of groups that are placed
         for node in self.lowering.nodes:
-            if node.name == "lm_head" and not self.logit_rows:
+            if node.name in inside or (node.name == "lm_head" and not self.logit_rows):
                 continue
-            if isinstance(node.op, MatMul) and node.plan_op is not None:
+            group = self.lowering.groups.get(node.name)
+            graph = None if group is None else group.ready(self.lowering.book, self.phase, self.m)
+            if group is not None and graph is not None:
+                named = dataclasses.replace(node, name=group.name)
+                self._place(named, [self._group_item(group, graph)])
+                inside.update(member.name for member in group.nodes)
+            elif isinstance(node.op, MatMul) and node.plan_op is not None:
                 self._place(node, self._matmul_items(node))
             else:
                 self._place(node, [self._other_item(node)])
@@ -185,40 +184,22 @@ class _Lowered:
             self._hand_over("end", None, {"x": self._operand("logits")})
         for kind in sorted(self.submitted):
             self._wait(kind, self.submitted[kind], "end")
-        self._raise_flags()
+        synchroniser = self.lowering.synchroniser
+        bells = synchroniser.bells if self.phase == "decode" else {}
+        program, bell = queue_ahead(self.program, self.launches, bells)
+        program = raise_flags(program, self.launches, synchroniser.flags, bell)
         return Step(
             self.phase,
             self.m,
-            tuple(self.program),
+            tuple(program),
             tuple(self.launches),
             tuple(self.sites),
             self._operand("logits") if self.logit_rows else None,
             self.copied_bytes,
             Counter(launch.kind for launch in self.launches),  # flags count as the GPU's work
             [None] * len(self.launches),
+            bell,
         )
-
-    def _raise_flags(self) -> None:
-        """Put a flag behind every launch that is waited for, and wait for the flag instead."""
-        flags = self.lowering.synchroniser.flags
-        flagged: dict[int, int] = {}
-        for action in self.program:
-            flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
-            if flag is not None and action.launch not in flagged:
-                launch = self.launches[action.launch]
-                flagged[action.launch] = len(self.launches)
-                self.launches.append(launch._replace(node=f"{launch.node} flag", call=flag))
-        program: list[Action] = []
-        for action in self.program:
-            known = flagged.get(action.launch)
-            if known is not None and action.code == WAIT:
-                program.append(action._replace(launch=known))
-                continue
-            program.append(action)
-            if known is not None and action.code == SUBMIT:
-                flag = self.launches[known].call
-                program.append(Action(SUBMIT, known, action.kind, flag.submit))
-        self.program = program
 
     # --- operands ---------------------------------------------------------------------------
 
@@ -243,6 +224,24 @@ class _Lowered:
             operands[port] = operand
         call = self.lowering.kernels.other(node, kind).bind(self._own(kind, operands), bound)
         return _Item(kind, call, *self._slots(node, kind), (0, self.m), None, operands)
+
+    def _group_item(self, group: NodeGroup, graph: int) -> _Item:
+        operands: dict[str, Operand] = {}
+        for slot in group.group.inputs:
+            operand = self._operand(slot)
+            if isinstance(operand, Panels):
+                operand = self._gathered(group.nodes[0], slot, operand)
+            operands[slot] = operand
+        handed = dict(operands)
+        for port, slot in zip(sorted(OUTPUT_PORTS), group.group.outputs, strict=False):
+            self.layout.pop(slot, None)
+            handed[port] = operands.setdefault(slot, self.pool[slot])
+        operands |= {port: self.pool[slot] for port, slot in group.fixed.items()}
+        call = self.lowering.kernels.group(group).bind(operands, graph)
+        caches = (slot for port, slot in group.fixed.items() if port in CACHES)
+        writes = frozenset({*caches, *group.group.outputs})
+        reads = frozenset({*group.group.inputs, *group.fixed.values()})
+        return _Item("npu", call, reads, writes, (0, self.m), None, handed)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
         target = self.pool.gathered(slot)
