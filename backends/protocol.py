@@ -142,6 +142,33 @@ class BoundCall(ABC):
         raise TypeError(f"{self.name}: a blocking device has no submit(), use run()")
 
 
+class Doorbell(ABC):
+    """Starts queued calls by a store to shared memory (`Device.doorbell`).
+
+    `gate` is submitted in front of calls whose inputs are not there yet; its completion is that of
+    everything before it. Calls behind it wait for the device to see `ring`. A gate that is never
+    opened gives up after `DEFAULT_DEADLINE_S` or so, which `check` tells.
+    """
+
+    gate: BoundCall
+
+    @abstractmethod
+    def ring(self) -> None:
+        """Open the oldest gate that is closed, submitted or not. All that was stored is seen."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Open every gate that was submitted, so that what is queued comes to its end."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Before a step: no gate is left of an earlier one, whatever became of it."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `DeviceError` if a gate gave up since `settle`: calls behind it came too early."""
+
+
 class Kernel(ABC):
     """One operation on one set of weights, compiled. Several token counts may share it.
 
@@ -206,6 +233,12 @@ class Device(ABC):
     def flag(self) -> BoundCall | None:
         """A call that, submitted behind another, shows its completion in shared memory without the
         driver; None where the host does not see such a flag and the data before it in time.
+        """
+        return None
+
+    def doorbell(self) -> Doorbell | None:
+        """Starts queued calls without the driver; None where a running kernel does not see the
+        host's stores in time.
         """
         return None
 

@@ -17,6 +17,7 @@ from hetero.backends import ops
 from hetero.backends.checks import Health, check_weights
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.flag import Flag, probe
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
@@ -103,6 +104,8 @@ class OpenCLDevice(Device):
         self.half = int("cl_khr_fp16" in native.extensions.split())
         self.copies = 0
         self._flag: Flag | None = None
+        self._doorbell: OpenCLDoorbell | None = None
+        self._doorbell_tried = False
         self.clock_offset_s: float | None = None  # perf_counter less the device's clock, timing on
         self.worker_cpu = found.worker_cpu
         self.native = native
@@ -176,6 +179,13 @@ class OpenCLDevice(Device):
             visible = self._flag is not None and probe(self, self._flag)
             self.capabilities = replace(self.capabilities, early_visibility=visible)
         return self._flag if self.capabilities.early_visibility else None
+
+    def doorbell(self) -> OpenCLDoorbell | None:
+        """See `Device.doorbell`; probed at the first call, which takes a few milliseconds."""
+        if not self._doorbell_tried:
+            self._doorbell_tried = True
+            self._doorbell = find_doorbell(self)
+        return self._doorbell
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
         """See `Device.transfer`."""

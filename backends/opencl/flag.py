@@ -8,9 +8,10 @@ still at work; `probe` tries that, once for each device.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
@@ -48,10 +49,17 @@ class Flag(BoundCall):
         self.submit().wait()
 
 
+class Counted(Protocol):
+    """A call whose kernel counts up `word` to the number of `submissions`."""
+
+    word: npt.NDArray[Any]
+    submissions: int
+
+
 class FlagCompletion(Completion):
     """Done when the word has reached this submission's number, or when the driver says so."""
 
-    def __init__(self, flag: Flag, event: Completion) -> None:
+    def __init__(self, flag: Counted, event: Completion) -> None:
         self._word, self._event = flag.word, event
         self._number = flag.submissions
         self._looks = 0

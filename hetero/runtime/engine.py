@@ -145,7 +145,12 @@ class Engine:
         self.pool.map_to(self.devices.values())
         self._set_timing(False)
         with self._control():
-            self.synchroniser = Synchroniser(self.devices, self._sync, deadline_s=self._deadline_s)
+            self.synchroniser = Synchroniser(
+                self.devices,
+                self._sync,
+                deadline_s=self._deadline_s,
+                gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
+            )
         self._lower()
         for phase, m in WARM_STEPS:
             self.step(phase, min(m, self._longest))
@@ -225,6 +230,12 @@ class Engine:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
+
+    @property
+    def last_step(self) -> Step:
+        """The step that ran last, with its completions."""
+        assert self._last is not None
+        return self._last
 
     def start_trace(self) -> None:
         """Record every step from here on, with the devices' own clocks where they have one."""

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import DeviceKind
-from hetero.runtime.lowering import KINDS, RUN, SUBMIT, Step
+from hetero.runtime.lowering import Step
+from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT
 
 DRAIN_DEADLINE_S = 5.0
 
@@ -65,6 +66,8 @@ class Executor:
         completions[:] = [None] * len(completions)
         self.slept = []
         stamp, slept = stamps.append, self.slept.append
+        if step.bell is not None:
+            step.bell.settle()
         for code, index, kind, target in step.program:
             call = cast("Any", target)
             if code == SUBMIT:
@@ -77,6 +80,15 @@ class Executor:
                 call()
                 before_s, at_s = at_s, now()
                 busy[kind] += at_s - before_s
+            elif code == AHEAD:  # behind a closed gate: not at work yet
+                completions[index] = call()
+                at_s = now()
+            elif code == RING:
+                call()
+                if last[kind] < 0:
+                    since[kind] = at_s
+                last[kind] = index
+                at_s = now()
             else:
                 slept(call(completions[index]))
                 at_s = now()
@@ -84,13 +96,19 @@ class Executor:
                     last[kind] = -1
                     busy[kind] += at_s - since[kind]
             stamp(at_s)
+        if step.bell is not None:
+            step.bell.check()
         return busy
 
 
 def drain(step: Step) -> None:
     """Wait, within reason, for every launch of a step that was broken off."""
+    if step.bell is not None:
+        step.bell.release()
     last = {
-        a.kind: a.launch for a in step.program if a.code == SUBMIT and step.completions[a.launch]
+        a.kind: a.launch
+        for a in step.program
+        if a.code in (SUBMIT, AHEAD) and step.completions[a.launch]
     }
     for index in last.values():
         completion = step.completions[index]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ from hetero.backends.protocol import (
     BoundCall,
     Completion,
     DeviceKind,
+    Doorbell,
     Operand,
     takes_panels,
 )
@@ -38,34 +39,20 @@ from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pieces import padded_size
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
+from hetero.runtime.program import (
+    KINDS,
+    RUN,
+    SUBMIT,
+    WAIT,
+    Action,
+    Launch,
+    queue_ahead,
+    raise_flags,
+)
 from hetero.runtime.sync import Site, Synchroniser
 from hetero.solver.plan import Phase, PlanError
 
-SUBMIT, RUN, WAIT = 0, 1, 2
-KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 CACHES: Final = ("k_cache", "v_cache")
-
-
-class Launch(NamedTuple):
-    """One call of a step, for accounts and traces. `tokens` and `rows` of a matmul's part."""
-
-    node: str
-    kind: DeviceKind
-    call: BoundCall
-    tokens: Span
-    rows: Span | None
-
-
-class Action(NamedTuple):
-    """What the executor does next: SUBMIT or RUN a launch (its place in the step), or WAIT for it.
-
-    `kind` is the device's place in `KINDS`.
-    """
-
-    code: int
-    launch: int
-    kind: int
-    target: Callable[[], Completion | None] | Callable[[Completion], float]
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,8 @@ class Step:
     """A phase at one token count, lowered.
 
     `logits` is None where none are computed. `launches` keeps everything alive that the program
-    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device.
+    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
+    opens the gates of a program that has some.
     """
 
     phase: Phase
@@ -85,6 +73,7 @@ class Step:
     copied_bytes: int = 0
     counts: Mapping[DeviceKind, int] = field(default_factory=dict)
     completions: list[Completion | None] = field(default_factory=list)
+    bell: Doorbell | None = None
 
 
 class _Gather(BoundCall):
@@ -195,40 +184,22 @@ class _Lowered:
             self._hand_over("end", None, {"x": self._operand("logits")})
         for kind in sorted(self.submitted):
             self._wait(kind, self.submitted[kind], "end")
-        self._raise_flags()
+        synchroniser = self.lowering.synchroniser
+        bells = synchroniser.bells if self.phase == "decode" else {}
+        program, bell = queue_ahead(self.program, self.launches, bells)
+        program = raise_flags(program, self.launches, synchroniser.flags, bell)
         return Step(
             self.phase,
             self.m,
-            tuple(self.program),
+            tuple(program),
             tuple(self.launches),
             tuple(self.sites),
             self._operand("logits") if self.logit_rows else None,
             self.copied_bytes,
             Counter(launch.kind for launch in self.launches),  # flags count as the GPU's work
             [None] * len(self.launches),
+            bell,
         )
-
-    def _raise_flags(self) -> None:
-        """Put a flag behind every launch that is waited for, and wait for the flag instead."""
-        flags = self.lowering.synchroniser.flags
-        flagged: dict[int, int] = {}
-        for action in self.program:
-            flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
-            if flag is not None and action.launch not in flagged:
-                launch = self.launches[action.launch]
-                flagged[action.launch] = len(self.launches)
-                self.launches.append(launch._replace(node=f"{launch.node} flag", call=flag))
-        program: list[Action] = []
-        for action in self.program:
-            known = flagged.get(action.launch)
-            if known is not None and action.code == WAIT:
-                program.append(action._replace(launch=known))
-                continue
-            program.append(action)
-            if known is not None and action.code == SUBMIT:
-                flag = self.launches[known].call
-                program.append(Action(SUBMIT, known, action.kind, flag.submit))
-        self.program = program
 
     # --- operands ---------------------------------------------------------------------------
 

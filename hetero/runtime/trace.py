@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from hetero.errors import UserError
 from hetero.runtime.executor import Executor
-from hetero.runtime.lowering import KINDS, RUN, SUBMIT, Launch, Step
+from hetero.runtime.lowering import Step
+from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT, Launch
 
 GPU, NPU, CONTROL = 1, 2, 3
 LANES: Final = {GPU: "GPU", NPU: "NPU", CONTROL: "control"}
@@ -58,7 +59,9 @@ class Trace:
             if action.code == RUN:
                 lane = KINDS.index(launch.kind) + 1
                 self._add(launch.node, lane, start_s, end_s, _arguments(launch))
-            elif action.code == SUBMIT:
+            elif action.code == RING:
+                self._add(f"ring for {launch.node}", CONTROL, start_s, end_s, {})
+            elif action.code in (SUBMIT, AHEAD):
                 submitted[action.launch] = start_s
                 self._add(f"submit {launch.node}", CONTROL, start_s, end_s, {})
             else:

@@ -8,7 +8,8 @@ import pytest
 
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind
 from hetero.runtime.executor import Executor
-from hetero.runtime.lowering import KINDS, RUN, SUBMIT, WAIT, Action, Launch, Step
+from hetero.runtime.lowering import Step
+from hetero.runtime.program import KINDS, RUN, SUBMIT, WAIT, Action, Launch
 
 LOG = list[str]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +19,10 @@ from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
+from hetero.runtime import sync
 from hetero.runtime.engine import Engine
-from hetero.runtime.lowering import SUBMIT, Step
+from hetero.runtime.lowering import Step
+from hetero.runtime.program import RING, SUBMIT
 from hetero.solver.handmade import single_device
 from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
@@ -224,3 +227,70 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
         engine.prefill(TOKENS)
     with make_engine(folder) as again:
         assert relative_error(again.prefill(TOKENS), expected) < 1e-6
+
+
+def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> Engine:
+    """Real devices in every matmul, decoding with gates even where they are not faster."""
+    monkeypatch.setattr(sync, "_bell_is_faster", lambda *_: True)
+    loaded = open_model(str(folder), weights="f32")
+    plan = random_plan(
+        loaded.spec(), 40, GRAPHS, random.Random(3), strategies=["row-cut"], rest=rest
+    )
+    devices = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
+    engine = Engine(loaded.weights, plan, devices, max_seq_len=80)  # type: ignore[arg-type]
+    if engine.step("decode", 1).bell is None:
+        engine.close()
+        pytest.skip("no doorbell works on this device")
+    return engine
+
+
+@pytest.mark.parametrize("rest", ["gpu", "npu"])
+def test_gates_change_no_token_whatever_is_late(
+    folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    """Every action of a decode step takes its own random time: nothing starts before its inputs."""
+    import dataclasses
+
+    delays = random.Random(5)
+
+    def late(target: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            end_s = time.perf_counter() + delays.choice((0.0, 0.0, 2e-5, 2e-4))
+            while time.perf_counter() < end_s:
+                pass
+            return target(*arguments)
+
+        return run
+
+    with gated_engine(folder, monkeypatch, rest) as engine:
+        assert answer(engine) == wanted
+        step = engine.step("decode", 1)
+        assert RING in {action.code for action in step.program}
+        program = tuple(a._replace(target=late(a.target)) for a in step.program)
+        engine._steps["decode", 1, 1] = dataclasses.replace(step, program=program)
+        for _ in range(4):
+            assert answer(engine) == wanted
+
+
+def test_a_broken_off_step_leaves_no_gate_closed(
+    folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gated_engine(folder, monkeypatch, "npu") as engine:
+        assert answer(engine, 4) == wanted[:4]
+        step = engine.step("decode", 1)
+        for at in random.Random(1).sample(range(len(step.program)), 12):
+            with pytest.raises(KeyboardInterrupt):
+                engine.executor.run(Interrupt(step, at).broken())
+            engine.devices["gpu"].finish()  # would hang
+            assert answer(engine, 4) == wanted[:4]
+
+
+def test_a_gate_that_gave_up_drops_the_gpu(
+    folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gated_engine(folder, monkeypatch, "npu") as engine:
+        bell = engine.step("decode", 1).bell
+        bell.gate._call = bell.gate._bound(1)  # type: ignore[union-attr]
+        with pytest.warns(FallbackWarning, match="waiting at a gate"):
+            assert answer(engine) == wanted
+        assert set(engine.devices) == {"npu"}
