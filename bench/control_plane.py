@@ -1,10 +1,10 @@
 """What a decode step costs beyond its kernels, and how long a saved model takes to its first token.
 
-    python bench/control_plane.py --model random:llama-3.2-1b --weights w4a8 -n 32
+    python bench/control_plane.py --model random:llama-3.2-1b --weights w4a8 -n 32 --profile host
 
-Control-plane cost = (wall time of `Engine.decode` - time that devices compute) / wall time. A
-device's computing time is the sum over OpenCL's own start and end of every kernel (a profiling
-queue) and over the blocking runs of ONNX Runtime. Both are taken in the same steps.
+Control-plane cost = the part of the wall time of `Engine.decode` in which no device computes. A
+device computes from OpenCL's own start to its end of every kernel (a profiling queue), and while a
+call of ONNX Runtime blocks; where both compute at once the time counts once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
 
-from hetero.backends.opencl import calls as opencl_calls
 from hetero.benchmark import environment
 from hetero.llm import LLM
 from hetero.models import open_model
 from hetero.models.quantized import save
+from hetero.runtime.engine import Engine
+from hetero.runtime.lowering import RUN
 
 FIRST_TOKEN = """
 import sys, time
@@ -39,52 +39,42 @@ with hetero.LLM(sys.argv[1], device=sys.argv[2], weights=sys.argv[3]) as llm:
 """
 
 
-class KernelClock:
-    """Sums the time that OpenCL kernels ran: installs itself where calls are enqueued."""
-
-    def __init__(self) -> None:
-        self._events: list[Any] = []
-        self._enqueue = cl.enqueue_nd_range_kernel
-
-    def install(self, llm: LLM) -> None:
-        """Give the GPU a profiling queue and remember every event."""
-        device: Any = llm.devices.devices["gpu"]
-        properties = cl.command_queue_properties.PROFILING_ENABLE
-        device.queue = cl.CommandQueue(device.context, properties=properties)
-        opencl_calls.cl.enqueue_nd_range_kernel = self._remember
-
-    def take_s(self) -> float:
-        """Seconds of kernels since the last call."""
-        total = sum(event.profile.end - event.profile.start for event in self._events) * 1e-9
-        self._events.clear()
-        return total
-
-    def _remember(self, *arguments: Any) -> Any:
-        event = self._enqueue(*arguments)
-        self._events.append(event)
-        return event
+def computing_s(engine: Engine) -> float:
+    """Seconds of the last step in which any device computed."""
+    step, stamps = engine.last_step, engine.executor.stamps
+    spans = [
+        (stamps[i], stamps[i + 1]) for i, action in enumerate(step.program) if action.code == RUN
+    ]
+    spans += [span for c in step.completions if c is not None and (span := c.span()) is not None]
+    total = end = 0.0
+    for start_s, stop_s in sorted(spans):
+        total += max(0.0, stop_s - max(start_s, end))
+        end = max(end, stop_s)
+    return total
 
 
-def decode_overhead(model: str, device: str, weights: str, steps: int) -> dict[str, float]:
+def decode_overhead(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Median wall and computing time of a decode step at a context of 256, seconds."""
-    with LLM(model, device=device, weights=weights) as llm:  # type: ignore[arg-type]
-        clock = KernelClock()
-        if "gpu" in llm.devices.devices:
-            clock.install(llm)
+    modes: dict[str, dict[str, Any]] = {
+        "gpu": {"device": "gpu"},
+        "npu": {"device": "npu"},
+        "layer level": {"device": "hetero", "strategy": "layer", "profile": options.profile},
+        "tensor level": {"device": "hetero", "profile": options.profile},
+    }
+    with LLM(options.model, weights=options.weights, adapt=False, **modes[name]) as llm:
+        for device in llm.devices.devices.values():
+            device.set_timing(True)
         engine = llm.engine
         prompt = np.random.default_rng(0).integers(3, llm.model.config.vocab_size, 256).tolist()
         engine.prefill(prompt)
         for _ in range(4):
             engine.decode(5)
         walls, computes = [], []
-        for _ in range(steps):
-            clock.take_s()
-            engine.reset_usage()
+        for _ in range(options.n):
             start = time.perf_counter()
             engine.decode(5)
             walls.append(time.perf_counter() - start)
-            npu = engine.usage().get("npu")
-            computes.append(clock.take_s() + (npu.busy_s if npu else 0.0))
+            computes.append(computing_s(engine))
     wall, compute = statistics.median(walls), statistics.median(computes)
     return {"wall_s": wall, "compute_s": compute, "overhead": (wall - compute) / wall}
 
@@ -110,13 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="random:llama-3.2-1b")
     parser.add_argument("--weights", default="w4a8")
+    parser.add_argument("--profile", default=None, help="for tensor level")
     parser.add_argument("-n", type=int, default=32)
     options = parser.parse_args()
     print(f"{options.model}, {options.weights}, measured\n")
     print("| device | decode step ms | of it computing ms | control plane |")
     print("|---|---:|---:|---:|")
-    for device in ("gpu", "npu", "hetero"):
-        found = decode_overhead(options.model, device, options.weights, options.n)
+    for device in ("gpu", "npu", "layer level", "tensor level"):
+        found = decode_overhead(device, options)
         print(
             f"| {device} | {found['wall_s'] * 1e3:.2f} | {found['compute_s'] * 1e3:.2f} "
             f"| {found['overhead']:.1%} |",

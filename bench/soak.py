@@ -3,9 +3,11 @@
     nice -n 19 python bench/soak.py --minutes 20 --model demo --strategy row-cut
 
 Prompts of random lengths (prefilled in every size up to the context), answers of random lengths,
-sampled and greedy, with and without guesses, and a conversation now and then. Memory is the
-proportional set size of the process; growth is counted from the end of the warm-up (a fifth of the
-time). Fixed questions are answered at the start and at the end, with the cuts fixed (`--no-adapt`).
+sampled and greedy, with and without guesses, and a conversation now and then. Memory is what the
+process alone holds (private pages: the share of libraries in the proportional set size changes with
+the other processes); growth is from the tenth of the time after the warm-up (a fifth) to the last
+tenth, by medians, because lowered steps of other lengths come and go. Fixed questions are answered
+at the start and at the end, with the cuts fixed (`--no-adapt`).
 Exits with 1 if memory grew by more than 1 % or any answer differs.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -34,6 +37,12 @@ QUESTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9, "seed": 2, "repetition_penalty": 1.1},
     {"temperature": 0.0, "speculative": 5},
 )
+
+
+def private_bytes() -> int:
+    """Memory that only this process maps (Linux)."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:
@@ -62,23 +71,27 @@ def soak(llm: LLM, minutes: float) -> dict[str, Any]:
     before = answers(llm)
     start_s = time.monotonic()
     end_s = start_s + 60 * minutes
-    warm_bytes, later, generated, turns = 0, [], 0, 0
+    later: list[tuple[float, int, int]] = []
+    generated = turns = 0
     while (now_s := time.monotonic()) < end_s:
         generated += turn(llm, rng)
         turns += 1
-        if now_s - start_s < 60 * minutes * WARM_UP:
-            warm_bytes = max(warm_bytes, pss_bytes())
-        elif turns % 10 == 0:
-            later.append(pss_bytes())
+        part = (now_s - start_s) / (60 * minutes)
+        if part > WARM_UP and turns % 2 == 0:
+            later.append((part, private_bytes(), pss_bytes()))
     after = answers(llm)
+    first = statistics.median(b for part, b, _ in later if part < WARM_UP + 0.1)
+    last = statistics.median(b for part, b, _ in later if part > 0.9)
     return {
         "minutes": minutes,
         "turns": turns,
         "generated_tokens": generated,
-        "warm_pss_bytes": warm_bytes,
-        "last_pss_bytes": later[-1],
-        "max_pss_bytes": max(later),
-        "growth": max(later) / warm_bytes - 1,
+        "warm_bytes": first,
+        "last_bytes": last,
+        "largest_bytes": max(b for _, b, _ in later),
+        "warm_pss_bytes": later[0][2],
+        "last_pss_bytes": later[-1][2],
+        "growth": last / first - 1,
         "same_answers": before == after,
     }
 

@@ -250,7 +250,7 @@ def profile_main() -> None:
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if issubclass(category, FallbackWarning | ProfileWarning) or _State.debug:
-        print(f"hetero: warning: {message}", file=sys.stderr)
+        print(f"hetero: warning: {one_sentence(str(message))}", file=sys.stderr)
 
 
 def _print_findings(findings: list[Finding], as_json: bool, words: tuple[str, str]) -> None:

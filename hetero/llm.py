@@ -129,7 +129,7 @@ class LLM:
                 progress=progress,
                 memory_budget_bytes=budget,
                 max_gpu_share=max_gpu_share,
-                adapt=adapt,
+                adapt=adapt and self.devices.numbers == "measured",
             )
         except BaseException:
             self.devices.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class HfTokenizer(Tokenizer):
         *,
         where: str = "tokenizer",
     ) -> None:
+        self._where = where
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -126,12 +128,8 @@ class HfTokenizer(Tokenizer):
                 f"{directory}: has no tokenizer.json; download it, or save it with transformers' "
                 "AutoTokenizer.save_pretrained"
             )
-        try:
+        with _library(f"{path}: is not a tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ModelError(
-                f"{path}: is not a tokenizer ({error}); download the file again"
-            ) from error
         config = _optional_json(directory / "tokenizer_config.json")
         special = _optional_json(directory / "special_tokens_map.json")
         return cls(
@@ -158,14 +156,16 @@ class HfTokenizer(Tokenizer):
         Bytes that a terminal passed on undecoded are read as UTF-8, U+FFFD for what is none.
         """
         clean = _unicode(text)
-        ids: list[int] = self._backend.encode(clean, add_special_tokens=add_special_tokens).ids
+        with _library(f"{self._where}: the tokenizer fails on this text"):
+            ids: list[int] = self._backend.encode(clean, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._force_bos and self.bos_id is not None:
             return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids, as the tokenizer's decoder writes it."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _library(f"{self._where}: the tokenizer fails on these ids"):
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def decoder(
@@ -259,7 +259,8 @@ class _WindowDecoder(StreamDecoder):
         self._sent = len(self._text(self._window)) - held
 
     def _text(self, ids: list[int]) -> str:
-        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        with _library("the tokenizer fails on these ids"):
+            text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
 
 
@@ -317,6 +318,17 @@ def _unicode(text: str) -> str:
     except UnicodeEncodeError:
         found = text.encode("utf-8", errors="surrogatepass")
     return found.decode("utf-8", errors="replace")
+
+
+@contextmanager
+def _library(what: str) -> Iterator[None]:
+    """What the library complains of as a `ModelError`: it raises bare `Exception`, and panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{what} ({error}); download the file again") from error
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import Device
+from hetero.errors import UserError
 from hetero.models.config import ModelConfig
 from hetero.runtime.decoder import slot_widths
 
@@ -64,8 +65,7 @@ class ActivationPool:
         self.tokens: int = slots["tokens"][0][0]
         self.capacity: int = slots["k_cache.0"][0][1]
         self._slots: dict[str, Tensor] = {
-            name: Tensor(owner.allocate(nbytes_of((shape, dtype))), shape, dtype)
-            for name, (shape, dtype) in slots.items()
+            name: _allocate(owner, name, shape) for name, shape in slots.items()
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -99,3 +99,15 @@ class ActivationPool:
     def gathered(self, slot: str) -> Tensor:
         """Room [tokens, width] to gather the panels of a slot in."""
         return self._slots[gathered_name(slot)]
+
+
+def _allocate(owner: Device, name: str, shape: Shape) -> Tensor:
+    """Raises `UserError` where the system refuses the memory."""
+    nbytes = nbytes_of(shape)
+    try:
+        return Tensor(owner.allocate(nbytes), *shape)
+    except (OSError, MemoryError) as error:
+        raise UserError(
+            f"cannot allocate {nbytes / 2**20:.1f} MiB for {name} ({error or 'out of memory'}): "
+            "close other programs, or open the model with a smaller max_seq_len"
+        ) from None

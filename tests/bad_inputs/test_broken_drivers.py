@@ -1,4 +1,4 @@
-"""OpenCL drivers that are broken: one warning with the reason, and the NPU does the work."""
+"""Broken OpenCL drivers and a full cache: the work is done, and the lack is said."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ def test_a_broken_driver_is_one_warning(tmp_path: Path) -> None:
         assert warning.startswith("hetero: warning: running on npu (ort-cpu) alone because opencl")
         assert reason in warning
         assert "install" in warning
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits by ulimit")
+def test_a_full_cache_is_at_most_a_warning(tmp_path: Path) -> None:
+    """No file may grow, as on a full disk: PoCL cannot even compile its programs."""
+    started = [
+        subprocess.Popen(
+            ["sh", "-c", 'ulimit -f 0; trap "" XFSZ; exec "$@"', "sh", *COMMAND, "--device", name],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("gpu", "npu")
+    ]
+    for process in started:
+        out, errors = process.communicate(timeout=120)
+        assert (process.returncode, bool(out.strip())) == (0, True), errors
+        assert len(errors.splitlines()) <= 1, errors
+        assert not errors or errors.startswith("hetero: warning: running on npu (ort-cpu) alone")

@@ -50,6 +50,8 @@ TOKENIZERS: tuple[tuple[str, Change, str], ...] = (
         "type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}}),
      "is not a tokenizer"),
     ("of a larger vocabulary", shifted(1000), "does not belong to"),
+    ("its unknown token is unknown", model(vocab={"a": 3}, merges=[], unk_token="<none>"),
+     "the tokenizer fails on this text"),
     ("settings a list", replaced(SETTINGS, "[]"), "must hold a JSON object, got list"),
     ("settings cut", replaced(SETTINGS, '{"bos'), "is not valid JSON"),
     ("special tokens a number", replaced("model/special_tokens_map.json", "5"), "got int"),

@@ -1,0 +1,140 @@
+"""Waiting sites on a fake clock: what they predict, sleep, poll and give up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.protocol import Completion
+from hetero.backends.registry import open_device
+from hetero.runtime import sync
+from hetero.runtime.sync import CROWDED_WAITS, Site, SleepTimes, Synchroniser
+
+LOOK_S = 1e-6
+LATE_S = 60e-6
+
+
+class FakeTime:
+    """Looks cost a microsecond; sleeps return late; `gap_s` is lost at the next look."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.gap_s = 0.0
+        self.slept: list[float] = []
+
+    def perf_counter(self) -> float:
+        self.now_s += LOOK_S + self.gap_s
+        self.gap_s = 0.0
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds + LATE_S
+
+
+class At(Completion):
+    """Complete at a moment."""
+
+    def __init__(self, clock: FakeTime, in_s: float) -> None:
+        self.clock, self.end_s = clock, clock.now_s + in_s
+
+    def done(self) -> bool:
+        self.clock.now_s += LOOK_S
+        return self.clock.now_s >= self.end_s
+
+    def wait(self, deadline_s: float = 1.0) -> None:
+        self.clock.now_s = max(self.clock.now_s, self.end_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(sync, "time", fake)
+    return fake
+
+
+def site_of(clock: FakeTime, **options: Any) -> Site:
+    del clock
+    device = open_device("reference", kind="gpu", asynchronous=True)
+    owner = Synchroniser({"gpu": device}, "fast", sleep=SleepTimes(LATE_S), **options)
+    return owner.site(("decode", 1, "o", "qkv"), "gpu", "a kernel")
+
+
+def wait(site: Site, clock: FakeTime, in_s: float) -> float:
+    """Seconds that the end was noticed late."""
+    completion = At(clock, in_s)
+    site.wait(completion)
+    return clock.now_s - completion.end_s
+
+
+@pytest.mark.parametrize("length_s", [0.2e-3, 1e-3, 5e-3])
+def test_a_wait_of_known_length_is_slept_through_and_noticed_at_once(
+    clock: FakeTime, length_s: float
+) -> None:
+    site = site_of(clock)
+    late = [wait(site, clock, length_s) for _ in range(40)]
+    assert max(late[5:]) < 10 * LOOK_S
+    assert site.expected_s == pytest.approx(length_s, rel=0.02, abs=8e-6)
+    totals = site.owner.totals
+    assert (
+        totals.asleep_s / (totals.asleep_s + totals.polling_s)
+        > 1 - 1.3 * (LATE_S + length_s / 20) / length_s
+    )
+
+
+def test_an_outlier_is_forgotten_and_a_change_is_followed(clock: FakeTime) -> None:
+    site = site_of(clock)
+    for _ in range(20):
+        wait(site, clock, 1e-3)
+    wait(site, clock, 0.5)
+    assert site.expected_s < 1.2e-3
+    for _ in range(60):
+        wait(site, clock, 2e-3)
+    assert site.expected_s == pytest.approx(2e-3, rel=0.1)
+    late = [wait(site, clock, 0.4e-3) for _ in range(60)]  # how long it was is not seen asleep
+    assert max(late[50:]) < 10 * LOOK_S
+
+
+def test_each_phase_and_length_predicts_for_itself(clock: FakeTime) -> None:
+    site = site_of(clock)
+    other = site.owner.site(("prefill", 64, "o", "qkv"), "gpu", "a kernel")
+    assert site.owner.site(("decode", 1, "o", "qkv"), "gpu", "again") is site
+    for _ in range(20):
+        wait(site, clock, 1e-3)
+        wait(other, clock, 20e-3)
+    assert other.expected_s > 15 * site.expected_s
+
+
+def test_a_core_that_others_use_is_not_polled_on(clock: FakeTime) -> None:
+    site = site_of(clock)
+    for _ in range(10):
+        wait(site, clock, 0.1e-3)
+    before = len(clock.slept)
+    completion = At(clock, 8e-3)
+    clock.gap_s = 0.0
+
+    class Preempted(At):
+        def done(self) -> bool:
+            if self.clock.now_s > self.end_s - 7.9e-3 and not self.clock.gap_s:
+                self.clock.gap_s = 4e-3
+            return super().done()
+
+    site.wait(Preempted(clock, 8e-3))
+    assert site.owner.crowded == CROWDED_WAITS
+    for _ in range(CROWDED_WAITS):
+        wait(site, clock, 0.1e-3)
+    assert site.owner.crowded == 0
+    assert len(clock.slept) >= before + CROWDED_WAITS
+    assert completion.end_s < clock.now_s
+
+
+@pytest.mark.parametrize("crowded", [0, 5])
+def test_a_wait_past_its_deadline_is_an_error(clock: FakeTime, crowded: int) -> None:
+    site = site_of(clock, deadline_s=0.05)
+    site.owner.crowded = crowded
+    start_s = clock.now_s
+    with pytest.raises(WaitTimeoutError, match=r"a kernel \(gpu: reference open\)"):
+        wait(site, clock, float("inf"))
+    assert clock.now_s - start_s < 0.06
