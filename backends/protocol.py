@@ -11,7 +11,7 @@ thread). `close` may be called from any thread once no call is running.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -216,6 +216,17 @@ class Device(ABC):
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
         """Compile `op` on `weights` (`ops.weight_names`). Raises `DeviceError` or `ValueError`."""
 
+    def prepare_group(self, group: Any, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
+        """Compile a `groups.Group` on the weights of each of its steps.
+
+        Its kernel is bound to the group's slots, and to the ports of `Group.fixed`. Raises
+        `ValueError` for a group whose name is not among the capabilities' `fused_groups`.
+        """
+        raise ValueError(
+            f"{self.info.name} runs no {group.name} of {len(weights)} operations as one graph: "
+            "leave it out of the plan's `fused`"
+        )
+
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
 
@@ -275,18 +286,28 @@ def check_tensors(
             f"unknown {unknown}"
         )
     for port in op.ports:
-        expected, dtype = port_shape(op, port, m), port_dtype(port)
-        tensor = tensors[port]
+        tensor, what = tensors[port], type(op).__name__
         if isinstance(tensor, Panels) and not (reads_panels and takes_panels(op, port)):
-            raise ValueError(f"{type(op).__name__} takes {port} as one tensor here, got panels")
-        rows_ok = tensor.shape[:1] == expected[:1] or (
-            port not in FIXED_PORTS and tensor.shape[0] >= expected[0]
+            raise ValueError(f"{what} takes {port} as one tensor here, got panels")
+        expected, dtype = port_shape(op, port, m), port_dtype(port)
+        check_shape(what, port, tensor, expected, dtype, fixed=port in FIXED_PORTS)
+
+
+def check_shape(
+    what: str,
+    name: str,
+    tensor: Operand,
+    expected: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    fixed: bool = False,
+) -> None:
+    """Raise `ValueError` unless a tensor is as expected; it may have more rows if not `fixed`."""
+    rows_ok = tensor.shape[:1] == expected[:1] or (not fixed and tensor.shape[0] >= expected[0])
+    if not rows_ok or tensor.shape[1:] != expected[1:] or tensor.dtype != dtype:
+        raise ValueError(
+            f"{what} takes {name} as {dtype} {expected}, got {tensor.dtype} {tensor.shape}"
         )
-        if not rows_ok or tensor.shape[1:] != expected[1:] or tensor.dtype != dtype:
-            raise ValueError(
-                f"{type(op).__name__} takes {port} as {dtype} {expected}, "
-                f"got {tensor.dtype} {tensor.shape}"
-            )
 
 
 FIXED_PORTS = frozenset({"position", "k_cache", "v_cache"})

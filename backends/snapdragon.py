@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 
 MIB = 2**20
 # A user process on the NPU has 32-bit addresses: what all graphs of one process may hold together.
@@ -46,6 +47,20 @@ CHIPS = {
     )
 }
 DEFAULT_CHIP = "sm8650"
+
+
+# The kernel's name of a chip where it is not ours.
+MACHINES = {"x1e80100": "sc8380xp", "x1e78100": "sc8380xp"}
+MACHINE_FILE = Path("/sys/devices/soc0/machine")  # written by Linux's qcom-socinfo
+
+
+def chip_here() -> Chip | None:
+    """The chip of this machine, where Linux names it and it is one of `CHIPS`."""
+    try:
+        name = MACHINE_FILE.read_text(encoding="utf-8").strip().lower()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return CHIPS.get(MACHINES.get(name, name))
 
 
 def find_chip(name: str) -> Chip:

@@ -9,6 +9,7 @@ from hetero.backends.ops import Op
 from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES
 from hetero.errors import UserError
 from hetero.runtime.decoder import Node
+from hetero.runtime.groups import NodeGroup
 
 # Of the 4 GiB that a process on the NPU can address, what its code, stacks and I/O need.
 RESERVED_BYTES = 512 << 20
@@ -24,17 +25,30 @@ CHILD_BYTES, CHILD_BYTES_PER_BYTE = 180 << 20, 12.0
 
 @dataclass(frozen=True)
 class Job:
-    """Graphs of one node: `op` on rows [start, stop) of its weight, for these token counts."""
+    """Graphs of one node: `op` on rows [start, stop) of its weight, for these token counts.
+
+    With `group`, graphs of all its nodes, of which `node` is the first; `copies` of each token
+    count, one for each context length.
+    """
 
     node: Node
     op: Op
     rows: tuple[int, int] | None
     sizes: tuple[int, ...]
     weight_bytes: int
+    group: NodeGroup | None = None
+    copies: int = 1
+
+    @property
+    def graphs(self) -> int:
+        """Their number."""
+        return len(self.sizes) * self.copies
 
     @property
     def name(self) -> str:
         """For people: `layer3.qkv` or `layer3.qkv[0:256]`."""
+        if self.group is not None:
+            return self.group.name
         whole = self.rows is None or self.rows == (0, getattr(self.node.op, "n", None))
         return self.node.name if whole else f"{self.node.name}[{self.rows[0]}:{self.rows[1]}]"  # type: ignore[index]
 
@@ -102,17 +116,17 @@ def graphs_bytes(jobs: Sequence[Job], *, shared: bool) -> int:
     """Estimated size of all compiled graphs; `shared` graphs of a weight hold it once."""
     return sum(
         int(job.weight_bytes * FILE_OVERHEAD)
-        * (min(len(job.sizes), 1) if shared else len(job.sizes))
-        + FILE_BYTES * len(job.sizes)
+        * (min(job.graphs, 1) if shared and job.group is None else job.graphs)
+        + FILE_BYTES * job.graphs
         for job in jobs
     )
 
 
 def estimate(jobs: Sequence[Job], weights_bytes: int, *, shared: bool) -> Estimate:
     """Sizes, time and memory of compiling these graphs."""
-    graphs = sum(len(job.sizes) for job in jobs)
+    graphs = sum(job.graphs for job in jobs)
     largest = max(job.weight_bytes for job in jobs)
-    seconds = sum(len(j.sizes) * (COMPILE_S + COMPILE_S_PER_BYTE * j.weight_bytes) for j in jobs)
+    seconds = sum(j.graphs * (COMPILE_S + COMPILE_S_PER_BYTE * j.weight_bytes) for j in jobs)
     peak = CHILD_BYTES + CHILD_BYTES_PER_BYTE * largest
     return Estimate(graphs, graphs_bytes(jobs, shared=shared), weights_bytes, seconds, int(peak))
 

@@ -29,12 +29,14 @@ from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
+from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.decoder import Node, decoder_nodes
 from hetero.runtime.engine import LONGEST_PIECE, SCORING_PIECE
+from hetero.runtime.groups import NodeGroup, node_groups
 from hetero.runtime.kernels import node_weights
 from hetero.runtime.pieces import padded_size
 from hetero.solver.handmade import layer_level
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.plan import PHASES, ExecutionPlan, Phase
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import Graph
@@ -90,12 +92,65 @@ def prepare(request: CompileRequest) -> Compilation:
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     capacity = length + min(LONGEST_PIECE, max(sizes))
     nodes = decoder_nodes(loaded.config, WeightFormat(request.weights), capacity)
-    jobs = tuple(job for node in nodes for job in node_jobs(plan, node, sizes))
+    jobs = tuple(all_jobs(plan, nodes, sizes))
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")
     check_limits(jobs, sizes, shared=request.share_weights)
     taken = estimate(jobs, loaded.weights.nbytes, shared=request.share_weights)
     return Compilation(request, loaded, plan, sizes, length, jobs, taken)
+
+
+def all_jobs(plan: ExecutionPlan, nodes: Sequence[Node], sizes: Sequence[int]) -> Iterator[Job]:
+    """Graphs of every node, or of the groups that the plan wants as one graph."""
+    groups = node_groups(nodes, plan.fused)
+    inside = {node.name: group for group in groups.values() for node in group.nodes}
+    for node in nodes:
+        group = inside.get(node.name)
+        phases = [] if group is None else _fused_phases(plan, group)
+        if group is not None and phases and group.nodes[0] is node:
+            yield _group_job(plan, group, phases, sizes)
+        if len(phases) < len(PHASES):
+            yield from node_jobs(_without(plan, phases), node, sizes)
+
+
+def _fused_phases(plan: ExecutionPlan, group: NodeGroup) -> list[Phase]:
+    """Phases in which the plan has all of a group, whole, on the NPU."""
+    names = {node.plan_op for node in group.nodes if node.plan_op is not None}
+    rest = {"prefill": plan.rest.prefill, "decode": plan.rest.decode}
+    found: list[Phase] = []
+    for phase in PHASES:
+        entries = [entry for entry in plan.ops if entry.phase == phase and entry.op in names]
+        whole = {entry.op for entry in entries if [t.device for t in entry.tiles] == ["npu"]}
+        if rest[phase] == "npu" and whole == names and len(entries) >= len(names):
+            found.append(phase)
+    return found
+
+
+def _without(plan: ExecutionPlan, phases: Sequence[Phase]) -> ExecutionPlan:
+    """The plan with nothing on the NPU in some phases."""
+    left = tuple(entry for entry in plan.ops if entry.phase not in phases)
+    rest = plan.rest.model_copy(update=dict.fromkeys(phases, "gpu"))
+    return plan.model_copy(update={"ops": left, "rest": rest})
+
+
+def _group_job(
+    plan: ExecutionPlan, group: NodeGroup, phases: Sequence[Phase], sizes: Sequence[int]
+) -> Job:
+    matmuls = [node.op for node in group.nodes if isinstance(node.op, MatMul)]
+    counts: set[int] = set()
+    for phase in phases:
+        part = plan.model_copy(update={"ops": tuple(e for e in plan.ops if e.phase == phase)})
+        first = next(node for node in group.nodes if node.plan_op is not None)
+        assert isinstance(first.op, MatMul)
+        counts.update(*(job.sizes for job in node_jobs(part, first, sizes)))
+    attention, copies = group.group.attention, 1
+    if attention is not None:
+        from hetero.backends.qnn.catalog import contexts
+
+        copies = len(contexts(attention.capacity, 1))
+    nbytes = sum(_weight_bytes(op) for op in matmuls)
+    node = group.nodes[0]
+    return Job(node, node.op, None, tuple(sorted(counts)), nbytes, group, copies)
 
 
 def node_jobs(plan: ExecutionPlan, node: Node, sizes: Sequence[int]) -> Iterator[Job]:
@@ -172,7 +227,12 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     _begin(plan, out, state)
     stored = open_model(out, weights=plan.request.weights)
     (out / PLAN_FILE).write_text(plan.plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    device = open_qnn(soc=plan.request.soc, graph_sizes=plan.sizes, cache=out / GRAPHS_DIRECTORY)
+    device = open_qnn(
+        soc=plan.request.soc,
+        graph_sizes=plan.sizes,
+        cache=out / GRAPHS_DIRECTORY,
+        ahead=True,
+    )
     assert isinstance(device, QnnDevice)
     with device:
         records = _compile_all(plan, stored, device.store, note or (lambda *_: None))
@@ -244,26 +304,37 @@ def _compile_all(
     plan: Compilation, stored: LoadedModel, store: GraphStore, note: Note
 ) -> list[GraphRecord]:
     """Layer by layer, releasing each layer's weights; graphs that nodes share are made once."""
-    from hetero.backends.qnn.catalog import all_graphs, constants_digest
-
     entries: dict[str, tuple[list[str], GraphRecord]] = {}
     done = 0
     for layer, jobs in _by_layer(plan.jobs).items():
         block = None if layer is None else stored.weights.block(layer)
         for job in jobs:
-            values = _rows(node_weights(job.node, block, stored.weights), job.rows)
-            digest = constants_digest(job.op, values)
-            graphs = all_graphs(job.op, job.sizes, values, digest)
-            together = plan.request.share_weights and digest and len(graphs) > 1
+            graphs, alike = _graphs(job, block, stored.weights)
+            together = plan.request.share_weights and alike and len(graphs) > 1
             for group in [graphs] if together else [[graph] for graph in graphs]:
                 path = store.compile_shared(group) if together else store.compile(*group[0])
                 record = _record(path, group)
                 entries.setdefault(path.name, ([], record))[0].append(job.name)
-            done += len(job.sizes)
+            done += job.graphs
             note(done, plan.estimate.graphs, job.name)
         if layer is not None:
             stored.weights.release(layer)
     return [record.model_copy(update={"nodes": tuple(n)}) for n, record in entries.values()]
+
+
+def _graphs(
+    job: Job, block: BlockWeights | None, weights: ModelWeights
+) -> tuple[list[Graph], bool]:
+    """Graphs of a job, and whether they differ in their token counts alone, with weights."""
+    from hetero.backends.qnn import catalog
+
+    if job.group is not None:
+        each = [node_weights(node, block, weights) for node in job.group.nodes]
+        digest = catalog.group_digest(each)
+        return catalog.all_group_graphs(job.group.group, job.sizes, each, digest), False
+    values = _rows(node_weights(job.node, block, weights), job.rows)
+    digest = catalog.constants_digest(job.op, values)
+    return catalog.all_graphs(job.op, job.sizes, values, digest), bool(digest)
 
 
 def _record(path: Path, graphs: Sequence[Graph]) -> GraphRecord:

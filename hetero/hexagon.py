@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hetero.backends.registry import find
+from hetero.backends.snapdragon import DEFAULT_CHIP, Chip, chip_here
 
 
 class State(NamedTuple):
@@ -42,7 +43,20 @@ def surroundings() -> list[tuple[str, State]]:
     """Libraries that are checked apart from the backend; nothing off the device."""
     if not is_snapdragon() or find("qnn").missing_packages():
         return []
-    return [("FastRPC", fastrpc_state()), ("Hexagon skeleton", skeleton_state(_search_path()))]
+    chip = chip_here()
+    arch = None if chip is None else chip.htp_arch
+    return [
+        ("chip", chip_state(chip)),
+        ("FastRPC", fastrpc_state()),
+        ("Hexagon skeleton", skeleton_state(_search_path(), arch)),
+    ]
+
+
+def chip_state(chip: Chip | None) -> State:
+    """Which chip this is: without its name, the skeleton's version cannot be compared."""
+    if chip is not None:
+        return State(True, chip.label)
+    return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} unless told")
 
 
 def fastrpc_state() -> State:
@@ -55,7 +69,8 @@ def fastrpc_state() -> State:
     return State(
         False,
         f"{names} cannot be loaded",
-        "install the FastRPC user library of your system, and let this user open /dev/fastrpc-*",
+        "install the FastRPC user library of your system (Debian: libfastrpc1) and let this user "
+        "open /dev/fastrpc-cdsp; on Windows update the NPU's driver",
     )
 
 

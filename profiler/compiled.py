@@ -231,7 +231,8 @@ def _assemble(
     from hetero.backends.qnn import open as open_qnn
 
     base = DeviceProfile.load(BASE_PROFILE)
-    with open_qnn(soc=soc, graph_sizes=tuple(sorted({row.m for row in rows})), cache=None) as npu:
+    sizes = tuple(sorted({row.m for row in rows}))
+    with open_qnn(soc=soc, graph_sizes=sizes, cache=None, ahead=True) as npu:
         record = DeviceRecord.of(npu).model_copy(update={"numbers": "compiler-predicted"})
     predictors = [p for p in base.predictors if p.device == "gpu"]
     return base.model_copy(

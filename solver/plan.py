@@ -30,6 +30,7 @@ NamedStrategy: TypeAlias = Literal[
     "auto", "gpu-only", "npu-only", "layer", "row-cut", "sequence-cut", "multi-sequence-cut",
     "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
 ]  # fmt: skip
+FusedGroup: TypeAlias = Literal["feed_forward", "block"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Start = Annotated[int, Field(ge=0)]
 Stop = Annotated[int, Field(ge=1)]
@@ -221,7 +222,9 @@ class ExecutionPlan(_Record):
     `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
     `graph_sizes` are the token counts whose NPU graphs are prepared ahead; a tile with another
     `graph_size` is prepared while the prompt waits (`online-prepare`). `step_tokens` is the longest
-    call that the plan is meant for; longer prompts run in several (`steps`).
+    call that the plan is meant for; longer prompts run in several (`steps`). `fused` are groups of
+    operations that run as one graph where the plan has all of them, whole, on an NPU that can:
+    gate, up, activation and product (`feed_forward`), or a whole block.
     """
 
     schema_version: Literal[1] = 1
@@ -249,11 +252,13 @@ class ExecutionPlan(_Record):
     notes: tuple[str, ...] = ()
     curves: tuple[Curve, ...] = ()
     front: tuple[FrontPoint, ...] = ()
+    fused: tuple[FusedGroup, ...] = ()
 
     @property
     def plan_id(self) -> str:
         """Short name that changes whenever the placement changes."""
-        parts = self.model_dump_json(include={"model", "ops", "rest", "graph_sizes"})
+        names = {"model", "ops", "rest", "graph_sizes"}
+        parts = self.model_dump_json(include=names | {"fused"} if self.fused else names)
         return hashlib.sha256(parts.encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:

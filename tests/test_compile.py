@@ -16,8 +16,9 @@ from hetero.cli import main
 from hetero.compiling import CompileRequest, compile_model, node_jobs, prepare
 from hetero.errors import ModelError, UserError
 from hetero.runtime.decoder import Node
-from hetero.solver.handmade import layer_level
+from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
+from tests.checkpoints import Case, make_checkpoint
 
 pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
 
@@ -184,3 +185,21 @@ def test_shared_weights_make_one_file_for_each_weight(tmp_path: Path) -> None:
     assert len(manifest.graphs) == 16
     assert {graph.tokens for graph in manifest.graphs} == {(1, 32)}
     assert all(len(graph.files) == 3 for graph in manifest.graphs)
+
+
+def test_fused_groups_are_compiled_as_the_runtime_asks_for_them(tmp_path: Path) -> None:
+    make_checkpoint(Case("tiny", "Llama", {"num_hidden_layers": 2}), tmp_path / "model")
+    request = CompileRequest(str(tmp_path / "model"), "sm8650", max_seq_len=40)
+    spec = prepare(request).loaded.spec()
+    plan = single_device(spec, "npu", graph_sizes=(1, 32))
+    plan = plan.model_copy(update={"fused": ("block",)})
+    ready = prepare(replace(request, plan=plan))
+    assert [job.name for job in ready.jobs] == [
+        "embed", "layer0.block", "layer1.block", "final_norm", "lm_head"
+    ]  # fmt: skip
+    compile_model(ready, tmp_path / "bundle")
+    with LLM(str(tmp_path / "bundle")) as llm:
+        llm.engine.prefill([3, 4, 5])
+        llm.engine.decode(6)
+        store = llm.devices.devices["npu"].store  # type: ignore[attr-defined]
+    assert (store.counts.compiled, store.counts.rebuilt) == (0, [])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero import hexagon
+from hetero.backends import snapdragon
+from hetero.backends.errors import DeviceUnavailableError
 from hetero.device_set import backend_name
 from hetero.doctor import _check_together, diagnose
 
@@ -44,6 +47,40 @@ def test_skeletons_are_found_by_architecture(tmp_path: Path) -> None:
     assert hexagon.skeleton_state([tmp_path]).ok
     assert hexagon.skeleton_state([tmp_path], 75).detail == "libQnnHtpV75Skel.so"
     assert "libQnnHtpV79Skel.so" in hexagon.skeleton_state([tmp_path], 79).detail
+
+
+@pytest.mark.parametrize(
+    ("machine", "chip"),
+    [("SM8650\n", "sm8650"), ("X1E80100", "sc8380xp"), ("AMD EPYC", None), (None, None)],
+)
+def test_the_chip_is_named_by_the_kernel(
+    tmp_path: Path, monkeypatch: Any, machine: str | None, chip: str | None
+) -> None:
+    file = tmp_path / "machine"
+    if machine is not None:
+        file.write_text(machine)
+    monkeypatch.setattr(snapdragon, "MACHINE_FILE", file)
+    found = snapdragon.chip_here()
+    assert (found and found.name) == chip
+    assert hexagon.chip_state(found).ok
+
+
+def test_a_bundle_for_another_chip_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    (tmp_path / "machine").write_text("SM8550")
+    monkeypatch.setattr(snapdragon, "MACHINE_FILE", tmp_path / "machine")
+    with pytest.raises(DeviceUnavailableError, match=r"WRONG_CHIP.*sm8550.*not a.*--soc sm8550"):
+        qnn.open(soc="sm8650")
+    with qnn.open(cache=None) as device:
+        assert "sm8550" in device.info.name
+
+
+def test_skeletons_beside_the_library_are_shown_to_fastrpc(monkeypatch: Any) -> None:
+    library = pytest.importorskip("hetero.backends.qnn.library", exc_type=ImportError)
+    monkeypatch.setenv("ADSP_LIBRARY_PATH", "/dsp")
+    for _ in range(2):
+        library.show_skeletons(Path("/wheel"))
+    assert os.environ["ADSP_LIBRARY_PATH"] == "/wheel;/dsp"
 
 
 def test_missing_fastrpc_has_a_remedy(monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import numpy as np
 import pytest
 
 from hetero import LLM
+from hetero.models import model_spec
+from hetero.solver.handmade import single_device
+from tests.checkpoints import CASES, make_checkpoint
+from tests.helpers import assert_close
 from tests.test_real_model import model_folder
 
 if importlib.util.find_spec("onnxruntime_qnn") is None:
@@ -70,3 +75,37 @@ def test_the_second_start_compiles_nothing() -> None:
     assert text
     assert (counts.compiled, counts.rebuilt) == (0, [])
     assert counts.loaded > 20
+
+
+TOKEN_IDS = [3, 100, 7, 42, 250, 9, 11]
+# (architecture, what the plan has as one graph)
+FUSIONS = [
+    ("llama-tied", ("feed_forward",)),
+    ("gemma2", ("block",)),
+    ("phi2", ("feed_forward", "block")),
+    ("opt", ("block",)),
+]
+
+
+@pytest.mark.parametrize(("name", "fused"), FUSIONS)
+def test_architectures_and_fused_groups(name: str, fused: Any, tmp_path: Path) -> None:
+    """Logits of a prompt, of tokens after it, and after going back, everything on the Hexagon."""
+    case = next(case for case in CASES if case.name == name)
+    make_checkpoint(replace(case, changes={**case.changes, "num_hidden_layers": 2}), tmp_path)
+    found = {}
+    for npu in ("reference", "qnn"):
+        plan = single_device(model_spec(tmp_path), "npu").model_copy(update={"fused": fused})
+        taken = plan if npu == "qnn" else None
+        with LLM(str(tmp_path), device="npu", npu=npu, plan=taken, max_seq_len=60) as llm:
+            engine = llm.engine
+            logits = [engine.prefill(TOKEN_IDS).copy()]
+            logits += [engine.decode(token).copy() for token in (5, 6)]
+            engine.truncate(len(TOKEN_IDS) - 1)
+            found[npu] = [*logits, engine.decode(8).copy()]
+            launches = {launch.node for launch in engine.step("decode", 1).launches}
+    whole = "block" in fused
+    assert ("layer1.block" in launches) == whole
+    assert ("layer1.feed_forward" in launches) == (fused == ("feed_forward",))
+    assert ("layer1.o" in launches) != whole
+    for got, expected in zip(found["qnn"], found["reference"], strict=True):
+        assert_close(got, expected, 1e-2, name)

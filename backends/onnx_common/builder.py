@@ -48,6 +48,15 @@ class GraphBuilder:
         self._initializers.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
+    def int4(self, values: npt.NDArray[np.int8]) -> str:
+        """A constant of 4-bit integers in [-8, 7]."""
+        flat = np.append(values.reshape(-1), np.zeros(values.size % 2, np.int8)) & 15
+        packed = (flat[0::2] | (flat[1::2] << 4)).astype(np.uint8)
+        name = f"constant_{len(self._initializers)}"
+        made = helper.make_tensor(name, TensorProto.INT4, values.shape, packed.tobytes(), raw=True)
+        self._initializers.append(made)
+        return name
+
     def ints(self, *values: int) -> str:
         """A constant int64 vector, as shapes, axes and bounds are given."""
         return self.constant(np.array(values, dtype=np.int64))

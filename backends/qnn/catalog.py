@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hetero.backends import ops
+from hetero.backends import checks, ops
 from hetero.backends.groups import Group
 from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
-from hetero.backends.qnn import graphs
+from hetero.backends.qnn import graphs, integer
 from hetero.backends.qnn.store import Identity, weight_digest
 
 # Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
@@ -63,6 +63,21 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
     return Graph(Identity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights))
 
 
+def integer_graph(
+    op: ops.MatMul,
+    m: int,
+    weights: Mapping[str, WeightValue],
+    digest: str,
+    activations: integer.Activations,
+) -> Graph:
+    """The graph of m tokens of a matmul with integer activations."""
+    plain = replace(op, order="plain")
+    return Graph(
+        Identity(f"{plain!r} {activations}", m, weights=digest),
+        lambda: integer.matmul(plain, m, checks.packed(weights), activations),
+    )
+
+
 def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
     """The graph of m tokens over `context` positions.
 
@@ -81,6 +96,19 @@ def group_graph(
         Identity(repr(found), m, context, digest),
         lambda: graphs.group(found, m, weights, context),
     )
+
+
+def all_group_graphs(
+    found: Group, sizes: Sequence[int], weights: Sequence[Mapping[str, WeightValue]], digest: str
+) -> list[Graph]:
+    """Every graph of a group that calls of these token counts run."""
+    step, attention = group_piece_rows(found), found.attention
+    counts = {min(step, m - start) for m in sizes for start in range(0, m, step)}
+    return [
+        group_graph(found, m, weights, digest, context)
+        for m in sorted(counts)
+        for context in (contexts(attention.capacity, m) if attention else [0])
+    ]
 
 
 def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
+from hetero.backends.groups import Group
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import Op, WeightFormat, describe
 from hetero.backends.protocol import (
@@ -20,6 +21,8 @@ from hetero.backends.protocol import (
     WeightValue,
 )
 from hetero.backends.qnn import catalog, graphs, kernels
+from hetero.backends.qnn.group_kernel import GroupKernel
+from hetero.backends.qnn.integer import ACTIVATIONS, CODINGS, Activations, has_one_scale
 from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.store import GraphStore
@@ -28,6 +31,8 @@ from hetero.backends.snapdragon import BLOCK_QUANTIZED_SINCE, PROCESS_LIMIT_BYTE
 DEFAULT_GRAPH_SIZES = (1, 32, 128, 256)
 ROW_ALIGNMENT = 256
 TOKEN_ALIGNMENT = 32
+# A MatMul of fused rows is QKV already.
+FUSED_GROUPS = ("feed_forward", "block")
 UNBOUNDED = 1 << 30  # positions of a table whose last row stands for all behind it
 # W4A8 with groups of 32 is not among them: QNN has no integer kernel for it, and F32 has no
 # arithmetic on the Hexagon at all.
@@ -44,7 +49,10 @@ class QnnDevice(Device):
         *,
         graph_sizes: tuple[int, ...],
         directory: Path | None,
+        activations: Activations = "float16",
     ) -> None:
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations {activations!r} are not one of {', '.join(ACTIVATIONS)}")
         if not graph_sizes or min(graph_sizes) < 1:
             raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
         where = "emulated on this processor" if library.emulated else "Hexagon NPU"
@@ -58,12 +66,14 @@ class QnnDevice(Device):
             kind="npu",
             static_shapes=True,
             graph_sizes=tuple(sorted(set(graph_sizes))),
-            weight_formats=weight_formats(chip),
+            weight_formats=weight_formats(chip, activations),
             row_alignment=ROW_ALIGNMENT,
             token_alignment=TOKEN_ALIGNMENT,
             early_visibility=False,
+            fused_groups=FUSED_GROUPS,
             memory_limit_bytes=PROCESS_LIMIT_BYTES,
         )
+        self._activations = activations
         self.store = GraphStore(Target(library, chip), directory)
         self._health = checks.Health(BACKEND)
         self._host = kernels.Host(self._health, self.capabilities, self.store)
@@ -90,6 +100,28 @@ class QnnDevice(Device):
         self._kernels.add(kernel)
         return kernel
 
+    def prepare_group(self, group: Group, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
+        """One graph for each token count and context, compiled or opened when first bound."""
+        self._health.check(f"preparing {group.name}")
+        for step, values in zip(group.steps, weights, strict=True):
+            checks.check_weights(step.op, values)
+            accepted = self.accepts(step.op)
+            if not accepted:
+                raise ValueError(f"{describe(step.op)} cannot run here: {accepted.reason}")
+        digest = catalog.group_digest(weights) if self.store.directory else ""
+        held: dict[tuple[int, int], ort.InferenceSession] = {}
+
+        def session(m: int, context: int) -> ort.InferenceSession:
+            if (m, context) not in held:
+                made = catalog.group_graph(group, m, weights, digest, context)
+                held[m, context] = self.store.session(*made)
+            return held[m, context]
+
+        nbytes = sum(value.nbytes for values in weights for value in values.values())
+        kernel = GroupKernel(self._host, group, session, self._masks, nbytes=nbytes)
+        self._kernels.add(kernel)
+        return kernel
+
     def close(self) -> None:
         """Release every graph, also those that kernels and calls still refer to."""
         self._health.lose("closed")
@@ -99,6 +131,8 @@ class QnnDevice(Device):
 
     def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.QnnKernel:
         match op:
+            case ops.MatMul() if self._activations != "float16":
+                return self._prepare_integer(op, weights)
             case ops.MatMul():
                 nbytes = checks.packed(weights).nbytes
                 return kernels.MatMulKernel(
@@ -132,6 +166,25 @@ class QnnDevice(Device):
                 vectors = graphs.vectors_of(op, weights)
                 return kernels.GraphKernel(self._host, op, self._sessions(op, weights), vectors)
 
+    def _prepare_integer(
+        self, op: ops.MatMul, weights: Mapping[str, WeightValue]
+    ) -> kernels.QnnKernel:
+        weight, kind = checks.packed(weights), self._activations
+        if kind == "int8" and not has_one_scale(weight):
+            raise ValueError(
+                f"{describe(op)}: 8-bit activations take a weight with one scale for all of it"
+            )
+        digest = catalog.constants_digest(op, weights) if self.store.directory else ""
+        held: dict[int, ort.InferenceSession] = {}
+
+        def session(m: int) -> ort.InferenceSession:
+            if m not in held:
+                made = catalog.integer_graph(op, m, weights, digest, kind)
+                held[m] = self.store.session(*made)
+            return held[m]
+
+        return kernels.IntegerKernel(self._host, op, session, weights, CODINGS[kind])
+
     def _sessions(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.Sessions:
         """Sessions by token count: those with constant weights belong to the kernel."""
         if not catalog.has_constants(op):
@@ -150,7 +203,9 @@ class QnnDevice(Device):
         return lambda m, context: self.store.shared(*catalog.attention_graph(op, m, context))
 
 
-def weight_formats(chip: Chip) -> tuple[WeightFormat, ...]:
+def weight_formats(chip: Chip, activations: Activations = "float16") -> tuple[WeightFormat, ...]:
     """Formats of matmuls that a chip takes."""
+    if activations != "float16":
+        return (WeightFormat.W8A16,) if activations == "int8" else BLOCK_FORMATS
     blocks = BLOCK_FORMATS if chip.htp_arch >= BLOCK_QUANTIZED_SINCE else ()
     return (*blocks, WeightFormat.F16)

@@ -28,15 +28,17 @@ from hetero.backends.protocol import (
     Capabilities,
     Kernel,
     Operand,
+    WeightValue,
     check_tensors,
     tensors_of,
 )
-from hetero.backends.qnn import ranges
+from hetero.backends.qnn import integer, ranges
 from hetero.backends.qnn.catalog import contexts, piece_rows
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import device_error
 from hetero.backends.qnn.store import GraphStore
 
+NEVER = np.iinfo(np.int64).max  # position of a key that nothing sees
 Run: TypeAlias = Callable[[], None]
 Sessions: TypeAlias = Callable[[int], ort.InferenceSession]
 
@@ -127,6 +129,37 @@ class MatMulKernel(QnnKernel):
             capped=self._matmul.softcap > 0,
             name=self.call_name(rows),
         ).run
+
+
+class IntegerKernel(QnnKernel):
+    """A matmul whose activations are integers (`integer`)."""
+
+    def __init__(
+        self,
+        host: Host,
+        op: ops.MatMul,
+        sessions: Sessions,
+        weights: Mapping[str, WeightValue],
+        coding: integer.Coding,
+    ) -> None:
+        weight = checks.packed(weights)
+        super().__init__(host, op, nbytes=weight.nbytes)
+        self._matmul, self._sessions, self._coding = op, sessions, coding
+        self._reach = integer.reach(weight)
+        self._bias = checks.vector(weights, "bias") if op.bias else None
+
+    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
+        x, y = tensors["x"], tensors["y"]
+        product = integer.IntegerProduct(
+            self._sessions(x.shape[0]),
+            self._matmul,
+            x.array,
+            y.array,
+            coding=self._coding,
+            reach=self._reach,
+            bias=self._bias,
+        )
+        return product.run
 
 
 class GraphKernel(QnnKernel):
@@ -287,35 +320,41 @@ class AttentionKernel(QnnKernel):
 class Mask:
     """Which positions a call may see; shared by all layers, renewed when the position moves."""
 
-    def __init__(self, m: int, context: int, window: int) -> None:
-        self.visible = np.zeros((m, context), np.bool_)
+    def __init__(self, m: int, context: int, window: int, *, appends: bool = False) -> None:
+        self.visible = np.zeros((m, context + m if appends else context), np.bool_)
         self.written = np.zeros((context, 1), np.bool_)
         self._window = window
+        self._appends = appends
         self._first = -1
 
     def at(self, first: int) -> None:
         """Set for a call whose first token is at position `first`."""
         if first == self._first:
             return
-        m, context = self.visible.shape
+        m, context = len(self.visible), len(self.written)
         self._first = first
         keys = np.arange(context)
+        self.written[:, 0] = keys < (first if self._appends else first + m)
+        if self._appends:  # behind the cached keys come the call's own
+            keys = np.append(np.where(keys < first, keys, NEVER), first + np.arange(m))
         queries = np.arange(first, first + m)[:, None]
         np.less_equal(keys, queries, out=self.visible)
         if self._window:
             self.visible &= keys > queries - self._window
-        self.written[:, 0] = keys < first + m
 
 
 class Masks:
     """The masks of a device."""
 
     def __init__(self) -> None:
-        self._masks: dict[tuple[int, int, int], Mask] = {}
+        self._masks: dict[tuple[int, int, int, bool], Mask] = {}
 
-    def find(self, m: int, context: int, window: int) -> Mask:
-        """The mask of these sizes."""
-        return self._masks.setdefault((m, context, window), Mask(m, context, window))
+    def find(self, m: int, context: int, window: int, *, appends: bool = False) -> Mask:
+        """The mask of these sizes; with `appends` for graphs that add the call's own keys."""
+        key = (m, context, window, appends)
+        if key not in self._masks:
+            self._masks[key] = Mask(m, context, window, appends=appends)
+        return self._masks[key]
 
 
 class AttentionLaunch(NamedTuple):

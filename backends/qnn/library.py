@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -78,6 +79,8 @@ def load(htp_path: str | Path | None = None) -> Library:
 
 @functools.cache
 def _load(path: Path) -> Library:
+    if is_snapdragon():
+        show_skeletons(path.parent)
     try:
         with quiet_stdout():
             ctypes.CDLL(str(path))
@@ -89,6 +92,17 @@ def _load(path: Path) -> Library:
     devices = tuple(d for d in ort.get_ep_devices() if d.ep_name == PROVIDER)
     chosen = _npu(devices)
     return Library(path, chosen, not is_snapdragon(), build.__version__, build.qnn_version)
+
+
+def show_skeletons(folder: Path) -> None:
+    """Put the folder of the code that runs on the Hexagon on FastRPC's search path.
+
+    FastRPC does not look beside the library that asks; without this the wheel for Windows fails
+    with 1002 or 3110 (onnxruntime-qnn pull request 593).
+    """
+    known = os.environ.get("ADSP_LIBRARY_PATH", "")
+    if str(folder) not in re.split("[;:]" if os.name != "nt" else ";", known):
+        os.environ["ADSP_LIBRARY_PATH"] = ";".join(filter(None, (str(folder), known)))
 
 
 @functools.cache

@@ -25,9 +25,10 @@ FINALIZATION_MODE = "3"
 # What the provider's messages and codes mean. The first pattern that matches decides.
 REMEDIES: tuple[tuple[str, str, str], ...] = (
     (
-        r"Code: 1002|MEM_ALLOC",
+        r"Code: 1002|MEM_ALLOC|\b1002\b",
         "QNN_COMMON_ERROR_MEM_ALLOC (1002)",
-        "the graph is too large for the compiler: use a smaller graph size or fewer rows",
+        "the graph is too large: use a smaller graph size or fewer rows; on a device also: its "
+        "process is full, or the skeleton library is not found (`hetero doctor`)",
     ),
     (
         r"\b1009\b|SYSTEM_COMMUNICATION",

@@ -25,6 +25,7 @@ from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.decoder import decoder_nodes
 from hetero.runtime.executor import Executor, Usage
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
+from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, Progress, prepare_kernels
 from hetero.runtime.lowering import Lowering, Step
 from hetero.runtime.memory import check_memory, gathered_slots, needs_of
@@ -136,7 +137,10 @@ class Engine:
         )
         self.needs = needs_of(slots, self.nodes, self.book, self.devices)
         check_memory(self.needs, self.devices, self._memory_budget_bytes)
-        self.kernels = prepare_kernels(self.nodes, weights, self.book, self.devices, progress)
+        self._groups = node_groups(self.nodes, plan.fused) if "npu" in self.devices else {}
+        self.kernels = prepare_kernels(
+            self.nodes, weights, self.book, self.devices, progress, self._groups
+        )
         self.pool = ActivationPool(slots, self.devices.get("npu") or self.devices["gpu"])
         self.pool.map_to(self.devices.values())
         self._set_timing(False)
@@ -155,7 +159,13 @@ class Engine:
         """Lower steps anew, by the book as it is now."""
         self._steps.clear()
         self._lowering = Lowering(
-            self.nodes, self.book, self.kernels, self.pool, self.devices, self.synchroniser
+            self.nodes,
+            self.book,
+            self.kernels,
+            self.pool,
+            self.devices,
+            self.synchroniser,
+            self._groups,
         )
 
     def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:

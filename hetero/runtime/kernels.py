@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import MatMul, Op, OperandOrder, WeightFormat, describe, weight_names
@@ -11,6 +11,7 @@ from hetero.backends.protocol import Device, DeviceKind, Kernel, WeightValue
 from hetero.backends.weights import ROW_BLOCK, PackedWeight
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.decoder import Node
+from hetero.runtime.groups import NodeGroup
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.solver.plan import PlanError
 
@@ -33,11 +34,26 @@ class KernelSet:
         self._others: dict[tuple[str, DeviceKind], Kernel] = {}
         self._matmuls: dict[MatMulKey, Kernel] = {}
         self._weights: dict[str, Mapping[str, WeightValue]] = {}  # of nodes on mapping devices
+        self._groups: dict[str, Kernel] = {}
 
     @property
     def nbytes(self) -> int:
         """Weight memory that devices hold beyond the packed weights."""
-        return sum(kernel.nbytes for kernel in (*self._others.values(), *self._matmuls.values()))
+        return sum(kernel.nbytes for kernel in self._all())
+
+    def _all(self) -> Iterable[Kernel]:
+        return (*self._others.values(), *self._matmuls.values(), *self._groups.values())
+
+    def group(self, group: NodeGroup) -> Kernel:
+        """The kernel of nodes that run as one graph on the NPU."""
+        return self._groups[group.name]
+
+    def add_group(self, group: NodeGroup, values: Sequence[Mapping[str, WeightValue]]) -> None:
+        """Prepare nodes as one graph on the NPU. Raises `PlanError` if it cannot."""
+        try:
+            self._groups[group.name] = self._devices["npu"].prepare_group(group.group, values)
+        except ValueError as error:
+            raise PlanError(f"{group.name}: {error}") from None
 
     def other(self, node: Node, kind: DeviceKind) -> Kernel:
         """The kernel of a node that is not a matmul."""
@@ -127,8 +143,11 @@ def prepare_kernels(
     book: PlanBook,
     devices: Devices,
     progress: Progress | None = None,
+    groups: Mapping[str, NodeGroup] | None = None,
 ) -> KernelSet:
     """Compile every node for its devices, releasing each layer's host weights as it goes.
+
+    `groups` by their first node's name are prepared as one graph besides.
 
     Raises `DeviceError` that names the first node a device does not take.
     """
@@ -140,6 +159,9 @@ def prepare_kernels(
         block = None if layer is None else weights.block(layer)
         for node in members:
             kernels.add(node, node_weights(node, block, weights), book)
+            if groups and node.name in groups:
+                group = groups[node.name]
+                kernels.add_group(group, [node_weights(n, block, weights) for n in group.nodes])
         if layer is not None:
             weights.release(layer)
         if progress is not None:

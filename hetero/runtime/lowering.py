@@ -33,6 +33,7 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.runtime.decoder import Node
+from hetero.runtime.groups import NodeGroup
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pieces import padded_size
@@ -121,8 +122,10 @@ class Lowering:
         pool: ActivationPool,
         devices: Devices,
         synchroniser: Synchroniser,
+        groups: Mapping[str, NodeGroup] | None = None,
     ) -> None:
         self.nodes = list(nodes)
+        self.groups = dict(groups or {})
         self.book = book
         self.kernels = kernels
         self.pool = pool
@@ -163,10 +166,17 @@ class _Lowered:
         self.copied_bytes = 0
 
     def step(self) -> Step:
+        inside: set[str] = set()  # nodes of groups that are placed
         for node in self.lowering.nodes:
-            if node.name == "lm_head" and not self.logit_rows:
+            if node.name in inside or (node.name == "lm_head" and not self.logit_rows):
                 continue
-            if isinstance(node.op, MatMul) and node.plan_op is not None:
+            group = self.lowering.groups.get(node.name)
+            graph = None if group is None else group.ready(self.lowering.book, self.phase, self.m)
+            if group is not None and graph is not None:
+                named = dataclasses.replace(node, name=group.name)
+                self._place(named, [self._group_item(group, graph)])
+                inside.update(member.name for member in group.nodes)
+            elif isinstance(node.op, MatMul) and node.plan_op is not None:
                 self._place(node, self._matmul_items(node))
             else:
                 self._place(node, [self._other_item(node)])
@@ -214,6 +224,24 @@ class _Lowered:
             operands[port] = operand
         call = self.lowering.kernels.other(node, kind).bind(self._own(kind, operands), bound)
         return _Item(kind, call, *self._slots(node, kind), (0, self.m), None, operands)
+
+    def _group_item(self, group: NodeGroup, graph: int) -> _Item:
+        operands: dict[str, Operand] = {}
+        for slot in group.group.inputs:
+            operand = self._operand(slot)
+            if isinstance(operand, Panels):
+                operand = self._gathered(group.nodes[0], slot, operand)
+            operands[slot] = operand
+        handed = dict(operands)
+        for port, slot in zip(sorted(OUTPUT_PORTS), group.group.outputs, strict=False):
+            self.layout.pop(slot, None)
+            handed[port] = operands.setdefault(slot, self.pool[slot])
+        operands |= {port: self.pool[slot] for port, slot in group.fixed.items()}
+        call = self.lowering.kernels.group(group).bind(operands, graph)
+        caches = (slot for port, slot in group.fixed.items() if port in CACHES)
+        writes = frozenset({*caches, *group.group.outputs})
+        reads = frozenset({*group.group.inputs, *group.fixed.values()})
+        return _Item("npu", call, reads, writes, (0, self.m), None, handed)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
         target = self.pool.gathered(slot)

@@ -1,0 +1,87 @@
+"""Runs of nodes that a plan wants as one graph on the NPU (`ExecutionPlan.fused`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero.backends.groups import Group, GroupStep
+from hetero.backends.ops import OUTPUT_PORTS
+from hetero.runtime.decoder import Node
+from hetero.runtime.plan_book import PlanBook
+from hetero.solver.plan import FusedGroup, Phase
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Consecutive nodes and the group that they make; `reads` and `writes` are its slots.
+
+    `fixed` are the slots of its position and caches, by port.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    group: Group
+    fixed: dict[str, str]
+
+    def ready(self, book: PlanBook, phase: Phase, m: int) -> int | None:
+        """Token count of the graph if the plan has all of it, whole, on the NPU; else None."""
+        if book.rest(phase) != "npu":
+            return None
+        counts = set()
+        for node in self.nodes:
+            if node.plan_op is None:
+                continue
+            parts = book.parts(node, phase, m)
+            rows = (0, getattr(node.op, "n", 0))
+            part = parts[0]
+            plain = part.order == "plain" and part.precision is None
+            if len(parts) != 1 or part.kind != "npu" or part.rows != rows or not plain:
+                return None
+            counts.add(part.graph)
+        return counts.pop() if len(counts) == 1 else None
+
+
+def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
+    """Groups by the name of their first node; a block goes before what is inside it."""
+    found: dict[str, NodeGroup] = {}
+    i = 0
+    while i < len(nodes):
+        count = _length(nodes, i, fused)
+        if count:
+            made = _group(nodes, i, count)
+            found[nodes[i].name] = made
+        i += max(count, 1)
+    return found
+
+
+def _length(nodes: Sequence[Node], start: int, fused: Sequence[FusedGroup]) -> int:
+    """Number of nodes of the group that begins here; 0 if none does."""
+    layer = nodes[start].layer
+    if layer is not None and "block" in fused:
+        return sum(node.layer == layer for node in nodes[start:])
+    if "feed_forward" in fused and nodes[start].plan_op == "gate_up":
+        return 2
+    return 0
+
+
+def _group(nodes: Sequence[Node], start: int, count: int) -> NodeGroup:
+    members, after = nodes[start : start + count], nodes[start + count :]
+    steps = tuple(GroupStep(node.op, tuple(node.slots.items())) for node in members)
+    written = dict.fromkeys(slot for step in steps for slot in step.written)
+    outputs = tuple(slot for slot in written if _is_read(slot, after))
+    group = Group("block" if count > 2 else "feed_forward", steps, outputs)
+    fixed = {
+        port: slot for node in members for port, slot in node.slots.items() if port in group.fixed
+    }
+    name = members[0].name.rpartition(".")[0] + "." + group.name
+    return NodeGroup(name, tuple(members), group, fixed)
+
+
+def _is_read(slot: str, after: Sequence[Node]) -> bool:
+    """Whether a later node reads a slot before one writes it."""
+    for node in after:
+        read = {s for port, s in node.slots.items() if port not in OUTPUT_PORTS}
+        if slot in node.slots.values():
+            return slot in read
+    return False
