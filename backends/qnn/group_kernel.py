@@ -116,7 +116,7 @@ class GroupKernel(QnnKernel):
             first = checks.first_position(BACKEND, name, position, m + offset, limit) + offset
             guard.before()
             rows.at(first)
-            launch = next(found for found in launches if first <= found.context)
+            launch = next(x for x in launches if x.mask is None or first <= x.context)
             if launch.mask is not None:
                 launch.mask.at(first)
             launch.session.run_with_iobinding(launch.binding)

@@ -11,7 +11,7 @@ form with 8-bit activations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +89,9 @@ def _weight(graph: GraphBuilder, weight: PackedWeight) -> str:
     codes, scales = codes_of(weight)
     store = graph.int4 if weight.storage is StorageFormat.Q4 else graph.constant
     stored = store(np.ascontiguousarray(codes.T))
+    options: dict[str, Any] = {}
     if np.ptp(scales) == 0:
-        found, options = scales[0, 0], {}
+        found = scales[:1, 0].reshape(())
     elif (np.ptp(scales, axis=1) == 0).all():
         found, options = scales[:, 0], {"axis": 1}
     else:

@@ -10,6 +10,7 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceLostError
+from hetero.backends.groups import Group, GroupStep
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Op, RopeScaling, WeightFormat
 from hetero.backends.protocol import BoundCall, Device
@@ -464,6 +465,13 @@ def test_every_declared_format_is_accepted(any_device: Device, weight_format: We
 
 def test_accepts_what_a_decoder_needs(any_device: Device, small_op: Op) -> None:
     assert any_device.accepts(small_op)
+
+
+def test_groups_are_refused_where_none_are_declared(any_device: Device) -> None:
+    add = GroupStep(ops.Add(d=8), (("x", "x"), ("residual", "t"), ("y", "y")))
+    if not any_device.capabilities.fused_groups:
+        with pytest.raises(ValueError, match="runs no block of 1 operations as one graph"):
+            any_device.prepare_group(Group("block", (add,), ("y",)), [{}])
 
 
 def test_mapping_twice_is_once(any_device: Device) -> None:

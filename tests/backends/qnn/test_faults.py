@@ -131,6 +131,7 @@ def test_a_model_that_the_child_refuses_is_reported(target: Any, tmp_path: Path)
     ("message", "code"),
     [
         ("Failed to finalize QNN graph. Error: X, Code: 1002", "MEM_ALLOC (1002)"),
+        ("qnn_open failed, error 1002", "MEM_ALLOC (1002)"),
         ("error code 1009", "SYSTEM_COMMUNICATION (1009)"),
         ("error code 5000", "QNN_CONTEXT_ERROR (5000)"),
         ("contextCreateFromBinary failed QNN_CONTEXT_ERROR_CREATE_FROM_BINARY", "(5005)"),

@@ -1,0 +1,70 @@
+"""A group as one graph: the numbers of its steps, its bindings, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero.backends import ops
+from hetero.backends.errors import DeviceError
+from hetero.backends.groups import Group, GroupStep
+from hetero.backends.memory import new_tensor
+from hetero.backends.ops import WeightFormat
+from tests.backends.cases import make_weights
+from tests.helpers import assert_close
+
+qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+
+D, F = 96, 172
+UP = ops.MatMul(n=2 * F, k=D, weight_format=WeightFormat.W4A16)
+DOWN = ops.MatMul(n=D, k=F, weight_format=WeightFormat.W4A16, bias=True)
+GROUP = Group(
+    "feed_forward",
+    (
+        GroupStep(UP, (("x", "h"), ("y", "wide"))),
+        GroupStep(ops.GatedAct(f=F), (("x", "wide"), ("y", "active"))),
+        GroupStep(DOWN, (("x", "active"), ("y", "h"))),  # a slot that is read and written
+    ),
+    ("h",),
+)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[tuple[Any, list[Any]]]:
+    random = np.random.default_rng(0)
+    weights = [make_weights(step.op, random) for step in GROUP.steps]
+    with qnn.open(graph_sizes=(1, 5, 300), cache=None) as device:
+        yield device.prepare_group(GROUP, weights), weights
+
+
+@pytest.mark.parametrize("m", [1, 5, 300])
+def test_a_group_computes_what_its_steps_do(kernel: tuple[Any, list[Any]], m: int) -> None:
+    found, weights = kernel
+    h = new_tensor((m, D))
+    h.array[:] = np.random.default_rng(m).standard_normal((m, D))
+    up, down = (w["weight"].dequantize().astype(np.float64) for w in (weights[0], weights[2]))
+    wide = h.array @ up.T
+    gate, rest = wide[:, :F], wide[:, F:]
+    expected = (gate / (1 + np.exp(-gate)) * rest) @ down.T + weights[2]["bias"]
+    found.bind({"h": h}, m).run()
+    assert_close(h.array, expected, 1.5e-3)
+
+
+def test_wrong_tensors_and_token_counts_are_refused(kernel: tuple[Any, list[Any]]) -> None:
+    found, _ = kernel
+    with pytest.raises(ValueError, match=r"takes the tensors \['h'\], got \[\]"):
+        found.bind({}, 1)
+    with pytest.raises(ValueError, match="feed_forward takes h as float32"):
+        found.bind({"h": new_tensor((1, D + 1))}, 1)
+    with pytest.raises(ValueError, match="no graph for 2 tokens"):
+        found.bind({"h": new_tensor((2, D))}, 2)
+
+
+def test_a_result_beyond_fp16_is_an_error(kernel: tuple[Any, list[Any]]) -> None:
+    h = new_tensor((1, D))
+    h.array[:] = 1e4
+    with pytest.raises(DeviceError, match="feed_forward m=1 failed: FP16_OVERFLOW"):
+        kernel[0].bind({"h": h}, 1).run()
