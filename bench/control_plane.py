@@ -27,7 +27,7 @@ from hetero.llm import LLM
 from hetero.models import open_model
 from hetero.models.quantized import save
 from hetero.runtime.engine import Engine
-from hetero.runtime.lowering import RUN
+from hetero.runtime.program import RUN
 
 FIRST_TOKEN = """
 import sys, time

@@ -226,6 +226,8 @@ def main() -> None:
             print(f"round {turn + 1} of {options.r}", file=sys.stderr, flush=True)
             for worker in workers:
                 worker.round(options.p, options.n)
+                last = ", ".join(f"{k} {v[-1]:.2f}" for k, v in worker.samples.items())
+                print(f"  {worker.name}: {last}", file=sys.stderr, flush=True)
         memory = {worker.name: worker.memory_bytes() for worker in workers}
         for worker in workers:
             worker.stop()

@@ -71,26 +71,26 @@ def soak(llm: LLM, minutes: float) -> dict[str, Any]:
     before = answers(llm)
     start_s = time.monotonic()
     end_s = start_s + 60 * minutes
-    later: list[tuple[float, int, int]] = []
+    later: list[tuple[int, int]] = []
     generated = turns = 0
     while (now_s := time.monotonic()) < end_s:
         generated += turn(llm, rng)
         turns += 1
-        part = (now_s - start_s) / (60 * minutes)
-        if part > WARM_UP and turns % 2 == 0:
-            later.append((part, private_bytes(), pss_bytes()))
+        if now_s - start_s > 60 * minutes * WARM_UP:
+            later.append((private_bytes(), pss_bytes()))
     after = answers(llm)
-    first = statistics.median(b for part, b, _ in later if part < WARM_UP + 0.1)
-    last = statistics.median(b for part, b, _ in later if part > 0.9)
+    tenth = max(1, len(later) // 8)  # of the whole time: a fifth of it is not in the list
+    first = statistics.median(private for private, _ in later[:tenth])
+    last = statistics.median(private for private, _ in later[-tenth:])
     return {
         "minutes": minutes,
         "turns": turns,
         "generated_tokens": generated,
         "warm_bytes": first,
         "last_bytes": last,
-        "largest_bytes": max(b for _, b, _ in later),
-        "warm_pss_bytes": later[0][2],
-        "last_pss_bytes": later[-1][2],
+        "largest_bytes": max(private for private, _ in later),
+        "warm_pss_bytes": later[0][1],
+        "last_pss_bytes": later[-1][1],
         "growth": last / first - 1,
         "same_answers": before == after,
     }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ASK_EVERY: Final = 64  # looks at the flag between two questions to the driver, for its errors
 PROBES: Final = 20
 PROBE_FLOATS: Final = 1 << 16
-PROBE_DEADLINE_S: Final = 0.05
+PROBE_DEADLINE_S: Final = 1.0  # a busy machine is late, not wrong
 
 
 class Flag(BoundCall):
@@ -93,6 +93,7 @@ def probe(device: OpenCLDevice, flag: Flag) -> bool:
     device.map(buffer)
     x, residual, y = (Tensor(buffer, (1, width), offset_bytes=4 * width * i) for i in range(3))
     call = device.prepare(Add(d=width), {}).bind({"x": x, "residual": residual, "y": y}, 1)
+    early = False
     for i in range(PROBES):
         x.array[:], residual.array[:], y.array[:] = i, 1.0, np.nan
         call.submit()
@@ -103,8 +104,9 @@ def probe(device: OpenCLDevice, flag: Flag) -> bool:
             if time.perf_counter() > give_up_s:
                 behind.wait()
                 return False
+        early = early or not behind.done()  # else a flag may just come with the queue's end
         seen = bool((y.array == i + 1).all())
         behind.wait()
         if not seen:
             return False
-    return True
+    return early

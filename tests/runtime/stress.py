@@ -25,6 +25,7 @@ from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
+from hetero.runtime.program import AHEAD, RUN, SUBMIT
 from hetero.runtime.sync import SyncMethod
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
@@ -83,7 +84,7 @@ def late(engine: Engine, rng: random.Random) -> Iterator[None]:
         step: Any = engine.step(*key)
         program = []
         for action in step.program:
-            wrapped = {0: submit_late, 1: run_late}.get(action.code)
+            wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
             program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
         object.__setattr__(step, "program", tuple(program))
     try:

@@ -119,9 +119,9 @@ def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
                 check=True,
             ).stdout
         )
-        for length in ("64", "60000")
-    ]
-    assert sizes[1] - sizes[0] < 40_000
+        for length in ("64", "60000", "64", "60000")
+    ]  # the first two may compile kernels, and the compiler stays in memory
+    assert sizes[3] - sizes[2] < 40_000
 
 
 def test_the_pool_holds_every_cache(llm: LLM) -> None:
