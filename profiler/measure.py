@@ -1,15 +1,18 @@
 """Timing tasks: interleaved rounds, reference kernels, adaptive repetition.
 
-A round takes one sample of each unfinished task. The reference kernels of the devices and phases
-in the block are timed before each round and a few times a second within it. Each sample is divided
-by how slow its reference was just then (1: as at the start of the run), so drift cancels.
+A round takes one sample of each unfinished task. The reference kernels of the devices in the block
+are timed before each round and a few times a second within it. Each sample is divided by how slow
+its device was just then (1: as at the start of the run), so drift cancels. Memory and arithmetic
+drift apart (other users of the machine take bandwidth, clocks go up and down): the decode reference
+stands for one, the prefill reference for the other, and a task is held against both, each as much
+as it binds the task.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -19,7 +22,7 @@ from hetero.backends.clock import Clock
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.grid import Task
-from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint, phase_of
+from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint
 from hetero.profiler.stats import summarize
 from hetero.profiler.workload import Runner, Workload
 
@@ -127,15 +130,14 @@ class Meter:
         final: bool,
     ) -> tuple[list[MatMulRow], list[Task]]:
         entries = [self._start(task) for task in tasks]
-        references = {(task.device, phase_of(task.m)) for task in tasks}
+        references = {(task.device, phase) for task in tasks for phase in REFERENCE_SIZES}
         rows, again = [], []
         while waiting := [entry for entry in entries if not entry.done]:
             for key in sorted(references):
                 self.reference_ratio(key)
             for index in self._rng.permutation(len(waiting)):
                 entry = waiting[index]
-                key = (entry.task.device, phase_of(entry.task.m))
-                self._sample(entry, self._ratio_now(key))
+                self._sample(entry, self._slowness(entry.task))
                 if self._finished(entry, until_s):
                     entry.done = True
                     row = self._row(entry)
@@ -171,6 +173,16 @@ class Meter:
         while recent[0][0] < now_s - SMOOTHED_S:
             recent.popleft()
         return float(np.median([ratio for _, ratio in recent]))
+
+    def _slowness(self, task: Task) -> float:
+        """How slow the device is now for a task (1: as at the start of the run)."""
+        ratios = {phase: self._ratio_now((task.device, phase)) for phase in REFERENCE_SIZES}
+        sizes = (task.m, task.n, task.k)
+        return _blend(memory_share(sizes, self.reference_s(task.device)), ratios)
+
+    def reference_s(self, device: DeviceKind) -> dict[Phase, float]:
+        """Seconds of a device's reference kernels at the start of the run."""
+        return {phase: self.base[device, phase] for phase in REFERENCE_SIZES}
 
     def _ratio_now(self, key: Reference) -> float:
         """As `reference_ratio`, timing the reference again only if the last time is long ago."""
@@ -271,18 +283,40 @@ def _without_wait(sample: Sample) -> float:
     return max(sample.seconds - sample.waited_s, 0.1 * sample.seconds)
 
 
+def memory_share(sizes: tuple[int, int, int], reference_s: Mapping[Phase, float]) -> float:
+    """How much streaming weights binds a matmul (m, n, k): 1 memory alone, 0 arithmetic alone.
+
+    From what its bytes would take at the decode reference's speed and its arithmetic at the prefill
+    reference's; squares, because the two overlap.
+    """
+    m, n, k = sizes
+    _, decode_n, decode_k = REFERENCE_SIZES["decode"]
+    streaming_s = reference_s["decode"] * n * k / (decode_n * decode_k)
+    computing_s = reference_s["prefill"] * m * n * k / math.prod(REFERENCE_SIZES["prefill"])
+    return streaming_s**2 / (streaming_s**2 + computing_s**2)
+
+
+def _blend(share: float, ratios: Mapping[Phase, float]) -> float:
+    return float(ratios["decode"] ** share * ratios["prefill"] ** (1 - share))
+
+
 def rescale(rows: Iterable[MatMulRow], points: Sequence[ReferencePoint]) -> list[MatMulRow]:
     """Rows in units of the run's median speed rather than of the speed at its start."""
-    factor: dict[Reference, float] = {}
-    for key in {(point.device, point.phase) for point in points}:
-        series = [point.seconds for point in points if (point.device, point.phase) == key]
-        factor[key] = float(np.median(series)) / series[0]
-    return [
-        row.model_copy(
-            update={
-                "seconds": row.seconds * factor.get((row.device, row.phase), 1.0),
-                "reference": row.reference / factor.get((row.device, row.phase), 1.0),
-            }
+    series: dict[Reference, list[float]] = {}
+    for point in points:
+        series.setdefault((point.device, point.phase), []).append(point.seconds)
+    scaled = []
+    for row in rows:
+        known = {phase: series.get((row.device, phase)) for phase in REFERENCE_SIZES}
+        found = {phase: times for phase, times in known.items() if times}
+        factor = 1.0
+        if len(found) == len(REFERENCE_SIZES):
+            start_s = {phase: times[0] for phase, times in found.items()}
+            medians = {p: float(np.median(times)) / times[0] for p, times in found.items()}
+            factor = _blend(memory_share((row.m, row.n, row.k), start_s), medians)
+        scaled.append(
+            row.model_copy(
+                update={"seconds": row.seconds * factor, "reference": row.reference / factor}
+            )
         )
-        for row in rows
-    ]
+    return scaled

@@ -96,6 +96,28 @@ def test_a_slow_ramp_cancels_within_a_task() -> None:
     assert row.seconds == pytest.approx(true_s(task), rel=0.03)
 
 
+def test_memory_and_arithmetic_drift_apart() -> None:
+    """Memory becomes 1.4 times slower between two blocks: neither kind of task notices."""
+    clock = ManualClock()
+
+    def cost(op: Op, m: int) -> float:
+        if not isinstance(op, MatMul):
+            return 5e-6
+        streaming_s = 0.5625 * op.n * op.k / 20e9 * (1.4 if clock.now() > 5.0 else 1.0)
+        return max(streaming_s, 2.0 * m * op.n * op.k / 1e12)
+
+    found = meter(clock, gpu=cost)
+    tasks = [Task("gpu", W4, "plain", m, 2048, 1024) for m in (1, 256)]
+    before = found.measure(tasks)
+    assert clock.now() < 5.0
+    clock.sleep(5.0)
+    after = {row.m: row for row in found.measure(tasks)}
+    for row in before:
+        assert after[row.m].seconds == pytest.approx(row.seconds, rel=0.02)
+    assert after[1].reference == pytest.approx(1.4, rel=0.02)
+    assert after[256].reference == pytest.approx(1.0, rel=0.02)
+
+
 def test_a_task_that_drifts_is_measured_again_and_then_marked() -> None:
     clock = ManualClock()
 
