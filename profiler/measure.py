@@ -305,15 +305,17 @@ def rescale(rows: Iterable[MatMulRow], points: Sequence[ReferencePoint]) -> list
     series: dict[Reference, list[float]] = {}
     for point in points:
         series.setdefault((point.device, point.phase), []).append(point.seconds)
+    start_s: dict[DeviceKind, dict[Phase, float]] = {}
+    ratios: dict[DeviceKind, dict[Phase, float]] = {}
+    for (device, phase), times in series.items():
+        start_s.setdefault(device, {})[phase] = times[0]
+        ratios.setdefault(device, {})[phase] = float(np.median(times)) / times[0]
     scaled = []
     for row in rows:
-        known = {phase: series.get((row.device, phase)) for phase in REFERENCE_SIZES}
-        found = {phase: times for phase, times in known.items() if times}
         factor = 1.0
-        if len(found) == len(REFERENCE_SIZES):
-            start_s = {phase: times[0] for phase, times in found.items()}
-            medians = {p: float(np.median(times)) / times[0] for p, times in found.items()}
-            factor = _blend(memory_share((row.m, row.n, row.k), start_s), medians)
+        if len(ratios.get(row.device, {})) == len(REFERENCE_SIZES):
+            share = memory_share((row.m, row.n, row.k), start_s[row.device])
+            factor = _blend(share, ratios[row.device])
         scaled.append(
             row.model_copy(
                 update={"seconds": row.seconds * factor, "reference": row.reference / factor}

@@ -39,23 +39,15 @@ def prepare_gated_act(
     device: OpenCLDevice, op: GatedAct, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """`y = act(gate) · up`: one row of items per token."""
-    tuning = device.tuning
-    program = device.programs.get(
-        "elementwise.cl",
-        {**tuning.defines, "F": op.f, "ACTIVATION": MACROS[op.activation]},
-        before=("activations.cl",),
-    )
-
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
-        chunk, items = split_floats(tuning, op.f)
-        args = (m, InPanels(tensors["x"]), whole(tensors["y"]), chunk)
-        return [Launch(program, "gated_act", (items, m), (tuning.lanes, 1), args)]
-
-    return OpenCLKernel(device, op, launches)
+    return _activation(device, op, "gated_act")
 
 
 def prepare_act(device: OpenCLDevice, op: Act, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """`y = act(x)`: one row of items per token."""
+    return _activation(device, op, "act")
+
+
+def _activation(device: OpenCLDevice, op: GatedAct | Act, kernel: str) -> OpenCLKernel:
     tuning = device.tuning
     program = device.programs.get(
         "elementwise.cl",
@@ -66,7 +58,7 @@ def prepare_act(device: OpenCLDevice, op: Act, _weights: Mapping[str, WeightValu
     def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
         chunk, items = split_floats(tuning, op.f)
         args = (m, InPanels(tensors["x"]), whole(tensors["y"]), chunk)
-        return [Launch(program, "act", (items, m), (tuning.lanes, 1), args)]
+        return [Launch(program, kernel, (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 
