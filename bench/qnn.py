@@ -3,6 +3,7 @@
     python bench/qnn.py accuracy     every weight format against float64 of the dequantised weights
     python bench/qnn.py loading      second start: seconds and memory of a loaded graph
     python bench/qnn.py layouts      DRAM and VTCM traffic that the compiler schedules, by shape
+    python bench/qnn.py integer_layouts  the same for integer activations, by kind of node
     python bench/qnn.py preparation  compile time against shape (the paper's figure 9)
     python bench/qnn.py bundle       `hetero compile` of a 1B model: minutes and peak memory
     python bench/qnn.py sharing      size of one file for four graph sizes over one size's
@@ -28,12 +29,13 @@ import numpy as np
 
 from hetero import LLM
 from hetero.backends import ops
+from hetero.backends.errors import DeviceError
 from hetero.backends.memory import new_tensor
 from hetero.backends.ops import WeightFormat
-from hetero.backends.qnn import catalog
+from hetero.backends.qnn import catalog, integer
 from hetero.backends.qnn import open as open_qnn
-from hetero.backends.qnn.store import GraphStore, read_entry
-from hetero.backends.weights import pack
+from hetero.backends.qnn.store import GraphStore, Identity, read_entry, weight_digest
+from hetero.backends.weights import PackedWeight, pack
 from hetero.profiler.compiled import Scheduler, Work, fit_model, leave_one_out
 
 CALIBRATION = Path(__file__).with_name("data") / "snapdragon_8_gen_3_calibration.json"
@@ -186,6 +188,75 @@ def layouts() -> None:
     scheduler.close()
 
 
+def integer_layouts() -> None:
+    """What the compiler makes of integer activations, as a MatMul and as a 1×1 convolution."""
+    scheduler = Scheduler("sm8650")
+    forms: tuple[tuple[Any, WeightFormat, str], ...] = (
+        ("int8", WeightFormat.W8A16, "whole"),
+        ("int8", WeightFormat.W8A16, "rows"),
+        ("int16", WeightFormat.W8A16, "rows"),
+        ("int16", WeightFormat.W4A16, "rows"),
+        ("int16", WeightFormat.W4A16, "groups"),
+    )
+    shapes = (
+        (2048, 2048, (1, 31, 32, 33, 64, 128, 256, 512, 1024)),
+        (8192, 2048, (32, 128, 256, 512)),
+        (2048, 8192, (32, 128, 256, 512)),
+        (4096, 4096, (32, 128, 256, 512)),
+    )
+    print("| activations | weights | m | n | k | as | DRAM read, written MiB | HMX MiB | HVX MiB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for activations, weight_format, scales in forms:
+        for n, k, counts in shapes:
+            weight = _scaled_weight(weight_format, n, k, scales)
+            for m in counts:
+                for node in ("MatMul", "Conv"):
+                    found = _integer_schedule(
+                        scheduler, weight, weight_format, activations, m, node
+                    )
+                    print(
+                        f"| {activations} | {weight_format} {scales} | {m} | {n} | {k} | {node} | "
+                        f"{found}",
+                        flush=True,
+                    )
+    scheduler.close()
+
+
+def _scaled_weight(weight_format: WeightFormat, n: int, k: int, scales: str) -> PackedWeight:
+    """A random weight whose scales are alike in the whole weight, in rows, or nowhere."""
+    random = np.random.default_rng(0)
+    values = random.standard_normal((n, k), dtype=np.float32).clip(-4, 4)
+    if scales != "groups":
+        values[:, ::32] = 4  # the largest of each group
+    if scales != "whole":
+        values *= random.uniform(0.5, 2, (n, 1)).astype(np.float32)
+    return pack(values, weight_format.storage)
+
+
+def _integer_schedule(
+    scheduler: Scheduler,
+    weight: PackedWeight,
+    weight_format: WeightFormat,
+    activations: Any,
+    m: int,
+    node: str,
+) -> str:
+    op = ops.MatMul(n=weight.n, k=weight.k, weight_format=weight_format)
+    name = f"{op!r} {activations} {node}"
+    identity = Identity(name, m, weights=weight_digest(weight))
+    try:
+        found = scheduler.store.find(
+            identity,
+            lambda: integer.matmul(op, m, weight, activations, convolution=node == "Conv"),
+        )
+    except DeviceError as error:
+        return f"{error.code[:60]} | | |"
+    return (
+        f"{found.dram_read_bytes / MIB:.1f}, {found.dram_write_bytes / MIB:.1f} | "
+        f"{found.hmx.vtcm_bytes / MIB:.0f} | {found.hvx.vtcm_bytes / MIB:.0f} |"
+    )
+
+
 def preparation() -> None:
     """Seconds to compile one graph in a warm child process."""
     scheduler = Scheduler("sm8650", Path(tempfile.mkdtemp()))
@@ -258,7 +329,7 @@ def main() -> None:
     """Run one sub-command."""
     parser = argparse.ArgumentParser(description=__doc__)
     functions: tuple[Any, ...] = (
-        accuracy, loading, layouts, preparation, bundle, sharing, calibrate, text,
+        accuracy, loading, layouts, integer_layouts, preparation, bundle, sharing, calibrate, text,
     )  # fmt: skip
     commands = {f.__name__: f for f in functions}
     parser.add_argument("command", choices=[*commands, "_open"])

@@ -22,7 +22,7 @@ from hetero.backends.protocol import (
 )
 from hetero.backends.qnn import catalog, graphs, kernels
 from hetero.backends.qnn.group_kernel import GroupKernel
-from hetero.backends.qnn.integer import ACTIVATIONS, CODINGS, Activations, has_one_scale
+from hetero.backends.qnn.integer import ACTIVATIONS, CODINGS, Activations, has_row_scales
 from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.store import GraphStore
@@ -170,9 +170,9 @@ class QnnDevice(Device):
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
     ) -> kernels.QnnKernel:
         weight, kind = checks.packed(weights), self._activations
-        if kind == "int8" and not has_one_scale(weight):
+        if kind == "int8" and not has_row_scales(weight):
             raise ValueError(
-                f"{describe(op)}: 8-bit activations take a weight with one scale for all of it"
+                f"{describe(op)}: 8-bit activations take a weight with one scale for each row"
             )
         digest = catalog.constants_digest(op, weights) if self.store.directory else ""
         held: dict[int, ort.InferenceSession] = {}

@@ -145,7 +145,7 @@ class IntegerKernel(QnnKernel):
         weight = checks.packed(weights)
         super().__init__(host, op, nbytes=weight.nbytes)
         self._matmul, self._sessions, self._coding = op, sessions, coding
-        self._reach = integer.reach(weight)
+        self._exponents = integer.row_exponents(weight)
         self._bias = checks.vector(weights, "bias") if op.bias else None
 
     def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
@@ -156,7 +156,7 @@ class IntegerKernel(QnnKernel):
             x.array,
             y.array,
             coding=self._coding,
-            reach=self._reach,
+            exponents=self._exponents,
             bias=self._bias,
         )
         return product.run
