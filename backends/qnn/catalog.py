@@ -19,6 +19,11 @@ from hetero.backends.qnn.store import Identity, weight_digest
 # not (8192×2048: 43 MiB, 60 as twice 128). `bench/qnn.py layouts`.
 PIECE_ROWS = 256
 LARGE_K = 4096
+# With integer activations there is less to spill (`bench/qnn.py integer_layouts`): 512 tokens of
+# 2048×2048 with 16 bits and a scale for each row cost 8 MiB, 12 as twice 256, but 1024 cost 20; for
+# k = 8192 that begins at 512 (69 MiB, 58 as twice 256), and with 8 bits not before.
+INTEGER_PIECE_ROWS = 512
+LARGE_INTEGER_K = 8192
 # Attention graphs are made for these context lengths; a call runs the smallest that holds it.
 SMALLEST_CONTEXT = 128
 CONTEXT_STEP = 4
@@ -36,6 +41,18 @@ def piece_rows(op: Op) -> int:
     if isinstance(op, ops.MatMul) and op.k >= LARGE_K:
         return PIECE_ROWS // 2
     return PIECE_ROWS
+
+
+def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
+    """Most tokens of one graph with integer activations.
+
+    `groups` have scales of their own: QNN computes with those in fp16, as in the float form.
+    """
+    if groups:
+        return piece_rows(op)
+    if activations == "int16" and op.k >= LARGE_INTEGER_K:
+        return INTEGER_PIECE_ROWS // 2
+    return INTEGER_PIECE_ROWS
 
 
 def pieces(op: Op, m: int) -> list[int]:

@@ -22,7 +22,7 @@ from hetero.backends.protocol import (
 )
 from hetero.backends.qnn import catalog, graphs, kernels
 from hetero.backends.qnn.group_kernel import GroupKernel
-from hetero.backends.qnn.integer import ACTIVATIONS, CODINGS, Activations, has_row_scales
+from hetero.backends.qnn.integer import ACTIVATIONS, Activations, has_row_scales
 from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.store import GraphStore
@@ -183,7 +183,7 @@ class QnnDevice(Device):
                 held[m] = self.store.session(*made)
             return held[m]
 
-        return kernels.IntegerKernel(self._host, op, session, weights, CODINGS[kind])
+        return kernels.IntegerKernel(self._host, op, session, weights, kind)
 
     def _sessions(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.Sessions:
         """Sessions by token count: those with constant weights belong to the kernel."""

@@ -148,6 +148,8 @@ def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = Fa
         found, options = scales[:, 0], {"axis": 0 if convolution else 1}
     else:
         found, options = scales.T, {"axis": 0, "block_size": GROUP_SIZE}
+        if convolution:
+            found, options["axis"] = scales[:, :, None, None], 1
     zeros = store(np.zeros(found.shape, np.int8))
     return graph.node("DequantizeLinear", stored, graph.constant(np.array(found)), zeros, **options)
 

@@ -181,29 +181,3 @@ def test_formats_without_arithmetic_are_refused(weight_format: WeightFormat) -> 
         pytest.raises(ValueError, match="is not one of"),
     ):
         device.prepare(op, make_weights(op, np.random.default_rng(0)))
-
-
-@pytest.mark.parametrize(
-    "weight_format", [WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16]
-)
-def test_padding_and_splitting_change_no_bit(weight_format: str) -> None:
-    """Rows of zeros, two halves of the tokens, and two halves of the weight's rows."""
-    op = ops.MatMul(n=96, k=172, weight_format=WeightFormat(weight_format))
-    random = np.random.default_rng(0)
-    weight = make_weights(op, random)["weight"]
-    x = random.standard_normal((64, op.k)).astype(np.float32)
-
-    def product(part: Any, rows: Any, m: int) -> Any:
-        with qnn.open(graph_sizes=(m,), cache=None) as device:
-            few = replace(op, n=part.n)
-            tensors = make_tensors(few, m, random, device=device)
-            tensors["x"].array[:] = 0
-            tensors["x"].array[: len(rows)] = rows
-            device.prepare(few, {"weight": part}).bind(tensors, m).run()
-            return tensors["y"].array[: len(rows)].copy()
-
-    whole = product(weight, x, 64)
-    np.testing.assert_array_equal(product(weight, x[:20], 64), whole[:20])
-    np.testing.assert_array_equal(product(weight, x[32:], 32), whole[32:])
-    halves = [product(weight.rows(*cut), x, 64) for cut in ((0, 32), (32, 96))]  # type: ignore[union-attr]
-    np.testing.assert_array_equal(np.concatenate(halves, axis=1), whole)
