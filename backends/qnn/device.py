@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from hetero.backends.qnn.group_kernel import GroupKernel
 from hetero.backends.qnn.integer import ACTIVATIONS, Activations, has_row_scales
 from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
+from hetero.backends.qnn.shared_memory import SharedMemory, SharedMemoryError
 from hetero.backends.qnn.store import GraphStore
 from hetero.backends.snapdragon import BLOCK_QUANTIZED_SINCE, PROCESS_LIMIT_BYTES, Chip
 
@@ -79,6 +81,19 @@ class QnnDevice(Device):
         self._host = kernels.Host(self._health, self.capabilities, self.store)
         self._masks = kernels.Masks()
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        """Memory that the Hexagon works on in place, where there is some; else ordinary pages."""
+        shared = self.shared_memory
+        return super().allocate(nbytes) if isinstance(shared, str) else shared.allocate(nbytes)
+
+    @functools.cached_property
+    def shared_memory(self) -> SharedMemory | str:
+        """The memory shared with the Hexagon, or why there is none."""
+        try:
+            return SharedMemory(self.store.target)
+        except SharedMemoryError as error:
+            return str(error)
 
     def map(self, buffer: HostBuffer) -> int:
         """Nothing to do: graphs work on the pages in place. Returns the address."""

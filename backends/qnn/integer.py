@@ -25,9 +25,10 @@ import onnxruntime as ort
 
 from hetero.backends import ops
 from hetero.backends.onnx_common import packing
-from hetero.backends.onnx_common.binding import Array, argument, io_binding
+from hetero.backends.onnx_common.binding import Array, argument
 from hetero.backends.onnx_common.builder import GraphBuilder
 from hetero.backends.ops import StorageFormat
+from hetero.backends.qnn.shared_memory import io_binding
 from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
 
 Activations: TypeAlias = Literal["float16", "int16", "int8"]
@@ -67,7 +68,8 @@ def has_row_scales(weight: PackedWeight) -> bool:
 def row_exponents(weight: PackedWeight) -> npt.NDArray[np.int32]:
     """Exponents e [n]: the norm of a row is in [0.5, 1) · 2^e."""
     norms = np.linalg.norm(weight.dequantize(), axis=1)
-    return np.frexp(norms)[1].astype(np.int32)
+    exponents: npt.NDArray[np.int32] = np.frexp(norms)[1]
+    return exponents
 
 
 def matmul(

@@ -18,7 +18,6 @@ from hetero.backends.onnx_common.binding import (
     Argument,
     Array,
     argument,
-    io_binding,
     rows_argument,
 )
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
@@ -36,6 +35,7 @@ from hetero.backends.qnn import integer, ranges
 from hetero.backends.qnn.catalog import contexts, integer_piece_rows, piece_rows
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import device_error
+from hetero.backends.qnn.shared_memory import io_binding
 from hetero.backends.qnn.store import GraphStore
 
 NEVER = np.iinfo(np.int64).max  # position of a key that nothing sees

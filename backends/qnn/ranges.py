@@ -13,8 +13,9 @@ import numpy as np
 import onnxruntime as ort
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.onnx_common.binding import Array, argument, io_binding
+from hetero.backends.onnx_common.binding import Array, argument
 from hetero.backends.qnn.library import BACKEND
+from hetero.backends.qnn.shared_memory import io_binding
 
 LARGEST = 65504.0
 # Rows whose largest magnitude lies between these go through as they are.
@@ -112,7 +113,7 @@ class ScaledProduct:
     def _mend(self, largest: Array, clamped: Array) -> None:
         """Compute again, scaled, what was clamped; everything else stays as it is."""
         first = self._y.copy()
-        self._run_scaled(largest, clamped.any(axis=1))
+        self._run_scaled(largest, np.any(clamped, axis=1))
         np.copyto(self._y, first, where=~clamped)
 
     def _run_scaled(self, largest: Array, rows: Array) -> None:

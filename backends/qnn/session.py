@@ -31,13 +31,27 @@ REMEDIES: tuple[tuple[str, str, str], ...] = (
         "process is full, or the skeleton library is not found (`hetero doctor`)",
     ),
     (
-        r"\b1009\b|SYSTEM_COMMUNICATION",
-        "QNN_COMMON_ERROR_SYSTEM_COMMUNICATION (1009)",
+        r"\b1007\b|SYSTEM_COMMUNICATION|SSR detected",
+        "QNN_COMMON_ERROR_SYSTEM_COMMUNICATION (1007)",
         "the NPU's process died or was restarted: open the model again; if it stays, reboot",
     ),
     (
-        r"\b5000\b|CONTEXT_ERROR_(UNSUPPORTED|BINARY)",
-        "QNN_CONTEXT_ERROR (5000)",
+        r"\b1008\b|INCOMPATIBLE_BINARIES",
+        "QNN_COMMON_ERROR_INCOMPATIBLE_BINARIES (1008)",
+        "the library that runs on the Hexagon (skeleton) is of another version or cannot be "
+        "loaded: `hetero doctor` compares them; clear ADSP_LIBRARY_PATH and LD_LIBRARY_PATH of "
+        "other SDKs",
+    ),
+    (
+        r"\b1009\b|LOADING_BINARIES",
+        "QNN_COMMON_ERROR_LOADING_BINARIES (1009)",
+        "a library that QNN needs cannot be loaded (the compiler libQnnHtpPrepare, or the stub or "
+        "skeleton of this Hexagon): reinstall onnxruntime-qnn, and load no other SDK in this "
+        "process",
+    ),
+    (
+        r"\b5000\b|CONTEXT_ERROR_(INVALID_ARGUMENT|UNSUPPORTED|BINARY)",
+        "QNN_CONTEXT_ERROR_INVALID_ARGUMENT (5000)",
         "the compiled graph is for another SDK or chip: compile it again with `hetero compile`",
     ),
     (

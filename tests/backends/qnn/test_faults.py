@@ -132,8 +132,10 @@ def test_a_model_that_the_child_refuses_is_reported(target: Any, tmp_path: Path)
     [
         ("Failed to finalize QNN graph. Error: X, Code: 1002", "MEM_ALLOC (1002)"),
         ("qnn_open failed, error 1002", "MEM_ALLOC (1002)"),
-        ("error code 1009", "SYSTEM_COMMUNICATION (1009)"),
-        ("error code 5000", "QNN_CONTEXT_ERROR (5000)"),
+        ("NPU crashed. SSR detected. Error code: 1007", "SYSTEM_COMMUNICATION (1007)"),
+        ("Failed to load skel, error: 1008", "INCOMPATIBLE_BINARIES (1008)"),
+        ("error code 1009", "LOADING_BINARIES (1009)"),
+        ("error code 5000", "QNN_CONTEXT_ERROR_INVALID_ARGUMENT (5000)"),
         ("contextCreateFromBinary failed QNN_CONTEXT_ERROR_CREATE_FROM_BINARY", "(5005)"),
         ("Failed to create device. Error 14001", "INVALID_CONFIG (14001)"),
         ("something else", "RuntimeError: something else"),
