@@ -429,7 +429,8 @@ def main() -> None:
     """Run one sub-command."""
     parser = argparse.ArgumentParser(description=__doc__)
     functions: tuple[Any, ...] = (
-        accuracy, identity, loading, layouts, integer_layouts, preparation, bundle, sharing, calibrate, text,
+        accuracy, identity, loading, layouts, integer_layouts, preparation, bundle, sharing,
+        calibrate, text,
     )  # fmt: skip
     commands = {f.__name__: f for f in functions}
     parser.add_argument("command", choices=[*commands, "_open"])

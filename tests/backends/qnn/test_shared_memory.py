@@ -19,7 +19,7 @@ qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
 from hetero.backends.qnn.library import fastrpc  # noqa: E402
 from hetero.backends.qnn.shared_memory import SharedBuffer  # noqa: E402
 
-# FastRPC's three functions for memory, on anonymous files instead of DMA buffers.
+# FastRPC's functions for memory, on anonymous files instead of DMA buffers.
 RPCMEM = """
 #define _GNU_SOURCE
 #include <stdint.h>
@@ -40,6 +40,7 @@ int rpcmem_to_fd(void *place) {
     return -1;
 }
 void rpcmem_free(void *place) { }
+void remote_register_buf_attr2(void *place, size_t size, int file, int attributes) { }
 """
 PROGRAM = """
 from dataclasses import replace
