@@ -98,7 +98,7 @@ def _steps(found: Any, x: Any, weight: PackedWeight, dense: Any) -> str:
     """Distance to float64 of the 8-bit activations, in steps of each element's output code."""
     size = np.abs(x).max(axis=1, keepdims=True).astype(np.float64)
     wanted = (np.rint(x / size * 127) / 127 * size) @ dense.T
-    step = size * np.ldexp(integer.REACH / 127, integer.row_exponents(weight))
+    step = size * np.abs(integer.row_units(weight)) * integer.REACH / 127
     off = np.abs(found - wanted) / step
     return f"{off.mean():.2f} on average, {off.max():.2f} at most"
 

@@ -2,7 +2,7 @@
 
 Scales of activations are constants of a graph. So each row of x is divided by its largest magnitude
 on the host and rounded to codes of [-1, 1], and each row of the weight is divided by a power of two
-that brings its norm to [0.5, 1) (`row_exponents`); the result has codes of [-REACH, REACH] and is
+that brings its norm to [0.5, 1) (`row_units`); the result has codes of [-REACH, REACH] and is
 multiplied back. What does not fit is computed again at half the size, which ends, since
 |y| ≤ norm · √k. So an element depends on its own rows of x and of the weight alone: cutting tokens
 or features changes no bit. Weights keep their scales, one for each group of 32, or where those are
@@ -65,11 +65,18 @@ def has_row_scales(weight: PackedWeight) -> bool:
     return bool((np.ptp(codes_of(weight)[1], axis=1) == 0).all())
 
 
-def row_exponents(weight: PackedWeight) -> npt.NDArray[np.int32]:
-    """Exponents e [n]: the norm of a row is in [0.5, 1) · 2^e."""
+def row_units(weight: PackedWeight) -> npt.NDArray[np.float32]:
+    """What rows are divided by, [n]: the power of two that brings the norm of each to [0.5, 1).
+
+    Negative where the one scale of a row is, since QNN takes positive scales only.
+    """
     norms = np.linalg.norm(weight.dequantize(), axis=1)
-    exponents: npt.NDArray[np.int32] = np.frexp(norms)[1]
-    return exponents
+    scales = codes_of(weight)[1]
+    flipped = (scales[:, 0] < 0) & has_row_scales(weight)
+    units: npt.NDArray[np.float32] = np.ldexp(
+        np.where(flipped, F32(-1), F32(1)), np.frexp(norms)[1]
+    )
+    return units
 
 
 def matmul(
@@ -80,7 +87,7 @@ def matmul(
     *,
     convolution: bool | None = None,
 ) -> bytes:
-    """Input `x` [m, K] and output `y` [m, n] are codes; y is divided by 2^`row_exponents`.
+    """Input `x` [m, K] and output `y` [m, n] are codes; y is divided by `row_units`.
 
     Bias and cap are the host's. `convolution` overrules the choice of the node.
     """
@@ -140,7 +147,7 @@ def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = Fa
     The zero points are given: without them 4-bit weights per row come out wrong (2.7.0).
     """
     codes, scales = codes_of(weight)
-    scales = np.ldexp(scales, -row_exponents(weight)[:, None])
+    scales = scales / row_units(weight)[:, None]
     store = graph.int4 if weight.storage is StorageFormat.Q4 else graph.constant
     stored = store(codes[:, :, None, None] if convolution else np.ascontiguousarray(codes.T))
     options: dict[str, Any] = {}
@@ -167,12 +174,12 @@ class IntegerProduct:
         y: Array,
         *,
         coding: Coding,
-        exponents: npt.NDArray[np.int32],
+        units: npt.NDArray[np.float32],
         bias: Array | None,
     ) -> None:
         self._session, self._op, self._x, self._y = session, op, x, y
         self._coding, self._bias = coding, bias
-        self._units = np.ldexp(F32(REACH / coding.steps), exponents)  # [n], of a code of y
+        self._units = F32(REACH / coding.steps) * units  # [n], of a code of y
         self._in = np.full((len(x), padded(op.k, GROUP_SIZE)), coding.zero, coding.dtype)
         self._out = np.zeros(y.shape, coding.dtype)
         self._binding = io_binding(session, {"x": argument(self._in)}, {"y": argument(self._out)})

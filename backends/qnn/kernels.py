@@ -148,7 +148,7 @@ class IntegerKernel(QnnKernel):
         self._step = integer_piece_rows(op, activations, groups=groups)
         self._matmul, self._sessions = op, sessions
         self._coding = integer.CODINGS[activations]
-        self._exponents = integer.row_exponents(weight)
+        self._units = integer.row_units(weight)
         self._bias = checks.vector(weights, "bias") if op.bias else None
 
     def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
@@ -159,7 +159,7 @@ class IntegerKernel(QnnKernel):
             x.array,
             y.array,
             coding=self._coding,
-            exponents=self._exponents,
+            units=self._units,
             bias=self._bias,
         )
         return product.run

@@ -69,6 +69,7 @@ def make_weight(form: WeightFormat, scales: str) -> PackedWeight:
         values[::3] *= np.where(values[::3] == -1, 1, 0.3)  # smaller norms under the same scale
     else:
         values *= random.uniform(0.1, 4, (N, 1)).astype(np.float32)
+        values[::2] *= -1  # 4-bit weights have a negative scale where the largest is positive
     return pack(values, STORAGES[form])
 
 

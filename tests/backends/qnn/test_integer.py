@@ -28,6 +28,7 @@ def weight_of(storage: StorageFormat, scales: str) -> Any:
         values[:, ::32] = -1  # the largest of each group, so that all groups have one scale
     if scales != "whole":
         values *= random.uniform(0.5, 2, (N, 1)).astype(np.float32)
+        values[::2] *= -1  # 4-bit weights have a negative scale where the largest is positive
     return pack(values, storage)
 
 
