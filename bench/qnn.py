@@ -17,6 +17,7 @@ Compile times are this machine's. Emulated run times are printed nowhere: they a
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
@@ -59,8 +60,10 @@ FORMS: tuple[tuple[Any, WeightFormat, str], ...] = (
 )
 
 
-def accuracy() -> None:
+def accuracy(only: str = "") -> None:
     """Relative error of the whole result against float64 of the dequantised weights; bound 5e-4.
+
+    `only` takes the forms whose description begins so, such as "int16 w4a16".
 
     Of 8-bit activations also against float64 of the rounded activations, in steps of the result's
     codes: half a step is output rounding alone.
@@ -68,7 +71,7 @@ def accuracy() -> None:
     random = np.random.default_rng(0)
     print("| activations | weights | m | n | k | error | of the rounded x, in steps of y |")
     print("|---|---|---|---|---|---|---|")
-    for activations, weight_format, scales in FORMS:
+    for activations, weight_format, scales in _forms(only):
         for m, n, k in ((1, 2048, 2048), (32, 2048, 2048), (32, 2048, 8192), (128, 8192, 2048)):
             weight = _scaled_weight(weight_format, n, k, scales)
             x = random.standard_normal((m, k)).astype(np.float32)
@@ -82,7 +85,12 @@ def accuracy() -> None:
                 f"{steps} |",
                 flush=True,
             )
-    _group_accuracy()
+    if "feed-forward".startswith(only):
+        _group_accuracy()
+
+
+def _forms(only: str) -> list[tuple[Any, WeightFormat, str]]:
+    return [form for form in FORMS if " ".join(form).startswith(only)]
 
 
 def _product(activations: Any, weight_format: WeightFormat, weight: PackedWeight, x: Any) -> Any:
@@ -131,11 +139,14 @@ def _group_accuracy(d: int = 2048, f: int = 5632) -> None:
         print(f"| float16 | w4a16 feed-forward | {m} | {d} | {f} | {error:.2e} | |", flush=True)
 
 
-def identity() -> None:
-    """That no bit depends on padding, on cutting tokens or features, or on the cache."""
+def identity(only: str = "") -> None:
+    """That no bit depends on padding, on cutting tokens or features, or on the cache.
+
+    `only` as for `accuracy`.
+    """
     random = np.random.default_rng(0)
     checked = 0
-    for activations, weight_format, scales in FORMS:
+    for activations, weight_format, scales in _forms(only):
         for n, k in ((2048, 2048), (512, 8192), (1056, 172), (96, 14336)):
             weight = _scaled_weight(weight_format, n, k, scales)
             x = random.standard_normal((320, k)).astype(np.float32)
@@ -199,26 +210,31 @@ def _open(folder: str, count: int, n: int, k: int) -> None:
     ]
     tensors = {"x": new_tensor((32, k)), "y": new_tensor((32, n))}
     with open_qnn(graph_sizes=(32,), cache=folder) as device:
-        seconds, before, calls = [], 0, []
+        seconds, opened, calls = [], [_resident()], []
         for weight in weights:
             start = time.perf_counter()
             calls.append(device.prepare(op, {"weight": weight}).bind(tensors, 32))
             seconds.append(time.perf_counter() - start)
-            before = before or _resident()  # the first graph brings the library with it
-        grown = (_resident() - before) / (count - 1)
+            opened.append(_resident())
+        grown = float(np.median(np.diff(opened)))  # the first few bring the library with them
+        held = [_resident()]
         for call in calls:
             call.run()
-        after = (_resident() - before) / (count - 1)
+            held.append(_resident())
+        runs = np.diff(held) / MIB
         counts = device.store.counts
     print(
         f"median {1e3 * float(np.median(seconds)):.1f} ms a graph (hashing its weight included), "
         f"largest after the first {1e3 * max(seconds[1:]):.1f} ms, memory {grown / MIB:.2f} MiB a "
-        f"graph = {grown / weights[0].nbytes:.2f} × its weights, {after / weights[0].nbytes:.2f} × "
-        f"after a run of each, compiled {counts.compiled}"
+        f"graph = {grown / weights[0].nbytes:.2f} × its weights; a run of each adds "
+        f"{runs[:4].sum():.1f} MiB in the first four and {runs[4:].sum():.1f} in all others; "
+        f"compiled {counts.compiled}"
     )
 
 
 def _resident() -> int:
+    """Memory of this process; what was freed goes back to the system first."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

@@ -19,6 +19,7 @@ from hetero.backends.qnn.library import BACKEND, PROVIDER, Library
 from hetero.backends.snapdragon import Chip
 
 SILENT = 4
+CONTEXT_ENABLE = "ep.context_enable"  # in the config of a session that compiles
 # Optimisation of finalised graphs; 1 re-reads large weights and fails for some shapes (measured).
 FINALIZATION_MODE = "3"
 
@@ -111,6 +112,9 @@ def new_session(
     `DeviceError` that names `what`, the native code and the remedy.
     """
     settings = _settings(target, config or {}, options or {})
+    if isinstance(model, Path) and CONTEXT_ENABLE not in (config or {}):
+        # Compiled already: looking for optimisations only holds memory (40 KiB a graph).
+        settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = str(model) if isinstance(model, Path) else model
     try:
         session = ort.InferenceSession(source, settings, enable_fallback=0)
