@@ -13,6 +13,8 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
+from hetero.backends.memory import new_tensor
+from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.onnx_common.builder import GraphBuilder
 from hetero.backends.ops import WeightFormat
 from tests.backends.cases import make_tensors, make_weights
@@ -61,6 +63,24 @@ def test_a_library_that_vanishes_later_runs_nothing_on_the_cpu(target: Any) -> N
 def test_what_the_hexagon_does_not_take_is_refused(target: Any, model: bytes) -> None:
     with pytest.raises(DeviceError, match=r"compiling it failed: NOT_ON_NPU"):
         session.new_session(target, model, "compiling it")
+
+
+@pytest.mark.parametrize("shape", [(5, 63), (4, 64), (64, 5)])
+def test_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    with qnn.open(graph_sizes=(5,), cache=None) as device:
+        tensors = make_tensors(ADD, 5, np.random.default_rng(0), device=device)
+        tensors["x"] = new_tensor(shape)
+        kernel = device.prepare(ADD, {})
+        with pytest.raises(ValueError, match="takes x as float32"):
+            kernel.bind(tensors, 5)
+
+
+def test_a_graph_of_another_shape_runs_nothing_on_the_cpu(target: Any) -> None:
+    """Not even past the checks: the provider has the shape of the graph alone."""
+    opened = session.new_session(target, graphs.single(ADD, 5, {}), "compiling Add")
+    arrays = {name: np.ones((4, 64), np.float32) for name in ("x", "residual")}
+    with pytest.raises(NATIVE_ERRORS, match="invalid dimensions"):
+        opened.run(None, arrays)
 
 
 def test_an_unknown_chip_id_is_refused(target: Any) -> None:
