@@ -41,8 +41,7 @@ def diagnose() -> list[Finding]:
     """
     names = [name for name in REAL_BACKENDS if name != "qnn" or hexagon.expected()]
     found = [_diagnose(BACKENDS[name]) for name in names]
-    if "qnn" in names:
-        found += [Finding(name, "npu", *state) for name, state in hexagon.surroundings()]
+    found += [Finding(name, "npu", *state) for name, state in hexagon.surroundings()]
     working = {finding.name for finding in found if finding.ok}
     if {"opencl", names[-1]} <= working:
         found.append(_check_together("opencl", names[-1]))

@@ -136,16 +136,14 @@ class Scheduler:
             chip = find_chip(soc)
         except ValueError as error:
             raise ProfileError(str(error)) from None
-        self._store: ScheduleStore = ScheduleStore(Target(load(), chip), directory or _cache())
+        self.store: ScheduleStore = ScheduleStore(Target(load(), chip), directory or _cache())
 
     def schedule(self, n: int, k: int, rows: int) -> Schedule:
         """What one graph of `rows` tokens does."""
         from hetero.backends.qnn import catalog
 
         op = MatMul(n=n, k=k, weight_format=WEIGHTS)
-        return self._store.find(
-            *catalog.graph(op, rows, {"weight": _random_weight(n, k)}, "random")
-        )
+        return self.store.find(*catalog.graph(op, rows, {"weight": _random_weight(n, k)}, "random"))
 
     def preparation_s(self, n: int, k: int, tokens: Sequence[int]) -> float:
         """Seconds to compile the graphs of all these token counts."""
@@ -163,7 +161,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the compiling process."""
-        self._store.close()
+        self.store.close()
 
 
 def _launches(n: int, k: int, m: int) -> list[int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetero import hexagon
+from hetero import hexagon, npu_driver
 from hetero.backends import snapdragon
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.device_set import backend_name
@@ -81,6 +82,102 @@ def test_skeletons_beside_the_library_are_shown_to_fastrpc(monkeypatch: Any) -> 
     for _ in range(2):
         library.show_skeletons(Path("/wheel"))
     assert os.environ["ADSP_LIBRARY_PATH"] == "/wheel;/dsp"
+
+
+def test_a_skeleton_of_another_version_is_refused(tmp_path: Path) -> None:
+    skeleton = tmp_path / "libQnnHtpV75Skel.so"
+    skeleton.write_bytes(b"\x7fELF" + 9000 * b"\0" + b"AISW_VERSION: 2.40.0\0v2.40.0.260101")
+    found = hexagon.skeleton_state([tmp_path], 75, "2.51.0")
+    assert not found.ok
+    assert "libQnnHtpV75Skel.so is of QAIRT 2.40.0, the library of 2.51.0" in found.detail
+    assert hexagon.skeleton_state([tmp_path], 75, "2.40.0").detail.endswith("(QAIRT 2.40.0)")
+
+
+def test_the_version_of_the_installed_library_is_read() -> None:
+    library = pytest.importorskip("hetero.backends.qnn.library", exc_type=ImportError).load()
+    assert npu_driver.qairt_version(library.path) == library.sdk
+    assert npu_driver.qairt_version(Path("/nowhere")) == ""
+
+
+@pytest.mark.parametrize(
+    ("node", "dsp", "ok", "detail"),
+    [
+        (True, "running", True, "/dev/fastrpc-cdsp-secure, firmware qcom/cdsp.mbn"),
+        (True, None, True, "/dev/fastrpc-cdsp-secure"),
+        (True, "offline", False, "the compute DSP is offline"),
+        (False, "running", False, "gives no /dev/fastrpc-cdsp"),
+    ],
+)
+def test_the_driver_of_linux(
+    tmp_path: Path, monkeypatch: Any, node: bool, dsp: str | None, ok: bool, detail: str
+) -> None:
+    monkeypatch.setattr(npu_driver, "ROOT", tmp_path)
+    (tmp_path / "dev").mkdir()
+    if node:
+        (tmp_path / "dev/fastrpc-cdsp-secure").touch()
+    for i, (name, state) in enumerate([("adsp", "running"), *([("cdsp", dsp)] if dsp else [])]):
+        folder = tmp_path / f"sys/class/remoteproc/remoteproc{i}"
+        folder.mkdir(parents=True)
+        for key, value in {"name": name, "state": state, "firmware": f"qcom/{name}.mbn"}.items():
+            (folder / key).write_text(f"{value}\n")
+    found = npu_driver.linux_state()
+    assert (found.ok, bool(found.remedy)) == (ok, not ok)
+    assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("drivers", "ok", "detail"),
+    [
+        (
+            [
+                {"DriverDesc": "Intel AI Boost", "ProviderName": "Intel"},
+                {
+                    "DriverDesc": "Snapdragon(R) X Elite - NPU",
+                    "ProviderName": "Qualcomm Technologies Inc.",
+                    "DriverVersion": "30.0.140.1000",
+                    "DriverDate": "7-1-2026",
+                },
+            ],
+            True,
+            "NPU 30.0.140.1000 of 7-1-2026",
+        ),
+        ([{}], False, "no driver of Qualcomm"),
+    ],
+)
+def test_the_driver_of_windows(
+    monkeypatch: Any, drivers: list[dict[str, object]], ok: bool, detail: str
+) -> None:
+    monkeypatch.setattr(npu_driver, "_accelerators", lambda: drivers)
+    found = npu_driver.windows_state()
+    assert (found.ok, bool(found.remedy)) == (ok, not ok)
+    assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        r"\SystemRoot\System32\DriverStore\npu_1\npu.sys",
+        r"System32\DriverStore\npu_1\npu.sys",
+        r"\??\C:\Windows\System32\DriverStore\npu_1\npu.sys",
+    ],
+)
+def test_fastrpc_lies_beside_the_driver_of_windows(image: str) -> None:
+    library = pytest.importorskip("hetero.backends.qnn.library", exc_type=ImportError)
+    found = library.image_folder(image, r"C:\Windows")
+    assert str(found) == r"C:\Windows\System32\DriverStore\npu_1"
+
+
+def test_loaded_libraries_are_named_by_their_file() -> None:
+    found = npu_driver.loaded_file(ctypes.CDLL("libc.so.6"))
+    assert found.startswith("/")
+    assert Path(found).name.startswith("libc")
+
+
+def test_another_machine_says_that_it_has_no_hexagon(monkeypatch: Any) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    ((name, found),) = hexagon.surroundings()
+    assert (name, found.ok) == ("Hexagon", True)
+    assert "none on this machine (x86_64), so no driver, FastRPC" in found.detail
 
 
 def test_missing_fastrpc_has_a_remedy(monkeypatch: Any) -> None:

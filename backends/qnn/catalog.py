@@ -19,6 +19,12 @@ from hetero.backends.qnn.store import Identity, weight_digest
 # not (8192×2048: 43 MiB, 60 as twice 128). `bench/qnn.py layouts`.
 PIECE_ROWS = 256
 LARGE_K = 4096
+# With integer activations there is less to spill (`bench/qnn.py integer_layouts`): 512 tokens of
+# 2048×2048 with a scale for each row cost 8 MiB, 12 as twice 256, but 1024 cost 20. Of k = 8192,
+# 512 tokens cost 69 MiB and 58 as twice 256; with 8 bits 29 and 37. With groups 512 tokens of
+# 8192×2048 cost 51 MiB, 28 as twice 256, and 256 tokens of 2048×8192 cost 38, 23 as twice 128.
+ROW_SCALED_PIECE_ROWS = 512
+LARGE_INTEGER_K = 8192
 # Attention graphs are made for these context lengths; a call runs the smallest that holds it.
 SMALLEST_CONTEXT = 128
 CONTEXT_STEP = 4
@@ -36,6 +42,15 @@ def piece_rows(op: Op) -> int:
     if isinstance(op, ops.MatMul) and op.k >= LARGE_K:
         return PIECE_ROWS // 2
     return PIECE_ROWS
+
+
+def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
+    """Most tokens of one graph with integer activations.
+
+    `groups` have scales of their own: QNN computes with those in fp16.
+    """
+    rows = PIECE_ROWS if groups else ROW_SCALED_PIECE_ROWS
+    return rows // 2 if activations == "int16" and op.k >= LARGE_INTEGER_K else rows
 
 
 def pieces(op: Op, m: int) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.qnn.library import BACKEND, load
-from hetero.backends.qnn.session import Target, new_session
+from hetero.backends.qnn.session import CONTEXT_ENABLE, Target, new_session
 from hetero.backends.snapdragon import Chip
 
 # A child that holds more than this after a job is replaced before the next one.
@@ -30,7 +30,7 @@ LARGEST_CHILD_BYTES = 1 << 30
 IDLE_S = 20.0
 SHARE_CONFIG = {"ep.share_ep_contexts": "1"}
 LAST_SHARE_CONFIG = {"ep.stop_share_ep_contexts": "1"}
-CONTEXT_CONFIG = {"ep.context_enable": "1", "ep.context_embed_mode": "0"}
+CONTEXT_CONFIG = {CONTEXT_ENABLE: "1", "ep.context_embed_mode": "0"}
 
 
 class Compiler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,10 @@ from hetero.backends.protocol import (
 )
 from hetero.backends.qnn import catalog, graphs, kernels
 from hetero.backends.qnn.group_kernel import GroupKernel
-from hetero.backends.qnn.integer import ACTIVATIONS, CODINGS, Activations, has_one_scale
+from hetero.backends.qnn.integer import ACTIVATIONS, Activations, has_row_scales
 from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
+from hetero.backends.qnn.shared_memory import SharedMemory, SharedMemoryError
 from hetero.backends.qnn.store import GraphStore
 from hetero.backends.snapdragon import BLOCK_QUANTIZED_SINCE, PROCESS_LIMIT_BYTES, Chip
 
@@ -79,6 +81,19 @@ class QnnDevice(Device):
         self._host = kernels.Host(self._health, self.capabilities, self.store)
         self._masks = kernels.Masks()
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        """Memory that the Hexagon works on in place, where there is some; else ordinary pages."""
+        shared = self.shared_memory
+        return super().allocate(nbytes) if isinstance(shared, str) else shared.allocate(nbytes)
+
+    @functools.cached_property
+    def shared_memory(self) -> SharedMemory | str:
+        """The memory shared with the Hexagon, or why there is none."""
+        try:
+            return SharedMemory(self.store.target)
+        except SharedMemoryError as error:
+            return str(error)
 
     def map(self, buffer: HostBuffer) -> int:
         """Nothing to do: graphs work on the pages in place. Returns the address."""
@@ -170,9 +185,9 @@ class QnnDevice(Device):
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
     ) -> kernels.QnnKernel:
         weight, kind = checks.packed(weights), self._activations
-        if kind == "int8" and not has_one_scale(weight):
+        if kind == "int8" and not has_row_scales(weight):
             raise ValueError(
-                f"{describe(op)}: 8-bit activations take a weight with one scale for all of it"
+                f"{describe(op)}: 8-bit activations take a weight with one scale for each row"
             )
         digest = catalog.constants_digest(op, weights) if self.store.directory else ""
         held: dict[int, ort.InferenceSession] = {}
@@ -183,7 +198,7 @@ class QnnDevice(Device):
                 held[m] = self.store.session(*made)
             return held[m]
 
-        return kernels.IntegerKernel(self._host, op, session, weights, CODINGS[kind])
+        return kernels.IntegerKernel(self._host, op, session, weights, kind)
 
     def _sessions(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.Sessions:
         """Sessions by token count: those with constant weights belong to the kernel."""

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from hetero.backends import checks, ops
 from hetero.backends.groups import Group
 from hetero.backends.memory import Tensor
-from hetero.backends.onnx_common.binding import Argument, Array, argument, io_binding, rows_argument
+from hetero.backends.onnx_common.binding import Argument, Array, argument, rows_argument
 from hetero.backends.protocol import (
     BoundCall,
     Operand,
@@ -34,6 +34,7 @@ from hetero.backends.qnn.kernels import (
     rope_tables,
 )
 from hetero.backends.qnn.library import BACKEND
+from hetero.backends.qnn.shared_memory import io_binding
 
 GroupSessions = Callable[[int, int], ort.InferenceSession]
 

@@ -1,11 +1,17 @@
 """Matmuls with integer activations: graphs of 16-bit or 8-bit codes, and the rounding around them.
 
-Scales of activations are constants of a graph. So each row is divided by its largest magnitude on
-the host and rounded to codes of [-1, 1]; the result has codes of [-reach, reach], where `reach` is
-twice the norm of the weight's largest row. A row whose result does not fit runs again at half the
-size, which ends, since |y| ≤ norm · √k. Weights keep their scales, one for each group of 32, or
-where those are alike, one for each row (QNN's per-channel form) or for the whole weight, the only
-form with 8-bit activations.
+Scales of activations are constants of a graph. So each row of x is divided by its largest magnitude
+on the host and rounded to codes of [-1, 1], and each row of the weight is divided by a power of two
+that brings its norm to [0.5, 1) (`row_units`); the result has codes of [-REACH, REACH] and is
+multiplied back. What does not fit is computed again at half the size, which ends, since
+|y| ≤ norm · √k. So an element depends on its own rows of x and of the weight alone: cutting tokens
+or features changes no bit. Weights keep their scales, one for each group of 32, or where those are
+alike, one for each row (QNN's per-channel form) or for the whole weight (per tensor); groups do
+not go with 8-bit activations.
+
+The compiler's schedule decides the node (`bench/qnn.py integer_layouts`): with 16-bit activations
+a MatMul and a 1×1 convolution are the same to it, with 8-bit ones the convolution moves less data,
+for 256 tokens of 2048×8192 a sixth.
 """
 
 from __future__ import annotations
@@ -19,15 +25,16 @@ import onnxruntime as ort
 
 from hetero.backends import ops
 from hetero.backends.onnx_common import packing
-from hetero.backends.onnx_common.binding import Array, argument, io_binding
+from hetero.backends.onnx_common.binding import Array, argument
 from hetero.backends.onnx_common.builder import GraphBuilder
 from hetero.backends.ops import StorageFormat
+from hetero.backends.qnn.shared_memory import io_binding
 from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
 
 Activations: TypeAlias = Literal["float16", "int16", "int8"]
 ACTIVATIONS: tuple[Activations, ...] = ("float16", "int16", "int8")
 OPSET = 21
-REACH = 2.0
+REACH = 2.0  # largest result with a code, over the size of x and the norm of the row
 F32 = np.float32
 
 
@@ -53,49 +60,105 @@ def codes_of(weight: PackedWeight) -> tuple[npt.NDArray[np.int8], npt.NDArray[np
     return (raw ^ np.uint8(128)).view(np.int8), staged["scales"].array
 
 
-def has_one_scale(weight: PackedWeight) -> bool:
-    """Whether all rows and groups of a weight have the same scale."""
-    return bool(np.ptp(codes_of(weight)[1]) == 0)
+def has_row_scales(weight: PackedWeight) -> bool:
+    """Whether all groups of a row have the same scale, in every row."""
+    return bool((np.ptp(codes_of(weight)[1], axis=1) == 0).all())
 
 
-def reach(weight: PackedWeight) -> float:
-    """Largest result that has a code, for a row of x in [-1, 1]."""
+def row_units(weight: PackedWeight) -> npt.NDArray[np.float32]:
+    """What rows are divided by, [n]: the power of two that brings the norm of each to [0.5, 1).
+
+    Negative where the one scale of a row is, since QNN takes positive scales only.
+    """
     norms = np.linalg.norm(weight.dequantize(), axis=1)
-    return float(REACH * norms.max()) or 1.0
+    scales = codes_of(weight)[1]
+    flipped = (scales[:, 0] < 0) & has_row_scales(weight)
+    units: npt.NDArray[np.float32] = np.ldexp(
+        np.where(flipped, F32(-1), F32(1)), np.frexp(norms)[1]
+    )
+    return units
 
 
-def matmul(op: ops.MatMul, m: int, weight: PackedWeight, activations: Activations) -> bytes:
-    """Input `x` [m, K] and output `y` [m, n] are codes; bias and cap are the host's."""
+def matmul(
+    op: ops.MatMul,
+    m: int,
+    weight: PackedWeight,
+    activations: Activations,
+    *,
+    convolution: bool | None = None,
+) -> bytes:
+    """Input `x` [m, K] and output `y` [m, n] are codes; y is divided by `row_units`.
+
+    Bias and cap are the host's. `convolution` overrules the choice of the node.
+    """
+    if convolution is None:
+        convolution = activations == "int8"
     coding, graph = CODINGS[activations], GraphBuilder()
     width = padded(op.k, GROUP_SIZE)
-    zero = graph.constant(np.array(coding.zero, coding.dtype))
-    x = graph.node(
-        "DequantizeLinear",
-        graph.input("x", coding.dtype, (m, width)),
-        graph.scalar(1 / coding.steps),
-        zero,
-    )
-    product = graph.node("MatMul", x, _weight(graph, weight))
+    x = graph.input("x", coding.dtype, (m, width))
     graph.output("y", coding.dtype, (m, op.n))
-    graph.node("QuantizeLinear", product, graph.scalar(reach(weight) / coding.steps), zero, out="y")
+    coder = _Coder(graph, coding)
+    product = _convolution if convolution else _product
+    product(coder, weight, x, m)
     return graph.model(OPSET)
 
 
-def _weight(graph: GraphBuilder, weight: PackedWeight) -> str:
-    """[K, n] behind a DequantizeLinear.
+class _Coder:
+    """Conversions between codes and values in a graph."""
+
+    def __init__(self, graph: GraphBuilder, coding: Coding) -> None:
+        self.graph = graph
+        self._zero = graph.constant(np.array(coding.zero, coding.dtype))
+        self.x_step, self.y_step = (graph.scalar(end / coding.steps) for end in (1.0, REACH))
+
+    def values(self, codes: str, step: str) -> str:
+        return self.graph.node("DequantizeLinear", codes, step, self._zero)
+
+    def codes(self, values: str, step: str, out: str = "") -> str:
+        return self.graph.node("QuantizeLinear", values, step, self._zero, out=out)
+
+    def moved(self, kind: str, values: str, *inputs: str, step: str, **attrs: Any) -> str:
+        """Values moved by a node that computes nothing: QNN wants codes on both of its sides."""
+        return self.values(self.codes(self.graph.node(kind, values, *inputs, **attrs), step), step)
+
+
+def _product(coder: _Coder, weight: PackedWeight, x: str, m: int) -> None:  # noqa: ARG001
+    values = coder.values(x, coder.x_step)
+    product = coder.graph.node("MatMul", values, _weight(coder.graph, weight))
+    coder.codes(product, coder.y_step, out="y")
+
+
+def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int) -> None:
+    """The same numbers as `_product`, by a 1×1 convolution over m pixels."""
+    graph, step = coder.graph, coder.x_step
+    width = padded(weight.k, GROUP_SIZE)
+    image = coder.moved("Reshape", coder.values(x, step), graph.ints(1, 1, m, width), step=step)
+    channels = coder.moved("Transpose", image, step=step, perm=[0, 3, 1, 2])  # [1, K, 1, m]
+    kernel = _weight(graph, weight, convolution=True)
+    step = coder.y_step
+    product = coder.moved("Conv", channels, kernel, step=step, kernel_shape=[1, 1])
+    rows = coder.moved("Transpose", product, step=step, perm=[0, 2, 3, 1])  # [1, 1, m, n]
+    coder.codes(graph.node("Reshape", rows, graph.ints(m, weight.n)), step, out="y")
+
+
+def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = False) -> str:
+    """[K, n], or [n, K, 1, 1] for a convolution, behind a DequantizeLinear; rows of norm below 1.
 
     The zero points are given: without them 4-bit weights per row come out wrong (2.7.0).
     """
     codes, scales = codes_of(weight)
+    scales = scales / row_units(weight)[:, None]
     store = graph.int4 if weight.storage is StorageFormat.Q4 else graph.constant
-    stored = store(np.ascontiguousarray(codes.T))
+    stored = store(codes[:, :, None, None] if convolution else np.ascontiguousarray(codes.T))
     options: dict[str, Any] = {}
     if np.ptp(scales) == 0:
         found = scales[:1, 0].reshape(())
     elif (np.ptp(scales, axis=1) == 0).all():
-        found, options = scales[:, 0], {"axis": 1}
+        found, options = scales[:, 0], {"axis": 0 if convolution else 1}
     else:
         found, options = scales.T, {"axis": 0, "block_size": GROUP_SIZE}
+        if convolution:
+            found, options["axis"] = scales[:, :, None, None], 1
     zeros = store(np.zeros(found.shape, np.int8))
     return graph.node("DequantizeLinear", stored, graph.constant(np.array(found)), zeros, **options)
 
@@ -111,31 +174,38 @@ class IntegerProduct:
         y: Array,
         *,
         coding: Coding,
-        reach: float,
+        units: npt.NDArray[np.float32],
         bias: Array | None,
     ) -> None:
         self._session, self._op, self._x, self._y = session, op, x, y
-        self._coding, self._reach, self._bias = coding, reach, bias
+        self._coding, self._bias = coding, bias
+        self._units = F32(REACH / coding.steps) * units  # [n], of a code of y
         self._in = np.full((len(x), padded(op.k, GROUP_SIZE)), coding.zero, coding.dtype)
         self._out = np.zeros(y.shape, coding.dtype)
         self._binding = io_binding(session, {"x": argument(self._in)}, {"y": argument(self._out)})
 
     def run(self) -> None:
         """Compute y."""
-        zero, steps = self._coding.zero, self._coding.steps
         sizes = np.abs(self._x).max(axis=1, keepdims=True)  # [m, 1]
         sizes[sizes == 0] = 1
+        clipped = self._run(sizes, np.True_)
         for _ in range(2 + self._op.k.bit_length() // 2):
-            codes = np.rint(self._x * (steps / sizes)) + zero
-            self._in[:, : self._op.k] = codes
-            self._session.run_with_iobinding(self._binding)
-            signed = self._out.astype(np.int32) - zero
-            full = (np.abs(signed) >= steps).any(axis=1, keepdims=True)
-            if not full.any():
+            rows = clipped.any(axis=1)
+            if not rows.any():
                 break
-            sizes[full] *= 2
-        np.multiply(signed, sizes * F32(self._reach / steps), out=self._y, casting="unsafe")
+            sizes[rows] *= 2
+            clipped = self._run(sizes, clipped)
         if self._bias is not None:
             self._y += self._bias
         if self._op.softcap:
             self._y[:] = self._op.softcap * np.tanh(self._y / self._op.softcap)
+
+    def _run(self, sizes: Array, wanted: Array | np.bool) -> Array:
+        """Compute the wanted elements of y from x / sizes; which of them were clipped."""
+        zero, steps = self._coding.zero, self._coding.steps
+        self._in[:, : self._op.k] = np.rint(self._x * (steps / sizes)) + zero
+        self._session.run_with_iobinding(self._binding)
+        signed = self._out.astype(np.int32) - zero
+        np.copyto(self._y, signed * self._units * sizes, where=wanted, casting="unsafe")
+        clipped: Array = wanted & (np.abs(signed) >= steps)
+        return clipped

@@ -18,7 +18,6 @@ from hetero.backends.onnx_common.binding import (
     Argument,
     Array,
     argument,
-    io_binding,
     rows_argument,
 )
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
@@ -33,9 +32,10 @@ from hetero.backends.protocol import (
     tensors_of,
 )
 from hetero.backends.qnn import integer, ranges
-from hetero.backends.qnn.catalog import contexts, piece_rows
+from hetero.backends.qnn.catalog import contexts, integer_piece_rows, piece_rows
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import device_error
+from hetero.backends.qnn.shared_memory import io_binding
 from hetero.backends.qnn.store import GraphStore
 
 NEVER = np.iinfo(np.int64).max  # position of a key that nothing sees
@@ -81,6 +81,7 @@ class QnnKernel(Kernel):
         self.op = op
         self.nbytes = nbytes
         self.host = host
+        self._step = piece_rows(op)
         self._calls: weakref.WeakSet[QnnCall] = weakref.WeakSet()
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
@@ -88,10 +89,9 @@ class QnnKernel(Kernel):
         check_tensors(self.op, tensors, m)
         plain = tensors_of(tensors)
         checks.check_token_count(self.host.capabilities, self.op, m)
-        step = piece_rows(self.op)
         runs = [
-            self.piece(_rows(plain, start, min(start + step, m)), start)
-            for start in range(0, m, step)
+            self.piece(_rows(plain, start, min(start + self._step, m)), start)
+            for start in range(0, m, self._step)
         ]
         call = QnnCall(self.call_name(m), m, self.host.health, runs)
         self._calls.add(call)
@@ -140,12 +140,15 @@ class IntegerKernel(QnnKernel):
         op: ops.MatMul,
         sessions: Sessions,
         weights: Mapping[str, WeightValue],
-        coding: integer.Coding,
+        activations: integer.Activations,
     ) -> None:
         weight = checks.packed(weights)
         super().__init__(host, op, nbytes=weight.nbytes)
-        self._matmul, self._sessions, self._coding = op, sessions, coding
-        self._reach = integer.reach(weight)
+        groups = not integer.has_row_scales(weight)
+        self._step = integer_piece_rows(op, activations, groups=groups)
+        self._matmul, self._sessions = op, sessions
+        self._coding = integer.CODINGS[activations]
+        self._units = integer.row_units(weight)
         self._bias = checks.vector(weights, "bias") if op.bias else None
 
     def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
@@ -156,7 +159,7 @@ class IntegerKernel(QnnKernel):
             x.array,
             y.array,
             coding=self._coding,
-            reach=self._reach,
+            units=self._units,
             bias=self._bias,
         )
         return product.run

@@ -6,6 +6,7 @@ emulation. On a Snapdragon it drives the Hexagon through FastRPC.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -14,9 +15,8 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 import onnxruntime as ort
@@ -28,6 +28,8 @@ from hetero.backends.errors import DeviceUnavailableError
 BACKEND = "qnn"
 PROVIDER = "QNNExecutionProvider"
 FASTRPC = {"linux": ("libcdsprpc.so", "libcdsprpc.so.1"), "win32": ("libcdsprpc.dll",)}
+# Windows' name of the NPU's driver, in whose folder its FastRPC library lies.
+DRIVER_SERVICE = r"SYSTEM\CurrentControlSet\Services\qcnspmcdm"
 REINSTALL = "install it again: pip install --force-reinstall onnxruntime-qnn"
 _lock = threading.Lock()
 
@@ -55,12 +57,36 @@ def is_snapdragon() -> bool:
 
 def fastrpc() -> ctypes.CDLL | None:
     """The library that calls into the Hexagon and shares memory with it; None where absent."""
-    for name in FASTRPC.get(sys.platform, ()):
+    names = FASTRPC.get(sys.platform, ())
+    folder = driver_folder()
+    for name in (*names, *(str(folder / name) for name in names if folder)):
         try:
             return ctypes.CDLL(name)
         except OSError:
             continue
     return None
+
+
+def driver_folder() -> PurePath | None:
+    """Where Windows keeps the NPU's driver; None elsewhere or without one."""
+    if sys.platform == "win32":
+        import winreg
+
+        with contextlib.suppress(OSError):
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, DRIVER_SERVICE) as key:
+                image = str(winreg.QueryValueEx(key, "ImagePath")[0])
+            return image_folder(image, os.environ.get("SYSTEMROOT", r"C:\Windows"))
+    return None
+
+
+def image_folder(image: str, system_root: str) -> PureWindowsPath:
+    """The folder of a driver's `ImagePath`, in which the system's folder has another name."""
+    plain = image.removeprefix("\\??\\")
+    prefix = "\\systemroot\\"
+    if plain.lower().startswith(prefix):
+        return PureWindowsPath(system_root, plain[len(prefix) :]).parent
+    path = PureWindowsPath(plain)
+    return (path if path.is_absolute() else PureWindowsPath(system_root, path)).parent
 
 
 def hexagon_present() -> bool:
@@ -132,7 +158,7 @@ def _npu(devices: tuple[Any, ...]) -> tuple[Any, ...]:
     return (found,)
 
 
-@contextmanager
+@contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
     """Keep what a native library prints off standard output, where results go."""
     sys.stdout.flush()

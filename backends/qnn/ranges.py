@@ -13,8 +13,9 @@ import numpy as np
 import onnxruntime as ort
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.onnx_common.binding import Array, argument, io_binding
+from hetero.backends.onnx_common.binding import Array, argument
 from hetero.backends.qnn.library import BACKEND
+from hetero.backends.qnn.shared_memory import io_binding
 
 LARGEST = 65504.0
 # Rows whose largest magnitude lies between these go through as they are.
@@ -63,8 +64,10 @@ class ScaledProduct:
     """A matmul's graph on fixed memory, x [m, k] to y [m, n].
 
     Ordinarily it works on the caller's memory in place. Rows out of the comfortable range, and
-    calls whose result was clamped, go through memory of its own, scaled; a bias is scaled with them
+    rows with a clamped result, go through memory of its own, scaled; a bias is scaled with them
     by the graph's input `unit` [m, 1], and a soft cap is taken of the result times `lift` [m, 1].
+    What an element becomes depends on its own rows of x and of the weight alone, so that cutting
+    tokens or features changes no bit.
     """
 
     def __init__(
@@ -96,14 +99,27 @@ class ScaledProduct:
         """Compute y."""
         largest = np.maximum(self._x.max(axis=1), -self._x.min(axis=1))  # [m]
         low, high = COMFORTABLE
-        if not ((largest > high) | ((largest < low) & (largest > 0))).any():
+        scaled = (largest > high) | ((largest < low) & (largest > 0))
+        if scaled.any():
+            self._run_scaled(largest, scaled)
+        else:
             self._session.run_with_iobinding(self._binding)
-            if not saturated(self._y):
-                return
-        self._run_scaled(largest)
+        if self._capped or (self._y.max() < LARGEST and self._y.min() > -LARGEST):
+            return
+        clamped = ~scaled[:, None] & (np.abs(self._y) >= LARGEST)
+        if clamped.any():
+            self._mend(largest, clamped)
 
-    def _run_scaled(self, largest: Array) -> None:
-        exponents = np.frexp(np.where(np.isfinite(largest), largest, 1.0))[1][:, None]
+    def _mend(self, largest: Array, clamped: Array) -> None:
+        """Compute again, scaled, what was clamped; everything else stays as it is."""
+        first = self._y.copy()
+        self._run_scaled(largest, np.any(clamped, axis=1))
+        np.copyto(self._y, first, where=~clamped)
+
+    def _run_scaled(self, largest: Array, rows: Array) -> None:
+        """Compute y with the given rows of x brought to [0.5, 1)."""
+        usable = rows & np.isfinite(largest)
+        exponents = np.frexp(np.where(usable, largest, 0.0))[1][:, None]  # 0 for the other rows
         if self._bias:  # a bias that grows with 1 / x could itself overflow
             exponents = np.maximum(exponents, 0)
         if self._staged is None:
@@ -117,6 +133,6 @@ class ScaledProduct:
         self._unit[:] = self._lift[:] = 1
         if self._capped:
             return
-        if saturated(self._y):
+        if (rows[:, None] & (np.abs(self._y) >= LARGEST)).any():
             raise overflow(self._name)
         np.ldexp(self._y, exponents, out=self._y)

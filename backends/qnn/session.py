@@ -19,6 +19,7 @@ from hetero.backends.qnn.library import BACKEND, PROVIDER, Library
 from hetero.backends.snapdragon import Chip
 
 SILENT = 4
+CONTEXT_ENABLE = "ep.context_enable"  # in the config of a session that compiles
 # Optimisation of finalised graphs; 1 re-reads large weights and fails for some shapes (measured).
 FINALIZATION_MODE = "3"
 
@@ -31,13 +32,27 @@ REMEDIES: tuple[tuple[str, str, str], ...] = (
         "process is full, or the skeleton library is not found (`hetero doctor`)",
     ),
     (
-        r"\b1009\b|SYSTEM_COMMUNICATION",
-        "QNN_COMMON_ERROR_SYSTEM_COMMUNICATION (1009)",
+        r"\b1007\b|SYSTEM_COMMUNICATION|SSR detected",
+        "QNN_COMMON_ERROR_SYSTEM_COMMUNICATION (1007)",
         "the NPU's process died or was restarted: open the model again; if it stays, reboot",
     ),
     (
-        r"\b5000\b|CONTEXT_ERROR_(UNSUPPORTED|BINARY)",
-        "QNN_CONTEXT_ERROR (5000)",
+        r"\b1008\b|INCOMPATIBLE_BINARIES",
+        "QNN_COMMON_ERROR_INCOMPATIBLE_BINARIES (1008)",
+        "the library that runs on the Hexagon (skeleton) is of another version or cannot be "
+        "loaded: `hetero doctor` compares them; clear ADSP_LIBRARY_PATH and LD_LIBRARY_PATH of "
+        "other SDKs",
+    ),
+    (
+        r"\b1009\b|LOADING_BINARIES",
+        "QNN_COMMON_ERROR_LOADING_BINARIES (1009)",
+        "a library that QNN needs cannot be loaded (the compiler libQnnHtpPrepare, or the stub or "
+        "skeleton of this Hexagon): reinstall onnxruntime-qnn, and load no other SDK in this "
+        "process",
+    ),
+    (
+        r"\b5000\b|CONTEXT_ERROR_(INVALID_ARGUMENT|UNSUPPORTED|BINARY)",
+        "QNN_CONTEXT_ERROR_INVALID_ARGUMENT (5000)",
         "the compiled graph is for another SDK or chip: compile it again with `hetero compile`",
     ),
     (
@@ -97,6 +112,9 @@ def new_session(
     `DeviceError` that names `what`, the native code and the remedy.
     """
     settings = _settings(target, config or {}, options or {})
+    if isinstance(model, Path) and CONTEXT_ENABLE not in (config or {}):
+        # Compiled already: looking for optimisations only holds memory (40 KiB a graph).
+        settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = str(model) if isinstance(model, Path) else model
     try:
         session = ort.InferenceSession(source, settings, enable_fallback=0)

@@ -38,7 +38,7 @@ from hetero.backends.weights import PackedWeight
 
 FORMAT = 1
 # Part of every key: raised whenever `graphs` changes what it builds.
-GRAPHS_VERSION = 1
+GRAPHS_VERSION = 2
 MODEL, BINARY, ENTRY = "graph.onnx", "graph_qnn.bin", "entry.json"
 COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 

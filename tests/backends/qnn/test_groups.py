@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,39 @@ def test_a_group_computes_what_its_steps_do(kernel: tuple[Any, list[Any]], m: in
     expected = (gate / (1 + np.exp(-gate)) * rest) @ down.T + weights[2]["bias"]
     found.bind({"h": h}, m).run()
     assert_close(h.array, expected, 1.5e-3)
+
+
+def test_no_bit_of_a_group_depends_on_the_call(kernel: tuple[Any, list[Any]]) -> None:
+    """Tokens of a long call, of short ones and of padded ones; graphs of this process and cached.
+
+    Features of a group are never cut. Query, key and value are one matmul (test_identity.py).
+    """
+    found, _ = kernel
+    x = np.random.default_rng(7).standard_normal((300, D)).astype(np.float32)
+
+    def result(group: Any, rows: Any, m: int) -> Any:
+        h = new_tensor((m, D))
+        h.array[: len(rows)] = rows
+        group.bind({"h": h}, m).run()
+        return h.array[: len(rows)].copy()
+
+    whole = result(found, x, 300)
+    for first, last, m in ((0, 5, 5), (254, 259, 5), (296, 298, 5), (299, 300, 1)):
+        np.testing.assert_array_equal(result(found, x[first:last], m), whole[first:last])
+
+
+def test_a_cached_group_gives_the_same_bits(kernel: tuple[Any, list[Any]], tmp_path: Path) -> None:
+    found, weights = kernel
+    results = []
+    for opened in (None, tmp_path, tmp_path):
+        with qnn.open(graph_sizes=(5,), cache=opened) as device:
+            group = found if opened is None else device.prepare_group(GROUP, weights)
+            h = new_tensor((5, D))
+            h.array[:] = np.random.default_rng(3).standard_normal((5, D))
+            group.bind({"h": h}, 5).run()
+            results.append(h.array)
+    np.testing.assert_array_equal(results[1], results[0])
+    np.testing.assert_array_equal(results[2], results[0])
 
 
 def test_wrong_tensors_and_token_counts_are_refused(kernel: tuple[Any, list[Any]]) -> None:

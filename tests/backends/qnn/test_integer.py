@@ -28,6 +28,7 @@ def weight_of(storage: StorageFormat, scales: str) -> Any:
         values[:, ::32] = -1  # the largest of each group, so that all groups have one scale
     if scales != "whole":
         values *= random.uniform(0.5, 2, (N, 1)).astype(np.float32)
+        values[::2] *= -1  # 4-bit weights have a negative scale where the largest is positive
     return pack(values, storage)
 
 
@@ -39,6 +40,7 @@ def weight_of(storage: StorageFormat, scales: str) -> Any:
         ("int16", StorageFormat.Q4, "whole"),
         ("int16", StorageFormat.Q8, "groups"),
         ("int16", StorageFormat.Q8, "rows"),
+        ("int8", StorageFormat.Q8, "rows"),
         ("int8", StorageFormat.Q8, "whole"),
     ],
 )
@@ -61,12 +63,12 @@ def test_integer_activations(activations: Any, storage: StorageFormat, scales: s
         assert relative_difference(found, expected[row], floor=1e-3) < LIMITS[activations], row
 
 
-def test_8_bit_activations_take_one_scale() -> None:
+def test_8_bit_activations_take_no_groups() -> None:
     op = ops.MatMul(n=N, k=K, weight_format=WeightFormat.W8A16)
-    weights = {"weight": weight_of(StorageFormat.Q8, "rows")}
+    weights = {"weight": weight_of(StorageFormat.Q8, "groups")}
     with (
         qnn.open(cache=None, activations="int8") as device,
-        pytest.raises(ValueError, match="a weight with one scale for all of it"),
+        pytest.raises(ValueError, match="a weight with one scale for each row"),
     ):
         device.prepare(op, weights)
 

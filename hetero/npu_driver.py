@@ -1,0 +1,123 @@
+"""The NPU's driver and libraries as the platform names them: versions, and what is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/")
+LINUX_REMEDY = (
+    "use a kernel with the fastrpc driver (CONFIG_QCOM_FASTRPC) and this machine's DSP firmware"
+)
+WINDOWS_REMEDY = "install the NPU's driver: Windows Update, or Qualcomm's software centre"
+# Windows' class of compute accelerators; one subkey for each driver.
+ACCELERATORS = r"SYSTEM\CurrentControlSet\Control\Class\{f01a9d53-3ff6-48d2-9f97-c8a7004be10c}"
+# Every library of Qualcomm's SDK has its version in it.
+QAIRT_VERSION = re.compile(rb"AISW_VERSION: (\d+\.\d+\.\d+)")
+
+
+class State(NamedTuple):
+    """One thing that the NPU needs: there or not, what was found, what to do."""
+
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+def state() -> State:
+    """The driver of the Hexagon on this system."""
+    return windows_state() if sys.platform == "win32" else linux_state()
+
+
+def linux_state() -> State:
+    """FastRPC of the kernel: its device nodes, and the state and firmware of the compute DSP."""
+    release = f"fastrpc of Linux {platform.release()}"
+    nodes = sorted((ROOT / "dev").glob("fastrpc-cdsp*"))
+    if not nodes:
+        return State(False, f"{release} gives no /dev/fastrpc-cdsp", LINUX_REMEDY)
+    if not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        return State(
+            False,
+            f"{release}: this user may not open /dev/{nodes[0].name}",
+            "add a udev rule, or the user to the group that owns it",
+        )
+    dsp = _compute_dsp()
+    if dsp is not None and dsp["state"] != "running":
+        return State(False, f"{release}: the compute DSP is {dsp['state']}", LINUX_REMEDY)
+    firmware = "" if dsp is None else f", firmware {dsp['firmware']}"
+    return State(True, f"{release}, /dev/{nodes[0].name}{firmware}")
+
+
+def _compute_dsp() -> dict[str, str] | None:
+    """Name, state and firmware of the processor that holds the Hexagon NPU."""
+    for folder in sorted((ROOT / "sys/class/remoteproc").glob("remoteproc*")):
+        found = {}
+        for key in ("name", "state", "firmware"):
+            try:
+                found[key] = (folder / key).read_text(encoding="utf-8").strip()
+            except OSError:
+                found[key] = "unknown"
+        if "cdsp" in found["name"]:
+            return found
+    return None
+
+
+def windows_state() -> State:
+    """Qualcomm's driver among the compute accelerators of the registry."""
+    for values in _accelerators():
+        if "qualcomm" in f"{values.get('ProviderName')} {values.get('DriverDesc')}".lower():
+            names = [str(values.get(key)) for key in ("DriverDesc", "DriverVersion", "DriverDate")]
+            return State(True, f"{names[0]} {names[1]} of {names[2]}")
+    return State(False, "no driver of Qualcomm among the compute accelerators", WINDOWS_REMEDY)
+
+
+def _accelerators() -> list[dict[str, object]]:
+    """The registry's values of each driver; none on other systems."""
+    found: list[dict[str, object]] = []
+    if sys.platform == "win32":
+        import winreg
+
+        # Subkeys that only the system may read come last.
+        with (
+            contextlib.suppress(OSError),
+            winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, ACCELERATORS) as drivers,
+        ):
+            for i in range(winreg.QueryInfoKey(drivers)[0]):
+                with winreg.OpenKey(drivers, winreg.EnumKey(drivers, i)) as driver:
+                    count = winreg.QueryInfoKey(driver)[1]
+                    values = (winreg.EnumValue(driver, j) for j in range(count))
+                    found.append({name: value for name, value, _ in values})
+    return found
+
+
+def loaded_file(library: ctypes.CDLL) -> str:
+    """The file of a loaded library, links followed: on Linux its name ends in the version."""
+    name = Path(library._name).name
+    try:
+        maps = (ROOT / "proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return library._name
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/" in line}
+    stem = name.partition(".so")[0]
+    found = sorted(path for path in paths if Path(path).name.startswith(f"{stem}.so"))
+    return os.path.realpath(found[0]) if found else library._name
+
+
+def qairt_version(path: Path) -> str:
+    """Version of the SDK that a library of Qualcomm is of; "" if it does not say."""
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            found = QAIRT_VERSION.search(content)
+            return found.group(1).decode() if found else ""
+    except (OSError, ValueError):
+        return ""
