@@ -387,7 +387,8 @@ class Engine:
     def _longest_piece(self) -> int:
         listed = self.book.token_counts
         if listed:
-            return max(listed)
+            rest = self.devices[self.book.rest("prefill")].capabilities
+            return min([max(listed), *([max(rest.graph_sizes)] if rest.static_shapes else [])])
         capabilities = [device.capabilities for device in self.devices.values()]
         graphs = [max(c.graph_sizes) for c in capabilities if c.static_shapes]
         return min([LONGEST_PIECE, *graphs])
