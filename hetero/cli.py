@@ -230,6 +230,15 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         print(f"hetero: {one_sentence(str(error))}", file=sys.stderr)
         code = 2
+    except MemoryError as error:
+        if _State.debug:
+            raise
+        why = str(error) or "the system has no more"
+        print(
+            f"hetero: out of memory: {one_sentence(why)}: close other programs, or ask for less",
+            file=sys.stderr,
+        )
+        code = 2
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
         code = 130

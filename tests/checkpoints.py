@@ -239,14 +239,15 @@ class Int8Codes:
 
     def rounded(self, module: torch.nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
         """The input of a matmul as `w4a8` takes it: int8 codes times one scale per 32 features."""
-        (x,) = arguments  # [sequences, tokens, k]
+        (x,) = arguments  # [sequences, tokens, k], in OPT's feed-forward [sequences · tokens, k]
         k = x.shape[-1]
         blocks = torch.nn.functional.pad(x, (0, -k % 32)).unflatten(-1, (-1, 32))
         scales = blocks.abs().amax(-1, keepdim=True) / 127
         wanted = torch.where(scales > 0, blocks / scales, 0.0)
         codes = wanted.round()
         near = 0.5 - (wanted - codes).abs().flatten(-2).amax(-1)
-        self.margins = torch.minimum(self.margins, near)
+        seen = self.margins.shape or near.shape
+        self.margins = torch.minimum(self.margins, near.reshape(seen))
         return (codes * scales).flatten(-2)[..., :k]
 
 
