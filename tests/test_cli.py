@@ -177,9 +177,15 @@ def test_quantize_then_generate_gives_the_same_text(command: Command, tmp_path: 
         for model in ("demo", str(out))
     ]
     assert texts[0] == texts[1]
+    eight = tmp_path / "eight"
+    assert command("quantize", "demo", "--out", str(eight), "--weights", "w8a16").returncode == 0
+    own = command("generate", str(eight), "One day", "--max-tokens", "12", "--device", "npu")
+    assert (own.returncode, own.stdout) == (0, texts[0]), own.stderr  # what it holds is the default
+    wrong = command("generate", str(eight), "One day", "--weights", "w4a16")
+    assert "use --weights w8a16" in wrong.stderr
     again = command("quantize", "demo", "--out", str(tmp_path))
     assert again.returncode == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["small"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["eight", "small"]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +200,7 @@ def test_quantize_then_generate_gives_the_same_text(command: Command, tmp_path: 
         (("generate", "demo", "word " * 3000), "do not fit the context"),
         (("generate", "demo", "hi", "--plan", "/nope.json"), "cannot read the plan"),
         (("generate", "demo", "hi", "--weights", "w5"), "Invalid value"),
+        (("generate", "demo", "hi", "--logprobs", "2"), "add --json"),
         (("quantize", "demo", "--out", "/proc/nope"), "/proc/nope"),
     ],
 )
