@@ -6,27 +6,42 @@ The pool belongs to the backend with the stricter needs (the NPU's); on a PC tha
 from __future__ import annotations
 
 import mmap
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends import hugepages
+
+LINUX = sys.platform.startswith("linux")
 PAGE_BYTES = mmap.PAGESIZE
 FLOAT32 = np.dtype(np.float32)
+
+
+def private_pages(nbytes: int) -> mmap.mmap:
+    """Anonymous memory; private on Linux, where only private pages can be huge or be given back in
+    place.
+    """
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if LINUX else {}
+    return mmap.mmap(-1, nbytes, **private)
 
 
 class HostBuffer:
     """Page-aligned, zero-filled host memory. Pages are taken from the system when first touched.
 
+    `huge`: in pages of 2 MiB where the system has them, for what is streamed as a whole.
     The memory lives as long as any array, tensor or device mapping that refers to this object.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         if nbytes < 1:
             raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        self._memory = mmap.mmap(-1, self.nbytes)
+        self._memory = private_pages(self.nbytes) if huge else mmap.mmap(-1, self.nbytes)
+        if huge:
+            hugepages.advise(self._memory, self.nbytes)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self.address: int = self.bytes.ctypes.data
 

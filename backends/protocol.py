@@ -227,6 +227,9 @@ class Device(ABC):
             "leave it out of the plan's `fused`"
         )
 
+    def settle(self) -> None:  # noqa: B027
+        """Many kernels were prepared and will run often: tidy what they hold, in about a second."""
+
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
 

@@ -39,7 +39,8 @@ class Variant:
     def measure(self, tokens: int) -> None:
         """One round."""
         self.engine.truncate(CONTEXT)
-        self.engine._steps["decode", 1, 1] = self.step
+        for gates in (False, True):  # whatever the engine asks for
+            self.engine._steps["decode", 1, 1, gates] = self.step
         for i in range(tokens):
             start_s = time.perf_counter()
             self.engine.decode(5 + i)
@@ -83,7 +84,7 @@ def variants(name: str, loaded: LoadedModel, plan: ExecutionPlan) -> list[Varian
     for gates in (False, True) if len(kinds) == 2 else (False,):
         bell = engine.devices["gpu"].doorbell() if gates else None
         engine.synchroniser.bells = {} if bell is None else {"gpu": bell}
-        step = engine._lowering.lower("decode", 1, 1)
+        step = engine._lowering.lower("decode", 1, 1, gates=gates)
         found.append(Variant(f"{name}{' gates' if gates else ''}", engine, step))
     return found
 

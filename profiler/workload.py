@@ -76,7 +76,7 @@ class WeightPool:
 
     def _block(self, name: str, nbytes: int) -> HostBuffer:
         if name not in self._blocks or self._blocks[name].nbytes < nbytes:
-            block = HostBuffer(nbytes)
+            block = HostBuffer(nbytes, huge=True)  # as a model's weights
             self._fill(name, block)
             self._blocks[name], self._cursor[name] = block, 0
         return self._blocks[name]
@@ -236,7 +236,9 @@ class Workload:
         storage = task.weight_format.storage
         weights = [self.pool.weight(storage, task.n, task.k) for _ in range(copies)]
         device = self.devices[task.device]
-        return _Prepared([device.prepare(task.op, {"weight": w}) for w in weights], weights)
+        kernels = [device.prepare(task.op, {"weight": w}) for w in weights]
+        device.settle()
+        return _Prepared(kernels, weights)
 
     def _drop_old(self) -> None:
         while len(self._kernels) > 1 and self._held() > KEPT_BYTES:

@@ -9,17 +9,17 @@ has made its own pack of them.
 from __future__ import annotations
 
 import mmap
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends import hugepages
+from hetero.backends.memory import LINUX, private_pages
 from hetero.backends.ops import StorageFormat
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
 
-LINUX = sys.platform.startswith("linux")
 SLAB_BYTES = 1 << 22
 
 
@@ -30,7 +30,9 @@ class Staging:
         rows = padded(n, ROW_BLOCK)
         shape = (rows, *row_shape)
         count = int(np.prod(shape, dtype=np.int64))
-        self._memory = _private_pages(count * np.dtype(dtype).itemsize)
+        nbytes = count * np.dtype(dtype).itemsize
+        self._memory = private_pages(nbytes)
+        hugepages.advise(self._memory, nbytes)
         self.padded: npt.NDArray[Any] = np.frombuffer(self._memory, dtype, count).reshape(shape)
         self.array = self.padded[:n]
         self.nbytes = self.padded.nbytes
@@ -40,12 +42,6 @@ class Staging:
         if LINUX:
             self._memory.madvise(mmap.MADV_DONTNEED)
             self.nbytes = 0
-
-
-def _private_pages(nbytes: int) -> mmap.mmap:
-    """Anonymous memory; private on Linux, where only private pages can be given back in place."""
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if LINUX else {}
-    return mmap.mmap(-1, nbytes, **private)
 
 
 def stage(weight: PackedWeight) -> dict[str, Staging]:

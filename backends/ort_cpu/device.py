@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from hetero.backends import checks, ops
+from hetero.backends import checks, hugepages, ops
 from hetero.backends.memory import HostBuffer
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
@@ -31,6 +31,7 @@ from hetero.backends.weights import PackedWeight, pack
 
 DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 ROW_ALIGNMENT = 32
+SETTLE_S = 1.0
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_PIECE = 64  # tokens; longer pieces are no faster and their planes take more memory
 
@@ -85,6 +86,10 @@ class OrtCpuDevice(Device):
             raise device_error(error, f"preparing {describe(op)}") from error
         self._kernels.add(kernel)
         return kernel
+
+    def settle(self) -> None:
+        """See `Device.settle`. ONNX Runtime's packs of the weights go into huge pages."""
+        hugepages.collapse(SETTLE_S)
 
     def state(self) -> str:
         """See `Device.state`."""

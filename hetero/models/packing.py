@@ -197,4 +197,4 @@ def _tell(
 
 def _pages(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return HostBuffer(nbytes).array(dtype, shape)
+    return HostBuffer(nbytes, huge=True).array(dtype, shape)

@@ -108,7 +108,7 @@ class Engine:
         self._adapts = adapt
         self.gpu_share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
         self._timed = False
-        self._steps: OrderedDict[tuple[Phase, int, int], Step] = OrderedDict()
+        self._steps: OrderedDict[tuple[Phase, int, int, bool], Step] = OrderedDict()
         self._last: Step | None = None
         self._closed = False
         self._build(plan, solver, progress)
@@ -141,6 +141,8 @@ class Engine:
         self.kernels = prepare_kernels(
             self.nodes, weights, self.book, self.devices, progress, self._groups
         )
+        for device in self.devices.values():
+            device.settle()
         self.pool = ActivationPool(slots, self.devices.get("npu") or self.devices["gpu"])
         self.pool.map_to(self.devices.values())
         self._set_timing(False)
@@ -221,12 +223,16 @@ class Engine:
         if self.gpu_share is not None:
             self.gpu_share.reset()
 
-    def step(self, phase: Phase, m: int, logit_rows: int = 1) -> Step:
-        """The lowered step of m tokens whose last `logit_rows` rows get logits."""
-        key = (phase, m, logit_rows)
+    def step(self, phase: Phase, m: int, logit_rows: int = 1, *, gates: bool = True) -> Step:
+        """The lowered step of m tokens whose last `logit_rows` rows get logits.
+
+        Steps that decode have gates where they gain; `gates` false: the same step without.
+        """
+        gates = gates and phase == "decode" and bool(self.synchroniser.bells)
+        key = (phase, m, logit_rows, gates)
         if key not in self._steps:
             with memory_for(f"the {phase} step of {m} tokens"):
-                self._steps[key] = self._lowering.lower(phase, m, logit_rows)
+                self._steps[key] = self._lowering.lower(phase, m, logit_rows, gates=gates)
             if len(self._steps) > STEPS_KEPT:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
@@ -295,7 +301,8 @@ class Engine:
         self._lower()
 
     def _attempt(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
-        step = self.step(phase, len(tokens), logit_rows)
+        gates = self.synchroniser.gates_now()
+        step = self.step(phase, len(tokens), logit_rows, gates=gates)
         slot = self.pool["tokens"].array
         slot[: len(tokens)] = tokens
         slot[len(tokens) :] = 0

@@ -140,9 +140,9 @@ class Lowering:
             return None
         return Handover(gpu, self._mirrors) if gpu.capabilities.unified_memory else None
 
-    def lower(self, phase: Phase, m: int, logit_rows: int) -> Step:
-        """The step of m tokens whose last `logit_rows` rows get logits."""
-        return _Lowered(self, phase, m, logit_rows).step()
+    def lower(self, phase: Phase, m: int, logit_rows: int, *, gates: bool) -> Step:
+        """The step of m tokens whose last `logit_rows` rows get logits, `gates` where they gain."""
+        return _Lowered(self, phase, m, logit_rows).step(gates)
 
 
 class _Lowered:
@@ -165,7 +165,7 @@ class _Lowered:
         self.sites: list[Site] = []
         self.copied_bytes = 0
 
-    def step(self) -> Step:
+    def step(self, gates: bool) -> Step:
         inside: set[str] = set()  # nodes of groups that are placed
         for node in self.lowering.nodes:
             if node.name in inside or (node.name == "lm_head" and not self.logit_rows):
@@ -185,7 +185,7 @@ class _Lowered:
         for kind in sorted(self.submitted):
             self._wait(kind, self.submitted[kind], "end")
         synchroniser = self.lowering.synchroniser
-        bells = synchroniser.bells if self.phase == "decode" else {}
+        bells = synchroniser.bells if gates else {}
         program, bell = queue_ahead(self.program, self.launches, bells)
         program = raise_flags(program, self.launches, synchroniser.flags, bell)
         return Step(

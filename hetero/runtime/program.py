@@ -11,7 +11,8 @@ submitted while the one before it runs, behind a gate, and starting it is a stor
 
 A gate's completion is that of everything before it, so it is the flag of the group before. The next
 group, never more than one, is submitted when the control thread has done its part of a matmul: it
-would wait for the GPU's now, if that is the longer one.
+would wait for the GPU's now, if that is the longer one. Where it has to wait for attention first,
+the one operation besides matmuls that takes long, it is submitted meanwhile.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell
 Span: TypeAlias = tuple[int, int]
 
 SUBMIT, RUN, WAIT, RING, AHEAD = range(5)
+LONG: Final = "attention"  # the last part of such a node's name
 KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
@@ -136,8 +138,7 @@ class _Ahead:
                 end = self.gates.get(i + 1, self.groups[i][-1].launch)
                 found.append(Action(RING, end, self.kind, self.bell.ring))
             following = self._block(i + 1, AHEAD) if i + 1 < len(self.groups) else []
-            runs = [at for at, action in enumerate(others) if action.code == RUN]
-            at = runs[0] + 1 if runs else 0
+            at = self._idle(others)
             found += [*others[:at], *following, *others[at:]]
         return [
             action._replace(launch=ended.get(action.launch, action.launch))
@@ -145,6 +146,15 @@ class _Ahead:
             else action
             for action in found
         ]
+
+    def _idle(self, others: list[Action]) -> int:
+        """Where among these actions the control thread has time to submit."""
+        for at, action in enumerate(others):
+            if action.code == RUN:
+                return at + 1
+            if self.launches[action.launch].node.endswith(LONG):
+                return at
+        return 0
 
     def _block(self, group: int, code: int) -> list[Action]:
         """A group's submissions, and the gate behind it."""

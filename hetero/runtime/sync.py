@@ -38,7 +38,9 @@ SHORTEST_NAP_S: Final = 30e-6
 LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
 LATE_NAP_S: Final = 50e-6
 PREEMPTED_S: Final = 500e-6  # between two looks: something else had the core
+STOPPED_S: Final = 1.0  # between two looks: the whole process was stopped (Ctrl-Z)
 CROWDED_WAITS: Final = 32  # that are slept through after that, because sleepers get the core back
+GATELESS_STEPS: Final = 64  # a gate polls too, on the device's core
 CALIBRATION_S: Final = 150e-6
 CALIBRATION_SLEEPS: Final = 12
 TRIALS: Final = 25
@@ -117,26 +119,34 @@ class Site:
     def _poll(self, completion: Completion, start_s: float) -> None:
         done, now = completion.done, time.perf_counter
         late_s = start_s + self.expected_s + LATE_S
+        give_up_s = start_s + self.owner.deadline_s
         looked_s = now()
         while not done():
             at_s = now()
             if at_s - looked_s > PREEMPTED_S:
-                self.owner.crowded = CROWDED_WAITS
+                self.owner.preempted()
+                give_up_s += _stopped(at_s - looked_s)
             looked_s = at_s
             if at_s > late_s:
-                if at_s - start_s > self.owner.deadline_s:
+                if at_s > give_up_s:
                     raise self.owner.timeout(self.name, self.kind)
                 time.sleep(LATE_NAP_S)
                 looked_s = now()
+                give_up_s += _stopped(looked_s - at_s)
 
     def _crowded(self, completion: Completion, start_s: float) -> float:
         """Wait on a core that others use as well: who polls there loses it for milliseconds."""
         self.owner.crowded -= 1
+        now, looked_s = time.perf_counter, start_s
+        give_up_s = start_s + self.owner.deadline_s
         while not completion.done():
             time.sleep(SHORTEST_NAP_S)
-            if time.perf_counter() - start_s > self.owner.deadline_s:
+            at_s = now()
+            give_up_s += _stopped(at_s - looked_s)
+            looked_s = at_s
+            if at_s > give_up_s:
                 raise self.owner.timeout(self.name, self.kind)
-        waited_s = time.perf_counter() - start_s
+        waited_s = now() - start_s
         self._learn(waited_s)
         self._count(waited_s, 0.0)
         return waited_s
@@ -193,6 +203,7 @@ class Synchroniser:
         self.sleep = sleep or SleepTimes.measure()
         self.totals = WaitTotals()
         self.crowded = 0  # waits that are still to be slept through
+        self._gateless = 0  # steps that are still to run without gates
         fast = method == "fast"
         self.flags: dict[DeviceKind, BoundCall] = find_flags(devices) if fast else {}
         self.bells: dict[DeviceKind, Doorbell] = find_bells(devices) if fast and gates else {}
@@ -202,6 +213,16 @@ class Synchroniser:
     def eager(self) -> bool:
         """See the class."""
         return self.method not in ("finish", "copy")
+
+    def preempted(self) -> None:
+        """Something else had the control core: sleep more and poll less for a while."""
+        self.crowded = CROWDED_WAITS
+        self._gateless = GATELESS_STEPS
+
+    def gates_now(self) -> bool:
+        """Whether the step that begins now is to have gates; counts the steps."""
+        self._gateless = max(0, self._gateless - 1)
+        return self._gateless == 0
 
     def site(self, key: SiteKey, kind: DeviceKind, name: str) -> Site:
         """The site of a phase, token count, waiting node and awaited node."""
@@ -278,6 +299,11 @@ def _flag_is_faster(device: Device, flag: BoundCall) -> bool:
         by_event.append(middle_s - start_s)
         by_flag.append(time.perf_counter() - middle_s)
     return statistics.median(by_flag) < statistics.median(by_event)
+
+
+def _stopped(gap_s: float) -> float:
+    """The part of a gap between two looks that counts for no deadline: devices may stop as well."""
+    return gap_s if gap_s > STOPPED_S else 0.0
 
 
 def _spin(completion: Completion) -> None:

@@ -80,13 +80,13 @@ def late(engine: Engine, rng: random.Random) -> Iterator[None]:
         return call
 
     engine._lower()
-    for key in (("prefill", PROMPT, 1), ("decode", 1, 1)):
-        step: Any = engine.step(*key)
+    decoding = [engine.step("decode", 1, gates=gates) for gates in (False, True)]
+    for step in (engine.step("prefill", PROMPT), *{id(x): x for x in decoding}.values()):
         program = []
         for action in step.program:
             wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
             program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
-        object.__setattr__(step, "program", tuple(program))
+        object.__setattr__(step, "program", tuple(program))  # it is frozen
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from hetero.runtime import sync
 from hetero.runtime.engine import Engine
 from hetero.runtime.lowering import Step
 from hetero.runtime.program import RING, SUBMIT
+from hetero.runtime.sync import GATELESS_STEPS, Synchroniser
 from hetero.solver.handmade import single_device
 from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
@@ -241,7 +242,22 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
     if engine.step("decode", 1).bell is None:
         engine.close()
         pytest.skip("no doorbell works on this device")
+    monkeypatch.setattr(engine.synchroniser, "preempted", lambda: None)  # keeps its gates
     return engine
+
+
+def test_a_core_that_others_use_gets_steps_without_gates(
+    folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gated_engine(folder, monkeypatch, "gpu") as engine:
+        assert answer(engine, 2) == wanted[:2]
+        assert engine.last_step.bell is not None
+        Synchroniser.preempted(engine.synchroniser)
+        assert answer(engine) == wanted
+        assert engine.last_step.bell is None
+        for _ in range(GATELESS_STEPS):
+            engine.synchroniser.gates_now()
+        assert engine.synchroniser.gates_now()
 
 
 @pytest.mark.parametrize("rest", ["gpu", "npu"])
@@ -267,7 +283,7 @@ def test_gates_change_no_token_whatever_is_late(
         step = engine.step("decode", 1)
         assert RING in {action.code for action in step.program}
         program = tuple(a._replace(target=late(a.target)) for a in step.program)
-        engine._steps["decode", 1, 1] = dataclasses.replace(step, program=program)
+        engine._steps["decode", 1, 1, True] = dataclasses.replace(step, program=program)
         for _ in range(4):
             assert answer(engine) == wanted
 

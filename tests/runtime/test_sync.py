@@ -138,3 +138,19 @@ def test_a_wait_past_its_deadline_is_an_error(clock: FakeTime, crowded: int) -> 
     with pytest.raises(WaitTimeoutError, match=r"a kernel \(gpu: reference open\)"):
         wait(site, clock, float("inf"))
     assert clock.now_s - start_s < 0.06
+
+
+@pytest.mark.parametrize("crowded", [0, 5])
+def test_a_process_that_was_stopped_has_its_deadline_left(clock: FakeTime, crowded: int) -> None:
+    site = site_of(clock, deadline_s=0.05)
+    site.owner.crowded = crowded
+    end_s = clock.now_s + 70.0
+
+    class Stopped(At):
+        def done(self) -> bool:
+            if self.clock.now_s < end_s - 1:
+                self.clock.gap_s = 69.99
+            return super().done()
+
+    assert site.wait(Stopped(clock, 70.0)) >= 0.0
+    assert clock.now_s >= end_s
