@@ -38,7 +38,7 @@ from hetero.cli_profile import register as register_profile_commands
 from hetero.device_set import DeviceMode
 from hetero.doctor import Finding, diagnose, list_devices
 from hetero.errors import FallbackWarning, UserError, one_sentence
-from hetero.models import open_model
+from hetero.models import default_weights, open_model
 from hetero.models.quantized import check_destination
 from hetero.models.quantized import save as save_quantized
 from hetero.profiler.errors import ProfileError, ProfileWarning
@@ -75,7 +75,9 @@ class OutputFormat(StrEnum):
 def quantize(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", help="Directory to write.")],
-    weights: WeightsOption = WeightChoice.W4A16,
+    weights: Annotated[
+        WeightChoice, typer.Option("--weights", help="What to store.")
+    ] = WeightChoice.W4A16,
     calibrate: Annotated[
         Path | None,
         typer.Option("--calibrate", help="A text like those of the model's use: GPTQ, 4 bits."),
@@ -113,7 +115,7 @@ def bench(
     ] = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
-    weights: WeightsOption = WeightChoice.W4A16,
+    weights: WeightsOption = None,
     strategy: Annotated[
         list[str] | None, typer.Option("--strategy", help="Force one; repeat to compare.")
     ] = None,
@@ -132,7 +134,7 @@ def bench(
         devices=tuple(dict.fromkeys(modes)),
         gpu=gpu,
         npu=npu,
-        weights=weights.value,
+        weights=default_weights(model) if weights is None else weights.value,
         strategies=tuple(parse_strategy(name) for name in dict.fromkeys(strategy or ())),
         syncs=tuple(dict.fromkeys(s.value for s in sync or [SyncChoice.FAST])),
         profile=profile,
@@ -229,6 +231,15 @@ def main(arguments: list[str] | None = None) -> None:
         if _State.debug:
             raise
         print(f"hetero: {one_sentence(str(error))}", file=sys.stderr)
+        code = 2
+    except MemoryError as error:
+        if _State.debug:
+            raise
+        why = str(error) or "the system has no more"
+        print(
+            f"hetero: out of memory: {one_sentence(why)}: close other programs, or ask for less",
+            file=sys.stderr,
+        )
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)

@@ -22,6 +22,7 @@ from hetero.cli_options import (
 )
 from hetero.evaluation import DEFAULT_WINDOW, Evaluation, evaluate, read_tokens
 from hetero.llm import LLM
+from hetero.models import default_weights
 
 REFERENCE = WeightChoice.F32
 
@@ -54,7 +55,7 @@ def eval_command(
     try:
         if not no_reference:
             base = open_llm(reference or model, device, gpu, npu, REFERENCE, None, None)
-        for choice in weights or [WeightChoice.W4A16]:
+        for choice in weights or [WeightChoice(default_weights(model))]:
             with open_llm(model, device, gpu, npu, choice, None, None) as llm:
                 tokens = read_tokens(llm, text, max_tokens)
                 size = window or min(DEFAULT_WINDOW, llm.max_seq_len)

@@ -44,7 +44,6 @@ from hetero.cli_options import (
     TopKOption,
     TopPOption,
     TraceOption,
-    WeightChoice,
     WeightsOption,
     open_llm,
     parse_biases,
@@ -80,7 +79,7 @@ def generate_command(
     device: DeviceOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
-    weights: WeightsOption = WeightChoice.W4A16,
+    weights: WeightsOption = None,
     plan: PlanOption = None,
     max_seq_len: ContextOption = None,
     speculative: SpeculativeOption = 0,
@@ -112,6 +111,8 @@ def generate_command(
         "seed": seed,
         "speculative": speculative,
     }
+    if logprobs is not None and not as_json:
+        raise UserError("--logprobs are shown in the JSON only: add --json")
     _check_early(prompt, options)
     with (
         open_llm(
@@ -167,7 +168,7 @@ def chat_command(
     device: DeviceOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
-    weights: WeightsOption = WeightChoice.W4A16,
+    weights: WeightsOption = None,
     profile: ProfileOption = None,
     max_seq_len: ContextOption = None,
 ) -> None:

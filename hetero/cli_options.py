@@ -51,14 +51,17 @@ class SyncChoice(StrEnum):
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A directory, `demo` or `random:NAME`."),
+    typer.Argument(metavar="MODEL", help="A directory, a .gguf file, `demo` or `random:NAME`."),
 ]
 DeviceOption = Annotated[
     DeviceChoice | None, typer.Option("--device", help="What computes.  [default: hetero]")
 ]
 GpuOption = Annotated[str, typer.Option("--gpu", help="GPU backend.")]
 NpuOption = Annotated[str, typer.Option("--npu", help="NPU backend.")]
-WeightsOption = Annotated[WeightChoice, typer.Option("--weights", help="Weights and activations.")]
+WeightsOption = Annotated[
+    WeightChoice | None,
+    typer.Option("--weights", help="Weights and activations.  [default: MODEL's own, or w4a16]"),
+]
 ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="A profile: a file or a shipped name.")
 ]
@@ -115,7 +118,7 @@ def open_llm(
     device: DeviceChoice | None,
     gpu: str,
     npu: str,
-    weights: WeightChoice,
+    weights: WeightChoice | None,
     plan: Path | None,
     max_seq_len: int | None,
     **options: Any,
@@ -127,7 +130,7 @@ def open_llm(
             device=None if device is None else device.value,
             gpu=gpu,
             npu=npu,
-            weights=weights.value,
+            weights=None if weights is None else weights.value,
             plan=str(plan) if plan is not None else None,
             max_seq_len=max_seq_len,
             progress=advance,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LONGEST_SENTENCE = 1000
 
@@ -15,6 +18,21 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(one_sentence(message))
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Memory that the system refuses inside the block becomes one sentence that names `what`."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        why = str(error) or "out of memory"
+        raise UserError(
+            f"not enough memory for {what} ({why}): close other programs, or "
+            "open the model with smaller weights (w4a16) or a smaller max_seq_len"
+        ) from None
 
 
 def one_sentence(message: str) -> str:

@@ -48,12 +48,13 @@ class LLM:
     and `npu` name backends. `plan` is an `ExecutionPlan` or a path to one; the devices are then
     those of the plan, and naming others is an error. `profile` is a `DeviceProfile`, a file or a
     shipped name that the plan is made from (default: this machine's); `strategy` forces one, and
-    `choice` says what was chosen and why. `weights` is one of w4a16, w4a8, w8a16,
-    f16, f32. `max_seq_len` bounds prompt and answer together (default: the model's, at most 4096).
-    `max_gpu_share` (0 to 1) leaves the rest of the GPU's time to others, in the plan and in every
-    step; `memory_budget` (`4GiB`, or bytes) bounds weights, activations and caches. Where a solver
-    made the plan its cuts follow the devices' measured speeds, unless `adapt` is off: answers may
-    then differ in the last bits of their logits.
+    `choice` says what was chosen and why. `weights` is one of w4a16, w4a8, w8a16, f16, f32
+    (default: what a quantised directory holds, else w4a16). `max_seq_len` bounds prompt and answer
+    together (default: the model's, at most 4096). `max_gpu_share` (0 to 1) leaves the rest of the
+    GPU's time to others, in the plan and in every step; `memory_budget` (`4GiB`, or bytes) bounds
+    weights, activations and caches. Where a solver made the plan its cuts follow the devices'
+    measured speeds, unless `adapt` is off: answers may then differ in the last bits of their
+    logits.
 
     Calls from several threads are served one after another. A stream holds the model until it is
     exhausted or closed; another call of the thread that reads it is refused. Raises `UserError`
@@ -69,7 +70,7 @@ class LLM:
         npu: str = "auto",
         profile: ProfileLike = None,
         plan: ExecutionPlan | str | os.PathLike[str] | None = None,
-        weights: str = "w4a16",
+        weights: str | None = None,
         max_seq_len: int | None = None,
         sync: SyncMethod = "fast",
         strategy: NamedStrategy | None = None,

@@ -1,4 +1,4 @@
-"""The command line as a user meets it, in processes of its own."""
+"""The command line as a user meets it: in a process of its own where that is the point."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from hetero import cli
 from hetero.models import model_spec
 from hetero.solver.handmade import single_device
 
@@ -45,6 +49,33 @@ ROW_KEYS = {
 }
 
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def built() -> Any:
+    """The command line, built once."""
+    return typer.main.get_command(cli.app)
+
+
+@pytest.fixture
+def command(built: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Command:
+    """`hetero ARGUMENTS` in this process."""
+    monkeypatch.setattr("warnings.showwarning", lambda *_: None)
+    monkeypatch.setattr(cli, "app", built)
+
+    def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.stdin", StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        code = ended.value.code
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(["hetero", *arguments], code, *capsys.readouterr())
+
+    return run
+
+
 def hetero(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hetero.cli", *arguments],
@@ -67,9 +98,11 @@ def test_generate_tells_a_story_from_two_processors() -> None:
     assert all(share["ops"] > 0 and share["busy_s"] > 0 for share in answer["placement"].values())
 
 
-def test_text_goes_to_stdout_and_stats_to_stderr() -> None:
-    plain = hetero("generate", "demo", "One day", "--max-tokens", "8", "--stats", "--device", "npu")
-    as_json = hetero(
+def test_text_goes_to_stdout_and_stats_to_stderr(command: Command) -> None:
+    plain = command(
+        "generate", "demo", "One day", "--max-tokens", "8", "--stats", "--device", "npu"
+    )
+    as_json = command(
         "generate", "demo", "One day", "--max-tokens", "8", "--json", "--device", "npu"
     )
     assert plain.stdout.rstrip("\n") == json.loads(as_json.stdout)["text"].rstrip("\n")
@@ -89,9 +122,12 @@ def test_without_opencl_the_npu_does_everything_and_says_so(tmp_path: Path) -> N
     assert (answer["device"], answer["gpu"]) == ("npu", None)
 
 
-@pytest.mark.parametrize("place", ["/proc/nope", "/dev/null/cache"])
-def test_a_cache_that_cannot_be_written_changes_nothing(place: str, tmp_path: Path) -> None:
-    env = {"HOME": place, "XDG_CACHE_HOME": place, "TMPDIR": str(tmp_path)}
+def without_cache(place: str, tmp_path: Path) -> dict[str, str]:
+    return {"HOME": place, "XDG_CACHE_HOME": place, "TMPDIR": str(tmp_path)}
+
+
+def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
+    env = without_cache("/proc/nope", tmp_path)
     result = hetero("generate", "demo", "One day", "--max-tokens", "4", "--json", env=env)
     assert result.returncode == 0, result.stderr
     assert set(json.loads(result.stdout.splitlines()[-1])["placement"]) == {"gpu", "npu"}
@@ -99,9 +135,15 @@ def test_a_cache_that_cannot_be_written_changes_nothing(place: str, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_bench_shows_three_devices_side_by_side() -> None:
+def test_devices_compute_below_a_home_that_is_no_folder(tmp_path: Path) -> None:
+    result = hetero("doctor", env=without_cache("/dev/null/cache", tmp_path))
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_shows_three_devices_side_by_side(command: Command) -> None:
     devices = ("--device", "gpu", "--device", "npu", "--device", "hetero")
-    result = hetero("bench", "demo", *devices, "-p", "32", "-n", "4", "-r", "2", "-o", "json")
+    result = command("bench", "demo", *devices, "-p", "32", "-n", "4", "-r", "2", "-o", "json")
     assert result.returncode == 0, result.stderr
     (line,) = result.stdout.splitlines()
     report = json.loads(line)
@@ -117,25 +159,33 @@ def test_bench_shows_three_devices_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("form", ["md", "csv"])
-def test_bench_writes_tables(form: str) -> None:
-    result = hetero("bench", "demo", "-p", "8", "-n", "2", "-r", "1", "--device", "npu", "-o", form)
+def test_bench_writes_tables(command: Command, form: str) -> None:
+    result = command(
+        "bench", "demo", "-p", "8", "-n", "2", "-r", "1", "--device", "npu", "-o", form
+    )
     assert result.returncode == 0, result.stderr
     assert "pp8" in result.stdout
     assert "tg2" in result.stdout
 
 
-def test_quantize_then_generate_gives_the_same_text(tmp_path: Path) -> None:
+def test_quantize_then_generate_gives_the_same_text(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "small"
-    made = hetero("quantize", "demo", "--out", str(out))
+    made = command("quantize", "demo", "--out", str(out))
     assert made.returncode == 0, made.stderr
     texts = [
-        hetero("generate", model, "One day", "--max-tokens", "12", "--device", "npu").stdout
+        command("generate", model, "One day", "--max-tokens", "12", "--device", "npu").stdout
         for model in ("demo", str(out))
     ]
     assert texts[0] == texts[1]
-    again = hetero("quantize", "demo", "--out", str(tmp_path))
+    eight = tmp_path / "eight"
+    assert command("quantize", "demo", "--out", str(eight), "--weights", "w8a16").returncode == 0
+    own = command("generate", str(eight), "One day", "--max-tokens", "12", "--device", "npu")
+    assert (own.returncode, own.stdout) == (0, texts[0]), own.stderr  # what it holds is the default
+    wrong = command("generate", str(eight), "One day", "--weights", "w4a16")
+    assert "use --weights w8a16" in wrong.stderr
+    again = command("quantize", "demo", "--out", str(tmp_path))
     assert again.returncode == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["small"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["eight", "small"]
 
 
 @pytest.mark.parametrize(
@@ -150,11 +200,14 @@ def test_quantize_then_generate_gives_the_same_text(tmp_path: Path) -> None:
         (("generate", "demo", "word " * 3000), "do not fit the context"),
         (("generate", "demo", "hi", "--plan", "/nope.json"), "cannot read the plan"),
         (("generate", "demo", "hi", "--weights", "w5"), "Invalid value"),
+        (("generate", "demo", "hi", "--logprobs", "2"), "add --json"),
         (("quantize", "demo", "--out", "/proc/nope"), "/proc/nope"),
     ],
 )
-def test_what_the_user_can_mend_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
-    result = hetero(*arguments)
+def test_what_the_user_can_mend_is_one_sentence(
+    command: Command, arguments: tuple[str, ...], sentence: str
+) -> None:
+    result = command(*arguments)
     assert result.returncode == 2, (result.stdout, result.stderr)
     assert sentence in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
@@ -165,13 +218,13 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in result.stderr
 
 
-def test_doctor_passes_and_devices_lists() -> None:
-    checked = hetero("doctor", "--json")
+def test_doctor_passes_and_devices_lists(command: Command) -> None:
+    checked = command("doctor", "--json")
     assert checked.returncode == 0, checked.stdout
     found = {finding["name"]: finding["ok"] for finding in json.loads(checked.stdout)}
     assert all(found.values())
     assert {"opencl", "ort-cpu"} < set(found)
-    assert "ort-cpu" in hetero("devices").stdout
+    assert "ort-cpu" in command("devices").stdout
 
 
 def test_doctor_fails_with_a_remedy(tmp_path: Path) -> None:
@@ -182,13 +235,18 @@ def test_doctor_fails_with_a_remedy(tmp_path: Path) -> None:
     assert "PASS" in result.stdout
 
 
+def interruptible(command: list[str]) -> subprocess.Popen[Any]:
+    """A process that takes Ctrl-C even where these tests run in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_ends_with_130() -> None:
     command = [sys.executable, "-m", "hetero.cli", "generate", "demo", "One day"]
-    process: subprocess.Popen[Any] = subprocess.Popen(
-        [*command, "--max-tokens", "400", "--temperature", "2", "--seed", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = interruptible([*command, "--max-tokens", "400", "--temperature", "2", "--seed", "1"])
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -201,11 +259,8 @@ def test_ctrl_c_ends_with_130() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
 def test_ctrl_c_while_the_imports_run_ends_with_130(after_s: float) -> None:
-    process: subprocess.Popen[Any] = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "hetero.start", "generate", "demo", "hi"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-X", "importtime", "-m", "hetero.start", "generate", "demo", "hi"]
+    process = interruptible(command)
     assert process.stderr is not None
     while b"hetero.backends" not in process.stderr.readline():
         pass  # the handler stands by the time that hetero's first modules are imported
@@ -217,21 +272,17 @@ def test_ctrl_c_while_the_imports_run_ends_with_130(after_s: float) -> None:
     assert b"interrupted" in errors
 
 
-def test_chat_answers_in_turn() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "hetero.cli", "chat", "demo", "--max-tokens", "12", "--seed", "1"],
-        input="Tell me a story.\nAnd then?\n\n",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_chat_answers_in_turn(command: Command) -> None:
+    result = command(
+        "chat", "demo", "--max-tokens", "12", "--seed", "1",
+        stdin="Tell me a story.\nAnd then?\n\n",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
 
 
-def test_version_needs_no_command() -> None:
-    result = hetero("--version")
+def test_version_needs_no_command(command: Command) -> None:
+    result = command("--version")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.strip() == version("hetero")
 
@@ -256,59 +307,59 @@ def test_the_users_own_broken_pocl_cache_is_named() -> None:
     assert "POCL_CACHE_DIR=/proc/nope cannot be written: unset it" in result.stderr
 
 
-def test_a_plan_and_another_device_contradict_each_other(tmp_path: Path) -> None:
+def test_a_plan_and_another_device_contradict_each_other(command: Command, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     single_device(model_spec("demo"), "gpu").save(plan)
-    result = hetero("generate", "demo", "hi", "--plan", str(plan), "--device", "npu")
+    result = command("generate", "demo", "hi", "--plan", str(plan), "--device", "npu")
     assert result.returncode == 2
     assert "leave out the device" in result.stderr
 
 
 @pytest.mark.parametrize("weights", ["f32", "f16", "w8a16"])
-def test_the_demo_serves_every_format(weights: str) -> None:
+def test_the_demo_serves_every_format(command: Command, weights: str) -> None:
     common = ("generate", "demo", "One day", "--max-tokens", "10", "--device", "npu")
-    results = [hetero(*common, "--weights", x) for x in (weights, "w4a16")]
+    results = [command(*common, "--weights", x) for x in (weights, "w4a16")]
     assert results[0].returncode == 0, results[0].stderr
     assert results[0].stdout == results[1].stdout
 
 
-def test_penalties_biases_echo_and_log_probabilities() -> None:
+def test_penalties_biases_echo_and_log_probabilities(command: Command) -> None:
     common = ("generate", "demo", "One day", "--max-tokens", "6", "--device", "npu", "--json")
-    plain = json.loads(hetero(*common).stdout)
+    plain = json.loads(command(*common).stdout)
     assert "logprobs" not in plain
-    both = hetero(*common, "--echo", "--logprobs", "2", "--logit-bias", "14=-100",
+    both = command(*common, "--echo", "--logprobs", "2", "--logit-bias", "14=-100",
                   "--frequency-penalty", "0.5", "--presence-penalty", "0.5")  # fmt: skip
     found = json.loads(both.stdout)
     assert found["text"].startswith("One day")
     assert [len(x["top"]) for x in found["logprobs"]] == [2] * 6
     assert len(found["prompt_logprobs"]) == found["prompt_tokens"] - 1
     assert all(x["token"] != 14 for x in found["logprobs"])
-    wrong = hetero(*common, "--logit-bias", "comma")
+    wrong = command(*common, "--logit-bias", "comma")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "--logit-bias must be a token id and a number" in wrong.stderr
 
 
-def test_chat_goes_on_when_its_context_is_full_and_from_its_session(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hetero.start", "chat", "demo", "--device", "npu", "--seed"]
-    command += ["1", "--max-seq-len", "64", "--max-tokens", "24", "--session", str(tmp_path / "s")]
+def test_chat_goes_on_when_its_context_is_full_and_from_its_session(
+    command: Command, tmp_path: Path
+) -> None:
+    words = ("chat", "demo", "--device", "npu", "--seed", "1", "--max-seq-len", "64")
+    words += ("--max-tokens", "24", "--session", str(tmp_path / "s"))
     for lines in ("Tell me a story.\n" * 4 + "\n", "And then?\n" + "long " * 80 + "\nMore?\n\n"):
-        result = subprocess.run(
-            command, input=lines, capture_output=True, text=True, timeout=300, check=False
-        )
+        result = command(*words, stdin=lines)
         assert result.returncode == 0, result.stderr
         assert "the oldest messages are left out" in result.stderr
     assert "the message has" in result.stderr
     assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
 
 
-def test_bench_says_what_to_make_smaller() -> None:
-    result = hetero("bench", "demo", "-p", "512", "-r", "1", "--device", "npu")
+def test_bench_says_what_to_make_smaller(command: Command) -> None:
+    result = command("bench", "demo", "-p", "512", "-r", "1", "--device", "npu")
     assert result.returncode == 2
     assert "choose a smaller -p or -n" in result.stderr
 
 
-def test_without_a_command_the_help_is_all() -> None:
-    result = hetero()
+def test_without_a_command_the_help_is_all(command: Command) -> None:
+    result = command()
     assert (result.returncode, result.stderr) == (2, "")
     assert "Usage" in result.stdout
 

@@ -20,7 +20,7 @@ from hetero.models.chat_template import Message
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
-from hetero.models.manifest import MANIFEST_FILE, is_quantised
+from hetero.models.manifest import MANIFEST_FILE, is_quantised, read_manifest
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.solver.model_spec import ModelSpec
@@ -32,6 +32,7 @@ __all__ = [
     "ModelError",
     "ModelWeights",
     "Tokenizer",
+    "default_weights",
     "model_spec",
     "open_model",
 ]
@@ -94,15 +95,28 @@ class LoadedModel:
         return self.config.spec(self.weights.weight_format, self.name)
 
 
+def default_weights(model: str | Path) -> str:
+    """The format of a MODEL where none is asked for: a quantised directory's own, else w4a16.
+
+    Raises `ModelError` for a broken quantised directory.
+    """
+    path = Path(model).expanduser()
+    if len(path.name) > LONGEST_NAME or not is_quantised(path):
+        return WeightFormat.W4A16.value
+    storage = read_manifest(path).storage
+    return next(x.value for x in WeightFormat if x.storage is storage)
+
+
 def open_model(
-    model: str | Path, *, weights: str = "w4a16", verify: bool = False, seed: int = 0
+    model: str | Path, *, weights: str | None = None, verify: bool = False, seed: int = 0
 ) -> LoadedModel:
     """Open a MODEL. Weights are read (or drawn from `seed`) block by block, when asked for.
 
-    `weights` is one of w4a16, w4a8, w8a16, f16, f32. A quantised directory serves the formats of
-    its storage; with `verify` its weights are hashed, which reads them all. Raises `ModelError`.
+    `weights` is one of w4a16, w4a8, w8a16, f16, f32, by default `default_weights`. A quantised
+    directory serves the formats of its storage; with `verify` its weights are hashed, which reads
+    them all. Raises `ModelError`.
     """
-    weight_format = _weight_format(weights)
+    weight_format = _weight_format(default_weights(model) if weights is None else weights)
     if str(model).startswith(random_models.PREFIX):
         return _open_random(str(model), weight_format, seed)
     path = _path(str(model))

@@ -17,7 +17,7 @@ from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutErro
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
-from hetero.errors import FallbackWarning, UserError
+from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.weights import ModelWeights
 from hetero.profiler.sync import timer_slack
@@ -231,7 +231,8 @@ class Engine:
         gates = gates and phase == "decode" and bool(self.synchroniser.bells)
         key = (phase, m, logit_rows, gates)
         if key not in self._steps:
-            self._steps[key] = self._lowering.lower(phase, m, logit_rows, gates=gates)
+            with memory_for(f"the {phase} step of {m} tokens"):
+                self._steps[key] = self._lowering.lower(phase, m, logit_rows, gates=gates)
             if len(self._steps) > STEPS_KEPT:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
@@ -326,7 +327,8 @@ class Engine:
         """Go on without the device that failed, from the same state, with one warning.
 
         Raises the error where no other device is left. The KV cache is copied into a new pool,
-        because a device that hangs may still write into the old one.
+        because a device that hangs may still write into the old one. Where the other device cannot
+        take over (memory, for one) the model is closed.
         """
         failed = self._culprit(error)
         rest = {kind: device for kind, device in self.devices.items() if kind != failed}
@@ -343,8 +345,12 @@ class Engine:
         with suppress(DeviceError):
             lost.close()
         spec = self.config.spec(WeightFormat(self._weights.weight_format), name=self.plan.model)
-        self._build(single_device(spec, kind), None, None)
-        self.pool.copy_caches(old, self.position)
+        try:
+            self._build(single_device(spec, kind), None, None)
+            self.pool.copy_caches(old, self.position)
+        except BaseException:
+            self.close()
+            raise
 
     def _culprit(self, error: DeviceError) -> DeviceKind | None:
         """The kind of the device that an error names."""
@@ -394,7 +400,8 @@ class Engine:
     def _longest_piece(self) -> int:
         listed = self.book.token_counts
         if listed:
-            return max(listed)
+            rest = self.devices[self.book.rest("prefill")].capabilities
+            return min([max(listed), *([max(rest.graph_sizes)] if rest.static_shapes else [])])
         capabilities = [device.capabilities for device in self.devices.values()]
         graphs = [max(c.graph_sizes) for c in capabilities if c.static_shapes]
         return min([LONGEST_PIECE, *graphs])

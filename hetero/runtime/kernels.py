@@ -9,6 +9,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.ops import MatMul, Op, OperandOrder, WeightFormat, describe, weight_names
 from hetero.backends.protocol import Device, DeviceKind, Kernel, WeightValue
 from hetero.backends.weights import ROW_BLOCK, PackedWeight
+from hetero.errors import memory_for
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.decoder import Node
 from hetero.runtime.groups import NodeGroup
@@ -149,19 +150,21 @@ def prepare_kernels(
 
     `groups` by their first node's name are prepared as one graph besides.
 
-    Raises `DeviceError` that names the first node a device does not take.
+    Raises `DeviceError` that names the first node a device does not take, `UserError` where the
+    system refuses the memory.
     """
     kernels = KernelSet(devices)
     by_layer: dict[int | None, list[Node]] = {}
     for node in nodes:
         by_layer.setdefault(node.layer, []).append(node)
     for done, (layer, members) in enumerate(by_layer.items(), start=1):
-        block = None if layer is None else weights.block(layer)
-        for node in members:
-            kernels.add(node, node_weights(node, block, weights), book)
-            if groups and node.name in groups:
-                group = groups[node.name]
-                kernels.add_group(group, [node_weights(n, block, weights) for n in group.nodes])
+        with memory_for("the embeddings" if layer is None else f"the weights of layer {layer}"):
+            block = None if layer is None else weights.block(layer)
+            for node in members:
+                kernels.add(node, node_weights(node, block, weights), book)
+                if groups and node.name in groups:
+                    group = groups[node.name]
+                    kernels.add_group(group, [node_weights(n, block, weights) for n in group.nodes])
         if layer is not None:
             weights.release(layer)
         if progress is not None:

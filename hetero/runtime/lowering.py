@@ -209,8 +209,6 @@ class _Lowered:
     def _other_item(self, node: Node) -> _Item:
         kind = self.lowering.book.rest(self.phase)
         capabilities = self.devices[kind].capabilities
-        sizes = capabilities.graph_sizes if capabilities.static_shapes else ()
-        bound = padded_size(self.m, sizes)
         operands: dict[str, Operand] = {}
         for port, slot in node.slots.items():
             operand = self._operand(slot)
@@ -222,8 +220,14 @@ class _Lowered:
             if port in OUTPUT_PORTS:
                 self.layout.pop(slot, None)
             operands[port] = operand
-        call = self.lowering.kernels.other(node, kind).bind(self._own(kind, operands), bound)
+        kernel = self.lowering.kernels.other(node, kind)
+        call = kernel.bind(self._own(kind, operands), self._padded())
         return _Item(kind, call, *self._slots(node, kind), (0, self.m), None, operands)
+
+    def _padded(self) -> int:
+        """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
+        capabilities = self.devices[self.lowering.book.rest(self.phase)].capabilities
+        return padded_size(self.m, capabilities.graph_sizes if capabilities.static_shapes else ())
 
     def _group_item(self, group: NodeGroup, graph: int) -> _Item:
         operands: dict[str, Operand] = {}
@@ -290,6 +294,8 @@ class _Lowered:
             self.layout.pop(slot, None)
             return {spans[0]: self.pool[slot]}
         tokens = max(part.stop for part, _ in cells)
+        if node.name != "lm_head":  # a padded graph reads rows behind the last token, too
+            tokens = max(tokens, self._padded())
         tensor = self.pool[slot]
         panels = {
             (a, b): Tensor(

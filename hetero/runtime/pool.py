@@ -13,7 +13,7 @@ import numpy as np
 
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import Device
-from hetero.errors import UserError
+from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.runtime.decoder import slot_widths
 
@@ -104,10 +104,5 @@ class ActivationPool:
 def _allocate(owner: Device, name: str, shape: Shape) -> Tensor:
     """Raises `UserError` where the system refuses the memory."""
     nbytes = nbytes_of(shape)
-    try:
+    with memory_for(f"the {nbytes / 2**20:.1f} MiB of {name}"):
         return Tensor(owner.allocate(nbytes), *shape)
-    except (OSError, MemoryError) as error:
-        raise UserError(
-            f"cannot allocate {nbytes / 2**20:.1f} MiB for {name} ({error or 'out of memory'}): "
-            "close other programs, or open the model with a smaller max_seq_len"
-        ) from None

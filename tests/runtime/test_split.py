@@ -131,14 +131,15 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
     tokens=st.integers(1, 100),
     weights=st.sampled_from(list(WeightFormat)),
     pair=st.sampled_from(list(PAIRS)),
+    rest=st.sampled_from(["gpu", "npu"]),
 )
 def test_random_cuts_change_no_result(
-    folder: Path, expected: Any, seed: int, tokens: int, weights: WeightFormat, pair: str
+    folder: Path, expected: Any, seed: int, tokens: int, weights: WeightFormat, pair: str, rest: str
 ) -> None:
     """A strategy of its own for every matmul and phase; prompts at and below the plan's length."""
     rng = random.Random(seed)
     spec = open_model(str(folder), weights=weights.value).spec()
-    plan = random_plan(spec, tokens, GRAPHS, rng)
+    plan = random_plan(spec, tokens, GRAPHS, rng, rest=rest)
     with make_engine(folder, plan, pair, weights.value) as engine:
         for count in {tokens, rng.randint(1, tokens)}:
             ids = np.random.default_rng(seed).integers(0, 263, count + 3).tolist()
@@ -154,6 +155,19 @@ def test_the_rest_on_the_npu_reads_split_results(folder: Path, expected: Any, pa
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
         gathers = engine.step("prefill", 45).copied_bytes
         assert (gathers > 0) == (pair == "real")  # ONNX Runtime takes whole tensors
+
+
+@pytest.mark.parametrize("seed", [0, 1, 6])
+def test_panels_reach_as_far_as_the_padded_graph_that_reads_them(
+    folder: Path, expected: Any, seed: int
+) -> None:
+    """45 tokens in graphs of 64, read where the GPU left 45: by RoPE, activation and norm."""
+    spec = open_model(str(folder), weights="f32").spec()
+    tokens = np.random.default_rng(1).integers(0, 263, 48).tolist()
+    plan = random_plan(spec, 45, GRAPHS, random.Random(seed), rest="npu")
+    with make_engine(folder, plan, "reference", "f32") as engine:
+        check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
+        assert engine.step("prefill", 45).copied_bytes == 0
 
 
 def test_scoring_and_longer_prompts_than_planned(folder: Path, expected: Any) -> None:
