@@ -4,11 +4,11 @@
         [--strategy auto|gpu-only|npu-only|...] [--plan FILE] [-p 256] [-n 40] [--context 256]
 
 Decoding by default, a prompt of P tokens with `-p`. All columns are milliseconds of one step (all
-layers), medians over N steps: the GPU's times by its own clock, the NPU's by the host around each
-call. `waits` and `submits` are the control thread's; a gate's time on the GPU is the GPU waiting.
-`between` is what no kernel accounts for from the first kernel's start to the last one's end. The
-profile's reference kernels are timed before and after: the last lines say how much slower each
-device is now than in the profile.
+layers), medians over N steps: the NPU's times by the host around each call, `waits` and `submits`
+the control thread's, and then, in N more steps that keep the GPU's clock (which costs some time),
+the GPU's. A gate's time on the GPU is the GPU waiting. `between` is what no kernel accounts for
+from the first kernel's start to the last one's end. The profile's reference kernels are timed
+before and after: the last lines say how much slower each device is now than in the profile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections import defaultdict
 
 import numpy as np
@@ -57,8 +56,8 @@ def predicted(engine: Engine, profile: DeviceProfile, phase: Phase, m: int, cont
     return found
 
 
-def measured(engine: Engine) -> Cells:
-    """Seconds of the step that ran last."""
+def on_host(engine: Engine) -> Cells:
+    """Seconds of the last step on the control thread; the NPU's calls are among them."""
     step, stamps = engine.last_step, engine.executor.stamps
     found = defaultdict[tuple[str, str], float](float)
     for at, (code, index, _, _) in enumerate(step.program):
@@ -66,8 +65,16 @@ def measured(engine: Engine) -> Cells:
         column = {RUN: launch.kind, WAIT: "waits", SUBMIT: "submits", AHEAD: "submits"}.get(code)
         if column is not None:
             found[role(launch.node), column] += stamps[at + 1] - stamps[at]
-    spans = []
-    for launch, completion in zip(step.launches, step.completions, strict=True):
+    found["step", ""] = stamps[-1] - stamps[0]
+    return found
+
+
+def on_gpu(engine: Engine) -> Cells:
+    """Seconds of the last step by the GPU's clock; nothing without one."""
+    found, spans = defaultdict[tuple[str, str], float](float), []
+    for launch, completion in zip(
+        engine.last_step.launches, engine.last_step.completions, strict=True
+    ):
         if completion is not None and (span := completion.span()) is not None:
             spans.append(span)
             found[role(launch.node), launch.kind] += span[1] - span[0]
@@ -77,23 +84,21 @@ def measured(engine: Engine) -> Cells:
     return found
 
 
-def run(engine: Engine, phase: Phase, m: int, context: int, steps: int) -> tuple[Cells, float]:
-    """Medians of every cell, and of the whole step as its caller sees it."""
+def run(engine: Engine, phase: Phase, m: int, context: int, steps: int) -> Cells:
+    """Medians of every cell, and of the whole step as ("step", "")."""
     rng = np.random.default_rng(0)
-    cells, totals = defaultdict[tuple[str, str], list[float]](list), []
+    cells = defaultdict[tuple[str, str], list[float]](list)
     engine.prefill(rng.integers(3, 1000, max(context, 1)).tolist())
-    for i in range(steps + 2):
-        engine.truncate(context if i % 16 == 0 or phase == "prefill" else engine.position)
-        tokens = rng.integers(3, 1000, m).tolist()
-        start_s = time.perf_counter()
-        engine.prefill(tokens) if phase == "prefill" else engine.decode(tokens[0])
-        if i < 2:
-            engine.start_trace()  # the devices' own clocks, from here on
-            continue
-        totals.append(time.perf_counter() - start_s)
-        for key, seconds in measured(engine).items():
-            cells[key].append(seconds)
-    return {k: statistics.median(v) for k, v in cells.items()}, statistics.median(totals)
+    for look in (on_host, on_gpu):
+        for i in range(steps + 2):
+            engine.truncate(context if i % 16 == 0 or phase == "prefill" else engine.position)
+            tokens = rng.integers(3, 1000, m).tolist()
+            engine.prefill(tokens) if phase == "prefill" else engine.decode(tokens[0])
+            if i >= 2:
+                for key, seconds in look(engine).items():
+                    cells[key].append(seconds)
+        engine.start_trace()  # the devices' own clocks, from here on
+    return {key: statistics.median(values) for key, values in cells.items()}
 
 
 def table(found: Cells) -> list[str]:
@@ -138,7 +143,8 @@ def main() -> None:
     drift = Drift(profile)
     drift.measure()
     with open_engine(plan, loaded, max(m, context) + 128) as engine:
-        cells, total_s = run(engine, phase, m, context, arguments.n)
+        cells = run(engine, phase, m, context, arguments.n)
+        total_s = cells.pop(("step", ""))
         cells |= predicted(engine, profile, phase, m, context)
     drift.measure()
     wanted_s = next((t.predicted_s for t in plan.totals if (t.phase, t.m) == (phase, m)), 0.0)
