@@ -146,7 +146,13 @@ class Surroundings:
         timed: list[tuple[OtherRow, Op]] = []
         quarantined: list[Quarantine] = []
         for kind in self.devices:
-            meter = other_ops.OtherMeter(kind, self.devices[kind], self.clock, self.options.seed)
+            meter = other_ops.OtherMeter(
+                kind,
+                self.devices[kind],
+                self.clock,
+                self.options.seed,
+                cold=self.workload.cold,
+            )
             cases = other_ops.cases(
                 records[kind],
                 self.weight_format,

@@ -54,7 +54,7 @@ def measure_device(device: Device, clock: Clock, *, repeats: int = 60) -> Device
         **costs,
         submit_busy_s=busy_s,
         submit_empty_s=max(idle_call_s - each_s - waits.get("finish", 0.0), 0.0),
-        ring_s=_ring(device, small, each_s, clock, repeats),
+        ring_s=_ring(device, clock, repeats),
         wait_s=waits,
         notes=notes,
     )
@@ -129,12 +129,8 @@ def _queue(clock: Clock, call: BoundCall, repeats: int) -> tuple[float, float]:
     return statistics.median(submits), statistics.median(eaches)
 
 
-def _ring(
-    device: Device, call: BoundCall, each_s: float, clock: Clock, repeats: int
-) -> float | None:
-    """From opening a gate to seeing the flag behind a launch, less the two launches' time in a full
-    queue; None where there are no gates.
-    """
+def _ring(device: Device, clock: Clock, repeats: int) -> float | None:
+    """From opening a gate until the host sees a flag behind it; None where there are no gates."""
     flag = device.flag()
     bell = device.doorbell() if flag is not None else None
     if flag is None or bell is None:
@@ -143,14 +139,13 @@ def _ring(
     times = []
     for _ in range(repeats):
         bell.gate.submit()
-        call.submit()
         end = flag.submit()
         clock.sleep(IDLE_S)
         start_s = clock.now()
         bell.ring()
         _poll(end, clock)
         times.append(clock.now() - start_s)
-    return max(statistics.median(times) - 2 * each_s, 0.0)
+    return statistics.median(times)
 
 
 def _waits(device: Device, clock: Clock, repeats: int) -> tuple[dict[str, float], dict[str, str]]:

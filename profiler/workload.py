@@ -34,8 +34,10 @@ from hetero.profiler.records import DECODE_TOKENS
 GPU_COPIES: Final = (4, 64)  # least and most distinct weights in one batch of launches,
 COPIED_BYTES: Final = 1 << 25  # and their size in all
 LEAD: Final = (512, 512)  # n, k of the weight that leads
-LEAD_S: Final = 1e-3  # how long leads run in an asynchronous device's queue
+LEAD_S: Final = 3e-3  # how long leads run in an asynchronous device's queue,
+MOST_LEADS: Final = 256  # at most so many: a core that was idle takes some time to full speed
 LEAD_CALLS: Final = 2  # leads where calls block
+LATE: Final = 0.02  # of a batch's time that its start may be seen late
 POLLED_S: Final = 0.1  # after that a wait sleeps
 BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
 KEPT_BYTES: Final = 1 << 31  # kernels beyond this are dropped, least recently used first
@@ -58,6 +60,17 @@ def last_level_cache_bytes() -> int | None:
 def cold_bytes() -> int:
     """Reading that pushes everything out of the caches: four times the last level, bounded."""
     return min(4 * (last_level_cache_bytes() or DEFAULT_CACHE_BYTES), LARGEST_COLD_BYTES)
+
+
+def see(completion: Completion, clock: Clock) -> None:
+    """Return as soon as a launch is complete: a thread that sleeps may wake milliseconds late,
+    which would make a batch behind its leads look short.
+    """
+    give_up_s = clock.now() + POLLED_S
+    while not isinstance(clock, ManualClock) and clock.now() < give_up_s:
+        if completion.done():
+            return
+    completion.wait()
 
 
 class WeightPool:
@@ -196,36 +209,39 @@ class Workload:
         """(seconds of one launch out of cache, of which threads of ours waited for a core)."""
         copies = runner.next_copies()
         self.evict(runner, copies)
-        if runner.lead and not runner.device.capabilities.asynchronous:
-            for call in runner.lead:
-                call.run()
         before = self.interference.waits_s()
         seconds = self._behind_lead(runner, copies)
+        if seconds is None:
+            before = self.interference.waits_s()
+            start_s = self.clock.now()
+            runner.launch(copies)
+            seconds = self.clock.now() - start_s
         waited_s = longest_wait_s(before, self.interference.waits_s())
         return seconds / len(copies), waited_s / len(copies)
 
-    def _behind_lead(self, runner: Runner, copies: list[int]) -> float:
-        """Seconds of a batch, in a queue from the end of its leads on."""
+    def _behind_lead(self, runner: Runner, copies: list[int]) -> float | None:
+        """Seconds of a batch in a queue, from the end of its leads on.
+
+        None where the batch is still to be launched: where there is no queue (the leads have run
+        then), or if a thread of ours had to wait for a core meanwhile, because who sees the leads'
+        end late finds the batch too short.
+        """
         if not runner.lead or not runner.device.capabilities.asynchronous:
-            start_s = self.clock.now()
-            runner.launch(copies)
-            return self.clock.now() - start_s
+            for call in runner.lead:
+                call.run()
+            return None
+        before = self.interference.waits_s()
         leads = [call.submit() for call in runner.lead]
         batch = [runner.calls[copy].submit() for copy in copies]
-        self._see(leads[-1])
+        see(leads[-1], self.clock)
         start_s = self.clock.now()
-        self._see(batch[-1])
-        return self.clock.now() - start_s
-
-    def _see(self, completion: Completion) -> None:
-        """Return as soon as a launch is complete: a thread that sleeps may wake milliseconds late,
-        which would make a batch behind its leads look short.
-        """
-        give_up_s = self.clock.now() + POLLED_S
-        while not isinstance(self.clock, ManualClock) and self.clock.now() < give_up_s:
-            if completion.done():
-                return
-        completion.wait()
+        late_s = longest_wait_s(before, self.interference.waits_s())
+        see(batch[-1], self.clock)
+        seconds = self.clock.now() - start_s
+        if late_s <= LATE * seconds:
+            return seconds
+        self.evict(runner, copies)
+        return None
 
     def warm_up(self, runner: Runner) -> float:
         """Launch every copy once, then choose how many launches make a batch. Returns seconds."""
@@ -288,7 +304,7 @@ class Workload:
         start_s = self.clock.now()
         [call.submit() for _ in range(GPU_COPIES[1])][-1].wait()
         each_s = max((self.clock.now() - start_s) / GPU_COPIES[1], 1e-6)
-        return [call] * int(min(max(LEAD_S / each_s, 1), GPU_COPIES[1]))
+        return [call] * int(min(max(LEAD_S / each_s, 1), MOST_LEADS))
 
     def _prepare(self, task: Task) -> _Prepared:
         key = (task.device, task.op)
