@@ -52,7 +52,7 @@ class Drift:
         self.meter = Meter(
             workload,
             settings=Settings(),
-            reference_format=WeightFormat.W4A16,
+            reference_format=reference_format(profile),
             base={key: statistics.median(values) for key, values in times.items()},
         )
         self.core = opened.control_core
@@ -69,6 +69,14 @@ class Drift:
         return statistics.mean(
             statistics.median(self.ratios[kind, phase]) for kind in plan.devices()
         )
+
+
+def reference_format(profile: DeviceProfile) -> WeightFormat:
+    """The format of a profile's reference kernels: the first that was asked for (contention is
+    measured in that order), W4A16 by default.
+    """
+    found = [c.weight_format for c in profile.contention if c.weight_format is not None]
+    return found[0] if found else WeightFormat.W4A16
 
 
 @dataclass

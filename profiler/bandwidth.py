@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Final
 
 from hetero.backends.ops import WeightFormat
@@ -20,9 +21,10 @@ SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
     "decode": (1, 8192, 2048),
     "prefill": (128, 2048, 2048),
 }
-WINDOW_S: Final = 0.04  # the GPU's queue in one experiment
+WINDOW_S: Final = 0.06  # the GPU's queue in one round
 NPU_SHARE: Final = 0.7  # of the GPU's time that the NPU works beside it
-LONGEST_QUEUE: Final = 64
+OUTLASTED: Final = 0.97  # of the time together: the NPU must be done before the GPU
+LONGEST_QUEUE: Final = 512
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,29 @@ class Together:
 
 
 def measure_together(
-    workload: Workload, weight_format: WeightFormat, *, repeats: int = 7
+    workload: Workload, weight_formats: Sequence[WeightFormat], *, rounds: int = 7
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
-    """Bandwidth of each device alone and together, and contention by phase; needs both devices.
-
-    With one device, only its bandwidth alone.
+    """Bandwidth of each device alone and together, and contention by phase and weight format;
+    needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
+    first format. A round takes some four windows of `WINDOW_S`.
     """
     if len(workload.devices) < 2:
-        return _alone(workload, weight_format, repeats), ()
+        return _alone(workload, weight_formats[0], rounds), ()
     contention = []
     bandwidth = Bandwidth()
     phases: tuple[Phase, ...] = ("decode", "prefill")
-    for phase in phases:
+    for weight_format, phase in itertools.product(_shared(workload, weight_formats), phases):
         runners = {kind: _runner(workload, kind, weight_format, phase) for kind in _KINDS}
-        found = _experiment(workload, runners["gpu"], runners["npu"], repeats)
-        contention.append(Contention(phase=phase, gpu=found.gpu_factor, npu=found.npu_factor))
-        if phase == "decode":
+        found = _experiment(workload, runners["gpu"], runners["npu"], rounds)
+        contention.append(
+            Contention(
+                phase=phase,
+                weight_format=weight_format,
+                gpu=found.gpu_factor,
+                npu=found.npu_factor,
+            )
+        )
+        if phase == "decode" and weight_format == weight_formats[0]:
             size = {kind: runner.weights[0].nbytes for kind, runner in runners.items()}
             bandwidth = Bandwidth(
                 gpu_alone_bytes_per_s=size["gpu"] / found.gpu_alone_s,
@@ -60,6 +69,12 @@ def measure_together(
                 npu_together_bytes_per_s=size["npu"] / found.npu_alone_s / found.npu_factor,
             )
     return bandwidth, tuple(contention)
+
+
+def _shared(workload: Workload, weight_formats: Sequence[WeightFormat]) -> list[WeightFormat]:
+    """Formats that every device computes."""
+    known = [device.capabilities.weight_formats for device in workload.devices.values()]
+    return [x for x in weight_formats if all(x in formats for formats in known)]
 
 
 _KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
@@ -101,42 +116,60 @@ def _runner(
     return runner
 
 
-def _experiment(workload: Workload, gpu: Runner, npu: Runner, repeats: int) -> Together:
-    """The GPU's queue is filled, the NPU runs beside it on this thread, and both are timed.
+def _experiment(workload: Workload, gpu: Runner, npu: Runner, rounds: int) -> Together:
+    """Rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
+
+    Alone is the mean of before and after, and a round's factors are ratios within it, so that drift
+    from round to round cancels. What the factors are is the medians over the rounds.
+    """
+    count = int(min(max(WINDOW_S / _queue(workload, gpu, 2), 2), LONGEST_QUEUE))
+    launches = max(1, round(NPU_SHARE * _queue(workload, gpu, count) / _serial(workload, npu, 1)))
+    kept: list[Together] = []
+    for _ in range(2 * rounds):
+        found, outlasted = _round(workload, gpu, npu, count, launches)
+        if outlasted and launches > 1:
+            launches -= max(1, launches // 8)
+            continue
+        kept.append(found)
+        if len(kept) == rounds:
+            break
+    used = kept or [found]  # the NPU outlasts the GPU even with one call
+    return Together(
+        *(statistics.median(values) for values in zip(*map(astuple, used), strict=True))
+    )
+
+
+def _round(
+    workload: Workload, gpu: Runner, npu: Runner, count: int, launches: int
+) -> tuple[Together, bool]:
+    """One round; whether the NPU was still at work when the GPU was done, which hides its end.
 
     The GPU's queue takes T0 alone. Beside an NPU that works for W it takes T: in W it does what
     alone takes W / f, then the rest at full speed, so f = W / (T0 - T + W).
     """
-    clock = workload.clock
-    gpu_alone_s = statistics.median(_queue(workload, gpu, 1) for _ in range(5))
-    count = int(min(max(WINDOW_S / gpu_alone_s, 2), LONGEST_QUEUE))
-    gpu_times, npu_times, both = [], [], []
-    for _ in range(repeats):
-        gpu_times.append(_queue(workload, gpu, count) * count)
-        npu_times.append(_serial(workload, npu, 1))
-        launches = max(1, int(NPU_SHARE * gpu_times[-1] / npu_times[-1]))
-        npu_alone_s = _serial(workload, npu, launches)
-        start_s = clock.now()
-        queued = _submit(gpu, count)
-        for copy in npu.next_copies(launches):
-            npu.calls[copy].run()
-        npu_s = clock.now() - start_s
-        if queued:
-            queued[-1].wait()
-        both.append((gpu_times[-1], clock.now() - start_s, npu_alone_s * launches, npu_s))
-    return Together(
-        gpu_alone_s=statistics.median(gpu_times) / count,
-        npu_alone_s=statistics.median(npu_times),
-        gpu_factor=max(1.0, statistics.median(_gpu_factor(*entry) for entry in both)),
-        npu_factor=max(1.0, statistics.median(npu / alone for _, _, alone, npu in both)),
+    gpu_before_s, npu_before_s = _queue(workload, gpu, count), _serial(workload, npu, launches)
+    start_s = workload.clock.now()
+    queued = _submit(gpu, count)
+    submitted_s = workload.clock.now()
+    for copy in npu.next_copies(launches):
+        npu.calls[copy].run()
+    npu_end_s = workload.clock.now()
+    if queued:
+        queued[-1].wait()
+    together_s = workload.clock.now() - start_s
+    gpu_s = (gpu_before_s + _queue(workload, gpu, count)) / 2
+    npu_s = (npu_before_s + _serial(workload, npu, launches)) / 2
+    beside_s = npu_end_s - submitted_s
+    left_s = gpu_s - together_s + beside_s
+    outlasted = npu_end_s - start_s > OUTLASTED * together_s
+    gpu_factor = beside_s / left_s if queued and left_s > 0 else 1.0
+    found = Together(
+        gpu_alone_s=gpu_s / count,
+        npu_alone_s=npu_s / launches,
+        gpu_factor=max(1.0, gpu_factor),
+        npu_factor=max(1.0, beside_s / npu_s),
     )
-
-
-def _gpu_factor(alone_s: float, together_s: float, _: float, npu_s: float) -> float:
-    if npu_s >= together_s * 0.999:  # the GPU was done before the NPU: slowed all along
-        return together_s / alone_s if together_s < npu_s else 1.0
-    left_s = alone_s - together_s + npu_s
-    return npu_s / left_s if left_s > 0 else together_s / alone_s
+    return found, outlasted
 
 
 def _submit(runner: Runner, count: int) -> list[Completion]:
@@ -147,24 +180,24 @@ def _submit(runner: Runner, count: int) -> list[Completion]:
 
 
 def _queue(workload: Workload, runner: Runner, count: int) -> float:
-    """Seconds of one of `count` launches in one queue."""
+    """Seconds of `count` launches in one queue."""
     start_s = workload.clock.now()
     runner.launch(runner.next_copies(count))
-    return (workload.clock.now() - start_s) / count
+    return workload.clock.now() - start_s
 
 
 def _serial(workload: Workload, runner: Runner, count: int) -> float:
-    """Seconds of one of `count` blocking calls."""
+    """Seconds of `count` blocking calls."""
     start_s = workload.clock.now()
     for copy in runner.next_copies(count):
         runner.calls[copy].run()
-    return (workload.clock.now() - start_s) / count
+    return workload.clock.now() - start_s
 
 
-def _alone(workload: Workload, weight_format: WeightFormat, repeats: int) -> Bandwidth:
+def _alone(workload: Workload, weight_format: WeightFormat, rounds: int) -> Bandwidth:
     found = {}
     for kind in workload.devices:
         runner = _runner(workload, kind, weight_format, "decode")
-        seconds = statistics.median(_serial(workload, runner, 4) for _ in range(repeats))
+        seconds = statistics.median(_serial(workload, runner, 4) / 4 for _ in range(rounds))
         found[f"{kind}_alone_bytes_per_s"] = runner.weights[0].nbytes / seconds
     return Bandwidth(**found)

@@ -14,6 +14,7 @@ from hetero.backends.ops import Op, OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.graph_order import GraphOrder
 from hetero.profiler.grid import shape_class
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import (
@@ -49,7 +50,7 @@ class Allowed(NamedTuple):
 
 
 class CostModel:
-    """Answers from one profile. Cheap to make; immutable."""
+    """Answers from one profile. Cheap to make; immutable but for what it remembers."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.profile = profile
@@ -62,7 +63,10 @@ class CostModel:
         self._rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {
             row.key: row for row in profile.matmuls
         }
-        self._contention = {entry.phase: entry for entry in profile.contention}
+        self._orders: dict[Kernel, GraphOrder] = {}
+        self._contention = {
+            (entry.phase, entry.weight_format): entry for entry in profile.contention
+        }
 
     def device(self, device: DeviceKind) -> DeviceRecord:
         """The device's record. Raises `ProfileError` if the profile has none of that kind."""
@@ -103,11 +107,19 @@ class CostModel:
         k: int,
         order: OperandOrder = "plain",
     ) -> Floats:
-        """[M, N] seconds of all pairs of token counts ms [M] and rows ns [N], as `matmul_s` has
-        them. Raises `ProfileError` as it does.
+        """[M, N] seconds of all pairs of token counts ms [M] and rows ns [N], to decide by: as
+        `matmul_s` has them, but a graph takes no less than a smaller one unless that was measured
+        (`GraphOrder`). Raises `ProfileError` as `matmul_s` does.
         """
-        predictor = self._predictor(device, weight_format, order)
-        return predict.predict_table(predictor, self.device(device), ms, ns, float(k))
+        predictor, record = self._predictor(device, weight_format, order), self.device(device)
+        seconds = predict.predict_table(predictor, record, ms, ns, float(k))
+        floors = self._floors(predictor, record, np.asarray(ms, dtype=np.float64))
+        if floors:
+            graphs = np.asarray([graph for graph, _ in floors], dtype=np.float64)
+            least = predict.predict_table(predictor, record, graphs, ns, float(k))
+            for i, (_, larger) in enumerate(floors):
+                seconds[larger] = np.maximum(seconds[larger], least[i])
+        return seconds
 
     def measured_s(
         self,
@@ -180,6 +192,10 @@ class CostModel:
         sync = self._sync(device)
         return sync.submit_busy_s if queue == "busy" else sync.submit_empty_s
 
+    def ring_s(self, device: DeviceKind) -> float | None:
+        """Cost of starting what was queued behind a gate; None if the device has no gates."""
+        return self._sync(device).ring_s
+
     def wait_s(self, device: DeviceKind, method: WaitMethod = "fast") -> float:
         """From the kernel's end until the host knows; 0 where calls block or it is unknown."""
         waits = self._sync(device).wait_s
@@ -196,9 +212,14 @@ class CostModel:
         sync = self._sync(device)
         return sync.copy_fixed_s + sync.copy_s_per_byte * nbytes
 
-    def contention(self, device: DeviceKind, phase: Phase) -> float:
-        """Factor (>= 1) by which kernels take longer while the other device works too."""
-        entry = self._contention.get(phase)
+    def contention(
+        self, device: DeviceKind, phase: Phase, weight_format: WeightFormat | None = None
+    ) -> float:
+        """Factor (>= 1) by which kernels of a format take longer while the other device works too;
+        1 where it was not measured. Profiles may have one factor for all formats.
+        """
+        known = self._contention
+        entry = known.get((phase, weight_format)) or known.get((phase, None))
         return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
 
     def bandwidth(self, who: Literal["gpu", "npu", "both"]) -> float | None:
@@ -242,6 +263,21 @@ class CostModel:
             "both": power.both_w,
             "idle": power.idle_w,
         }[who]
+
+    def _floors(
+        self, predictor: MatMulPredictor, record: DeviceRecord, ms: Floats
+    ) -> list[tuple[int, predict.Bools]]:
+        """Smaller graphs, and which of the token counts [S] take at least as long as each."""
+        graphs = record.capabilities.graph_sizes if record.capabilities.static_shapes else ()
+        if not graphs or predictor.model is not None:
+            return []
+        kernel = (predictor.device, predictor.weight_format, predictor.order)
+        if kernel not in self._orders:
+            rows = (
+                r for r in self.profile.matmuls if (r.device, r.weight_format, r.order) == kernel
+            )
+            self._orders[kernel] = GraphOrder(rows)
+        return self._orders[kernel].floors(sorted(graphs), predict.padded_tokens(record, ms))
 
     def _predictor(
         self, device: DeviceKind, weight_format: WeightFormat, order: OperandOrder

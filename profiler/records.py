@@ -326,9 +326,12 @@ class Bandwidth(Record):
 
 
 class Contention(Record):
-    """By which factor each device is slower while the other runs a kernel of the same phase."""
+    """By which factor each device is slower while the other runs a kernel of the same phase and
+    weight format (None: of any format).
+    """
 
     phase: Phase
+    weight_format: WeightFormat | None = None
     gpu: Positive
     npu: Positive
 
@@ -347,6 +350,7 @@ class DeviceSync(Record):
 
     submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
                                      a launch takes from submission to end in an empty queue
+    ring_s     from opening a gate (`Device.doorbell`) until a flag behind it is seen; None: none
     wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
                (blocking call), `event` (its status polled), `flag` (a completion flag polled),
                `fast` (the best usable)
@@ -356,6 +360,7 @@ class DeviceSync(Record):
 
     submit_busy_s: Seconds = 0.0
     submit_empty_s: Seconds = 0.0
+    ring_s: Seconds | None = None
     wait_s: dict[str, Seconds] = {}
     call_s: Seconds = 0.0
     copy_fixed_s: Seconds = 0.0

@@ -90,7 +90,8 @@ def _tiles(profile: DeviceProfile) -> str:
             tiles.append((flops, f"{kind.upper()} prefill"))
     for entry in profile.contention:
         text = f"{entry.gpu:.2f}× / {entry.npu:.2f}×"
-        tiles.append((text, f"slower together, {entry.phase} (GPU / NPU)"))
+        kind = f" {entry.weight_format.value}" if entry.weight_format else ""
+        tiles.append((text, f"slower together, {entry.phase}{kind} (GPU / NPU)"))
     cells = "".join(
         f'<div class="card tile"><b>{escape(value)}</b>'
         f'<span class="dim">{escape(label)}</span></div>'

@@ -14,11 +14,12 @@ from hetero.profiler.records import DeviceProfile, Phase
 def open_chip(
     profile: DeviceProfile, *, phase: Phase = "prefill", compute: bool = True, context: int = 0
 ) -> dict[DeviceKind, SimulatedDevice]:
-    """Both devices on one virtual clock. Contention is that of `phase`, attention's cache holds
-    `context` tokens before the call.
+    """Both devices on one virtual clock. Contention is that of `phase` (and of the profile's first
+    weight format), attention's cache holds `context` tokens before the call.
     """
     cost = CostModel(profile)
-    chip = Chip(chip_times(cost, phase))
+    measured = [entry.weight_format for entry in profile.contention if entry.phase == phase]
+    chip = Chip(chip_times(cost, phase, measured[0] if measured else None))
     found: dict[DeviceKind, SimulatedDevice] = {}
     for kind, record in profile.devices.items():
         declared = record.capabilities.model_dump()
@@ -32,14 +33,16 @@ def open_chip(
     return found
 
 
-def chip_times(cost: CostModel, phase: Phase) -> ChipTimes:
-    """Costs between the devices."""
+def chip_times(
+    cost: CostModel, phase: Phase, weight_format: WeightFormat | None = None
+) -> ChipTimes:
+    """Costs between the devices; their contention is that of a weight format."""
     return ChipTimes(
         submit_busy_s=cost.submit_s("gpu", "busy"),
         submit_empty_s=cost.submit_s("gpu", "empty"),
         wait_s=cost.wait_s("gpu", "fast"),
-        gpu_slowdown=cost.contention("gpu", phase),
-        npu_slowdown=cost.contention("npu", phase),
+        gpu_slowdown=cost.contention("gpu", phase, weight_format),
+        npu_slowdown=cost.contention("npu", phase, weight_format),
     )
 
 

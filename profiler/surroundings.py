@@ -127,8 +127,9 @@ class Surroundings:
 
     def together(self) -> list[Together]:
         """Bandwidth and contention."""
+        formats = dict.fromkeys((self.weight_format, *self.options.weight_formats))
         alone, contention = bandwidth.measure_together(
-            self.workload, self.weight_format, repeats=5 if self.options.quick else 9
+            self.workload, tuple(formats), rounds=5 if self.options.quick else 25
         )
         return [Together(bandwidth=alone, contention=contention)]
 
@@ -145,7 +146,13 @@ class Surroundings:
         timed: list[tuple[OtherRow, Op]] = []
         quarantined: list[Quarantine] = []
         for kind in self.devices:
-            meter = other_ops.OtherMeter(kind, self.devices[kind], self.clock, self.options.seed)
+            meter = other_ops.OtherMeter(
+                kind,
+                self.devices[kind],
+                self.clock,
+                self.options.seed,
+                cold=self.workload.cold,
+            )
             cases = other_ops.cases(
                 records[kind],
                 self.weight_format,

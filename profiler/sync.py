@@ -54,6 +54,7 @@ def measure_device(device: Device, clock: Clock, *, repeats: int = 60) -> Device
         **costs,
         submit_busy_s=busy_s,
         submit_empty_s=max(idle_call_s - each_s - waits.get("finish", 0.0), 0.0),
+        ring_s=_ring(device, clock, repeats),
         wait_s=waits,
         notes=notes,
     )
@@ -126,6 +127,25 @@ def _queue(clock: Clock, call: BoundCall, repeats: int) -> tuple[float, float]:
         submits.append((submitted_s - start_s) / QUEUE)
         eaches.append((clock.now() - start_s) / QUEUE)
     return statistics.median(submits), statistics.median(eaches)
+
+
+def _ring(device: Device, clock: Clock, repeats: int) -> float | None:
+    """From opening a gate until the host sees a flag behind it; None where there are no gates."""
+    flag = device.flag()
+    bell = device.doorbell() if flag is not None else None
+    if flag is None or bell is None:
+        return None
+    bell.settle()
+    times = []
+    for _ in range(repeats):
+        bell.gate.submit()
+        end = flag.submit()
+        clock.sleep(IDLE_S)
+        start_s = clock.now()
+        bell.ring()
+        _poll(end, clock)
+        times.append(clock.now() - start_s)
+    return statistics.median(times)
 
 
 def _waits(device: Device, clock: Clock, repeats: int) -> tuple[dict[str, float], dict[str, str]]:

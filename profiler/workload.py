@@ -3,6 +3,11 @@
 A model streams all its weights for each token, so a kernel that is timed twice in a row must not
 find its weight in cache: before a launch, enough other memory is read (`Workload.evict`) that the
 last use of the weight is at least `cold_bytes` of reading away.
+
+Only the weight shall be cold. In a decode step the same code ran a moment ago and the GPU's worker
+is awake; after so much reading the first call would also pay for its instructions, page tables and
+a sleeping core (70 to 150 µs on a PC, more than a small matmul). So a launch of few tokens follows
+a *lead*, the same kernel on a small weight: on an asynchronous device right before it in the queue.
 """
 
 from __future__ import annotations
@@ -16,15 +21,24 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.clock import Clock
+from hetero.backends.clock import Clock, ManualClock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.ops import MatMul, StorageFormat
-from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel
+from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind, Kernel
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, padded, scales_shape
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
+from hetero.profiler.predict import weight_bytes
+from hetero.profiler.records import DECODE_TOKENS
 
-GPU_COPIES: Final = 4  # distinct weights in one batch of launches
+GPU_COPIES: Final = (4, 64)  # least and most distinct weights in one batch of launches,
+COPIED_BYTES: Final = 1 << 25  # and their size in all
+LEAD: Final = (512, 512)  # n, k of the weight that leads
+LEAD_S: Final = 3e-3  # how long leads run in an asynchronous device's queue,
+MOST_LEADS: Final = 256  # at most so many: a core that was idle takes some time to full speed
+LEAD_CALLS: Final = 2  # leads where calls block
+LATE: Final = 0.02  # of a batch's time that its start may be seen late
+POLLED_S: Final = 0.1  # after that a wait sleeps
 BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
 KEPT_BYTES: Final = 1 << 31  # kernels beyond this are dropped, least recently used first
 LARGEST_COLD_BYTES: Final = 1 << 29
@@ -46,6 +60,17 @@ def last_level_cache_bytes() -> int | None:
 def cold_bytes() -> int:
     """Reading that pushes everything out of the caches: four times the last level, bounded."""
     return min(4 * (last_level_cache_bytes() or DEFAULT_CACHE_BYTES), LARGEST_COLD_BYTES)
+
+
+def see(completion: Completion, clock: Clock) -> None:
+    """Return as soon as a launch is complete: a thread that sleeps may wake milliseconds late,
+    which would make a batch behind its leads look short.
+    """
+    give_up_s = clock.now() + POLLED_S
+    while not isinstance(clock, ManualClock) and clock.now() < give_up_s:
+        if completion.done():
+            return
+    completion.wait()
 
 
 class WeightPool:
@@ -99,7 +124,9 @@ class WeightPool:
 
 @dataclass
 class Runner:
-    """One task's calls, one for each copy of its weight. `cycle` counts launches."""
+    """One task's calls, one for each copy of its weight. `cycle` counts launches; `lead` has the
+    calls that go before a timed one.
+    """
 
     device: Device
     calls: list[BoundCall]
@@ -109,6 +136,7 @@ class Runner:
     batch: int = 1
     cycle: int = 0
     last_read: list[int] = field(default_factory=list)
+    lead: list[BoundCall] = field(default_factory=list)
 
     def next_copies(self, count: int | None = None) -> list[int]:
         """Indices of the copies that the next `count` launches use (default: a batch)."""
@@ -150,6 +178,7 @@ class Workload:
         self._activations: dict[str, HostBuffer] = {}
         self._kernels: OrderedDict[tuple[DeviceKind, MatMul], _Prepared] = OrderedDict()
         self._runners: dict[Task, Runner] = {}
+        self._leads: dict[Task, list[BoundCall]] = {}
 
     def runner(self, task: Task) -> Runner:
         """Bound calls of a task, made when first asked for."""
@@ -181,11 +210,38 @@ class Workload:
         copies = runner.next_copies()
         self.evict(runner, copies)
         before = self.interference.waits_s()
-        start_s = self.clock.now()
-        runner.launch(copies)
-        seconds = self.clock.now() - start_s
+        seconds = self._behind_lead(runner, copies)
+        if seconds is None:
+            before = self.interference.waits_s()
+            start_s = self.clock.now()
+            runner.launch(copies)
+            seconds = self.clock.now() - start_s
         waited_s = longest_wait_s(before, self.interference.waits_s())
         return seconds / len(copies), waited_s / len(copies)
+
+    def _behind_lead(self, runner: Runner, copies: list[int]) -> float | None:
+        """Seconds of a batch in a queue, from the end of its leads on.
+
+        None where the batch is still to be launched: where there is no queue (the leads have run
+        then), or if a thread of ours had to wait for a core meanwhile, because who sees the leads'
+        end late finds the batch too short.
+        """
+        if not runner.lead or not runner.device.capabilities.asynchronous:
+            for call in runner.lead:
+                call.run()
+            return None
+        before = self.interference.waits_s()
+        leads = [call.submit() for call in runner.lead]
+        batch = [runner.calls[copy].submit() for copy in copies]
+        see(leads[-1], self.clock)
+        start_s = self.clock.now()
+        late_s = longest_wait_s(before, self.interference.waits_s())
+        see(batch[-1], self.clock)
+        seconds = self.clock.now() - start_s
+        if late_s <= LATE * seconds:
+            return seconds
+        self.evict(runner, copies)
+        return None
 
     def warm_up(self, runner: Runner) -> float:
         """Launch every copy once, then choose how many launches make a batch. Returns seconds."""
@@ -210,6 +266,7 @@ class Workload:
         """Drop every kernel."""
         self._runners.clear()
         self._kernels.clear()
+        self._leads.clear()
 
     def make_runner(self, task: Task, *, copies: int) -> Runner:
         """A runner of its own, with so many copies of the weight; the caller keeps it."""
@@ -221,13 +278,43 @@ class Workload:
         tensors = {"x": x, "y": y}
         calls = [kernel.bind(tensors, task.m) for kernel in prepared.kernels]
         long_ago = [-self.cold] * len(calls)
-        return Runner(self.devices[task.device], calls, prepared.weights, x, y, last_read=long_ago)
+        device = self.devices[task.device]
+        lead = self._lead(task)
+        return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, lead=lead)
+
+    def _lead(self, task: Task) -> list[BoundCall]:
+        """Calls of a small weight to go before those of a task; none before many tokens."""
+        if task.m > DECODE_TOKENS:
+            return []
+        small = task._replace(n=LEAD[0], k=LEAD[1])
+        if small not in self._leads:
+            tensors = {
+                "x": self.activation("x", small.m, small.k),
+                "y": self.activation("y", small.m, small.n),
+            }
+            kernel = self._kernels_of(small, 1).kernels[0]
+            self._leads[small] = self._long_enough(kernel.bind(tensors, small.m), task.device)
+        return self._leads[small]
+
+    def _long_enough(self, call: BoundCall, device: DeviceKind) -> list[BoundCall]:
+        """So many of a call that they keep a queue busy for `LEAD_S`."""
+        if not self.devices[device].capabilities.asynchronous:
+            return [call] * LEAD_CALLS
+        call.run()
+        start_s = self.clock.now()
+        [call.submit() for _ in range(GPU_COPIES[1])][-1].wait()
+        each_s = max((self.clock.now() - start_s) / GPU_COPIES[1], 1e-6)
+        return [call] * int(min(max(LEAD_S / each_s, 1), MOST_LEADS))
 
     def _prepare(self, task: Task) -> _Prepared:
         key = (task.device, task.op)
         if key not in self._kernels:
             device = self.devices[task.device]
-            copies = GPU_COPIES if device.capabilities.asynchronous else 1
+            copies = 1
+            if device.capabilities.asynchronous:
+                least, most = GPU_COPIES
+                size = int(weight_bytes(task.weight_format, task.n, task.k))
+                copies = min(max(COPIED_BYTES // size, least), most)
             self._kernels[key] = self._kernels_of(task, copies)
             self._drop_old()
         return self._kernels[key]

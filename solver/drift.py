@@ -29,9 +29,11 @@ class DriftedCost(CostModel):
         self._base = base
         self.factors = dict(factors)
 
-    def contention(self, device: DeviceKind, phase: Phase) -> float:
+    def contention(
+        self, device: DeviceKind, phase: Phase, weight_format: WeightFormat | None = None
+    ) -> float:
         """See `CostModel.contention`."""
-        return self._base.contention(device, phase)
+        return self._base.contention(device, phase, weight_format)
 
     def matmul_s(
         self,

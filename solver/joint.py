@@ -49,6 +49,7 @@ class JointSpace:
         self._low = _wide([x.gpu_table(counts, x.n - x.rows) for x in members])
         self._npu = _wide([x.npu_table(counts) for x in members])
         self._rows = np.concatenate([x.rows for x in members])
+        self._launches = np.concatenate([np.full(len(x.rows), x.launches) for x in members])
         self._whole = np.concatenate(
             [np.full(len(x.rows), self.columns[n].place.stop - 1) for n, x in spaces.items()]
         )
@@ -70,6 +71,7 @@ class JointSpace:
                 joint.choices,
                 joint.every_npu_s[:, place],
                 joint.tokens_first[:, place],
+                space.ahead_s(m),
             )
             found[name] = chooser.options(
                 space, m, grid=grid, mask=mask[:, place], price=price[:, place],
@@ -87,8 +89,9 @@ class JointSpace:
         gpu, tokens_first = complement(
             margin, margin[:, self._whole], self._low[cuts], self._low[m]
         )
-        gpu, npu = contend(first.kernels.cost, m, gpu, npu)
-        return Grid(0.0, gpu, npu, self._rows, choices, every, tokens_first)
+        gpu, npu = contend(first.kernels, m, gpu, npu)
+        ahead_s = first.sync.ahead_s(m, self._launches)
+        return Grid(0.0, gpu, npu, self._rows, choices, every, tokens_first, ahead_s)
 
 
 def _wide(tables: Sequence[Floats]) -> Floats:

@@ -7,15 +7,18 @@ knows that it is complete, the GPU's queue has run dry (docs/solver.md).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from hetero.profiler.cost import CostModel, WaitMethod
+from hetero.profiler.predict import Floats
+from hetero.profiler.records import phase_of
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import Strategy, Tile
 
 GPU: Final = 0
 HOST: Final = 1
 INF: Final = float("inf")
+Launches = TypeVar("Launches", float, Floats)  # of one matmul, or of each of several
 Mode: TypeAlias = Literal["gpu", "npu", "gpu-dominant", "npu-dominant"]
 
 
@@ -26,12 +29,16 @@ class Sync:
     wait_s      until the host knows of the GPU's last kernel
     submit_s    submission to an empty queue
     join_s      learning that the GPU's part of a cut is done, where that is not seen on the way
+    ring_s      starting what was queued ahead behind a gate (decode only); None: nothing is
+    busy_s      one submission behind others, made by the thread on which the NPU's calls block
     copy_in_s, copy_out_s    a copy of activations to and from the NPU, per copy and per byte
     """
 
     wait_s: float = 0.0
     submit_s: float = 0.0
     join_s: float = 0.0
+    ring_s: float | None = None
+    busy_s: float = 0.0
     copy_s: float = 0.0
     copy_s_per_byte: float = 0.0
 
@@ -41,9 +48,13 @@ class Sync:
         if "gpu" not in cost.profile.devices:
             return cls()
         fixed = cost.copy_s("gpu", 0)
+        npu = cost.profile.devices.get("npu")
+        blocks = npu is not None and not npu.capabilities.asynchronous
         return cls(
             wait_s=cost.wait_s("gpu", method),
             submit_s=cost.submit_s("gpu", "empty"),
+            ring_s=cost.ring_s("gpu") if blocks else None,
+            busy_s=cost.submit_s("gpu", "busy"),
             copy_s=fixed,
             copy_s_per_byte=(cost.copy_s("gpu", 1 << 20) - fixed) / (1 << 20),
         )
@@ -62,6 +73,20 @@ class Sync:
             copy_s=sync.copy_fixed_s,
             copy_s_per_byte=sync.copy_s_per_byte,
         )
+
+    def at(self, m: int) -> Sync:
+        """In a step of m tokens: with gates, starting the GPU costs a ring, not a submission."""
+        if self.ring_s is None or phase_of(m) == "prefill":
+            return self
+        return replace(self, submit_s=self.ring_s)
+
+    def ahead_s(self, m: int, launches: Launches) -> Launches:
+        """What the thread of the NPU's calls pays, after its tile, for queueing so many launches
+        behind the next gate.
+        """
+        if self.ring_s is None or phase_of(m) == "prefill":
+            return 0.0 * launches
+        return self.busy_s * launches
 
     @property
     def copies(self) -> bool:
@@ -123,7 +148,8 @@ class Option:
     """One tiling of one operator, with its times.
 
     gpu_s, npu_s    how long each device is busy (contention included)
-    together_s      from the start until both are done, synchronisation apart
+    together_s      from the start until both are done and (with gates) what follows is queued,
+                    other synchronisation apart
     enter_s         T_sync + T_copy when entered from `GPU` and from `HOST`
     leaves          state after it
     barred          states from which it may not be entered (the margin)

@@ -24,6 +24,9 @@ from hetero.solver.tilings import Chooser, MatMulSpace, Rules
 BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
     ("qkv", ("q", "k", "v")), ("o", ()), ("gate_up", ("gate", "up")), ("down", ()),
 )  # fmt: skip
+# The operators behind each group, and what is always queued.
+BEHIND: Final = {"qkv": "attention", "o": "norm", "gate_up": "activation", "down": "norm"}
+TILE_AND_GATE: Final = 2.0
 Extra = Mapping[OpName, list[Option]]
 
 
@@ -167,9 +170,30 @@ class Planner:
         if name not in self._spaces:
             n, k = self.shape(name)
             self._spaces[name] = MatMulSpace(
-                self.kernels, n, k, row_steps=self.settings.row_steps, rows=self.rows.get(name)
+                self.kernels,
+                n,
+                k,
+                row_steps=self.settings.row_steps,
+                rows=self.rows.get(name),
+                sync=self.sync,
+                launches=self._launches_behind(name),
             )
         return self._spaces[name]
+
+    def _launches_behind(self, name: OpName) -> float:
+        """GPU launches that are queued behind a matmul's NPU tile for the next one: the operators
+        between, a tile, a flag behind its operand and a gate; nothing behind the output head.
+
+        As if the operators between ran on the GPU and the next matmul had a tile there.
+        """
+        if name == "lm_head" or self.sync.ring_s is None:
+            return 0.0
+        for fused, members in BLOCK:
+            if name in members[:-1]:
+                return TILE_AND_GATE
+            if name == fused or name in members:
+                return self._rest_costs.launches(BEHIND[fused]) + TILE_AND_GATE + 1
+        raise KeyError(name)
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""
@@ -281,14 +305,14 @@ class Planner:
         options: Extra,
         groups: tuple[tuple[OpName, ...], ...],
     ) -> Solution | None:
-        between = {"qkv": rests.attention, "o": rests.norm, "gate_up": rests.activation}
+        between = {name: getattr(rests, stage) for name, stage in BEHIND.items()}
         block: list[list[Option]] = []
         names: list[OpName | None] = []
         for (fused, _), members in zip(BLOCK, groups, strict=True):
             for name in members:
                 block.append(options[name])
                 names.append(name)
-            block.append([between.get(fused, rests.norm)])
+            block.append([between[fused]])
             names.append(None)
         tail = [options["lm_head"]] if "lm_head" in options else []
         chain = solve_chain([[rests.head]], block, tail, self.spec.layers, objective)

@@ -84,12 +84,17 @@ class RestCosts:
         times = dict.fromkeys(("head", "attention", "norm", "activation"), 0.0)
         for stage, op, share in self.steps:
             times[stage] += share * float(self.cost.other_s(kind, op, m, context).seconds)
+        sync = self.sync.at(m)
         return Rests(
-            head=_option(kind, times["head"], self.sync),
-            attention=_option(kind, times["attention"], self.sync),
-            norm=_option(kind, times["norm"], self.sync),
-            activation=_option(kind, times["activation"], self.sync),
+            head=_option(kind, times["head"], sync),
+            attention=_option(kind, times["attention"], sync),
+            norm=_option(kind, times["norm"], sync),
+            activation=_option(kind, times["activation"], sync),
         )
+
+    def launches(self, stage: str) -> float:
+        """Kernels of one occasion of a stage."""
+        return sum(share for found, _, share in self.steps if found == stage)
 
 
 def _occasions(name: str, spec: ModelSpec) -> int:

@@ -12,7 +12,6 @@ from functools import cached_property
 
 import numpy as np
 
-from hetero.profiler.cost import CostModel
 from hetero.profiler.records import phase_of
 from hetero.solver.kernels import Bools, Floats, Ints, Kernels, graph_sizes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, Sync
@@ -20,6 +19,7 @@ from hetero.solver.pieces import Choices, Pieces, npu_choices
 from hetero.solver.plan import Strategy
 
 ACTIVATION_BYTES = 4  # float32
+FREE = Sync()
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Rules:
 
 @dataclass(frozen=True)
 class Grid:
-    """Costed tilings of one matmul at m tokens."""
+    """Costed tilings of one matmul at m tokens.
+
+    `ahead_s` (of the matmul or of each column) passes on the NPU's thread after its tile.
+    """
 
     gpu_only_s: float
     gpu_s: Floats
@@ -45,11 +48,17 @@ class Grid:
     choices: Choices
     every_npu_s: Floats
     tokens_first: Bools
+    ahead_s: Floats | float = 0.0
 
     @cached_property
     def together_s(self) -> Floats:
         """[T, R] until both are done."""
-        return np.maximum(self.gpu_s, self.npu_s)
+        return np.maximum(self.gpu_s, self.npu_thread_s)
+
+    @cached_property
+    def npu_thread_s(self) -> Floats:
+        """[T, R] until the NPU's thread is done."""
+        return np.asarray(self.npu_s + self.ahead_s)
 
     @property
     def cuts(self) -> Ints:
@@ -66,6 +75,7 @@ class MatMulSpace:
     """One matmul: n rows, k features. Everything that does not depend on m is looked up once.
 
     `rows` limits the row cuts, `row_steps` their number; every alignment step by default.
+    `launches` are the GPU's that the thread of the NPU's calls queues behind a tile (`Sync`).
     """
 
     def __init__(
@@ -76,8 +86,11 @@ class MatMulSpace:
         *,
         row_steps: int | None = None,
         rows: Sequence[int] | None = None,
+        sync: Sync = FREE,
+        launches: float = 0.0,
     ) -> None:
         self.kernels, self.n, self.k = kernels, n, k
+        self.sync, self.launches = sync, launches
         self.has_npu = kernels.has("npu")
         record = kernels.cost.profile.devices.get("npu")
         self.sizes = graph_sizes(record) if record is not None else ()
@@ -99,8 +112,13 @@ class MatMulSpace:
         choices = npu_choices(m, self.sizes, self.alignment, every=every)
         npu, every_npu = self._npu_times(choices)
         gpu, tokens_first, alone = self._gpu_times(m, choices.cuts)
-        gpu, npu = contend(self.kernels.cost, m, gpu, npu)
-        return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first)
+        gpu, npu = contend(self.kernels, m, gpu, npu)
+        ahead_s = self.ahead_s(m)
+        return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first, ahead_s)
+
+    def ahead_s(self, m: int) -> float:
+        """Seconds of queueing what follows, at m tokens."""
+        return self.sync.ahead_s(m, self.launches)
 
     def _gpu_grid(self, m: int) -> Grid:
         alone = float(self.kernels.table("gpu", [m], [self.n], self.k).seconds[0, 0])
@@ -162,10 +180,10 @@ def complement(
     return np.where(better, tokens_first, rows_first), better
 
 
-def contend(cost: CostModel, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
+def contend(kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
     """Seconds of both devices, slowed down while both work; infinite where one is."""
-    phase = phase_of(m)
-    a, b = cost.contention("gpu", phase), cost.contention("npu", phase)
+    cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
+    a, b = cost.contention("gpu", *key), cost.contention("npu", *key)
     if a == b == 1:
         return gpu_s, npu_s
     impossible = ~(np.isfinite(gpu_s) & np.isfinite(npu_s))
@@ -231,13 +249,14 @@ class Chooser:
             yield from self._cut_options(space, grid, m, mask, None)
 
     def _gpu_only(self, space: MatMulSpace, grid: Grid, m: int) -> Option:
-        into = self.sync.copy(ACTIVATION_BYTES * m * space.k)
+        sync = self.sync.at(m)
+        into = sync.copy(ACTIVATION_BYTES * m * space.k)
         option = Option(
             "gpu-only",
             "gpu",
             together_s=grid.gpu_only_s,
             gpu_s=grid.gpu_only_s,
-            enter_s=(0.0, self.sync.submit_s + into),
+            enter_s=(0.0, sync.submit_s + into),
             leaves=GPU,
         )
         return option if self.rules.max_gpu_share >= 1 else option.bar(GPU, HOST)
@@ -258,7 +277,7 @@ class Chooser:
         yield Option(
             "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
             "npu",
-            together_s=seconds,
+            together_s=float(grid.npu_thread_s[i, -1]),
             npu_s=seconds,
             enter_s=(enter + leave, leave),
             leaves=HOST,
@@ -270,7 +289,7 @@ class Chooser:
         self, space: MatMulSpace, grid: Grid, m: int, mask: Bools | None, price: Floats | None
     ) -> Iterator[Option]:
         price = self.price(grid, m, mask) if price is None else price
-        npu_dominant = grid.npu_s >= grid.gpu_s
+        npu_dominant = grid.npu_thread_s >= grid.gpu_s
         for dominant in (True, False):
             allowed = np.where(npu_dominant if dominant else ~npu_dominant, price, INF)
             places = {self._cheapest(allowed)}
@@ -333,7 +352,7 @@ class Chooser:
     def _cut(
         self, space: MatMulSpace, grid: Grid, m: int, i: int, j: int, dominant: bool
     ) -> Option:
-        sync, r, t = self.sync, int(grid.rows[j]), int(grid.cuts[i])
+        sync, r, t = self.sync.at(m), int(grid.rows[j]), int(grid.cuts[i])
         pieces = grid.pieces(i, j)
         submit = sync.submit_s + sync.join_s if dominant else sync.join_s
         from_gpu = sync.wait_s + submit + self._copy_s(space, m, t, r, GPU, dominant)

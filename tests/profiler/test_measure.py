@@ -16,7 +16,7 @@ from hetero.profiler.grid import Task
 from hetero.profiler.interference import longest_wait_s
 from hetero.profiler.measure import Meter, Settings, rescale
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.workload import Workload
+from hetero.profiler.workload import Runner, Workload
 from tests.profiler.fakes import W4, Cost, devices, gpu_cost, npu_cost
 
 SHAPES = ((1, 512, 512), (8, 1024, 512), (32, 512, 512), (256, 1024, 1024))
@@ -216,3 +216,32 @@ def test_summaries_of_constants_and_single_samples() -> None:
 def test_overlapping_waits_count_once() -> None:
     assert longest_wait_s({1: 1.0, 2: 5.0}, {1: 1.5, 2: 5.2, 3: 0.1}) == pytest.approx(0.5)
     assert longest_wait_s({}, {}) == 0.0
+
+
+class Sleepy(Workload):
+    """Reading other memory leaves code and cores cold: the next call takes 100 µs more."""
+
+    cold_call = False
+
+    def evict(self, runner: Runner, copies: list[int]) -> None:
+        super().evict(runner, copies)
+        self.cold_call = True
+
+    def warmed(self, cost: Cost) -> Cost:
+        def seconds(op: Op, m: int) -> float:
+            extra_s, self.cold_call = 1e-4 * self.cold_call, False
+            return cost(op, m) + extra_s
+
+        return seconds
+
+
+@pytest.mark.parametrize("task", [t for t in TASKS if t.m <= 8], ids=lambda t: f"{t.device}-{t.m}")
+def test_a_call_of_few_tokens_pays_for_a_cold_weight_but_not_for_cold_code(task: Task) -> None:
+    clock = ManualClock()
+    opened = devices(clock)
+    workload = Sleepy(opened, clock=clock, cold=0)
+    for kind, device in opened.items():
+        device._cost = workload.warmed(COSTS[kind])
+    runner = workload.runner(task)
+    workload.warm_up(runner)
+    assert workload.time(runner) == pytest.approx(true_s(task), rel=1e-9)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from hetero.backends.ops import Add, Attention, MatMul, RMSNorm
+from hetero.backends.ops import Add, Attention, MatMul, RMSNorm, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import fit, predict
 from hetero.profiler.cost import CostModel
@@ -33,6 +33,7 @@ from tests.profiler.fakes import (
     knots,
     npu_cost,
     record,
+    row,
     rows_of,
     sizes,
 )
@@ -124,7 +125,10 @@ def profile() -> DeviceProfile:
     return DeviceProfile(
         name="t", created="", hetero_version="", devices=devices, matmuls=tuple(rows),  # type: ignore[arg-type]
         predictors=tuple(fit.fit_all({"gpu": GPU, "npu": NPU}, rows)),
-        contention=(Contention(phase="decode", gpu=1.3, npu=0.9),),
+        contention=(
+            Contention(phase="decode", gpu=1.3, npu=0.9),
+            Contention(phase="decode", weight_format=WeightFormat.W4A8, gpu=1.1, npu=1.2),
+        ),
         sync={"gpu": DeviceSync(submit_busy_s=1e-6, submit_empty_s=9e-6, wait_s={
             "finish": 6e-5, "event": 5e-5, "fast": 5e-5}, copy_fixed_s=1e-6,
             copy_s_per_byte=1e-10)},
@@ -168,7 +172,8 @@ def test_costs_around_kernels() -> None:
     assert (model.wait_s("gpu"), model.wait_s("gpu", "finish")) == (5e-5, 6e-5)
     assert model.submit_s("npu") == model.wait_s("npu") == 0.0
     assert model.copy_s("gpu", 1 << 20) == 0.0  # unified memory
-    assert model.contention("gpu", "decode") == 1.3
+    assert model.contention("gpu", "decode") == model.contention("gpu", "decode", W4) == 1.3
+    assert model.contention("npu", "decode", WeightFormat.W4A8) == 1.2
     assert model.contention("npu", "decode") == model.contention("gpu", "prefill") == 1.0
     assert model.prepare_s("npu", W4, 1000, 1000) == pytest.approx(1e-3 + 562_500e-9)
     assert model.prepare_s("npu", W4, 1000, 1000, cached=True) == 1e-4
@@ -228,6 +233,31 @@ def test_a_table_has_the_times_of_its_pairs(kind: DeviceKind, cut: tuple[int, ..
     pairs = [x.ravel() for x in np.meshgrid(m, n, indexing="ij")]
     expected = predict.predict(predictor, device, *pairs, np.full(len(pairs[0]), 768.0))
     np.testing.assert_allclose(table.ravel(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ({1: 4.0, 8: 5.0}, [4, 4, 5, 5]),  # 2 tokens were not measured: noise
+        ({1: 4.0, 2: 2.0, 8: 5.0}, [4, 2, 5, 5]),  # they were, and are faster
+        ({1: 4.0, 2: 3.9, 8: 5.0}, [4, 4, 5, 5]),  # as fast: the smaller graph will do
+        ({1: 4.0, 8: 2.0}, [4, 2, 5, 5]),  # 2 lies between counts that show it
+    ],
+)
+def test_a_larger_graph_is_only_faster_where_that_was_measured(
+    measured: dict[int, float], expected: list[float]
+) -> None:
+    line = knots((1, 4e-6), (2, 2e-6), (8, 5e-6))
+    shapes = ShapeRange(m=(1, 8), n=(1, 9), k=(1, 9))
+    predictor = MatMulPredictor(device="npu", weight_format=W4, knots=line, measured=shapes)
+    rows = [row("npu", m, 512, 512, seconds) for m, seconds in measured.items()]
+    npu = record("npu", static_shapes=True, graph_sizes=(1, 2, 8))
+    found = DeviceProfile(
+        name="t", created="", hetero_version="", devices={"npu": npu},
+        predictors=(predictor,), matmuls=tuple(rows),
+    )  # fmt: skip
+    table = CostModel(found).table_s("npu", W4, np.asarray([1.0, 2, 3, 8]), np.ones(1), 1)
+    assert (1e6 * table[:, 0]).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("model", [NPU_ARRAY, GPU_SHADER], ids=["npu", "gpu"])

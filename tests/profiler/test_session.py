@@ -65,7 +65,8 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
         "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct", "Add", "Embed"
     }  # fmt: skip
     assert {row.device for row in whole.preparation} == {"gpu", "npu"}
-    assert {entry.phase for entry in whole.contention} == {"decode", "prefill"}
+    kinds = {(entry.phase, entry.weight_format) for entry in whole.contention}
+    assert kinds == {("decode", W4), ("prefill", W4)}
     assert whole.quarantined == ()
     assert whole.environment.packages["numpy"] == np.__version__
     assert DeviceProfile.model_validate(json.loads(whole.to_json())) == whole

@@ -37,7 +37,7 @@ class EvenCost(CostModel):
     ) -> Any:
         return 1e-6 * (np.asarray(ms)[:, None] * np.asarray(ns)[None, :])
 
-    def contention(self, device: Any, phase: Any) -> float:
+    def contention(self, device: Any, phase: Any, weight_format: Any = None) -> float:
         return 1.0
 
 

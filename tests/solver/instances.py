@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from hetero.solver.tilings import Rules
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
+# Launches queued behind an NPU tile: operators, tile, flag, gate.
+BEHIND = {"qkv": 2 + 3, "o": 1 + 3, "gate_up": 1 + 3, "down": 1 + 3}
 
 
 @dataclass
@@ -67,7 +69,7 @@ class TableCost(CostModel):
         scale = self.instance.npu_scale if device == "npu" else 1.0
         return scale * self.instance.tables[device][int(k)][m, n]
 
-    def contention(self, device: Any, phase: Any) -> float:
+    def contention(self, device: Any, phase: Any, weight_format: Any = None) -> float:
         return self.instance.contention[0 if device == "gpu" else 1]
 
 
@@ -90,6 +92,8 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
     sync = Sync(
         wait_s=some(), submit_s=some(), join_s=some() / 4, copy_s=some() / 4 * rng.integers(2)
     )
+    if rng.integers(2):  # gates, in steps of few tokens
+        sync = replace(sync, ring_s=some() / 2, busy_s=some() / 10)
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
     return Instance(
         tables, sizes, slow, sync, {"gpu": 0.3, "npu": 0.5}, float(rng.choice([0.0, 0.03, 0.2])),
@@ -185,10 +189,19 @@ class Way:
         return self.together + self.enter[state]
 
 
+def sync_at(instance: Instance, m: int) -> tuple[Sync, bool]:
+    """Costs in a step of m tokens, and whether it has gates."""
+    sync = instance.sync
+    if sync.ring_s is None or m > 8:
+        return sync, False
+    return replace(sync, submit_s=sync.ring_s), True
+
+
 def every_way(instance: Instance, name: str, m: int) -> list[Way]:
     """All tilings of one matmul, one after another."""
     n, k = instance.rows[name], instance.ks[name]
-    sync = instance.sync
+    sync, gates = sync_at(instance, m)
+    ahead = BEHIND[name] * sync.busy_s if gates else 0.0
     moved = lambda count: sync.copy(4 * count)  # noqa: E731
     g = lambda mm, nn: instance.seconds("gpu", mm, nn, k)  # noqa: E731
     whole = g(m, n)
@@ -203,16 +216,26 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
             npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
             if t == m and r == n:
                 enter = (sync.wait_s + moved(m * k) + moved(m * n), moved(m * n))
-                ways.append(Way("npu", 0, npu, npu, enter, 1, n, n))
+                ways.append(Way("npu", 0, npu, npu + ahead, enter, 1, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
-            ways.append(_cut(instance, m, n, k, t, r, gpu, npu))
+            ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead))
     return ways
 
 
-def _cut(instance: Instance, m: int, n: int, k: int, t: int, r: int, gpu: float, npu: float) -> Way:
+def _cut(
+    instance: Instance,
+    m: int,
+    n: int,
+    k: int,
+    t: int,
+    r: int,
+    gpu: float,
+    npu: float,
+    ahead: float,
+) -> Way:
     a, b = instance.contention
-    sync = instance.sync
+    sync, _ = sync_at(instance, m)
     ends = sorted([(a * gpu, "gpu"), (b * npu, "npu")])
     if ends[0][1] == "gpu":
         gpu_s = a * gpu
@@ -220,7 +243,7 @@ def _cut(instance: Instance, m: int, n: int, k: int, t: int, r: int, gpu: float,
     else:
         npu_s = b * npu
         gpu_s = npu_s + (gpu - npu_s / a)
-    npu_dominant = npu_s >= gpu_s
+    npu_dominant = npu_s + ahead >= gpu_s
     copy = lambda count: sync.copy(4 * count)  # noqa: E731
     result = copy(m * n - t * r) if npu_dominant else copy(t * r)
     submit = sync.submit_s if npu_dominant else 0.0
@@ -230,7 +253,7 @@ def _cut(instance: Instance, m: int, n: int, k: int, t: int, r: int, gpu: float,
     )
     gpu_from = r if t == m else 0
     leaves = 1 if npu_dominant else 0
-    return Way("cut", gpu_s, npu_s, max(gpu_s, npu_s), enter, leaves, r, gpu_from)
+    return Way("cut", gpu_s, npu_s, max(gpu_s, npu_s + ahead), enter, leaves, r, gpu_from)
 
 
 def allowed_costs(ways: list[Way], margin: float) -> np.ndarray:
@@ -252,7 +275,7 @@ def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | No
     names = ("qkv", "o", "gate_up", "down")
     ways = ways or {x: every_way(instance, x, m) for x in names}
     costs = {x: allowed_costs(ways[x], instance.margin) for x in names}
-    rest, layers, submit = instance.rest_s["gpu"], instance.layers, instance.sync.submit_s
+    rest, layers, submit = instance.rest_s["gpu"], instance.layers, sync_at(instance, m)[0].submit_s
     total = np.zeros(tuple(len(ways[x]) for x in names))
     for i, x in enumerate(names):
         shape = [1] * 4

@@ -24,6 +24,7 @@ from tests.solver.instances import (
     every_way,
     planner_of,
     random_instance,
+    sync_at,
 )
 
 
@@ -192,7 +193,7 @@ def _best_inside(instance: Instance, name: str, ms: list[int], r: int, s: int) -
     total = 0.0
     for m in ms:
         inside = [w for w in every_way(instance, name, m) if _fits(w, r, s)]
-        back = instance.sync.submit_s
+        back = sync_at(instance, m)[0].submit_s
         total += min((w.cost(0) + back * w.leaves for w in inside), default=np.inf)
     return instance.layers * total
 
