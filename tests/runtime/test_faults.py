@@ -19,7 +19,7 @@ from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
-from hetero.runtime import sync
+from hetero.runtime import executor, sync
 from hetero.runtime.engine import Engine
 from hetero.runtime.lowering import Step
 from hetero.runtime.program import RING, SUBMIT
@@ -125,7 +125,10 @@ def test_both_failing_is_an_error_and_the_next_model_works(folder: Path, wanted:
         assert answer(engine) == wanted
 
 
-def test_a_hang_is_dropped_like_a_failure(folder: Path, wanted: list[int]) -> None:
+def test_a_hang_is_dropped_like_a_failure(
+    folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "DRAIN_DEADLINE_S", 0.2)  # nothing comes any more
     with make_engine(folder, deadline_s=0.05) as engine:
         answer(engine, 2)
         slow_down(engine, lambda: float("inf"))
@@ -134,7 +137,10 @@ def test_a_hang_is_dropped_like_a_failure(folder: Path, wanted: list[int]) -> No
     assert len(caught) == 1
 
 
-def test_a_hang_without_another_device_is_a_timeout(folder: Path) -> None:
+def test_a_hang_without_another_device_is_a_timeout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "DRAIN_DEADLINE_S", 0.2)
     loaded = open_model(str(folder), weights="f32")
     device = open_device("reference", kind="gpu", asynchronous=True, delay_s=float("inf"))
     plan = single_device(loaded.spec(), "gpu")
