@@ -30,7 +30,9 @@ def test_contention_is_found_for_every_shared_format(factors: tuple[float, float
             weight_formats=FORMATS if kind == "gpu" else FORMATS[:2],
         )
         cost = gpu_cost if kind == "gpu" else npu_cost
-        opened[kind] = simulated.open(capabilities=capabilities, cost=cost, chip=chip)
+        opened[kind] = simulated.open(
+            capabilities=capabilities, cost=cost, chip=chip, compute=False
+        )
     workload = Workload(opened, clock=chip.clock, cold=0)
     _, found = measure_together(workload, FORMATS, rounds=2)
     wanted = [(x, phase) for x in FORMATS[:2] for phase in ("decode", "prefill")]
