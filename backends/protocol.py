@@ -141,6 +141,10 @@ class BoundCall(ABC):
         """Enqueue and flush; asynchronous devices only. Calls complete in submission order."""
         raise TypeError(f"{self.name}: a blocking device has no submit(), use run()")
 
+    def enqueue(self) -> Completion:
+        """As `submit`, but the driver may keep it back until something else is submitted."""
+        return self.submit()
+
 
 class Doorbell(ABC):
     """Starts queued calls by a store to shared memory (`Device.doorbell`).

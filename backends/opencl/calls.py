@@ -151,6 +151,15 @@ class OpenCLCall(BoundCall):
 
     def submit(self) -> OpenCLCompletion:
         """Enqueue every launch in order and flush."""
+        completion = self.enqueue()
+        try:
+            self.device.queue.flush()
+        except cl.Error as error:
+            raise self.device.failed(f"launching {self.name}", error.code) from error
+        return completion
+
+    def enqueue(self) -> OpenCLCompletion:
+        """Enqueue every launch in order."""
         device = self.device
         device.check()
         queue = device.queue
@@ -159,13 +168,13 @@ class OpenCLCall(BoundCall):
                 region.publish(device)
             first: cl.Event | None = None
             for kernel, global_size, local_size in self._bound:
-                event = cl.enqueue_nd_range_kernel(queue, kernel, global_size, local_size)
-                first = first or event
-            events = [first or event, event, *(region.fetch(device) for region in self._outputs)]
-            queue.flush()
+                last = cl.enqueue_nd_range_kernel(queue, kernel, global_size, local_size)
+                first = first or last
+            for output in self._outputs:
+                last = output.fetch(device)
         except cl.Error as error:
             raise device.failed(f"launching {self.name}", error.code) from error
-        return OpenCLCompletion(self, events)
+        return OpenCLCompletion(self, first or last, last)
 
     def run(self) -> None:
         """Submit and wait."""
@@ -203,12 +212,15 @@ class OpenCLCall(BoundCall):
 
 
 class OpenCLCompletion(Completion):
-    """Rests on the event of the call's last command; keeps the call alive until then."""
+    """Rests on the event of the call's last command; keeps the call alive until then.
 
-    def __init__(self, call: OpenCLCall, events: Sequence[cl.Event]) -> None:
+    Begins with `first`.
+    """
+
+    def __init__(self, call: OpenCLCall, first: cl.Event, last: cl.Event) -> None:
         self._call = call
-        self._events = events
-        self._last = events[-1]
+        self._first = first
+        self._last = last
 
     def done(self) -> bool:
         """See `Completion.done`."""
@@ -226,7 +238,7 @@ class OpenCLCompletion(Completion):
         if offset_s is None:
             return None
         with decoded(f"timing {self._call.name}"):
-            start_ns, end_ns = self._events[0].profile.start, self._last.profile.end
+            start_ns, end_ns = self._first.profile.start, self._last.profile.end
         return start_ns * 1e-9 + offset_s, end_ns * 1e-9 + offset_s
 
     def block(self) -> None:

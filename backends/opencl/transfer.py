@@ -41,4 +41,4 @@ class TransferCall(OpenCLCall):
             device.queue.flush()
         except cl.Error as error:
             raise device.failed(f"launching the {self.name}", error.code) from error
-        return OpenCLCompletion(self, [event, event])
+        return OpenCLCompletion(self, event, event)

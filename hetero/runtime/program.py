@@ -157,11 +157,14 @@ class _Ahead:
         return 0
 
     def _block(self, group: int, code: int) -> list[Action]:
-        """A group's submissions, and the gate behind it."""
+        """A group's submissions, and the gate behind it; one flush will do behind a closed gate."""
         block = [action._replace(code=code) for action in self.groups[group]]
         if group + 1 in self.gates:
             block.append(self._submission(code, self.gates[group + 1]))
-        return block
+        if code != AHEAD:
+            return block
+        held = [a._replace(target=self.launches[a.launch].call.enqueue) for a in block[:-1]]
+        return [*held, block[-1]]
 
     def _submission(self, code: int, gate: int) -> Action:
         return Action(code, gate, self.kind, self.bell.gate.submit)
