@@ -147,7 +147,7 @@ def identity(only: str = "") -> None:
     random = np.random.default_rng(0)
     checked = 0
     for activations, weight_format, scales in _forms(only):
-        for n, k in ((2048, 2048), (512, 8192), (1056, 172), (96, 14336)):
+        for n, k in ((256, 2048), (64, 8192), (208, 172)):
             weight = _scaled_weight(weight_format, n, k, scales)
             x = random.standard_normal((320, k)).astype(np.float32)
             x[3], x[5], x[200] = 0, 1e5 * x[5], 2000 * np.sign(weight.dequantize()[-1])
@@ -161,7 +161,7 @@ def _check_identity(
 ) -> int:
     """Compare a call of all tokens with many others; how many there were."""
     op = ops.MatMul(n=weight.n, k=weight.k, weight_format=weight_format)
-    sizes = (1, 8, 24, 32, 64, 128, 256, len(x))
+    sizes = (1, 8, 32, 64, 128, len(x))
     checked = 0
     with tempfile.TemporaryDirectory() as folder:
 
