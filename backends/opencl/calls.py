@@ -121,7 +121,7 @@ class OpenCLKernel(Kernel):
         name = describe(self.op)
         with decoded(f"binding {name}"):
             return OpenCLCall(
-                self._device, name, m, self._launches(tensors, m), tensors, keep=self._keep
+                self._device, name, m, self._launches(tensors, m), tensors, keep=(self,)
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import MatMul, Op, OperandOrder, WeightFormat, describe, weight_names
@@ -27,13 +28,15 @@ class KernelSet:
 
     A device with static shapes has a kernel for each segment of rows between the plan's cut points,
     prepared ahead of time, in its own layout. A device that maps the packed weights in place gets
-    kernels for any run of rows when they are asked for, since they share the memory.
+    kernels for any run of rows when they are asked for, since they share the memory; they live as
+    long as a step that uses them, because every length of prompt may be cut elsewhere.
     """
 
     def __init__(self, devices: Devices) -> None:
         self._devices = dict(devices)
         self._others: dict[tuple[str, DeviceKind], Kernel] = {}
         self._matmuls: dict[MatMulKey, Kernel] = {}
+        self._mapped: WeakValueDictionary[MatMulKey, Kernel] = WeakValueDictionary()
         self._weights: dict[str, Mapping[str, WeightValue]] = {}  # of nodes on mapping devices
         self._groups: dict[str, Kernel] = {}
 
@@ -43,7 +46,8 @@ class KernelSet:
         return sum(kernel.nbytes for kernel in self._all())
 
     def _all(self) -> Iterable[Kernel]:
-        return (*self._others.values(), *self._matmuls.values(), *self._groups.values())
+        matmuls = (*self._matmuls.values(), *self._mapped.values())
+        return (*self._others.values(), *matmuls, *self._groups.values())
 
     def group(self, group: NodeGroup) -> Kernel:
         """The kernel of nodes that run as one graph on the NPU."""
@@ -66,7 +70,7 @@ class KernelSet:
         Raises `PlanError` for rows that were not prepared on a device with static shapes.
         """
         if self._maps(part.kind):
-            return [(part.rows, self._mapped(node, part))]
+            return [(part.rows, self._in_place(node, part))]
         start, stop = part.rows
         found = [
             (key[2], kernel)
@@ -101,11 +105,13 @@ class KernelSet:
                 key = (node.name, kind, rows, order, precision)
                 self._matmuls[key] = self._compile(key, node, values)
 
-    def _mapped(self, node: Node, part: Part) -> Kernel:
+    def _in_place(self, node: Node, part: Part) -> Kernel:
         key = (node.name, part.kind, part.rows, part.order, part.precision)
-        if key not in self._matmuls:
-            self._matmuls[key] = self._compile(key, node, self._weights[node.name])
-        return self._matmuls[key]
+        kernel = self._mapped.get(key)
+        if kernel is None:
+            kernel = self._compile(key, node, self._weights[node.name])
+            self._mapped[key] = kernel
+        return kernel
 
     def _compile(self, key: MatMulKey, node: Node, values: Mapping[str, WeightValue]) -> Kernel:
         _, kind, (start, stop), order, precision = key

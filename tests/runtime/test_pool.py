@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -62,6 +63,20 @@ def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
     for m in range(9, 40):
         engine.step("prefill", m)
     assert engine.step("prefill", 7) is not first, "old steps are let go"
+
+
+def test_kernels_of_cuts_that_no_step_has_are_let_go(llm: LLM) -> None:
+    engine = llm.engine
+    mapped = engine.kernels._mapped
+    engine.step("decode", 1)
+    assert {key[1] for key in mapped} == {"gpu"}
+    held = len(mapped)
+    llm.generate([5, 6, 7], max_tokens=3)
+    assert len(mapped) == held, "steps share the kernels of equal cuts"
+    engine._lower()
+    engine._last = engine.step("prefill", 7)  # of no GPU matmul
+    gc.collect()
+    assert not [key for key in mapped if key[0] != "lm_head"]
 
 
 def test_layer_level_puts_matmuls_of_a_prompt_on_the_npu_and_the_rest_on_the_gpu(llm: LLM) -> None:
