@@ -140,7 +140,7 @@ def rest_s(one: Contender, phase: str, m: int) -> float:
             engine.prefill([5] * m)
         else:
             engine.decode(5)
-        step = engine.step(phase, m)  # type: ignore[arg-type]
+        step = engine.last_step
         spans = [
             c.span()
             for launch, c in zip(step.launches, step.completions, strict=True)
