@@ -141,18 +141,18 @@ def main() -> None:
     made = strategy_plan(loaded.spec(), profile, arguments.strategy, [arguments.p or 256])
     plan = ExecutionPlan.load(arguments.plan) if arguments.plan else made
     drift = Drift(profile)
-    drift.measure()
+    drift.measure("plan")
     with open_engine(plan, loaded, max(m, context) + 128) as engine:
         cells = run(engine, phase, m, context, arguments.n)
         total_s = cells.pop(("step", ""))
         cells |= predicted(engine, profile, phase, m, context)
-    drift.measure()
+    drift.measure("plan")
     wanted_s = next((t.predicted_s for t in plan.totals if (t.phase, t.m) == (phase, m)), 0.0)
     print(f"measured; {arguments.model} {arguments.weights} {phase} {m}, {arguments.n} steps")
     print("\n".join(table(cells)))
     print(f"step: measured {1e3 * total_s:.2f} ms, predicted {1e3 * wanted_s:.2f} ms")
-    for (kind, of), ratios in drift.ratios.items():
-        print(f"reference kernel, {kind} {of}: {statistics.median(ratios):.3f} x the profile's")
+    for (kind, of), ratio in drift.all().items():
+        print(f"reference kernel, {kind} {of}: {ratio:.3f} x the profile's")
     print(json.dumps(environment()))
 
 

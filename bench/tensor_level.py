@@ -6,8 +6,9 @@ All engines are in one process and take turns round by round. `ideal` is
 (T_single + T_rest) / (T_joint + T_rest): T_single the best device's matmul time, T_joint what both
 need together at their own measured speeds (1 / (1/T_gpu + 1/T_npu)), T_rest everything that is not
 split, from the driver's clock. `predicted` is the plan's own time. The machine drifts: the
-profile's reference kernels are timed again in every round, and `at today's speed` divides by how
-much slower they are now than in the profile (the mean of the devices that the plan uses).
+profile's reference kernels are timed again before and after every engine's turn, and `at today's
+speed` divides by how much slower they are now than in the profile (the median over the engine's
+turns; the mean of the devices that the plan uses).
 """
 
 from __future__ import annotations
@@ -56,19 +57,30 @@ class Drift:
             base={key: statistics.median(values) for key, values in times.items()},
         )
         self.core = opened.control_core
-        self.ratios: dict[tuple[DeviceKind, Phase], list[float]] = {}
+        self.ratios: dict[str, dict[tuple[DeviceKind, Phase], list[float]]] = {}
 
-    def measure(self) -> None:
-        """One look at every reference kernel."""
+    def measure(self, *names: str) -> None:
+        """One look at every reference kernel, for these engines."""
         with pinned(self.core):
             for key in [(kind, phase) for kind in KINDS for phase in PHASES]:
-                self.ratios.setdefault(key, []).append(self.meter.reference_ratio(key))
+                ratio = self.meter.reference_ratio(key)
+                for name in names:
+                    self.ratios.setdefault(name, {}).setdefault(key, []).append(ratio)
 
-    def of(self, plan: ExecutionPlan, phase: Phase) -> float:
-        """Mean over the devices of a plan."""
-        return statistics.mean(
-            statistics.median(self.ratios[kind, phase]) for kind in plan.devices()
-        )
+    def of(self, name: str, plan: ExecutionPlan, phase: Phase) -> float:
+        """Around an engine's turns, mean over the devices of its plan."""
+        looks = self.ratios[name]
+        return statistics.mean(statistics.median(looks[kind, phase]) for kind in plan.devices())
+
+    def all(self) -> dict[tuple[DeviceKind, Phase], float]:
+        """Medians over all looks."""
+        return {
+            (kind, phase): statistics.median(
+                ratio for looks in self.ratios.values() for ratio in looks[kind, phase]
+            )
+            for kind in KINDS
+            for phase in PHASES
+        }
 
 
 def reference_format(profile: DeviceProfile) -> WeightFormat:
@@ -168,7 +180,7 @@ def report(found: dict[str, Contender], lengths: list[int], drift: Drift) -> lis
                 (t.predicted_s for t in one.plan.totals if (t.phase, t.m) == (phase, m)), None
             )
             ratio = f"{seconds / predicted:.3f}" if predicted else ""
-            now = drift.of(one.plan, phase)
+            now = drift.of(one.name, one.plan, phase)
             scaled = f"{seconds / predicted / now:.3f}" if predicted else ""
             lines.append(
                 f"| {test} | {one.name} | {1e3 * seconds:.2f} | {1e3 * min(one.times[test]):.2f} | "
@@ -220,15 +232,18 @@ def main() -> None:
         found["tensor"].plan.save(arguments.save_plan)
     drift = Drift(profile)
     for i in range(arguments.r + 1):
-        drift.measure()
+        before: tuple[str, ...] = ()
         for one in found.values():
+            drift.measure(*before, one.name)
             measure(one, lengths, arguments.n, 256)
+            before = (one.name,)
             if i == 0:
                 one.times.clear()  # warm-up
+        drift.measure(*before)
     print(f"measured; {arguments.model} {arguments.weights}, medians of {arguments.r} rounds")
     print("\n".join(report(found, lengths, drift)))
-    for (kind, phase), ratios in drift.ratios.items():
-        print(f"reference kernel, {kind} {phase}: {statistics.median(ratios):.3f} x the profile's")
+    for (kind, phase), ratio in drift.all().items():
+        print(f"reference kernel, {kind} {phase}: {ratio:.3f} x the profile's")
     print(json.dumps(environment()))
     for one in found.values():
         one.engine.close()
