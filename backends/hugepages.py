@@ -1,6 +1,6 @@
 """Huge pages for weights (Linux): streams of gigabytes are held up by small ones.
 
-Prefetchers stop at the end of a page, so a core reads weights a third faster from pages of 2 MiB
+Prefetchers stop at the end of a page, so a core reads weights 10 to 30 % faster from pages of 2 MiB
 than of 4 KiB (`bench/RESULTS.md`). Most distributions give them to memory for which they are asked
 (`madvise`). Memory that is not ours to allocate, as the packs that ONNX Runtime makes, is moved
 into huge pages afterwards. On other systems nothing happens.

@@ -135,7 +135,7 @@ def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) 
     )
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 7, 33, 60])
+@pytest.mark.parametrize("stop_after", [1, 33])
 def test_an_interrupted_run_resumes_without_losing_a_row(
     tmp_path: Path, whole: DeviceProfile, stop_after: int
 ) -> None:
@@ -154,7 +154,7 @@ def test_an_interrupted_run_resumes_without_losing_a_row(
     assert DeviceProfile.load(out) == again
 
 
-@pytest.mark.parametrize("cut", [1, 10, 200])
+@pytest.mark.parametrize("cut", [1, 200])
 def test_a_torn_journal_loses_its_last_line_only(tmp_path: Path, cut: int) -> None:
     out = tmp_path / "p.json"
     with pytest.raises(KeyboardInterrupt):
