@@ -89,7 +89,8 @@ class OrtCpuDevice(Device):
 
     def settle(self) -> None:
         """See `Device.settle`. ONNX Runtime's packs of the weights go into huge pages."""
-        hugepages.collapse(SETTLE_S)
+        if sum(kernel.nbytes for kernel in self._kernels) >= hugepages.SMALLEST_BYTES:
+            hugepages.collapse(SETTLE_S)
 
     def state(self) -> str:
         """See `Device.state`."""

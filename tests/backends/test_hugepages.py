@@ -13,6 +13,9 @@ import pytest
 from hetero.backends import hugepages
 from hetero.backends.hugepages import HUGE_BYTES
 from hetero.backends.memory import HostBuffer, private_pages
+from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
+from hetero.backends.registry import open_device
+from hetero.backends.weights import pack
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux has madvise")
 
@@ -65,3 +68,17 @@ def test_huge_buffers_are_zero_and_as_long_as_others(nbytes: int) -> None:
     buffer = HostBuffer(nbytes, huge=True)
     assert buffer.nbytes == HostBuffer(nbytes).nbytes
     assert not buffer.bytes.any()
+
+
+def test_only_a_device_with_much_to_move_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(hugepages, "collapse", asked.append)
+    device = open_device("ort-cpu")
+    for n in (64, 4096):
+        weight = pack(np.zeros((n, 2048), dtype=np.float32), StorageFormat.F32)
+        op = MatMul(n=n, k=2048, weight_format=WeightFormat.F32)
+        kernel = device.prepare(op, {"weight": weight})
+        device.settle()
+        assert len(asked) == (n == 4096)
+        assert kernel.nbytes > 0
+    device.close()
