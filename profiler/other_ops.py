@@ -33,7 +33,7 @@ from hetero.profiler.records import (
     Quarantine,
 )
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.workload import WeightPool, see
+from hetero.profiler.workload import WeightPool, time_behind
 
 CAPACITY: Final = 2048
 CHECKED_TOKENS: Final = 32
@@ -196,12 +196,7 @@ class OtherMeter:
         if not self.device.capabilities.asynchronous:
             lead.run()
             return self._batch(calls)
-        leads = [lead.submit() for _ in range(count)]
-        batch = [call.submit() for call in calls]
-        see(leads[-1], self.clock)
-        start_s = self.clock.now()
-        batch[-1].wait()  # asleep: who polls waits for a core on a busy machine
-        return (self.clock.now() - start_s) / len(calls)
+        return time_behind([lead] * count, calls, self.clock)[0] / len(calls)
 
     def _bind(self, op: Op, m: int, context: int) -> tuple[BoundCall, dict[str, Tensor]]:
         tensors = {port: self._tensor(op, port, m) for port in op.ports}

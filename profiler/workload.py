@@ -13,7 +13,7 @@ a *lead*, the same kernel on a small weight: on an asynchronous device right bef
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -62,7 +62,27 @@ def cold_bytes() -> int:
     return min(4 * (last_level_cache_bytes() or DEFAULT_CACHE_BYTES), LARGEST_COLD_BYTES)
 
 
-def see(completion: Completion, clock: Clock) -> None:
+def time_behind(
+    leads: Sequence[BoundCall],
+    calls: Sequence[BoundCall],
+    clock: Clock,
+    interference: Interference | None = None,
+) -> tuple[float, float]:
+    """Seconds of calls in a queue, from the end of those that lead; of which that end may have been
+    seen late, because a thread of ours waited for a core.
+    """
+    looking = interference or NoInterference()
+    before = looking.waits_s()
+    lead = [call.submit() for call in leads][-1]
+    batch = [call.submit() for call in calls]
+    _see(lead, clock)
+    start_s = clock.now()
+    late_s = longest_wait_s(before, looking.waits_s())
+    batch[-1].wait()  # asleep: who polls waits for a core on a busy machine
+    return clock.now() - start_s, late_s
+
+
+def _see(completion: Completion, clock: Clock) -> None:
     """Return as soon as a launch is complete: a thread that sleeps may wake milliseconds late,
     which would make a batch behind its leads look short.
     """
@@ -230,14 +250,8 @@ class Workload:
             for call in runner.lead:
                 call.run()
             return None
-        before = self.interference.waits_s()
-        leads = [call.submit() for call in runner.lead]
-        batch = [runner.calls[copy].submit() for copy in copies]
-        see(leads[-1], self.clock)
-        start_s = self.clock.now()
-        late_s = longest_wait_s(before, self.interference.waits_s())
-        batch[-1].wait()  # asleep: who polls waits for a core on a busy machine
-        seconds = self.clock.now() - start_s
+        calls = [runner.calls[copy] for copy in copies]
+        seconds, late_s = time_behind(runner.lead, calls, self.clock, self.interference)
         if late_s <= LATE * seconds:
             return seconds
         self.evict(runner, copies)

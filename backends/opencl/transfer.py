@@ -24,8 +24,8 @@ class TransferCall(OpenCLCall):
         self._bytes = host.buffer.bytes[host.offset_bytes : host.offset_bytes + host.nbytes]
         self._to_device = to_device
 
-    def submit(self) -> OpenCLCompletion:
-        """Enqueue the copy and flush."""
+    def enqueue(self) -> OpenCLCompletion:
+        """Enqueue the copy."""
         device, at = self.device, self._offset
         device.check()
         device.copies += 1
@@ -38,7 +38,6 @@ class TransferCall(OpenCLCall):
                 event = cl.enqueue_copy(
                     device.queue, self._bytes, self._buffer, src_offset=at, is_blocking=False
                 )
-            device.queue.flush()
         except cl.Error as error:
             raise device.failed(f"launching the {self.name}", error.code) from error
         return OpenCLCompletion(self, event, event)

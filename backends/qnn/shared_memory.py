@@ -21,6 +21,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import PAGE_BYTES, HostBuffer
+from hetero.backends.onnx_common import binding
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS, Argument, argument
 from hetero.backends.ops import Add
 from hetero.backends.qnn import graphs
@@ -103,8 +104,7 @@ class SharedMemory:
         )
         x[:], residual[:] = np.arange(shape[1]), 0.5
         inputs = {"x": argument(x), "residual": argument(residual)}
-        binding = io_binding(self._session, inputs, {"y": argument(y)})
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(io_binding(self._session, inputs, {"y": argument(y)}))
         if not np.array_equal(y, np.arange(shape[1]) + np.full(shape, 0.5)):
             raise SharedMemoryError("a sum on it is wrong")
 
@@ -126,15 +126,11 @@ def io_binding(
     inputs: Mapping[str, Argument],
     outputs: Mapping[str, Argument],
 ) -> ort.IOBinding:
-    """Fix the addresses of a session's inputs and outputs; those in shared memory in place."""
-    binding = session.io_binding()
-    for bind, public, arguments in (
-        (binding._iobinding.bind_input, binding.bind_input, inputs),
-        (binding._iobinding.bind_output, binding.bind_output, outputs),
-    ):
+    """As `binding.io_binding`; what lies in shared memory is bound again, as that."""
+    made = binding.io_binding(session, inputs, outputs)
+    direct = made._iobinding
+    for bind, arguments in ((direct.bind_input, inputs), (direct.bind_output, outputs)):
         for name, found in arguments.items():
             if is_shared(found):
                 bind(name, device_kind(), found.dtype.type, list(found.shape), found.address)
-            else:
-                public(name, "cpu", 0, found.dtype.type, found.shape, found.address)
-    return binding
+    return made
