@@ -44,9 +44,13 @@ def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.floa
     return value
 
 
-def check_token_count(capabilities: Capabilities, op: Op, m: int) -> None:
-    """Raise `ValueError` for a token count that a device with static shapes has no graph for."""
-    if capabilities.static_shapes and m not in capabilities.graph_sizes:
+def check_token_count(
+    capabilities: Capabilities, op: Op, m: int, *, own: int | None = None
+) -> None:
+    """Raise `ValueError` for a token count that a device with static shapes has no graph for;
+    `own` is the kernel's `graph`.
+    """
+    if capabilities.static_shapes and m not in (own, *capabilities.graph_sizes):
         raise ValueError(
             f"{describe(op)}: no graph for {m} tokens, prepared are {capabilities.graph_sizes}"
         )

@@ -177,10 +177,12 @@ class Kernel(ABC):
     """One operation on one set of weights, compiled. Several token counts may share it.
 
     `nbytes` counts weight memory that the kernel holds beyond the `PackedWeight` it was given.
+    `graph` is the token count that `prepare_graph` prepared it for.
     """
 
     op: Op
     nbytes: int = 0
+    graph: int | None = None
 
     @abstractmethod
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
@@ -220,6 +222,14 @@ class Device(ABC):
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
         """Compile `op` on `weights` (`ops.weight_names`). Raises `DeviceError` or `ValueError`."""
 
+    def prepare_graph(self, op: Op, weights: Mapping[str, WeightValue], m: int) -> Kernel:
+        """As `prepare`, a kernel that also takes calls of exactly m tokens, whatever the graph
+        sizes: what a prompt of an unforeseen length waits for (the paper's online-prepare).
+        """
+        kernel = self.prepare(op, weights)
+        kernel.graph = m
+        return kernel
+
     def prepare_group(self, group: Any, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
         """Compile a `groups.Group` on the weights of each of its steps.
 
@@ -232,7 +242,7 @@ class Device(ABC):
         )
 
     def settle(self) -> None:  # noqa: B027
-        """Many kernels were prepared and will run often: tidy what they hold, in about a second."""
+        """Many kernels were prepared and will run often: tidy what they hold, in half a second."""
 
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""

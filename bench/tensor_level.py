@@ -2,13 +2,18 @@
 
     python bench/tensor_level.py --profile host.json [--weights w4a8] [-p 256,1024] [-n 32] [-r 5]
 
-All engines are in one process and take turns round by round. `ideal` is
+All engines are in one process and take turns test by test, round by round. `ideal` is
 (T_single + T_rest) / (T_joint + T_rest): T_single the best device's matmul time, T_joint what both
 need together at their own measured speeds (1 / (1/T_gpu + 1/T_npu)), T_rest everything that is not
-split, from the driver's clock. `predicted` is the plan's own time. The machine drifts: the
-profile's reference kernels are timed again before and after every engine's turn, and `at today's
-speed` divides by how much slower they are now than in the profile (the median over the engine's
-turns; the mean of the devices that the plan uses).
+split, from the driver's clock. `predicted` is the plan's own time.
+
+A shared machine is disturbed in bursts of a tenth of a second to seconds, which a prediction knows
+nothing of. So beside the median of the rounds, `undisturbed` is the median layer times the layers
+(plus what is outside of them): all layers are alike, and a burst hits some. Of decoding it is the
+median step. `of it` is over the prediction, for both. And the profile's reference kernels are timed
+again, a quarter of a second each, before and after every engine's turn: `at today's speed` is the
+mean of the rounds over the prediction and over how much slower they are now than in the profile (in
+the mean of those looks and of the devices that the plan uses).
 """
 
 from __future__ import annotations
@@ -17,9 +22,12 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from undisturbed import Layers, layers_of
+from undisturbed import seconds as undisturbed_s
 
 from hetero.backends.affinity import pinned
 from hetero.backends.clock import SystemClock
@@ -39,6 +47,7 @@ from hetero.solver.strategy_plans import strategy_plan
 Times = dict[str, list[float]]
 KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+LOOK_S = 0.25  # that a reference kernel is timed for
 
 
 class Drift:
@@ -63,14 +72,14 @@ class Drift:
         """One look at every reference kernel, for these engines."""
         with pinned(self.core):
             for key in [(kind, phase) for kind in KINDS for phase in PHASES]:
-                ratio = self.meter.reference_ratio(key)
+                ratio = self.meter.mean_ratio(key, LOOK_S)
                 for name in names:
                     self.ratios.setdefault(name, {}).setdefault(key, []).append(ratio)
 
     def of(self, name: str, plan: ExecutionPlan, phase: Phase) -> float:
         """Around an engine's turns, mean over the devices of its plan."""
         looks = self.ratios[name]
-        return statistics.mean(statistics.median(looks[kind, phase]) for kind in plan.devices())
+        return statistics.mean(statistics.mean(looks[kind, phase]) for kind in plan.devices())
 
     def all(self) -> dict[tuple[DeviceKind, Phase], float]:
         """Medians over all looks."""
@@ -93,16 +102,31 @@ def reference_format(profile: DeviceProfile) -> WeightFormat:
 
 @dataclass
 class Contender:
-    """An engine with its plan; seconds of each test."""
+    """An engine with its plan; seconds of each test (of decoding the median and the mean step of
+    every round), and layers of prompts.
+    """
 
     name: str
     plan: ExecutionPlan
     engine: Engine
     times: Times = field(default_factory=dict)
+    means: Times = field(default_factory=dict)
+    layers: dict[str, list[Layers]] = field(default_factory=dict)
 
     def median(self, test: str) -> float:
-        """Seconds."""
+        """Seconds; of decoding a step's."""
         return statistics.median(self.times[test])
+
+    def undisturbed(self, test: str) -> float:
+        """Seconds, see above."""
+        known = self.layers.get(test)
+        return undisturbed_s(known) if known else self.median(test)
+
+    def forget(self) -> None:
+        """What was measured so far was the warm-up."""
+        self.times.clear()
+        self.means.clear()
+        self.layers.clear()
 
 
 def contender(
@@ -123,21 +147,35 @@ def contender(
     return Contender(name, plan, engine)
 
 
-def measure(one: Contender, lengths: list[int], tokens: int, context: int) -> None:
-    """One round: every prompt length, then decoding after `context` tokens."""
-    rng = np.random.default_rng(0)
+def measure_prompt(one: Contender, m: int) -> None:
+    """One prompt of m tokens, with the devices' own clocks."""
     engine = one.engine
-    for m in lengths:
-        engine.truncate(0)
-        prompt = rng.integers(3, engine.config.vocab_size, m).tolist()
-        start_s = time.perf_counter()
-        engine.prefill(prompt)
-        one.times.setdefault(f"pp{m}", []).append(time.perf_counter() - start_s)
-    engine.truncate(min(context, engine.position))
+    prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
+    engine.truncate(0)
+    for device in engine.devices.values():
+        device.set_timing(True)
     start_s = time.perf_counter()
-    for token in rng.integers(3, engine.config.vocab_size, tokens):
+    engine.prefill(prompt)
+    seconds = time.perf_counter() - start_s
+    for found in (one.times, one.means):
+        found.setdefault(f"pp{m}", []).append(seconds)
+    for device in engine.devices.values():
+        device.set_timing(False)
+    if engine.last_step.tokens == m:  # not in pieces
+        one.layers.setdefault(f"pp{m}", []).append(layers_of(engine))
+
+
+def measure_decoding(one: Contender, tokens: int, context: int) -> None:
+    """The median step of some after `context` tokens."""
+    engine = one.engine
+    engine.truncate(min(context, engine.position))
+    steps = []
+    for token in np.random.default_rng(0).integers(3, engine.config.vocab_size, tokens):
+        start_s = time.perf_counter()
         engine.decode(int(token))
-    one.times.setdefault("tg", []).append((time.perf_counter() - start_s) / tokens)
+        steps.append(time.perf_counter() - start_s)
+    one.times.setdefault("tg", []).append(statistics.median(steps))
+    one.means.setdefault("tg", []).append(statistics.mean(steps))
 
 
 def rest_s(one: Contender, phase: str, m: int) -> float:
@@ -163,50 +201,62 @@ def rest_s(one: Contender, phase: str, m: int) -> float:
     return statistics.median(sums)
 
 
+HEAD = (
+    "| test | engine | ms (median) | min | max | undisturbed | × best single | predicted ms | "
+    "measured of it | undisturbed of it | at today's speed |",
+    "|---|---|" + "---:|" * 9,
+)
+IDEAL_HEAD = (
+    "",
+    "| test | T_gpu ms | T_npu ms | T_rest ms | ideal × | reached × | of ideal | undisturbed |",
+    "|---|" + "---:|" * 7,
+)
+
+
 def report(found: dict[str, Contender], lengths: list[int], drift: Drift) -> list[str]:
     """Markdown rows: every contender and test, then the ideal."""
-    lines = [
-        "| test | engine | ms (median) | min | max | × best single | predicted ms | measured / "
-        "predicted | at today's speed |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    ideals = []
     tests: list[tuple[str, Phase, int]] = [(f"pp{m}", "prefill", m) for m in lengths]
-    for test, phase, m in [*tests, ("tg", "decode", 1)]:
-        single = min(found["gpu"].median(test), found["npu"].median(test))
-        for one in found.values():
-            seconds = one.median(test)
-            predicted = next(
-                (t.predicted_s for t in one.plan.totals if (t.phase, t.m) == (phase, m)), None
-            )
-            ratio = f"{seconds / predicted:.3f}" if predicted else ""
-            now = drift.of(one.name, one.plan, phase)
-            scaled = f"{seconds / predicted / now:.3f}" if predicted else ""
-            lines.append(
-                f"| {test} | {one.name} | {1e3 * seconds:.2f} | {1e3 * min(one.times[test]):.2f} | "
-                f"{1e3 * max(one.times[test]):.2f} | {single / seconds:.3f} | "
-                f"{1e3 * predicted if predicted else 0:.2f} | {ratio} | {scaled} |"
-            )
-        rest = rest_s(found["gpu"], phase, m)
-        gpu_s = found["gpu"].median(test) - rest
-        npu_s = (
-            found["layer-npu"].median(test) - rest
-            if "layer-npu" in found
-            else (found["npu"].median(test) - rest)
-        )
+    tests.append(("tg", "decode", 1))
+    lines = [row(found, one, test, drift) for test in tests for one in found.values()]
+    ideals = [ideal_row(found, *test) for test in tests]
+    return [*HEAD, *lines, *IDEAL_HEAD, *ideals]
+
+
+def row(
+    found: dict[str, Contender], one: Contender, of: tuple[str, Phase, int], drift: Drift
+) -> str:
+    """One contender in one test."""
+    test, phase, m = of
+    seconds, times, calm_s = one.median(test), one.times[test], one.undisturbed(test)
+    single = min(found["gpu"].median(test), found["npu"].median(test))
+    wanted = next((t.predicted_s for t in one.plan.totals if (t.phase, t.m) == (phase, m)), 0.0)
+    shown = [1e3 * s for s in (seconds, min(times), max(times), calm_s)]
+    ratios = ("", "", "")
+    if wanted:
+        today = statistics.mean(one.means[test]) / wanted / drift.of(one.name, one.plan, phase)
+        ratios = (f"{seconds / wanted:.3f}", f"{calm_s / wanted:.3f}", f"{today:.3f}")
+    cells = [*(f"{x:.2f}" for x in shown), f"{single / seconds:.3f}", f"{1e3 * wanted:.2f}"]
+    return f"| {test} | {one.name} | " + " | ".join([*cells, *ratios]) + " |"
+
+
+def ideal_row(found: dict[str, Contender], test: str, phase: Phase, m: int) -> str:
+    """What both devices could reach at the speeds that they have alone."""
+    rest = rest_s(found["gpu"], phase, m)
+    npu = found.get("layer-npu", found["npu"])
+
+    def share(median: Callable[[Contender], float]) -> tuple[float, ...]:
+        gpu_s, npu_s = median(found["gpu"]) - rest, median(npu) - rest
         joint = 1 / (1 / gpu_s + 1 / npu_s)
         ideal = (min(gpu_s, npu_s) + rest) / (joint + rest)
-        reached = single / found["tensor"].median(test)
-        ideals.append(
-            f"| {test} | {1e3 * gpu_s:.1f} | {1e3 * npu_s:.1f} | {1e3 * rest:.1f} | {ideal:.3f} | "
-            f"{reached:.3f} | {reached / ideal:.1%} |"
-        )
-    head = [
-        "",
-        "| test | T_gpu ms | T_npu ms | T_rest ms | ideal × | reached × | of ideal |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    return [*lines, *head, *ideals]
+        single = min(median(found["gpu"]), median(found["npu"]))
+        return gpu_s, npu_s, ideal, single / median(found["tensor"])
+
+    gpu_s, npu_s, ideal, reached = share(lambda one: one.median(test))
+    *_, calm_ideal, calm = share(lambda one: one.undisturbed(test))
+    return (
+        f"| {test} | {1e3 * gpu_s:.1f} | {1e3 * npu_s:.1f} | {1e3 * rest:.1f} | {ideal:.3f} | "
+        f"{reached:.3f} | {reached / ideal:.1%} | {calm:.3f}, {calm / calm_ideal:.1%} |"
+    )
 
 
 def main() -> None:
@@ -235,10 +285,12 @@ def main() -> None:
         before: tuple[str, ...] = ()
         for one in found.values():
             drift.measure(*before, one.name)
-            measure(one, lengths, arguments.n, 256)
+            for m in lengths:
+                measure_prompt(one, m)
+            measure_decoding(one, arguments.n, 256)
             before = (one.name,)
             if i == 0:
-                one.times.clear()  # warm-up
+                one.forget()
         drift.measure(*before)
     print(f"measured; {arguments.model} {arguments.weights}, medians of {arguments.r} rounds")
     print("\n".join(report(found, lengths, drift)))

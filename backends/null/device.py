@@ -117,7 +117,7 @@ class _Kernel(Kernel):
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self.device.health.check(f"binding {describe(self.op)}")
         check_tensors(self.op, tensors, m, reads_panels=True)
-        checks.check_token_count(self.device.capabilities, self.op, m)
+        checks.check_token_count(self.device.capabilities, self.op, m, own=self.graph)
         return _Call(self.device, self.op, tensors, m)
 
 

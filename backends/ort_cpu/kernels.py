@@ -59,7 +59,7 @@ class OrtKernel(Kernel):
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self._host.health.check(f"binding {describe(self.op)}")
         check_tensors(self.op, tensors, m)
-        checks.check_token_count(self._host.capabilities, self.op, m)
+        checks.check_token_count(self._host.capabilities, self.op, m, own=self.graph)
         name = self.call_name(m)
         try:
             launches, before, keep = self.launches(tensors_of(tensors), m)
@@ -110,7 +110,7 @@ class MatMulKernel(OrtKernel):
         self._keep = keep
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
-        path = next(path for path in self._paths if m <= path.limit)
+        path = next((path for path in self._paths if m <= path.limit), self._paths[-1])
         pieces = _pieces(path.session, tensors, m, min(path.piece, m), self._extra)
         return pieces, None, (self._extra, self._keep)
 

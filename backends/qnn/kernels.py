@@ -88,7 +88,7 @@ class QnnKernel(Kernel):
         self.host.health.check(f"binding {describe(self.op)}")
         check_tensors(self.op, tensors, m)
         plain = tensors_of(tensors)
-        checks.check_token_count(self.host.capabilities, self.op, m)
+        checks.check_token_count(self.host.capabilities, self.op, m, own=self.graph)
         runs = [
             self.piece(_rows(plain, start, min(start + self._step, m)), start)
             for start in range(0, m, self._step)

@@ -82,7 +82,7 @@ class _Kernel(Kernel):
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self.device.health.check(f"binding {describe(self.op)}")
         check_tensors(self.op, tensors, m, reads_panels=True)
-        checks.check_token_count(self.device.capabilities, self.op, m)
+        checks.check_token_count(self.device.capabilities, self.op, m, own=self.graph)
         inner = self.inner.bind(tensors, m) if self.inner is not None else None
         return _Call(self.device, self.op, m, inner)
 

@@ -155,7 +155,8 @@ class Engine:
             )
         self._lower()
         for phase, m in WARM_STEPS:
-            self.step(phase, min(m, self._longest))
+            if phase == "decode" or not self.book.online:
+                self.step(phase, min(m, self._longest))
 
     def _lower(self) -> None:
         """Lower steps anew, by the book as it is now."""
@@ -226,17 +227,24 @@ class Engine:
     def step(self, phase: Phase, m: int, logit_rows: int = 1, *, gates: bool = True) -> Step:
         """The lowered step of m tokens whose last `logit_rows` rows get logits.
 
-        Steps that decode have gates where they gain; `gates` false: the same step without.
+        Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
+        of an `online-prepare` plan prepare their graphs every time: that is what it compares.
         """
         gates = gates and phase == "decode" and bool(self.synchroniser.bells)
+        if self.book.online and phase == "prefill":
+            self._last = None  # with the graphs of the prompt before
+            return self._lower_step(phase, m, logit_rows, gates=gates)
         key = (phase, m, logit_rows, gates)
         if key not in self._steps:
-            with memory_for(f"the {phase} step of {m} tokens"):
-                self._steps[key] = self._lowering.lower(phase, m, logit_rows, gates=gates)
+            self._steps[key] = self._lower_step(phase, m, logit_rows, gates=gates)
             if len(self._steps) > STEPS_KEPT:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
+
+    def _lower_step(self, phase: Phase, m: int, logit_rows: int, *, gates: bool) -> Step:
+        with memory_for(f"the {phase} step of {m} tokens"):
+            return self._lowering.lower(phase, m, logit_rows, gates=gates)
 
     @property
     def last_step(self) -> Step:

@@ -29,7 +29,8 @@ class KernelSet:
     A device with static shapes has a kernel for each segment of rows between the plan's cut points,
     prepared ahead of time, in its own layout. A device that maps the packed weights in place gets
     kernels for any run of rows when they are asked for, since they share the memory; they live as
-    long as a step that uses them, because every length of prompt may be cut elsewhere.
+    long as a step that uses them, because every length of prompt may be cut elsewhere. So do
+    kernels of graphs that are prepared while a prompt waits (`PlanBook.online`).
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -37,7 +38,7 @@ class KernelSet:
         self._others: dict[tuple[str, DeviceKind], Kernel] = {}
         self._matmuls: dict[MatMulKey, Kernel] = {}
         self._mapped: WeakValueDictionary[MatMulKey, Kernel] = WeakValueDictionary()
-        self._weights: dict[str, Mapping[str, WeightValue]] = {}  # of nodes on mapping devices
+        self._weights: dict[str, Mapping[str, WeightValue]] = {}  # of kernels made when asked for
         self._groups: dict[str, Kernel] = {}
 
     @property
@@ -71,6 +72,8 @@ class KernelSet:
         """
         if self._maps(part.kind):
             return [(part.rows, self._in_place(node, part))]
+        if self._is_online(part):
+            return [(part.rows, self._online(node, part))]
         start, stop = part.rows
         found = [
             (key[2], kernel)
@@ -96,6 +99,8 @@ class KernelSet:
                 self._check(kind, node)
             else:
                 self._add_segments(node, kind, values, book)
+                if book.online:
+                    self._weights[node.name] = values
 
     def _add_segments(
         self, node: Node, kind: DeviceKind, values: Mapping[str, WeightValue], book: PlanBook
@@ -113,7 +118,29 @@ class KernelSet:
             self._mapped[key] = kernel
         return kernel
 
-    def _compile(self, key: MatMulKey, node: Node, values: Mapping[str, WeightValue]) -> Kernel:
+    def edges(self, node: Node, part: Part) -> set[int]:
+        """Rows at which one kernel ends or begins that computes a part."""
+        if self._is_online(part):
+            return set(part.rows)
+        return {edge for rows, _ in self.matmuls(node, part) for edge in rows}
+
+    def _is_online(self, part: Part) -> bool:
+        capabilities = self._devices[part.kind].capabilities
+        return capabilities.static_shapes and part.graph not in capabilities.graph_sizes
+
+    def _online(self, node: Node, part: Part) -> Kernel:
+        """A graph of its own for a part."""
+        key = (node.name, part.kind, part.rows, part.order, part.precision)
+        return self._compile(key, node, self._weights[node.name], graph=part.graph)
+
+    def _compile(
+        self,
+        key: MatMulKey,
+        node: Node,
+        values: Mapping[str, WeightValue],
+        *,
+        graph: int | None = None,
+    ) -> Kernel:
         _, kind, (start, stop), order, precision = key
         assert isinstance(node.op, MatMul)
         op = dataclasses.replace(
@@ -123,7 +150,7 @@ class KernelSet:
             weight_format=precision or node.op.weight_format,
         )
         _check_rows(node, start, stop)
-        return _prepare(self._devices[kind], node, op, cut_weights(values, start, stop))
+        return _prepare(self._devices[kind], node, op, cut_weights(values, start, stop), graph)
 
     def _maps(self, kind: DeviceKind) -> bool:
         """Whether a device computes with the packed weights where they lie."""
@@ -211,11 +238,17 @@ def _check_rows(node: Node, start: int, stop: int) -> None:
         )
 
 
-def _prepare(device: Device, node: Node, op: Op, values: Mapping[str, WeightValue]) -> Kernel:
+def _prepare(
+    device: Device,
+    node: Node,
+    op: Op,
+    values: Mapping[str, WeightValue],
+    graph: int | None = None,
+) -> Kernel:
     accepted = device.accepts(op)
     if not accepted:
         raise _refused(device, node, accepted.reason)
-    return device.prepare(op, values)
+    return device.prepare(op, values) if graph is None else device.prepare_graph(op, values, graph)
 
 
 def _refused(device: Device, node: Node, reason: str) -> DeviceError:

@@ -434,7 +434,7 @@ def _split(
     for part in parts:
         edges.update(part.rows)
         if part.kind in static:
-            edges.update(edge for rows, _ in kernels.matmuls(node, part) for edge in rows)
+            edges |= kernels.edges(node, part)
     found: list[Part] = []
     for part in parts:
         inside = sorted(e for e in edges if part.rows[0] <= e <= part.rows[1])

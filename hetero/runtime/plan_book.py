@@ -90,6 +90,11 @@ class PlanBook:
         listed = tuple(sorted(m for m in counts if m is not None))
         return listed if listed and self._source is None else ()
 
+    @property
+    def online(self) -> bool:
+        """Whether graphs are prepared while a prompt waits."""
+        return self.plan.strategy == "online-prepare"
+
     def rest(self, phase: Phase) -> DeviceKind:
         """Device of everything that is not a matmul."""
         return self.plan.rest.prefill if phase == "prefill" else self.plan.rest.decode
@@ -190,6 +195,8 @@ class PlanBook:
         if not capabilities.static_shapes:
             return tokens
         sizes = capabilities.graph_sizes
+        if self.online and tile.graph_size not in (None, *sizes):
+            return tokens
         if tile.graph_size is not None and tile.graph_size not in sizes:
             raise PlanError(
                 f"{node.name}: the plan wants a graph of {tile.graph_size} tokens, and the "

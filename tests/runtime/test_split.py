@@ -228,6 +228,31 @@ def test_a_graph_that_is_not_there_is_named(folder: Path) -> None:
         make_engine(folder, plan, "real", "f32")
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_online_preparation_makes_the_graphs_of_every_prompt_anew(
+    folder: Path, expected: Any, pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = open_model(str(folder), weights="f32").spec()
+    plan = random_plan(spec, 45, (1, 45), random.Random(0), strategies=["npu-only"])
+    plan = plan.model_copy(update={"strategy": "online-prepare"})
+    tokens = np.random.default_rng(1).integers(0, 263, 48).tolist()
+    with make_engine(folder, plan, pair, "f32") as engine:
+        made: list[int] = []
+        npu = engine.devices["npu"]
+        prepare = npu.prepare_graph
+        monkeypatch.setattr(
+            npu, "prepare_graph", lambda op, w, m: (made.append(m), prepare(op, w, m))[1]
+        )
+        for _ in range(2):
+            check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
+        matmuls = sum(x.plan_op is not None for x in engine.nodes) - 1  # the head has one token
+        assert made == [45] * matmuls * 2
+        engine.truncate(0)
+        made.clear()
+        engine.prefill(tokens[:30])  # a length that is not listed has exact graphs as well
+        assert made == [30] * matmuls
+
+
 def test_a_graph_that_reaches_over_anothers_tokens_is_named(folder: Path) -> None:
     spec = open_model(str(folder), weights="f32").spec()
     document = random_plan(spec, 45, GRAPHS, random.Random(0), strategies=["gpu-only"]).model_dump(
