@@ -47,8 +47,8 @@ class Speed(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether both bounds hold, for the median plan and the median query."""
-        return self.plan_s <= PLAN_BOUND_S and self.query_s <= QUERY_BOUND_S
+        """Whether both bounds hold, for the median plan and the slowest query."""
+        return self.plan_s <= PLAN_BOUND_S and self.query_worst_s <= QUERY_BOUND_S
 
 
 def measure(spec: ModelSpec, profile: DeviceProfile, rounds: int) -> Speed:

@@ -61,18 +61,11 @@ class JointSpace:
         mask = np.repeat(self._fits[:1], len(joint.cuts), axis=0)
         mask[-1] = self._fits[1]  # the last cut takes all tokens
         price = chooser.price(joint, m, mask, alone=self._whole)
+        _ = joint.npu_dominant  # for all columns at once
         found: dict[OpName, list[Option]] = {}
         for name, (space, place, held) in self.columns.items():
-            grid = Grid(
-                float(self._margin[m, place.stop - 1]),
-                joint.gpu_s[:, place],
-                joint.npu_s[:, place],
-                space.rows,
-                joint.choices,
-                joint.every_npu_s[:, place],
-                joint.tokens_first[:, place],
-                space.ahead_s(m),
-            )
+            alone_s = float(self._margin[m, place.stop - 1])
+            grid = joint.columns(place, alone_s, space.rows)
             found[name] = chooser.options(
                 space, m, grid=grid, mask=mask[:, place], price=price[:, place],
                 gpu_alone=held.gpu == 0,

@@ -6,6 +6,7 @@ kernel may run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -88,6 +89,15 @@ class Kernels:
         if key not in self._choices:
             self._choices[key] = options[int(self.table(device, [m], [n], k).option[0, 0])]
         return self._choices[key]
+
+    def remember(self, device: DeviceKind, ms: Iterable[int], ns: Iterable[int], k: int) -> None:
+        """Look `choice` up for all pairs of token counts and rows at once."""
+        options, tokens, rows = self.options[device], list(ms), list(ns)
+        if len(options) > 1 and tokens:
+            found = self.table(device, tokens, rows, k).option
+            for i, m in enumerate(tokens):
+                for j, n in enumerate(rows):
+                    self._choices[device, m, n, k] = options[int(found[i, j])]
 
     def _is_base(self, device: DeviceKind, i: int) -> bool:
         return self.options[device][i].weight_format is self.weight_format

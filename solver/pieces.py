@@ -67,25 +67,37 @@ def npu_choices(
     """All choices for m tokens; with `every`, each is a cut of its own."""
     if not sizes:
         return _free(m, alignment)
-    first, second, sums = _pairs(sizes)
-    cuts = np.minimum(sums, m)
-    single = second == len(sizes)
-    kept = single | (np.asarray(sizes)[first] < m)
-    order = np.argsort(cuts[kept], kind="stable")
-    first, second, cuts = (x[kept][order] for x in (first, second, cuts))
-    starts = np.flatnonzero(np.diff(cuts, prepend=-1))
+    pairs = _pairs(sizes)
+    kept = pairs.before < m
+    first, second, cuts = pairs.first[kept], pairs.second[kept], np.minimum(pairs.sums[kept], m)
     if every:
         starts = np.arange(len(cuts))
+    else:
+        starts = np.flatnonzero(np.concatenate(([True], cuts[1:] != cuts[:-1])))
     return Choices(m, sizes, cuts[starts], starts, first, second)
 
 
+class _Pairs(NamedTuple):
+    """[P] first and second graphs of one or two pieces (the first not smaller), their sum, by which
+    they are sorted, and the tokens before the last piece.
+    """
+
+    first: Ints
+    second: Ints
+    sums: Ints
+    before: Ints
+
+
 @lru_cache(maxsize=64)
-def _pairs(sizes: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-    """[P] first and second graphs of one or two pieces (the first not smaller), and their sum."""
+def _pairs(sizes: tuple[int, ...]) -> _Pairs:
     one = len(sizes)
     pairs = [(i, one) for i in range(one)] + [(i, j) for i in range(one) for j in range(i + 1)]
     first, second = (np.asarray(x, dtype=np.intp) for x in zip(*pairs, strict=True))
-    return first, second, np.asarray(sizes)[first] + np.asarray((*sizes, 0))[second]
+    starts = np.asarray(sizes)[first]
+    sums = starts + np.asarray((*sizes, 0))[second]
+    order = np.argsort(sums, kind="stable")
+    before = np.where(second == one, 0, starts)
+    return _Pairs(*(x[order] for x in (first, second, sums, before)))
 
 
 def _free(m: int, alignment: int) -> Choices:

@@ -160,6 +160,8 @@ class PreparedSolver:
         spaces = {name: self._planner.space(name) for name in self._block}
         if not all(space.has_npu for space in spaces.values()):
             return None
+        for space in spaces.values():
+            space.kernels.remember("npu", space.sizes, space.rows.tolist(), space.k)
         return JointSpace(spaces, self.held, self._planner.step_tokens or LONGEST)
 
     def _options(self, name: OpName, m: int) -> list[Option]:

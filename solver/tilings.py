@@ -60,6 +60,28 @@ class Grid:
         """[T, R] until the NPU's thread is done."""
         return np.asarray(self.npu_s + self.ahead_s)
 
+    @cached_property
+    def npu_dominant(self) -> Bools:
+        """[T, R] whether the NPU's thread is done last."""
+        return np.asarray(self.npu_thread_s >= self.gpu_s)
+
+    def columns(self, place: slice, gpu_only_s: float, rows: Ints) -> Grid:
+        """Some of the columns as a grid of their own; what was worked out stays so."""
+        ahead_s = self.ahead_s if isinstance(self.ahead_s, float) else self.ahead_s[place]
+        found = Grid(
+            gpu_only_s,
+            self.gpu_s[:, place],
+            self.npu_s[:, place],
+            rows,
+            self.choices,
+            self.every_npu_s[:, place],
+            self.tokens_first[:, place],
+            ahead_s,
+        )
+        known = {"together_s", "npu_thread_s", "npu_dominant"} & self.__dict__.keys()
+        found.__dict__.update({name: self.__dict__[name][:, place] for name in known})
+        return found
+
     @property
     def cuts(self) -> Ints:
         """[T] token cuts."""
@@ -289,9 +311,8 @@ class Chooser:
         self, space: MatMulSpace, grid: Grid, m: int, mask: Bools | None, price: Floats | None
     ) -> Iterator[Option]:
         price = self.price(grid, m, mask) if price is None else price
-        npu_dominant = grid.npu_thread_s >= grid.gpu_s
         for dominant in (True, False):
-            allowed = np.where(npu_dominant if dominant else ~npu_dominant, price, INF)
+            allowed = np.where(grid.npu_dominant == dominant, price, INF)
             places = {self._cheapest(allowed)}
             if self.sync.copies:
                 copies = [self._copies(space, grid, m, state, dominant) for state in (GPU, HOST)]
@@ -344,6 +365,8 @@ class Chooser:
         self, space: MatMulSpace, m: int, t: int, r: int, state: int, dominant: bool
     ) -> float:
         """Operand to the device that lacks it; piece of the result to where it goes on."""
+        if not self.sync.copies:
+            return 0.0
         operand = t * space.k if state == GPU else m * space.k
         piece = t * r
         moved = m * space.n - piece if dominant else piece
