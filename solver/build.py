@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
@@ -13,6 +13,7 @@ from hetero.solver import graph_sizes as sizes_module
 from hetero.solver import residency
 from hetero.solver.candidates import explain
 from hetero.solver.curves import front, strategy_curves
+from hetero.solver.cuts import row_cuts
 from hetero.solver.kernels import Precision
 from hetero.solver.memory import held_by_op, weight_memory
 from hetero.solver.model_spec import ModelSpec
@@ -93,10 +94,40 @@ def make_plan(
     planner, notes = prepare(spec, profile, request)
     scenarios = [*(Scenario("prefill", m) for m in sorted(set(request.seq_lens))), DECODE]
     objective = planner.objective(*request.weights)
-    solutions = solve_within(planner, scenarios, objective, request, notes)
+    planner, solutions = solve_together(planner, scenarios, objective, request, notes)
     notes += _share_notes(request, solutions)
     found = assemble(planner, solutions, request, notes)
-    return found.model_copy(update={"solve_s": clock() - start_s} | _drawn(planner, request))
+    drawn = _drawn(planner.whole, request)
+    return found.model_copy(update={"solve_s": clock() - start_s} | drawn)
+
+
+def solve_together(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> tuple[Planner, list[Solution]]:
+    """`solve_within`, with the row cuts that serve all scenarios best where each has a price.
+
+    The planner returned has the cuts that are used, so that its costs are those of the plan. Under
+    a memory budget that binds all rows are free again: which of them fit comes first.
+    """
+    free = replace(request, memory_budget_bytes=None)
+    budget, cuts = request.memory_budget_bytes, dict[OpName, tuple[int, ...]]()
+    if planner.sizes:
+        count = len(scenarios)
+        cuts = {x: row_cuts(planner, x, scenarios, objective, count) for x in planner.names()}
+    while planner.sizes:
+        limited = planner.with_rows(cuts)
+        solutions = solve_within(limited, scenarios, objective, free, notes)
+        used = cuts_of(planner, solutions)
+        if all(set(used.get(name, ())) == set(known) for name, known in cuts.items()):
+            if budget is None or weight_memory(limited, solutions).total_bytes <= budget:
+                return limited, solutions
+            break
+        cuts = {name: used.get(name, ()) for name in cuts}
+    return planner, solve_within(planner, scenarios, objective, request, notes)
 
 
 def solve_within(
@@ -170,17 +201,26 @@ def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:
 def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, Residency]:
     """Row cuts and the rows on each device, by matmul."""
     solutions = list(solutions)
-    cuts: dict[OpName, set[int]] = {}
-    for solution in solutions:
-        for name, option in solution.options.items():
-            cuts.setdefault(name, set()).add(option.rows)
+    cuts = cuts_of(planner, solutions)
     return {
         name: Residency(
-            cuts=tuple(sorted(r for r in cuts[name] if 0 < r < planner.shape(name)[0])),
+            cuts=cuts[name],
             npu_rows=held.npu,
             gpu_from=held.gpu,
         )
         for name, held in held_by_op(planner, solutions).items()
+    }
+
+
+def cuts_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, tuple[int, ...]]:
+    """Where the rows of each matmul are cut in some solution."""
+    found: dict[OpName, set[int]] = {}
+    for solution in solutions:
+        for name, option in solution.options.items():
+            found.setdefault(name, set()).add(option.rows)
+    return {
+        name: tuple(sorted(r for r in rows if 0 < r < planner.shape(name)[0]))
+        for name, rows in found.items()
     }
 
 
@@ -266,7 +306,7 @@ def total(planner: Planner, solution: Solution) -> Total:
     """Time of a step beside the best single device's."""
     scenario = solution.scenario
     kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
-    singles = {kind: s for kind in kinds if (s := planner.single(scenario, kind)) is not None}
+    singles = {kind: s for kind in kinds if (s := planner.uncut.single(scenario, kind)) is not None}
     best = min(singles.values(), key=lambda s: s.seconds) if singles else solution
     return Total(
         phase=scenario.phase,

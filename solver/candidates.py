@@ -14,7 +14,7 @@ ALL: tuple[Strategy, ...] = (
 
 def explain(planner: Planner, name: OpName, m: int, chosen: Option) -> tuple[Candidate, ...]:
     """Candidates by time, the best tiling of each strategy, entered after a GPU kernel."""
-    space = planner.space(name)
+    space = planner.whole.space(name)
     rules = planner.settings.rules
     chooser = Chooser(planner.sync, rules, planner.objective())
     best = {o.strategy: o for o in chooser.named(space, m) if o.together_s < INF}
@@ -63,7 +63,7 @@ def _why(planner: Planner, option: Option, chosen: Option, single: float) -> str
         return f"gains less than the margin of {100 * margin:.0f} % over one device"
     if option.gpu_s > planner.settings.rules.max_gpu_share * option.together_s:
         return "over the GPU's share"
-    return "faster alone, but costs more with its neighbours or the memory budget"
+    return "faster alone, but not with its neighbours, other lengths' cuts or the memory budget"
 
 
 def _limit(option: Option) -> str:

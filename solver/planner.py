@@ -93,6 +93,7 @@ class Planner:
         self.power = Power.of(self.cost)
         record = profile.devices.get("npu")
         self.sizes = graph_sizes(record) if record is not None else ()
+        self.whole = self  # the same with all row cuts
         self._spaces: dict[OpName, MatMulSpace] = {}
         self._menus: dict[tuple[OpName, int, Objective], list[Option]] = {}
         self._refuse_foreign_formats()
@@ -122,7 +123,7 @@ class Planner:
         objective = objective or self.objective()
         self._check_length(scenario)
         found = dict(options or {})
-        for name in self._names(apart=self.settings.apart and options is None):
+        for name in self.names(apart=self.settings.apart and options is None):
             if name not in found:
                 m = 1 if name == "lm_head" else scenario.m
                 found[name] = self.menu(name, m, objective)
@@ -145,10 +146,12 @@ class Planner:
         return Planner(self.spec, profile, self.settings, sync=self.sync, rows=self.rows)
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
-        """The same with these row cuts alone."""
-        return Planner(
+        """The same with these row cuts alone, which are prepared (`MatMulSpace`)."""
+        limited = Planner(
             self.spec, self.profile, self.settings, cost=self.cost, sync=self.sync, rows=rows
         )
+        limited.whole = self.whole
+        return limited
 
     def drifted(self, factors: Factors) -> Planner:
         """The same with devices that take so many times as long as the profile says."""
@@ -239,7 +242,7 @@ class Planner:
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
         """All matmuls on one device, and the rest too if it can; None if it cannot."""
         options: dict[OpName, Option] = {}
-        for name in self._names(apart=False):
+        for name in self.names(apart=False):
             m = 1 if name == "lm_head" else scenario.m
             fitting = [
                 replace(o, barred=frozenset())
@@ -252,6 +255,11 @@ class Planner:
         return self.evaluate(scenario, options, device)
 
     @cached_property
+    def uncut(self) -> Planner:
+        """The same without row cuts, as a device alone has it."""
+        return self.with_rows(dict.fromkeys(self.names(apart=True), ()))
+
+    @cached_property
     def _rest_costs(self) -> RestCosts:
         return RestCosts(self.cost, self.spec, self.sync)
 
@@ -260,7 +268,11 @@ class Planner:
         """Twelve hexadecimal digits of the shapes."""
         return hashlib.sha256(self.spec.model_dump_json().encode()).hexdigest()[:12]
 
-    def _names(self, *, apart: bool) -> Iterable[OpName]:
+    def names(self, *, apart: bool | None = None) -> Iterable[OpName]:
+        """Matmuls that may be part of a plan: with `apart` also the members of fused groups (by
+        default as the settings say).
+        """
+        apart = self.settings.apart if apart is None else apart
         known = {x.name for x in self.spec.matmuls}
         for name, parts in BLOCK:
             if name in known:

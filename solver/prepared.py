@@ -10,18 +10,16 @@ import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Final
-
-import numpy as np
 
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.solver.build import DECODE, PlanRequest, assemble, entry, prepare, solve_within
+from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
 from hetero.solver.joint import JointSpace
 from hetero.solver.memory import Held, held_by_op
 from hetero.solver.model_spec import ModelSpec
-from hetero.solver.options import Objective, Option
+from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, OpName, Phase
 from hetero.solver.planner import Planner, Scenario, Solution
 from hetero.solver.residency import mask_of
@@ -170,37 +168,3 @@ class PreparedSolver:
         grid = space.grid(m)
         mask = mask_of(grid, held, m, space.n)
         return self._chooser.options(space, m, grid=grid, mask=mask, gpu_alone=held.gpu == 0)
-
-
-def row_cuts(
-    planner: Planner,
-    name: OpName,
-    scenarios: Sequence[Scenario],
-    objective: Objective,
-    count: int,
-) -> tuple[int, ...]:
-    """At most `count` row cuts that together serve these scenarios best.
-
-    Chosen exactly among the rows that are best for one of them, by the mean slowdown of this matmul
-    (decoding counts as much as all prompts).
-    """
-    chooser = Chooser(planner.sync, planner.settings.rules, objective)
-    prefill = sum(s.phase == "prefill" for s in scenarios)
-    counts: dict[int, float] = {}
-    for scenario in scenarios:
-        m = 1 if name == "lm_head" else scenario.m
-        share = 1.0 if scenario.phase == "decode" else 1.0 / prefill
-        counts[m] = counts.get(m, 0.0) + share
-    grids = {m: planner.space(name).grid(m) for m in counts}
-    table = np.stack([chooser.price(grid, m).min(axis=0) for m, grid in grids.items()])
-    possible = np.isfinite(table.min(axis=1))
-    slowdown = table[possible] / table[possible].min(axis=1, keepdims=True)
-    wanted = sorted(set(slowdown.argmin(axis=1).tolist()))
-    if len(wanted) > count:
-        shares = np.asarray(list(counts.values()))[possible]
-        wanted = min(
-            (list(subset) for subset in combinations(wanted, count)),
-            key=lambda subset: float(shares @ slowdown[:, subset].min(axis=1)),
-        )
-    rows = planner.space(name).rows
-    return tuple(int(rows[i]) for i in wanted)

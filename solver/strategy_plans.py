@@ -7,7 +7,7 @@ from typing import get_args
 
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import chunk_tokens, force, preparation_s
-from hetero.solver.build import DECODE, PlanRequest, agree, assemble, prepare
+from hetero.solver.build import DECODE, PlanRequest, agree, assemble, prepare, solve_together
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpName, PlanError, Total
@@ -38,7 +38,13 @@ def strategy_plan(
     request = request or PlanRequest()
     planner, notes = prepare(spec, profile, request, apart=False)
     longest = longest_step(planner, strategy)
-    solutions = solve_strategy(planner, strategy, _steps(token_counts, longest))
+    steps = _steps(token_counts, longest)
+    if strategy == "auto":
+        scenarios = [*(Scenario("prefill", m) for m in steps), DECODE]
+        objective = planner.objective(*request.weights)
+        planner, solutions = solve_together(planner, scenarios, objective, request, notes)
+    else:
+        solutions = solve_strategy(planner, strategy, steps)
     plan = assemble(planner, solutions, request, notes, strategy=strategy)
     totals = tuple(_with_preparation(planner, t, strategy) for t in plan.totals)
     return plan.model_copy(update={"totals": totals, "step_tokens": longest})

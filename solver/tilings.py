@@ -96,7 +96,8 @@ class Grid:
 class MatMulSpace:
     """One matmul: n rows, k features. Everything that does not depend on m is looked up once.
 
-    `rows` limits the row cuts, `row_steps` their number; every alignment step by default.
+    `rows` limits the row cuts, `row_steps` their number; every alignment step by default. `rows`
+    are prepared, so an NPU with graphs computes each run of rows between them by a call of its own.
     `launches` are the GPU's that the thread of the NPU's calls queues behind a tile (`Sync`).
     """
 
@@ -122,6 +123,7 @@ class MatMulSpace:
             step *= max(1, -(-n // (step * row_steps)))
         cuts = range(step, n, step) if rows is None else sorted({r for r in rows if 0 < r < n})
         self.rows = np.asarray([*cuts, n], dtype=np.intp)
+        self._limited = rows is not None
         if self.sizes and self.has_npu:
             self._graphs = self.npu_table(np.zeros(0, np.intp))
 
@@ -133,7 +135,7 @@ class MatMulSpace:
             return self._gpu_grid(m)
         choices = npu_choices(m, self.sizes, self.alignment, every=every)
         npu, every_npu = self._npu_times(choices)
-        gpu, tokens_first, alone = self._gpu_times(m, choices.cuts)
+        gpu, tokens_first, alone = self.gpu_times(m, choices.cuts)
         gpu, npu = contend(self.kernels, m, gpu, npu)
         ahead_s = self.ahead_s(m)
         return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first, ahead_s)
@@ -154,8 +156,16 @@ class MatMulSpace:
         """
         if not self.sizes:
             return self.kernels.table("npu", counts, self.rows, self.k).seconds
-        table = self.kernels.table("npu", self.sizes, self.rows, self.k).seconds
-        return np.concatenate((table, np.zeros((1, len(self.rows)))))
+        whole = self.graph_table(self.rows)
+        if not self._limited:
+            return whole
+        segments = self.graph_table(np.diff(self.rows, prepend=0)).cumsum(axis=1)
+        return np.asarray(np.maximum(whole, segments))
+
+    def graph_table(self, rows: Ints) -> Floats:
+        """[G + 1, R] NPU seconds of every graph with so many rows, the last row nothing."""
+        table = self.kernels.table("npu", self.sizes, rows, self.k).seconds
+        return np.concatenate((table, np.zeros((1, len(rows)))))
 
     def gpu_table(self, counts: Ints, rows: Ints) -> Floats:
         """[L, R] GPU seconds of these token counts and rows."""
@@ -179,7 +189,7 @@ class MatMulSpace:
         free = self.npu_table(choices.cuts)
         return free, free
 
-    def _gpu_times(self, m: int, cuts: Ints) -> tuple[Floats, Bools, float]:
+    def gpu_times(self, m: int, cuts: Ints) -> tuple[Floats, Bools, float]:
         """[T, R] times of the complement, cut either way; and of the whole."""
         margin = self.gpu_table(np.append(m - cuts, m), self.rows)
         low = self.gpu_table(np.append(cuts, m), self.n - self.rows)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ from hetero.solver.build import PlanRequest
 from hetero.solver.options import Objective
 from hetero.solver.plan import PlanError, check_cover
 from hetero.solver.planner import Planner, Scenario
-from hetero.solver.prepared import PreparedSolver, prepare_solver, row_cuts, spread_lengths
+from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.residency import mask_of
 from hetero.solver.tilings import Chooser
 from tests.solver.instances import NAMES, TableCost, planner_of, random_instance
@@ -61,30 +59,6 @@ def test_plans_need_no_row_that_is_not_there(seed: int) -> None:
                 low, high = tile.rows
                 assert tile.device == "gpu" or high <= home.npu_rows
                 assert tile.device == "npu" or low >= home.gpu_from
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_chosen_row_cuts_are_the_best_of_those_that_any_length_wants(seed: int) -> None:
-    planner = planner_of(random_instance(seed, tiny=False), margin=0.0)
-    longest = 2 * planner.sizes[-1]
-    scenarios = [Scenario("prefill", m) for m in (2, longest - 1, longest)]
-    scenarios.append(Scenario("decode", 1))
-    chooser = Chooser(planner.sync, planner.settings.rules, planner.objective())
-    for name in NAMES:
-        found = row_cuts(planner, name, scenarios, planner.objective(), 2)
-        assert len(found) <= 2
-        space = planner.space(name)
-        tables = [chooser.price(space.grid(s.m), s.m).min(axis=0) for s in scenarios]
-        if not np.isfinite(np.min(tables, axis=1)).all():
-            continue  # too few rows to cut at some length
-        slowdown = np.stack(tables) / np.min(tables, axis=1, keepdims=True)
-        wanted = sorted(set(slowdown.argmin(axis=1).tolist()))
-        losses = {
-            tuple(space.rows[list(some)]): np.asarray([1 / 3, 1 / 3, 1 / 3, 1.0])
-            @ slowdown[:, list(some)].min(axis=1)
-            for some in itertools.combinations(wanted, min(2, len(wanted)))
-        }
-        assert losses[found] == pytest.approx(min(losses.values()))
 
 
 @pytest.mark.parametrize("profile", ["snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu"])
