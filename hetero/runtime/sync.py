@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -39,7 +40,10 @@ LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap betw
 LATE_NAP_S: Final = 50e-6
 PREEMPTED_S: Final = 500e-6  # between two looks: something else had the core
 STOPPED_S: Final = 1.0  # between two looks: the whole process was stopped (Ctrl-Z)
-CROWDED_WAITS: Final = 32  # that are slept through after that, because sleepers get the core back
+CROWDED_GAPS: Final = 3  # of these within `CROWDED_S` mean that others use the core: a hypervisor
+CROWDED_S: Final = 0.25  # takes it for a moment now and then, and that is no reason to stop polling
+SLICE_S: Final = 2.5e-3  # as long as a scheduler gives the core to another program: one is enough
+CROWDED_WAITS: Final = 32  # that are slept through then, because sleepers get the core back
 GATELESS_STEPS: Final = 64  # a gate polls too, on the device's core
 CALIBRATION_S: Final = 150e-6
 CALIBRATION_SLEEPS: Final = 12
@@ -124,7 +128,7 @@ class Site:
         while not done():
             at_s = now()
             if at_s - looked_s > PREEMPTED_S:
-                self.owner.preempted()
+                self.owner.preempted(at_s, at_s - looked_s)
                 give_up_s += _stopped(at_s - looked_s)
             looked_s = at_s
             if at_s > late_s:
@@ -204,6 +208,7 @@ class Synchroniser:
         self.totals = WaitTotals()
         self.crowded = 0  # waits that are still to be slept through
         self._gateless = 0  # steps that are still to run without gates
+        self._gaps: deque[float] = deque(maxlen=CROWDED_GAPS)  # when the core was lost
         fast = method == "fast"
         self.flags: dict[DeviceKind, BoundCall] = find_flags(devices) if fast else {}
         self.bells: dict[DeviceKind, Doorbell] = find_bells(devices) if fast and gates else {}
@@ -214,8 +219,17 @@ class Synchroniser:
         """See the class."""
         return self.method not in ("finish", "copy")
 
-    def preempted(self) -> None:
-        """Something else had the control core: sleep more and poll less for a while."""
+    def preempted(self, at_s: float, lost_s: float) -> None:
+        """Something else had the control core for so long, until this moment. Where that was
+        another program, or happens often, sleep more and poll less for a while.
+        """
+        self._gaps.append(at_s)
+        often = len(self._gaps) == CROWDED_GAPS and at_s - self._gaps[0] < CROWDED_S
+        if often or lost_s > SLICE_S:
+            self.crowd()
+
+    def crowd(self) -> None:
+        """Others use the control core."""
         self.crowded = CROWDED_WAITS
         self._gateless = GATELESS_STEPS
 

@@ -23,7 +23,7 @@ from hetero.runtime import executor, sync
 from hetero.runtime.engine import Engine
 from hetero.runtime.lowering import Step
 from hetero.runtime.program import RING, SUBMIT
-from hetero.runtime.sync import GATELESS_STEPS, Synchroniser
+from hetero.runtime.sync import GATELESS_STEPS
 from hetero.solver.handmade import single_device
 from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
@@ -248,7 +248,7 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
     if engine.step("decode", 1).bell is None:
         engine.close()
         pytest.skip("no doorbell works on this device")
-    monkeypatch.setattr(engine.synchroniser, "preempted", lambda: None)  # keeps its gates
+    monkeypatch.setattr(engine.synchroniser, "preempted", lambda *_: None)  # keeps its gates
     return engine
 
 
@@ -258,7 +258,7 @@ def test_a_core_that_others_use_gets_steps_without_gates(
     with gated_engine(folder, monkeypatch, "gpu") as engine:
         assert answer(engine, 2) == wanted[:2]
         assert engine.last_step.bell is not None
-        Synchroniser.preempted(engine.synchroniser)
+        engine.synchroniser.crowd()
         assert answer(engine) == wanted
         assert engine.last_step.bell is None
         for _ in range(GATELESS_STEPS):

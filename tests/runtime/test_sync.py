@@ -10,7 +10,14 @@ from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
 from hetero.runtime import sync
-from hetero.runtime.sync import CROWDED_WAITS, Site, SleepTimes, Synchroniser
+from hetero.runtime.sync import (
+    CROWDED_GAPS,
+    CROWDED_S,
+    CROWDED_WAITS,
+    Site,
+    SleepTimes,
+    Synchroniser,
+)
 
 LOOK_S = 1e-6
 LATE_S = 60e-6
@@ -107,27 +114,46 @@ def test_each_phase_and_length_predicts_for_itself(clock: FakeTime) -> None:
     assert other.expected_s > 15 * site.expected_s
 
 
-def test_a_core_that_others_use_is_not_polled_on(clock: FakeTime) -> None:
+class Preempted(At):
+    """The core is lost at the second look."""
+
+    def __init__(self, clock: FakeTime, in_s: float, lost_s: float) -> None:
+        super().__init__(clock, in_s)
+        self.lost_s, self.looks = lost_s, 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        if self.looks == 2:
+            self.clock.gap_s = self.lost_s
+        return super().done()
+
+
+@pytest.mark.parametrize(("lost_s", "times"), [(4e-3, 1), (1e-3, CROWDED_GAPS)])
+def test_a_core_that_others_use_is_not_polled_on(
+    clock: FakeTime, lost_s: float, times: int
+) -> None:
     site = site_of(clock)
     for _ in range(10):
         wait(site, clock, 0.1e-3)
     before = len(clock.slept)
-    completion = At(clock, 8e-3)
-    clock.gap_s = 0.0
-
-    class Preempted(At):
-        def done(self) -> bool:
-            if self.clock.now_s > self.end_s - 7.9e-3 and not self.clock.gap_s:
-                self.clock.gap_s = 4e-3
-            return super().done()
-
-    site.wait(Preempted(clock, 8e-3))
+    for _ in range(times):
+        assert site.owner.crowded == 0
+        site.expected_s = 0.0
+        site.wait(Preempted(clock, 8e-3, lost_s))
     assert site.owner.crowded == CROWDED_WAITS
+    assert not site.owner.gates_now()
     for _ in range(CROWDED_WAITS):
         wait(site, clock, 0.1e-3)
     assert site.owner.crowded == 0
     assert len(clock.slept) >= before + CROWDED_WAITS
-    assert completion.end_s < clock.now_s
+
+
+def test_a_core_that_a_hypervisor_takes_now_and_then_is_polled_on(clock: FakeTime) -> None:
+    owner = site_of(clock).owner
+    for i in range(20):
+        owner.preempted(i * CROWDED_S, 1e-3)
+        assert owner.crowded == 0
+        assert owner.gates_now()
 
 
 @pytest.mark.parametrize("crowded", [0, 5])
