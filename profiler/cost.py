@@ -5,7 +5,7 @@ Paper section 4.3: "retrieves performance results from the profiler".
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from hetero.profiler.records import (
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
+LEAST_SAMPLES: Final = 5  # of a row whose spread counts
 WaitMethod: TypeAlias = Literal["fast", "flag", "event", "finish"]
 
 
@@ -64,6 +65,7 @@ class CostModel:
             row.key: row for row in profile.matmuls
         }
         self._orders: dict[Kernel, GraphOrder] = {}
+        self._spreads: dict[tuple[DeviceKind, Phase, WeightFormat], float] | None = None
         self._contention = {
             (entry.phase, entry.weight_format): entry for entry in profile.contention
         }
@@ -221,6 +223,19 @@ class CostModel:
         known = self._contention
         entry = known.get((phase, weight_format)) or known.get((phase, None))
         return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
+
+    def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
+        """Relative standard deviation of a matmul kernel's time from run to run: the median over
+        the sizes that were measured; 0 where that is not known.
+        """
+        if self._spreads is None:
+            found: dict[tuple[DeviceKind, Phase, WeightFormat], list[float]] = {}
+            for row in self.profile.matmuls:
+                if row.samples >= LEAST_SAMPLES:
+                    key = (row.device, row.phase, row.weight_format)
+                    found.setdefault(key, []).append(row.spread)
+            self._spreads = {key: float(np.median(values)) for key, values in found.items()}
+        return self._spreads.get((device, phase, weight_format), 0.0)
 
     def bandwidth(self, who: Literal["gpu", "npu", "both"]) -> float | None:
         """Weight bytes per second in decode; None if it was not measured."""

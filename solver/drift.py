@@ -35,6 +35,10 @@ class DriftedCost(CostModel):
         """See `CostModel.contention`."""
         return self._base.contention(device, phase, weight_format)
 
+    def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
+        """See `CostModel.spread`."""
+        return self._base.spread(device, phase, weight_format)
+
     def matmul_s(
         self,
         device: DeviceKind,

@@ -19,7 +19,7 @@ from hetero.solver.memory import Held
 from hetero.solver.options import Option
 from hetero.solver.pieces import npu_choices
 from hetero.solver.plan import OpName
-from hetero.solver.tilings import Chooser, Grid, MatMulSpace, complement, contend
+from hetero.solver.tilings import Chooser, Grid, MatMulSpace, complement, contend, spread_of
 
 
 class Column(NamedTuple):
@@ -84,7 +84,8 @@ class JointSpace:
         )
         gpu, npu = contend(first.kernels, m, gpu, npu)
         ahead_s = first.sync.ahead_s(m, self._launches)
-        return Grid(0.0, gpu, npu, self._rows, choices, every, tokens_first, ahead_s)
+        spread = spread_of(first.kernels, m)
+        return Grid(0.0, gpu, npu, self._rows, choices, every, tokens_first, ahead_s, spread)
 
 
 def _wide(tables: Sequence[Floats]) -> Floats:

@@ -38,7 +38,8 @@ class Rules:
 class Grid:
     """Costed tilings of one matmul at m tokens.
 
-    `ahead_s` (of the matmul or of each column) passes on the NPU's thread after its tile.
+    `ahead_s` (of the matmul or of each column) passes on the NPU's thread after its tile. `spread`
+    is how much the GPU's and the NPU's times vary, as fractions of them (standard deviations).
     """
 
     gpu_only_s: float
@@ -49,11 +50,12 @@ class Grid:
     every_npu_s: Floats
     tokens_first: Bools
     ahead_s: Floats | float = 0.0
+    spread: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def together_s(self) -> Floats:
         """[T, R] until both are done."""
-        return np.maximum(self.gpu_s, self.npu_thread_s)
+        return longer(self.gpu_s, self.npu_thread_s, self.spread)
 
     @cached_property
     def npu_thread_s(self) -> Floats:
@@ -77,6 +79,7 @@ class Grid:
             self.every_npu_s[:, place],
             self.tokens_first[:, place],
             ahead_s,
+            self.spread,
         )
         known = {"together_s", "npu_thread_s", "npu_dominant"} & self.__dict__.keys()
         found.__dict__.update({name: self.__dict__[name][:, place] for name in known})
@@ -137,8 +140,8 @@ class MatMulSpace:
         npu, every_npu = self._npu_times(choices)
         gpu, tokens_first, alone = self.gpu_times(m, choices.cuts)
         gpu, npu = contend(self.kernels, m, gpu, npu)
-        ahead_s = self.ahead_s(m)
-        return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first, ahead_s)
+        ahead_s, spread = self.ahead_s(m), spread_of(self.kernels, m)
+        return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first, ahead_s, spread)
 
     def ahead_s(self, m: int) -> float:
         """Seconds of queueing what follows, at m tokens."""
@@ -226,6 +229,34 @@ def contend(kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Flo
     npu_all = np.where(longer, npu, gpu + npu_s - gpu / b)
     gpu_all[impossible] = npu_all[impossible] = np.inf
     return gpu_all, npu_all
+
+
+def spread_of(kernels: Kernels, m: int) -> tuple[float, float]:
+    """How much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
+    cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
+    return cost.spread("gpu", *key), cost.spread("npu", *key)
+
+
+def longer(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
+    """Expected value of the longer of two times with these relative standard deviations.
+
+    Two times that vary are never both at their mean: what takes 10 ms on either device, give or
+    take 1 ms, takes 10.6 ms on both (C. E. Clark, "The greatest of a finite set of random
+    variables", Operations Research 9, 1961; independent and normal). With no spread the maximum.
+    """
+    top = np.maximum(a, b)
+    if spread == (0.0, 0.0):
+        return top
+    possible = np.isfinite(top)
+    deviation = np.hypot(
+        spread[0] * np.where(possible, a, 0.0), spread[1] * np.where(possible, b, 0)
+    )
+    apart = np.where(possible, a, 0.0) - np.where(possible, b, 0.0)
+    x = -np.abs(apart) / np.where(deviation > 0, deviation, 1.0)
+    density = np.exp(-0.5 * x * x) / np.sqrt(2 * np.pi)
+    # The normal distribution function to 5e-4 (numpy has none).
+    below = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return np.asarray(top + deviation * np.maximum(density + x * below, 0.0))
 
 
 class Chooser:

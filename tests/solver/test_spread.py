@@ -1,0 +1,65 @@
+"""The longer of two halves whose times vary takes longer than the longer mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetero.backends.ops import WeightFormat
+from hetero.models import model_spec
+from hetero.profiler.cost import LEAST_SAMPLES, CostModel
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.planner import Planner, Scenario
+from hetero.solver.tilings import longer
+
+W4A8 = WeightFormat.W4A8
+
+
+@pytest.mark.parametrize("spread", [(0.1, 0.1), (0.2, 0.05), (0.0, 0.15)])
+@pytest.mark.parametrize("times", [(10.0, 10.0), (10.0, 9.0), (4.0, 10.0), (10.0, 0.0)])
+def test_the_mean_of_the_longer_of_many(
+    times: tuple[float, float], spread: tuple[float, float]
+) -> None:
+    rng = np.random.default_rng(1)
+    a, b = (t * (1 + s * rng.standard_normal(400_000)) for t, s in zip(times, spread, strict=True))
+    found = longer(np.asarray([[times[0]]]), np.asarray([[times[1]]]), spread)
+    assert found[0, 0] == pytest.approx(np.maximum(a, b).mean(), rel=2e-3)
+    assert found[0, 0] >= max(times)
+
+
+def test_times_that_do_not_vary_are_not_longer_and_impossible_ones_stay_so() -> None:
+    a, b = np.asarray([[1.0, np.inf, 3.0]]), np.asarray([[2.0, 1.0, np.inf]])
+    assert longer(a, b, (0.0, 0.0)).tolist() == [[2.0, np.inf, np.inf]]
+    assert np.isinf(longer(a, b, (0.1, 0.1))[0, 1:]).all()
+
+
+def steady(profile: DeviceProfile) -> DeviceProfile:
+    rows = tuple(row.model_copy(update={"spread": 0.0}) for row in profile.matmuls)
+    return profile.model_copy(update={"matmuls": rows})
+
+
+def test_a_measured_profile_says_how_much_its_kernels_vary() -> None:
+    profile = DeviceProfile.load("host")
+    cost = CostModel(profile)
+    rows = [
+        row.spread
+        for row in profile.matmuls
+        if (row.device, row.phase, row.weight_format) == ("npu", "prefill", W4A8)
+        and row.samples >= LEAST_SAMPLES
+    ]
+    assert cost.spread("npu", "prefill", W4A8) == np.median(rows) > 0
+    assert CostModel(steady(profile)).spread("npu", "prefill", W4A8) == 0
+    simulated = CostModel(DeviceProfile.load("snapdragon-8-gen-3"))
+    assert simulated.spread("gpu", "decode", WeightFormat.W4A16) == 0
+
+
+@pytest.mark.parametrize("m", [64, 300])
+def test_a_cut_on_devices_that_vary_gains_less_and_one_device_is_not_touched(m: int) -> None:
+    spec, profile = model_spec("llama-3.2-1b", W4A8), DeviceProfile.load("host")
+    planners = [Planner(spec, p) for p in (profile, steady(profile))]
+    varying, calm = (planner.solve(Scenario("prefill", m)).seconds for planner in planners)
+    assert 1.02 * calm < varying < 1.12 * calm
+    alone = [planner.single(Scenario("prefill", m), "gpu") for planner in planners]
+    assert alone[0] is not None
+    assert alone[1] is not None
+    assert alone[0].seconds == alone[1].seconds
