@@ -113,21 +113,33 @@ def solve_together(
     The planner returned has the cuts that are used, so that its costs are those of the plan. Under
     a memory budget that binds all rows are free again: which of them fit comes first.
     """
-    free = replace(request, memory_budget_bytes=None)
-    budget, cuts = request.memory_budget_bytes, dict[OpName, tuple[int, ...]]()
     if planner.sizes:
-        count = len(scenarios)
-        cuts = {x: row_cuts(planner, x, scenarios, objective, count) for x in planner.names()}
-    while planner.sizes:
-        limited = planner.with_rows(cuts)
-        solutions = solve_within(limited, scenarios, objective, free, notes)
-        used = cuts_of(planner, solutions)
-        if all(set(used.get(name, ())) == set(known) for name, known in cuts.items()):
-            if budget is None or weight_memory(limited, solutions).total_bytes <= budget:
-                return limited, solutions
-            break
-        cuts = {name: used.get(name, ()) for name in cuts}
+        free = replace(request, memory_budget_bytes=None)
+        limited, solutions = _with_own_cuts(planner, scenarios, objective, free, notes)
+        budget = request.memory_budget_bytes
+        if budget is None or weight_memory(limited, solutions).total_bytes <= budget:
+            return limited, solutions
     return planner, solve_within(planner, scenarios, objective, request, notes)
+
+
+def _with_own_cuts(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> tuple[Planner, list[Solution]]:
+    """Fewer and fewer row cuts until the solutions use all that are left."""
+    count = len(scenarios)
+    cuts = {x: row_cuts(planner, x, scenarios, objective, count) for x in planner.names()}
+    while True:
+        limited = planner.with_rows(cuts)
+        solutions = solve_within(limited, scenarios, objective, request, notes)
+        found = cuts_of(planner, solutions)
+        used = {name: found.get(name, ()) for name in cuts}
+        if used == cuts:
+            return limited, solutions
+        cuts = used
 
 
 def solve_within(
