@@ -92,13 +92,18 @@ def make_plan(
     request.check()
     start_s = clock()
     planner, notes = prepare(spec, profile, request)
-    scenarios = [*(Scenario("prefill", m) for m in sorted(set(request.seq_lens))), DECODE]
+    scenarios = scenarios_of(request.seq_lens)
     objective = planner.objective(*request.weights)
     planner, solutions = solve_together(planner, scenarios, objective, request, notes)
     notes += _share_notes(request, solutions)
     found = assemble(planner, solutions, request, notes)
     drawn = _drawn(planner.whole, request)
     return found.model_copy(update={"solve_s": clock() - start_s} | drawn)
+
+
+def scenarios_of(lengths: Iterable[int]) -> list[Scenario]:
+    """Prompts of these lengths, each once and rising, and decoding."""
+    return [*(Scenario("prefill", m) for m in sorted(set(lengths))), DECODE]
 
 
 def solve_together(
@@ -203,7 +208,7 @@ def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:
     """What only a report needs."""
     if not request.curves:
         return {}
-    scenarios = [*(Scenario("prefill", m) for m in sorted(set(request.seq_lens))), DECODE]
+    scenarios = scenarios_of(request.seq_lens)
     found: dict[str, object] = {"curves": strategy_curves(planner, request.seq_lens)}
     if planner.power is not None:
         found["front"] = front(planner, scenarios)

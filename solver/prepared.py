@@ -13,7 +13,15 @@ from dataclasses import replace
 from typing import Final
 
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
-from hetero.solver.build import DECODE, PlanRequest, assemble, entry, prepare, solve_within
+from hetero.solver.build import (
+    DECODE,
+    PlanRequest,
+    assemble,
+    entry,
+    prepare,
+    scenarios_of,
+    solve_within,
+)
 from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
 from hetero.solver.joint import JointSpace
@@ -67,7 +75,7 @@ class PreparedSolver:
         notes: Sequence[str] = (),
     ) -> None:
         said = list(notes)
-        scenarios = [*(Scenario("prefill", m) for m in sorted(set(request.seq_lens))), DECODE]
+        scenarios = scenarios_of(request.seq_lens)
         self._objective = planner.objective(*request.weights)
         names: list[OpName] = [x.name for x in planner.spec.matmuls]
         rows = {x: row_cuts(planner, x, scenarios, self._objective, cuts) for x in names}

@@ -7,7 +7,15 @@ from typing import get_args
 
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import chunk_tokens, force, preparation_s
-from hetero.solver.build import DECODE, PlanRequest, agree, assemble, prepare, solve_together
+from hetero.solver.build import (
+    DECODE,
+    PlanRequest,
+    agree,
+    assemble,
+    prepare,
+    scenarios_of,
+    solve_together,
+)
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpName, PlanError, Total
@@ -40,9 +48,8 @@ def strategy_plan(
     longest = longest_step(planner, strategy)
     steps = _steps(token_counts, longest)
     if strategy == "auto":
-        scenarios = [*(Scenario("prefill", m) for m in steps), DECODE]
-        objective = planner.objective(*request.weights)
-        planner, solutions = solve_together(planner, scenarios, objective, request, notes)
+        wanted, objective = scenarios_of(steps), planner.objective(*request.weights)
+        planner, solutions = solve_together(planner, wanted, objective, request, notes)
     else:
         solutions = solve_strategy(planner, strategy, steps)
     plan = assemble(planner, solutions, request, notes, strategy=strategy)

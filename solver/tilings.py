@@ -138,7 +138,7 @@ class MatMulSpace:
             return self._gpu_grid(m)
         choices = npu_choices(m, self.sizes, self.alignment, every=every)
         npu, every_npu = self._npu_times(choices)
-        gpu, tokens_first, alone = self.gpu_times(m, choices.cuts)
+        gpu, tokens_first, alone = self._gpu_times(m, choices.cuts)
         gpu, npu = contend(self.kernels, m, gpu, npu)
         ahead_s, spread = self.ahead_s(m), spread_of(self.kernels, m)
         return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first, ahead_s, spread)
@@ -192,7 +192,7 @@ class MatMulSpace:
         free = self.npu_table(choices.cuts)
         return free, free
 
-    def gpu_times(self, m: int, cuts: Ints) -> tuple[Floats, Bools, float]:
+    def _gpu_times(self, m: int, cuts: Ints) -> tuple[Floats, Bools, float]:
         """[T, R] times of the complement, cut either way; and of the whole."""
         margin = self.gpu_table(np.append(m - cuts, m), self.rows)
         low = self.gpu_table(np.append(cuts, m), self.n - self.rows)
