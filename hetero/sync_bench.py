@@ -2,7 +2,8 @@
 
 A matmul of a known length is submitted and waited for. Its end is known from the driver's clock, so
 that the added latency is the host's alone. `spin` asks for the event's status without a pause: its
-CPU time is what the others are compared with.
+CPU time is what the others are compared with. CPU time is that of the wait, with the submission of a
+flag where one is watched, without the kernel's own. No method that sleeps can take less than a sleep does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hetero.profiler.sync import timer_slack
 from hetero.runtime.sync import Site, Synchroniser, SyncMethod
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
+SLEEP_S: Final = 500e-6
 ROWS, FEATURES = 64, 1024
 WARM_UP: Final = 12
 DEADLINE_S: Final = 10.0
@@ -50,6 +52,8 @@ class SyncReport:
 
     rows: tuple[WaitCost, ...]
     flag: bool
+    sleep_late_s: float
+    sleep_cpu_s: float
     environment: dict[str, Any]
 
     def to_json(self) -> str:
@@ -61,6 +65,8 @@ class SyncReport:
         lines = [
             f"measured on {self.environment['cpu']}; `fast` watches "
             + ("a flag in shared memory" if self.flag else "the event's status"),
+            f"a sleep returns {1e6 * self.sleep_late_s:.0f} µs late and takes "
+            f"{1e6 * self.sleep_cpu_s:.0f} µs of CPU time (medians)",
             "",
             "| kernel µs | method | added latency µs (median) | 95 % | CPU time × spinning |",
             "|---:|---|---:|---:|---:|",
@@ -87,7 +93,14 @@ def run_sync_bench(*, gpu: str = "auto", rounds: int = 60) -> SyncReport:
             device.set_timing(True)
             fast = Synchroniser({"gpu": device}, "fast")
             rows = [row for wait_s in WAITS_S for row in _measure(device, fast, wait_s, rounds)]
-        return SyncReport(rows=tuple(rows), flag="gpu" in fast.flags, environment=environment())
+            late_s, cpu_s = _sleep_cost(rounds)
+        return SyncReport(
+            rows=tuple(rows),
+            flag="gpu" in fast.flags,
+            sleep_late_s=late_s,
+            sleep_cpu_s=cpu_s,
+            environment=environment(),
+        )
     finally:
         opened.close()
 
@@ -101,8 +114,8 @@ def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> 
     kernels = []
     for i in range(rounds + WARM_UP):
         for name, (submit, wait) in methods.items():
-            cpu_s = time.thread_time()
             completion = call.submit()
+            cpu_s = time.thread_time()
             wait(submit(completion))
             seen_s = time.perf_counter()
             cpu_s = time.thread_time() - cpu_s
@@ -123,6 +136,17 @@ def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> 
         )
         for name, times in added.items()
     ]
+
+
+def _sleep_cost(rounds: int) -> tuple[float, float]:
+    """How late a sleep of half a millisecond is, and its CPU time. Seconds, medians."""
+    late, cpu = [], []
+    for _ in range(rounds):
+        cpu_s, start_s = time.thread_time(), time.perf_counter()
+        time.sleep(SLEEP_S)
+        late.append(time.perf_counter() - start_s - SLEEP_S)
+        cpu.append(time.thread_time() - cpu_s)
+    return statistics.median(late), statistics.median(cpu)
 
 
 Submit = Callable[[Completion], Completion]

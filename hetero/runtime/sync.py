@@ -38,6 +38,8 @@ OVERSLEPT: Final = 0.85  # a wait that was over when the sleep ended counts as t
 SHORTEST_NAP_S: Final = 30e-6
 LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
 LATE_NAP_S: Final = 50e-6
+LATENESS: Final = 0.65  # of all sleeps that are to end no later than expected: see `SleepTimes`
+LATENESS_STEP_S: Final = 2e-6
 PREEMPTED_S: Final = 500e-6  # between two looks: something else had the core
 STOPPED_S: Final = 1.0  # between two looks: the whole process was stopped (Ctrl-Z)
 CROWDED_GAPS: Final = 3  # of these within `CROWDED_S` mean that others use the core: a hypervisor
@@ -54,9 +56,18 @@ PORTS: Final = ("x", "residual", "y")
 
 @dataclass
 class SleepTimes:
-    """How late `time.sleep` returns here: a sleep is asked for so much less."""
+    """How late `time.sleep` returns here: a sleep is asked for so much less.
+
+    It is learned from every sleep, as it changes with what else the machine does (40 to 100 us on a
+    virtual machine): steps of one size up and down, whose odds settle at a quantile.
+    """
 
     late_s: float
+
+    def saw(self, late_s: float) -> None:
+        """A sleep was so late."""
+        share = LATENESS if late_s > self.late_s else LATENESS - 1
+        self.late_s = max(0.0, self.late_s + share * LATENESS_STEP_S)
 
     @classmethod
     def measure(cls, sleep: Callable[[float], None] = time.sleep) -> SleepTimes:
@@ -110,6 +121,7 @@ class Site:
         if nap_s > SHORTEST_NAP_S:
             time.sleep(nap_s)
             napped_s = now() - start_s
+            self.owner.sleep.saw(napped_s - nap_s)
             if completion.done():
                 self._learn(OVERSLEPT * napped_s)
                 self._count(napped_s, 0.0)

@@ -91,6 +91,15 @@ def test_a_wait_of_known_length_is_slept_through_and_noticed_at_once(
     )
 
 
+def test_how_late_sleeps_are_is_learned(clock: FakeTime) -> None:
+    site = site_of(clock)
+    site.owner.sleep.late_s = 10e-6  # the machine was quieter when this was measured
+    late = [wait(site, clock, 1e-3) for _ in range(120)]
+    assert max(late[:20]) > 20e-6
+    assert site.owner.sleep.late_s == pytest.approx(LATE_S, abs=4e-6)
+    assert max(late[100:]) < 10 * LOOK_S
+
+
 def test_an_outlier_is_forgotten_and_a_change_is_followed(clock: FakeTime) -> None:
     site = site_of(clock)
     for _ in range(20):
