@@ -2,8 +2,8 @@
 
 A matmul of a known length is submitted and waited for. Its end is known from the driver's clock, so
 that the added latency is the host's alone. `spin` asks for the event's status without a pause: its
-CPU time is what the others are compared with. CPU time is that of the wait, with the submission of a
-flag where one is watched, without the kernel's own. No method that sleeps can take less than a sleep does.
+CPU time is what the others are compared with. CPU time is that of the wait, with the submission of
+a flag where one is watched, without the kernel's own. Who sleeps takes at least what a sleep does.
 """
 
 from __future__ import annotations
