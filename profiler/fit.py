@@ -32,7 +32,7 @@ from hetero.profiler.records import (
     Tree,
     Validation,
 )
-from hetero.profiler.stats import relative_errors
+from hetero.profiler.stats import FEW, Z95, relative_errors
 
 Pair: TypeAlias = tuple[int, int]
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
@@ -46,6 +46,7 @@ TREE_DEPTHS: Final = (0, 2, 3, 4)
 LEAF_ROWS: Final = 4
 SMALLEST_FOREST: Final = 24  # rows below which trees only learn noise
 FOLDS: Final = 6
+UNKNOWN_SPREAD: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Table:
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
             for name in ("m", "n", "k", "seconds")
         )
-        noise = np.asarray([0.02 + (row.ci or 0.05) for row in rows])
+        noise = 0.02 + np.asarray([_uncertainty(row, _typical_spread(rows)) for row in rows])
         tokens, padded = predict.padded_tokens(device, m), predict.padded_rows(device, n)
         return cls(tokens, padded, k, seconds, 0.05 / noise)
 
@@ -73,6 +74,19 @@ class Table:
     def terms(self) -> Floats:
         """[S, 4] columns 1, n, k, n·k."""
         return np.stack((np.ones_like(self.n), self.n, self.k, self.n * self.k), axis=1)
+
+
+def _typical_spread(rows: Sequence[MatMulRow]) -> float:
+    """Median spread of the rows with enough samples to have one."""
+    spreads = [row.spread for row in rows if row.samples >= FEW]
+    return float(np.median(spreads)) if spreads else UNKNOWN_SPREAD
+
+
+def _uncertainty(row: MatMulRow, spread: float) -> float:
+    """Relative half-width of a row's 95 % interval. One sample has none, and that of two or three
+    is small by chance: no row is surer than its number of samples makes others of this spread.
+    """
+    return max(row.ci or 0.0, Z95 * spread / math.sqrt(row.samples))
 
 
 def fit_all(

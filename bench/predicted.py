@@ -1,0 +1,124 @@
+"""Predicted against measured steps, with the profile taken in turns with the measurement.
+
+    python bench/predicted.py [--model random:llama-3.2-1b] [--weights w4a8] [-p 64,256] [-r 6]
+
+On a shared machine the same plan takes up to 1.5 times as long half an hour later, so a profile of
+then says nothing of now. Here every round first takes a profile of the model's shapes (`--budget`)
+and then runs every plan once; both so see the same hours of the machine. The plans are made from
+the first profile. What they are predicted to take is the mean over all profiles of what each says
+of those very tiles (`hetero.solver.repredict`); what they took is the median and the mean of the
+rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+from tensor_level import Contender, contender, measure_decoding, measure_prompt
+
+from hetero.backends.affinity import assign_cores, pinned
+from hetero.backends.ops import WeightFormat
+from hetero.benchmark import environment
+from hetero.device_set import open_devices
+from hetero.models import LoadedModel, open_model
+from hetero.profiler.options import Options
+from hetero.profiler.records import DeviceProfile
+from hetero.profiler.session import profile_devices
+from hetero.profiling import model_shapes
+from hetero.solver.repredict import Step, repredict
+
+GOAL = 0.10
+HEAD = (
+    "| test | plan | predicted ms (mean) | of the profiles | measured ms (median) | min | max | "
+    "measured / predicted | mean / predicted |",
+    "|---|---|" + "---:|" * 7,
+)
+
+
+class Profiler:
+    """Takes profiles of one model's shapes, one after the other, on devices of its own."""
+
+    def __init__(self, loaded: LoadedModel, lengths: list[int], budget_s: float) -> None:
+        self.opened = open_devices("hetero")
+        npu = self.opened.devices["npu"].capabilities
+        graphs = {g for g in npu.graph_sizes if g <= max(lengths)}
+        self.options = Options(
+            budget_s=budget_s,
+            shapes=model_shapes(loaded.spec()),
+            weight_formats=(loaded.spec().weight_format,),
+            tokens=tuple(sorted({1, *graphs, *lengths})),
+            power=False,
+            gpu_core=assign_cores().gpu,
+            control_core=assign_cores().control,
+        )
+
+    def take(self) -> DeviceProfile:
+        """A profile of now."""
+        with pinned(self.opened.control_core):
+            return profile_devices(self.opened.devices, self.options)
+
+
+def row(one: Contender, step: Step, predicted: list[float]) -> tuple[str, float]:
+    """A line of the table, and measured over predicted."""
+    phase, m = step
+    test = f"pp{m}" if phase == "prefill" else "tg"
+    times, expected = one.times[test], statistics.mean(predicted)
+    ratio = statistics.median(times) / expected
+    shown = [statistics.median(times), min(times), max(times)]
+    cells = [
+        f"{1e3 * expected:.2f}",
+        f"{1e3 * min(predicted):.2f} to {1e3 * max(predicted):.2f}",
+        *(f"{1e3 * s:.2f}" for s in shown),
+        f"{ratio:.3f}",
+        f"{statistics.mean(one.means[test]) / expected:.3f}",
+    ]
+    return f"| {test} | {one.name} | " + " | ".join(cells) + " |", ratio
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="random:llama-3.2-1b")
+    parser.add_argument("--weights", default="w4a8", choices=[f.value for f in WeightFormat])
+    parser.add_argument("-p", default="64,256")
+    parser.add_argument("-n", type=int, default=48)
+    parser.add_argument("-r", type=int, default=6)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of each profile")
+    arguments = parser.parse_args()
+    lengths = [int(m) for m in arguments.p.split(",")]
+    loaded = open_model(arguments.model, weights=arguments.weights)
+    profiler = Profiler(loaded, lengths, arguments.budget)
+    profiles = [profiler.take()]
+    strategies = {"gpu": "gpu-only", "npu": "npu-only", "tensor": "auto"}
+    found = [contender(n, loaded, profiles[0], s, lengths) for n, s in strategies.items()]
+    for i in range(arguments.r + 1):
+        if i > 1:
+            profiles.append(profiler.take())
+        for one in found:
+            for m in lengths:
+                measure_prompt(one, m)
+            measure_decoding(one, arguments.n, 256)
+            if i == 0:
+                one.forget()
+    told = {one.name: [repredict(one.plan, loaded.spec(), p) for p in profiles] for one in found}
+    print(
+        f"measured; {arguments.model} {arguments.weights}, {len(profiles)} profiles of "
+        f"{statistics.median(p.coverage.spent_s for p in profiles):.0f} s "
+        f"({min(p.coverage.measured_tasks / p.coverage.grid_tasks for p in profiles):.0%} of the "
+        f"grid and more) in turns with {arguments.r} rounds"
+    )
+    steps: list[Step] = [*(("prefill", m) for m in lengths), ("decode", 1)]
+    lines = [row(o, step, [t[step] for t in told[o.name]]) for step in steps for o in found]
+    print("\n".join([*HEAD, *(line for line, _ in lines)]))
+    within = sum(abs(ratio - 1) <= GOAL for _, ratio in lines)
+    print(f"within {GOAL:.0%}: {within} of {len(lines)}")
+    print(json.dumps(environment()))
+    for one in found:
+        one.engine.close()
+    profiler.opened.close()
+
+
+if __name__ == "__main__":
+    main()
