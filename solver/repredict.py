@@ -6,6 +6,8 @@ beside them knows how fast the devices were just then.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from hetero.profiler.records import DeviceProfile, Phase
@@ -13,56 +15,76 @@ from hetero.solver.build import PlanRequest, prepare
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
-from hetero.solver.plan import ExecutionPlan, OpName, OpPlan, PlanError
+from hetero.solver.plan import ExecutionPlan, OpName, PlanError, Tile
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.tilings import Chooser, Rules
 
 Step = tuple[Phase, int]
 
 
-def repredict(plan: ExecutionPlan, spec: ModelSpec, profile: DeviceProfile) -> dict[Step, float]:
-    """Seconds of the plan's steps (phase and tokens, as in `plan.totals`) by this profile.
+def repredict(
+    plan: ExecutionPlan, spec: ModelSpec, profile: DeviceProfile, steps: Iterable[Step] = ()
+) -> dict[Step, float]:
+    """Seconds of steps, (phase, tokens), by this profile; of the plan's own by default.
 
-    Raises `PlanError` where the profile's devices cannot run a tile.
+    Raises `PlanError` where the plan says nothing of a step or the devices cannot run a tile.
     """
-    request = PlanRequest(precision=plan.precision, margin=-INF)
+    wanted = list(steps) or [(total.phase, total.m) for total in plan.totals]
+    request = PlanRequest(precision=plan.precision)
     planner, _ = prepare(spec, profile, request, apart=False)
     if plan.graph_sizes:
         planner = planner.with_graph_sizes(plan.graph_sizes)
-    cuts: dict[OpName, set[int]] = {entry.op: set() for entry in plan.ops}
-    for entry in plan.ops:
-        cuts[entry.op] |= {t.rows[1] for t in entry.tiles if t.device == "npu"}
-    planner = planner.with_rows({name: sorted(rows) for name, rows in cuts.items()})
+    names = {phase: {o.op for o in plan.ops if o.phase == phase} for phase, _ in wanted}
+    tiles = {
+        (step, name): plan.partition(step[0], _tokens(step, name), name)
+        for step in wanted
+        for name in sorted(names[step[0]])
+    }
+    rows: dict[OpName, set[int]] = {}
+    for (_, name), parts in tiles.items():
+        rows.setdefault(name, set()).update(t.rows[1] for t in parts if t.device == "npu")
+    planner = planner.with_rows({name: sorted(cuts) for name, cuts in rows.items()})
     found: dict[Step, float] = {}
-    for total in plan.totals:
+    for step in wanted:
         options = {
-            entry.op: _option(planner, entry)
-            for entry in plan.ops
-            if entry.phase == total.phase and entry.m in (total.m, None)
+            name: _option(planner, name, _tokens(step, name), parts)
+            for (of, name), parts in tiles.items()
+            if of == step
         }
-        scenario = Scenario(total.phase, total.m)
-        rest = plan.rest.prefill if total.phase == "prefill" else plan.rest.decode
-        found[total.phase, total.m] = planner.evaluate(scenario, options, rest).seconds
+        rest = plan.rest.prefill if step[0] == "prefill" else plan.rest.decode
+        found[step] = planner.evaluate(Scenario(*step), options, rest).seconds
     return found
 
 
-def _option(planner: Planner, entry: OpPlan) -> Option:
-    """The entry's tiling with the times of the planner's profile."""
-    space, m = planner.space(entry.op), entry.m or 1
-    npu = [tile.resolved(m) for tile in entry.tiles if tile.device == "npu"]
+def _tokens(step: Step, name: OpName) -> int:
+    return 1 if name == "lm_head" else step[1]
+
+
+def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Option:
+    """This tiling with the times of the planner's profile."""
+    space = planner.space(name)
+    npu = [tile for tile in tiles if tile.device == "npu"]
     grid = space.grid(m, every=True)
     chooser = Chooser(planner.sync, Rules(margin=-INF), Objective())
     mask = np.zeros(grid.together_s.shape, dtype=bool)
     wanted: Pieces | None = None
     if npu:
         spans = tuple((tile.tokens[0], tile.tokens[1] or m) for tile in npu)
-        wanted = Pieces(spans, tuple(tile.graph_size for tile in npu))
+        graphs = (tile.graph_size or _graph(planner, *tile.tokens) for tile in npu)
+        wanted = Pieces(spans, tuple(graphs))
         known = [grid.choices.pieces(i) == wanted for i in range(len(grid.cuts))]
         mask[np.ix_(known, grid.rows == npu[0].rows[1])] = True
     for option in chooser.options(space, m, grid=grid, mask=mask):
         if option.pieces == wanted:
             return option
     raise PlanError(
-        f"{entry.op} at {m} tokens: profile {planner.profile.name} has no times for its tiles, "
-        "choose a profile of the same kind of devices"
+        f"{name} at {m} tokens: profile {planner.profile.name} has no times for the plan's tiles: "
+        "choose a profile of devices that can run them"
     )
+
+
+def _graph(planner: Planner, start: int, stop: int | None) -> int | None:
+    """The graph of a tile that leaves it open: the smallest that holds it; None where the NPU
+    takes any token count.
+    """
+    return next((size for size in planner.sizes if start + size >= (stop or start)), None)
