@@ -54,13 +54,13 @@ def row_cuts(
 
 def _fewer(cost: Callable[[Subset], float], kept: Subset, count: int) -> Subset:
     """What is left when the least useful is taken away again and again, at its cheapest."""
-    best, best_cost = kept, cost(kept)
+    best = (cost(kept), kept)
     while kept:
-        kept = min((tuple(j for j in kept if j != i) for i in kept), key=cost)
-        found = cost(kept)
-        if found < best_cost or len(best) > count:
-            best, best_cost = kept, found
-    return best
+        found = min((cost(fewer), fewer) for fewer in combinations(kept, len(kept) - 1))
+        kept = found[1]
+        if found[0] < best[0] or len(best[1]) > count:
+            best = found
+    return best[1]
 
 
 class _Call(NamedTuple):
