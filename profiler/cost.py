@@ -144,18 +144,21 @@ class CostModel:
 
         A device with static shapes is charged for the graph size.
         """
+        predictor = self.other(device, op)
+        tokens = predict.padded_count(self.device(device), m)
+        seconds = predict.other_s(predictor, op, tokens, context)
+        outside = tokens > predictor.max_m or context > predictor.max_context
+        return Cost(np.asarray(seconds), np.asarray(outside))
+
+    def other(self, device: DeviceKind, op: Op) -> OtherPredictor:
+        """What predicts an operation that is not a matmul. Raises `ProfileError` without one."""
         predictor = self._others.get((device, predict.op_name(op)))
         if predictor is None:
             raise ProfileError(
                 f"profile {self.profile.name} has no times of {predict.op_name(op)} on {device}: "
                 "measure them with `hetero profile`"
             )
-        tokens = predict.padded_count(self.device(device), m)
-        terms = predict.work(op, tokens, context)
-        weights = predictor.coefficients
-        seconds = sum(weights.get(name, 0.0) * amount for name, amount in terms.items())
-        outside = tokens > predictor.max_m or context > predictor.max_context
-        return Cost(np.asarray(max(seconds, predict.TINY_S)), np.asarray(outside))
+        return predictor
 
     def allowed(
         self,

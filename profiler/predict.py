@@ -19,6 +19,7 @@ from hetero.profiler.records import (
     DeviceRecord,
     Knots,
     MatMulPredictor,
+    OtherPredictor,
     ShapeRange,
     Tree,
 )
@@ -231,6 +232,13 @@ def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k:
     inside = (tokens >= measured.m[0]) & (tokens <= measured.m[1])
     inside &= (n >= measured.n[0]) & (n <= measured.n[1])
     return np.asarray(~(inside & (k >= measured.k[0]) & (k <= measured.k[1])))
+
+
+def other_s(predictor: OtherPredictor, op: Op, tokens: int, context: int) -> float:
+    """Seconds of an operation that is not a matmul, for `tokens` with padding."""
+    weights = predictor.coefficients
+    terms = work(op, tokens, context).items()
+    return max(sum([weights.get(name, 0.0) * amount for name, amount in terms]), TINY_S)
 
 
 def work(op: Op, m: int, context: int = 0) -> dict[str, float]:

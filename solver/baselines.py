@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -179,4 +178,4 @@ def _sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], m: 
     base = Option(name, "npu", whole, npu_s=whole, leaves=HOST, rows=space.n)
     enter = planner.sync.wait_s + planner.sync.copy(4.0 * m * space.k)
     leave = planner.sync.copy(4.0 * m * space.n)
-    return replace(base, enter_s=(enter + leave, leave), pieces=Pieces(spans, graphs))
+    return base._replace(enter_s=(enter + leave, leave), pieces=Pieces(spans, graphs))

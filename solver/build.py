@@ -297,17 +297,17 @@ def entry(
     pipe: bool = False,
 ) -> OpPlan:
     """One matmul. The output head sees one token in either phase and holds for every length."""
-    n, k = planner.shape(name)
+    space = planner.space(name)
     head = name == "lm_head"
     m = 1 if head else scenario.m
-    tiles = tiles_of(planner.space(name), option, m, open_ended=head)
+    tiles = tiles_of(space, option, m, open_ended=head)
     energy = option.joules(planner.power) if planner.power is not None else None
     return OpPlan(
         phase=scenario.phase,
         m=None if head else m,
         op=name,
-        n=n,
-        k=k,
+        n=space.n,
+        k=space.k,
         strategy=option.strategy,
         tiles=tiles,
         predicted_s=option.seconds(),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 
 Stages = Sequence[Sequence[Option]]
+Costs = tuple[float, float]  # entered from `GPU`, from `HOST`
+Priced = list[list[tuple[Option, Costs]]]
 
 
 class Chain(NamedTuple):
@@ -27,15 +29,16 @@ def solve_chain(
     How an option leaves does not depend on how it was entered. So layers 2 … L enter the block as
     its last option leaves, and for each value of that state the cost is additive over operators.
     """
-    starts = _forward(head, {GPU: (0.0, ())}, objective)
+    starts = _forward(_priced(head, objective), {GPU: (0.0, ())})
+    stages, ending = _priced(block, objective), _priced(tail, objective)
     best: Chain | None = None
-    for wrap in (GPU, HOST):
+    for wrap in sorted({option.leaves for option in block[-1]}):
         for start, (before, first) in starts.items():
-            ends = _block_from(block, start, wrap, layers, objective)
+            ends = _block_from(stages, start, wrap, layers)
             if wrap not in ends:
                 continue
             inside, middle = ends[wrap]
-            for after, last in _forward(tail, {wrap: (0.0, ())}, objective).values():
+            for after, last in _forward(ending, {wrap: (0.0, ())}).values():
                 total = before + inside + after
                 if total < INF and (best is None or total < best.cost):
                     best = Chain(total, first, middle, last)
@@ -43,35 +46,38 @@ def solve_chain(
 
 
 Paths = dict[int, tuple[float, tuple[Option, ...]]]
+NOTHING: Final[tuple[float, tuple[Option, ...]]] = (INF, ())
 
 
-def _block_from(block: Stages, start: int, wrap: int, layers: int, objective: Objective) -> Paths:
+def _priced(stages: Stages, objective: Objective) -> Priced:
+    cost = objective.cost
+    return [[(o, (cost(o, GPU), cost(o, HOST))) for o in stage] for stage in stages]
+
+
+def _block_from(block: Priced, start: int, wrap: int, layers: int) -> Paths:
     """Cheapest ways through all layers when the first is entered from `start`, the others from
     `wrap`.
     """
     first: Paths = {}
-    for option in block[0]:
-        enter = objective.cost(option, start)
+    for option, costs in block[0]:
+        enter = costs[start]
         if layers > 1:
-            enter += (layers - 1) * objective.cost(option, wrap)
-        _keep(first, option.leaves, enter, (option,))
-    return _forward(block[1:], first, objective, repeat=layers)
+            enter += (layers - 1) * costs[wrap]
+        if enter < first.get(option.leaves, NOTHING)[0]:
+            first[option.leaves] = (enter, (option,))
+    return _forward(block[1:], first, repeat=layers)
 
 
-def _forward(stages: Stages, paths: Paths, objective: Objective, repeat: int = 1) -> Paths:
+def _forward(stages: Priced, paths: Paths, repeat: int = 1) -> Paths:
     for stage in stages:
         following: Paths = {}
-        for option in stage:
+        for option, costs in stage:
             for state, (cost, chosen) in paths.items():
-                total = cost + repeat * objective.cost(option, state)
-                _keep(following, option.leaves, total, (*chosen, option))
+                total = cost + repeat * costs[state]
+                if total < following.get(option.leaves, NOTHING)[0]:
+                    following[option.leaves] = (total, (*chosen, option))
         paths = following
     return paths
-
-
-def _keep(paths: Paths, state: int, cost: float, chosen: tuple[Option, ...]) -> None:
-    if cost < INF and (state not in paths or cost < paths[state][0]):
-        paths[state] = (cost, chosen)
 
 
 class Walk(NamedTuple):

@@ -4,29 +4,39 @@ What the run-time query needs: with four row cuts of four matmuls an array opera
 start than to do, so one for all columns replaces one for each matmul.
 
 Notation: L token counts, G graphs, T token cuts, P choices of pieces, C columns (a matmul and a row
-cut).
+cut; as many for each matmul, its first one several times where others have more).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from hetero.solver.kernels import Bools, Floats, Ints
 from hetero.solver.memory import Held
-from hetero.solver.options import Option
-from hetero.solver.pieces import npu_choices
+from hetero.solver.options import INF, Option
+from hetero.solver.pieces import Choices, npu_choices
 from hetero.solver.plan import OpName
-from hetero.solver.tilings import Chooser, Grid, MatMulSpace, complement, contend, spread_of
+from hetero.solver.tilings import (
+    Chooser,
+    Grid,
+    MatMulSpace,
+    Picked,
+    complement,
+    contend,
+    spread_of,
+)
+
+Cells = TypeVar("Cells", Floats, Ints, Bools)
 
 
 class Column(NamedTuple):
-    """A matmul's place among the columns, and the rows that live on each device."""
+    """A matmul's last column, for all rows, and the rows that live on each device."""
 
     space: MatMulSpace
-    place: slice
+    whole: int
     held: Held
 
 
@@ -37,63 +47,82 @@ class JointSpace:
         self, spaces: Mapping[OpName, MatMulSpace], held: Mapping[OpName, Held], longest: int
     ) -> None:
         self.longest = longest
-        self.columns: dict[OpName, Column] = {}
-        start = 0
-        for name, space in spaces.items():
-            place = slice(start, start + len(space.rows))
-            self.columns[name] = Column(space, place, held[name])
-            start = place.stop
+        members = self._members = list(spaces.values())
+        width = max(len(x.rows) for x in members)
+        self.columns: dict[OpName, Column] = {
+            name: Column(space, (i + 1) * width - 1, held[name])
+            for i, (name, space) in enumerate(spaces.items())
+        }
         counts = np.arange(longest + 1)
-        members = list(spaces.values())
         self._margin = _wide([x.gpu_table(counts, x.rows) for x in members])
         self._low = _wide([x.gpu_table(counts, x.n - x.rows) for x in members])
         self._npu = _wide([x.npu_table(counts) for x in members])
-        self._rows = np.concatenate([x.rows for x in members])
-        self._launches = np.concatenate([np.full(len(x.rows), x.launches) for x in members])
-        self._whole = np.concatenate(
-            [np.full(len(x.rows), self.columns[n].place.stop - 1) for n, x in spaces.items()]
-        )
-        self._fits: Bools = np.concatenate([_fitting(c) for c in self.columns.values()], axis=1)
+        self._pieces = self._by_smaller_graphs(members[0])
+        self._rows = _wide([x.rows[None] for x in members])[0]
+        self._launches = np.repeat([x.launches for x in members], width)
+        whole = [x.whole for x in self.columns.values()]
+        self._all_rows = np.repeat(self._margin[:, whole], width, axis=1)
+        fits = _wide([_fitting(c) for c in self.columns.values()])
+        self._allowed = np.repeat(fits[:1], longest, axis=0)
+        self._allowed[-1] = fits[1]  # the last cut takes all tokens
 
     def options(self, m: int, chooser: Chooser) -> dict[OpName, list[Option]]:
         """What every matmul may choose from at m tokens (`Chooser.options` with a mask)."""
-        joint = self._grid(m)
-        mask = np.repeat(self._fits[:1], len(joint.cuts), axis=0)
-        mask[-1] = self._fits[1]  # the last cut takes all tokens
-        price = chooser.price(joint, m, mask, alone=self._whole)
-        _ = joint.npu_dominant  # for all columns at once
+        grid = self._grid(m)
+        last = len(grid.cuts) - 1
+        price = chooser.price_of(grid, self._allowed[-last - 1 :])
+        cheapest = chooser.cheapest(self._members, m, grid, price)
         found: dict[OpName, list[Option]] = {}
-        for name, (space, place, held) in self.columns.items():
-            alone_s = float(self._margin[m, place.stop - 1])
-            grid = joint.columns(place, alone_s, space.rows)
-            found[name] = chooser.options(
-                space, m, grid=grid, mask=mask[:, place], price=price[:, place],
-                gpu_alone=held.gpu == 0,
-            )  # fmt: skip
+        for i, (name, (space, whole, held)) in enumerate(self.columns.items()):
+            gpu_s = float(self._margin[m, whole]) if held.gpu == 0 else None
+            on_npu = held.npu == space.n and grid.npu_s[last, whole] < INF
+            picked = Picked(gpu_s, (last, whole) if on_npu else None, cheapest.of(i))
+            found[name] = chooser.made(space, m, grid, picked)
         return found
 
     def _grid(self, m: int) -> Grid:
         """All columns as if they were one matmul."""
-        first = next(iter(self.columns.values())).space
+        first = self._members[0]
         choices = npu_choices(m, first.sizes, first.alignment)
         cuts: Ints = choices.cuts
-        npu, every = first.fastest(choices, self._npu)
-        margin = self._margin[m - cuts]
+        npu, every = self._npu_times(choices)
+        left = m - cuts
         gpu, tokens_first = complement(
-            margin, margin[:, self._whole], self._low[cuts], self._low[m]
+            self._margin[left], self._all_rows[left], self._low[cuts], self._low[m]
         )
         gpu, npu = contend(first.kernels, m, gpu, npu)
         ahead_s = first.sync.ahead_s(m, self._launches)
         spread = spread_of(first.kernels, m)
         return Grid(0.0, gpu, npu, self._rows, choices, every, tokens_first, ahead_s, spread)
 
+    def _by_smaller_graphs(self, space: MatMulSpace) -> list[tuple[Floats, Floats]]:
+        """`MatMulSpace.fastest` of the longest call with so many smaller graphs."""
+        tops = (*space.sizes, 2 * space.sizes[-1]) if space.sizes else ()
+        return [space.fastest(npu_choices(top, space.sizes), self._npu) for top in tops]
 
-def _wide(tables: Sequence[Floats]) -> Floats:
-    return np.concatenate(tables, axis=1)
+    def _npu_times(self, choices: Choices) -> tuple[Floats, Floats]:
+        """`MatMulSpace.fastest`: what ends before m tokens ends there in a longer call as well."""
+        if not choices.sizes:
+            free = self._npu[choices.cuts]
+            return free, free
+        fastest, every = self._pieces[choices.smaller]
+        npu = fastest[: len(choices.cuts)].copy()
+        npu[-1] = every[choices.starts[-1] :].min(axis=0)
+        return npu, every
+
+
+def _wide(tables: Sequence[Cells]) -> Cells:
+    """The columns of all tables, a table's first one repeated where others have more."""
+    width = max(x.shape[1] for x in tables)
+    return np.concatenate(
+        [np.pad(x, ((0, 0), (width - x.shape[1], 0)), mode="edge") for x in tables], axis=1
+    )
 
 
 def _fitting(column: Column) -> Bools:
-    """[2, R] whether a row cut fits the rows that live where: of part of the tokens, of all."""
-    rows, held = column.space.rows, column.held
-    on_npu = rows <= held.npu
-    return np.stack((on_npu & (held.gpu == 0), on_npu & (rows >= held.gpu)))
+    """[2, R] whether a cut fits the rows that live where: of part of the tokens, of all (where all
+    rows are no cut).
+    """
+    space, held = column.space, column.held
+    rows, on_npu = space.rows, space.rows <= held.npu
+    return np.stack((on_npu & (held.gpu == 0), on_npu & (rows >= held.gpu) & (rows < space.n)))

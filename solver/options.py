@@ -6,14 +6,16 @@ knows that it is complete, the GPU's queue has run dry (docs/solver.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
 
 from hetero.profiler.cost import CostModel, WaitMethod
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import phase_of
-from hetero.solver.pieces import Pieces
-from hetero.solver.plan import Strategy, Tile
+from hetero.solver.pieces import Ints, Pieces
+from hetero.solver.plan import Strategy
 
 GPU: Final = 0
 HOST: Final = 1
@@ -99,6 +101,10 @@ class Sync:
             return 0.0
         return self.copy_s + self.copy_s_per_byte * nbytes
 
+    def copies_s(self, nbytes: Ints) -> Floats:
+        """`copy` of many."""
+        return np.where(nbytes > 0, self.copy_s + self.copy_s_per_byte * nbytes, 0.0)
+
 
 @dataclass(frozen=True)
 class Power:
@@ -136,15 +142,14 @@ class Objective:
         """Cost of an option entered from a state."""
         if state in option.barred:
             return INF
-        total = option.seconds(state)
+        total = option.together_s + option.enter_s[state]  # `seconds`, without a call
         value = self.seconds * total
         if self.joules and self.power is not None and total < INF:
             value += self.joules * option.joules(self.power, state)
         return value
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One tiling of one operator, with its times.
 
     gpu_s, npu_s    how long each device is busy (contention included)
@@ -165,8 +170,7 @@ class Option:
     rows: int = 0
     pieces: Pieces | None = None
     tokens_first: bool = False
-    tiles: tuple[Tile, ...] = ()
-    barred: frozenset[int] = field(default=frozenset())
+    barred: frozenset[int] = frozenset()
 
     @property
     def is_cut(self) -> bool:
@@ -185,4 +189,8 @@ class Option:
 
     def bar(self, *states: int) -> Option:
         """The same, closed to these states as well."""
-        return replace(self, barred=self.barred | frozenset(states))
+        return self._replace(barred=self.barred | frozenset(states))
+
+    def open(self) -> Option:
+        """The same, open to both states."""
+        return self._replace(barred=frozenset())

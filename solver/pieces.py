@@ -5,6 +5,8 @@ Notation: P choices of pieces, T token cuts (where the NPU's tokens end).
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -32,27 +34,34 @@ class Pieces(NamedTuple):
 class Choices:
     """All pieces for m tokens. Graphs are full but for the last one where it reaches m.
 
+    smaller         how many of the graphs have fewer than m tokens
     cuts            [T] where the NPU's tokens end, rising
     starts          [T] first choice of each cut; choices are sorted by their cut
     first, second   [P] graphs, as places in `sizes`; `len(sizes)` for no second one
+    graphs          [P] the token counts of both, or of the one
+
+    All lengths with as many smaller graphs have the same choices, of which those beyond m share the
+    last cut.
     """
 
     m: int
     sizes: tuple[int, ...]
+    smaller: int
     cuts: Ints
     starts: Ints
     first: Ints
     second: Ints
+    graphs: Sequence[tuple[int, ...]]
 
     def pieces(self, choice: int) -> Pieces:
         """Spans and graphs of one choice."""
         if not self.sizes:
             return Pieces(((0, int(self.cuts[choice])),), (None,))
-        g = self.sizes[self.first[choice]]
-        if self.second[choice] == len(self.sizes):
-            return Pieces(((0, min(g, self.m)),), (g,))
-        h = self.sizes[self.second[choice]]
-        return Pieces(((0, g), (g, min(g + h, self.m))), (g, h))
+        graphs = self.graphs[choice]
+        if len(graphs) == 1:
+            return Pieces(((0, min(graphs[0], self.m)),), graphs)
+        g, h = graphs
+        return Pieces(((0, g), (g, min(g + h, self.m))), graphs)
 
     def group(self, cut: int) -> slice:
         """Choices that end at the cut in this place."""
@@ -67,37 +76,40 @@ def npu_choices(
     """All choices for m tokens; with `every`, each is a cut of its own."""
     if not sizes:
         return _free(m, alignment)
-    pairs = _pairs(sizes)
-    kept = pairs.before < m
-    first, second, cuts = pairs.first[kept], pairs.second[kept], np.minimum(pairs.sums[kept], m)
+    smaller = bisect_left(sizes, m)
+    pairs = _pairs(sizes, smaller)
     if every:
-        starts = np.arange(len(cuts))
+        cuts, starts = np.minimum(pairs.sums, m), np.arange(len(pairs.sums))
     else:
-        starts = np.flatnonzero(np.concatenate(([True], cuts[1:] != cuts[:-1])))
-    return Choices(m, sizes, cuts[starts], starts, first, second)
+        last = slice(int(pairs.ends.searchsorted(m)) + 1)
+        cuts, starts = np.minimum(pairs.ends[last], m), pairs.starts[last]
+    return Choices(m, sizes, smaller, cuts, starts, pairs.first, pairs.second, pairs.graphs)
 
 
 class _Pairs(NamedTuple):
-    """[P] first and second graphs of one or two pieces (the first not smaller), their sum, by which
-    they are sorted, and the tokens before the last piece.
+    """[P] first and second graphs of one or two pieces (the first not smaller) and their sum, by
+    which they are sorted; the different sums, and the first pair of each; the token counts.
     """
 
     first: Ints
     second: Ints
     sums: Ints
-    before: Ints
+    ends: Ints
+    starts: Ints
+    graphs: list[tuple[int, ...]]
 
 
-@lru_cache(maxsize=64)
-def _pairs(sizes: tuple[int, ...]) -> _Pairs:
-    one = len(sizes)
-    pairs = [(i, one) for i in range(one)] + [(i, j) for i in range(one) for j in range(i + 1)]
+@lru_cache(maxsize=256)
+def _pairs(sizes: tuple[int, ...], smaller: int) -> _Pairs:
+    """Where only so many graphs may come before another one."""
+    one, places = len(sizes), range(len(sizes))
+    pairs = [(i, one) for i in places] + [(i, j) for i in range(smaller) for j in range(i + 1)]
+    tokens = (*sizes, 0)
+    pairs.sort(key=lambda pair: tokens[pair[0]] + tokens[pair[1]])
     first, second = (np.asarray(x, dtype=np.intp) for x in zip(*pairs, strict=True))
-    starts = np.asarray(sizes)[first]
-    sums = starts + np.asarray((*sizes, 0))[second]
-    order = np.argsort(sums, kind="stable")
-    before = np.where(second == one, 0, starts)
-    return _Pairs(*(x[order] for x in (first, second, sums, before)))
+    graphs = [tuple(sizes[i] for i in pair if i < one) for pair in pairs]
+    sums = np.asarray([sum(found) for found in graphs])
+    return _Pairs(first, second, sums, *np.unique(sums, return_index=True), graphs)
 
 
 def _free(m: int, alignment: int) -> Choices:
@@ -105,4 +117,4 @@ def _free(m: int, alignment: int) -> Choices:
     cuts = np.asarray((*range(step, m, step), m), dtype=np.intp)
     places = np.arange(len(cuts))
     none = np.zeros(len(cuts), dtype=np.intp)
-    return Choices(m, (), cuts, places, none, none)
+    return Choices(m, (), 0, cuts, places, none, none, ())

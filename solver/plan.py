@@ -363,8 +363,11 @@ def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
         t1 = m if end is None else end
         if not (0 <= t0 < t1 <= m and 0 <= r0 < r1 <= n):
             raise ValueError(f"{what}: tile tokens {(t0, t1)} rows {tile.rows} is outside {m}×{n}")
-        if any(t0 < b and a < t1 and r0 < d and c < r1 for a, b, c, d in spans):
-            raise ValueError(f"{what}: tile tokens {(t0, t1)} rows {tile.rows} overlaps another")
+        for a, b, c, d in spans:  # a loop: `any` takes twice as long, and plans are made in queries
+            if t0 < b and a < t1 and r0 < d and c < r1:
+                raise ValueError(
+                    f"{what}: tile tokens {(t0, t1)} rows {tile.rows} overlaps another"
+                )
         spans.append((t0, t1, r0, r1))
         area += (t1 - t0) * (r1 - r0)
     if area != m * n:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.chain import Chain, Walk, solve_chain, walk
+from hetero.solver.chain import Chain, solve_chain, walk
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.model_spec import ModelSpec
@@ -60,13 +60,21 @@ class Solution(NamedTuple):
     options: dict[OpName, Option]
     rests: Rests
     chain: Chain
-    walk: Walk
-    joules: float | None
+    layers: int
+    power: Power | None
 
     @property
     def seconds(self) -> float:
         """Predicted time of the step."""
-        return self.walk.seconds
+        return walk(self.chain, self.layers).seconds
+
+    @property
+    def joules(self) -> float | None:
+        """Predicted energy of the step; None if the profile does not say."""
+        if self.power is None:
+            return None
+        steps = walk(self.chain, self.layers).steps
+        return sum(count * o.joules(self.power, state) for o, state, count in steps)
 
 
 class Planner:
@@ -233,7 +241,7 @@ class Planner:
         objective: Objective | None = None,
     ) -> Solution:
         """The step with these options and no choice left but the rest's device."""
-        single: Extra = {name: [replace(o, barred=frozenset())] for name, o in options.items()}
+        single: Extra = {name: [o.open()] for name, o in options.items()}
         wanted = self.rests(scenario, rest).values()
         objective = objective or Objective()
         solved = [self._solve_groups(scenario, objective, r, single) for r in wanted]
@@ -244,11 +252,8 @@ class Planner:
         options: dict[OpName, Option] = {}
         for name in self.names(apart=False):
             m = 1 if name == "lm_head" else scenario.m
-            fitting = [
-                replace(o, barred=frozenset())
-                for o in self.menu(name, m, Objective(power=self.power))
-                if o.mode == device and o.together_s < INF
-            ]
+            menu = self.menu(name, m, Objective(power=self.power))
+            fitting = [o.open() for o in menu if o.mode == device and o.together_s < INF]
             if not fitting:
                 return None
             options[name] = fitting[0]
@@ -303,10 +308,7 @@ class Planner:
     def _beats(self, found: Solution, best: Solution, objective: Objective) -> bool:
         """Whether a chain with groups apart is better by the margin on the groups that differ."""
         differ = set(best.options) - set(found.options)
-        weight = sum(
-            self.spec.layers * objective.cost(replace(best.options[x], barred=frozenset()), 0)
-            for x in differ
-        )
+        weight = sum(self.spec.layers * objective.cost(best.options[x].open(), 0) for x in differ)
         return found.chain.cost < best.chain.cost - self.settings.rules.margin * weight
 
     def _solve_chain(
@@ -333,12 +335,7 @@ class Planner:
         chosen = {x: o for x, o in zip(names, chain.block, strict=True) if x is not None}
         if tail:
             chosen["lm_head"] = chain.tail[0]
-        walked = walk(chain, self.spec.layers)
-        joules = None
-        if self.power is not None:
-            power = self.power
-            joules = sum(count * o.joules(power, s) for o, s, count in walked.steps)
-        return Solution(scenario, chosen, rests, chain, walked, joules)
+        return Solution(scenario, chosen, rests, chain, self.spec.layers, self.power)
 
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:

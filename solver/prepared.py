@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
@@ -88,7 +87,7 @@ class PreparedSolver:
         self._block: list[OpName] = [name for name in names if name != "lm_head"]
         self._joint = self._join()
         heads = {s.scenario.phase: s.options.get("lm_head") for s in solutions}
-        self._heads = {phase: x and replace(x, barred=frozenset()) for phase, x in heads.items()}
+        self._heads = {phase: x and x.open() for phase, x in heads.items()}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         self.plan = assemble(self._planner, solutions, request, said)
         self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
@@ -128,7 +127,7 @@ class PreparedSolver:
         found._heads = {}
         options = found.solution_for(DECODE).options
         if (head := options.get("lm_head")) is not None:
-            found._heads = dict.fromkeys(self._heads, replace(head, barred=frozenset()))
+            found._heads = dict.fromkeys(self._heads, head.open())
             found._head_entries = tuple(
                 entry(found._planner, Scenario(op.phase, 1), "lm_head", head, with_candidates=False)
                 for op in self._head_entries

@@ -8,6 +8,8 @@ from typing import Final
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.predict import other_s, padded_count
+from hetero.profiler.records import OtherPredictor
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import GPU, HOST, Option, Sync
 
@@ -56,6 +58,7 @@ class RestCosts:
             for step in steps
         ]
         kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
+        self._predictors: dict[DeviceKind, list[OtherPredictor]] = {}
         reasons = {kind: self._reasons(kind) for kind in kinds}
         self.devices = tuple(kind for kind in kinds if not reasons[kind])
         if not self.devices:
@@ -82,8 +85,11 @@ class RestCosts:
 
     def _rests(self, kind: DeviceKind, m: int, context: int) -> Rests:
         times = dict.fromkeys(("head", "attention", "norm", "activation"), 0.0)
-        for stage, op, share in self.steps:
-            times[stage] += share * float(self.cost.other_s(kind, op, m, context).seconds)
+        if kind not in self._predictors:
+            self._predictors[kind] = [self.cost.other(kind, op) for _, op, _ in self.steps]
+        tokens = padded_count(self.cost.device(kind), m)
+        for (stage, op, share), predictor in zip(self.steps, self._predictors[kind], strict=True):
+            times[stage] += share * other_s(predictor, op, tokens, context)
         sync = self.sync.at(m)
         return Rests(
             head=_option(kind, times["head"], sync),

@@ -7,8 +7,9 @@ seconds [T, R]; impossible ones are infinite.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from hetero.solver.plan import Strategy
 
 ACTIVATION_BYTES = 4  # float32
 FREE = Sync()
+MODES: Final = (True, False)  # whether the NPU's thread is done last
+_BY_MODE: Final = np.reshape(MODES, (2, 1, 1))
+FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter
+Cell: TypeAlias = tuple[int, int]  # a place [T, R] in a grid
 
 
 @dataclass(frozen=True)
@@ -67,24 +72,6 @@ class Grid:
         """[T, R] whether the NPU's thread is done last."""
         return np.asarray(self.npu_thread_s >= self.gpu_s)
 
-    def columns(self, place: slice, gpu_only_s: float, rows: Ints) -> Grid:
-        """Some of the columns as a grid of their own; what was worked out stays so."""
-        ahead_s = self.ahead_s if isinstance(self.ahead_s, float) else self.ahead_s[place]
-        found = Grid(
-            gpu_only_s,
-            self.gpu_s[:, place],
-            self.npu_s[:, place],
-            rows,
-            self.choices,
-            self.every_npu_s[:, place],
-            self.tokens_first[:, place],
-            ahead_s,
-            self.spread,
-        )
-        known = {"together_s", "npu_thread_s", "npu_dominant"} & self.__dict__.keys()
-        found.__dict__.update({name: self.__dict__[name][:, place] for name in known})
-        return found
-
     @property
     def cuts(self) -> Ints:
         """[T] token cuts."""
@@ -93,7 +80,10 @@ class Grid:
     def pieces(self, cut: int, row: int) -> Pieces:
         """The fastest pieces for a cut and a number of rows (places in `cuts` and `rows`)."""
         group = self.choices.group(cut)
-        return self.choices.pieces(group.start + int(self.every_npu_s[group, row].argmin()))
+        choice = group.start
+        if group.stop > choice + 1:
+            choice += int(self.every_npu_s[group, row].argmin())
+        return self.choices.pieces(choice)
 
 
 class MatMulSpace:
@@ -211,8 +201,7 @@ def complement(
     low_all         of m tokens and n - r rows
     """
     rows_first, tokens_first = low_all + margin, whole_margin + low
-    better = tokens_first < rows_first
-    return np.where(better, tokens_first, rows_first), better
+    return np.minimum(tokens_first, rows_first), tokens_first < rows_first
 
 
 def contend(kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
@@ -221,13 +210,15 @@ def contend(kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Flo
     a, b = cost.contention("gpu", *key), cost.contention("npu", *key)
     if a == b == 1:
         return gpu_s, npu_s
-    impossible = ~(np.isfinite(gpu_s) & np.isfinite(npu_s))
-    gpu_s, npu_s = np.where(impossible, 0.0, gpu_s), np.where(impossible, 0.0, npu_s)
+    impossible = np.isinf(gpu_s + npu_s)
+    if some := impossible.any():
+        gpu_s, npu_s = np.where(impossible, 0.0, gpu_s), np.where(impossible, 0.0, npu_s)
     gpu, npu = a * gpu_s, b * npu_s
     longer = gpu >= npu
     gpu_all = np.where(longer, npu + gpu_s - npu / a, gpu)
     npu_all = np.where(longer, npu, gpu + npu_s - gpu / b)
-    gpu_all[impossible] = npu_all[impossible] = np.inf
+    if some:
+        gpu_all[impossible] = npu_all[impossible] = np.inf
     return gpu_all, npu_all
 
 
@@ -249,11 +240,53 @@ def longer(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
         return top
     with np.errstate(invalid="ignore", divide="ignore"):  # impossible ones, and those of no time
         deviation = np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
-        x = np.abs(a - b) / -deviation
-        # The normal distribution function to 5e-4 (numpy has none).
-        below = 0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3)
-        more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * below)
-    return np.asarray(top + np.where(more > 0, more, 0.0))
+        apart = np.abs(a - b) / -deviation
+    near = np.flatnonzero(apart > -FAR)  # elsewhere nothing is added that a float64 could hold
+    x, deviation = apart.ravel()[near], deviation.ravel()[near]
+    # The normal distribution function to 5e-4 (numpy has none).
+    below = 0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3)
+    more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * below)
+    total = top.ravel()
+    total[near] += np.maximum(more, 0.0)
+    return total.reshape(top.shape)
+
+
+class Picked(NamedTuple):
+    """What of a grid can be part of a best chain: the GPU's seconds alone (None where it lacks
+    rows), and the places of the NPU alone and of cuts, with their mode.
+    """
+
+    gpu_s: float | None
+    npu: Cell | None
+    cuts: list[tuple[int, int, bool]]
+
+
+class Cheapest:
+    """The cheapest cut of each of some matmuls, in each mode and from each state: `costs`
+    [S, 2, T, C] by state (one where it makes no difference) and by `MODES`, with as many columns
+    for each matmul.
+    """
+
+    def __init__(self, costs: Floats, matmuls: int) -> None:
+        states, modes, cuts, columns = costs.shape
+        self._width = columns // matmuls
+        apart = costs.reshape(states, modes, cuts, matmuls, self._width).swapaxes(2, 3)
+        apart = apart.reshape(states, modes, matmuls, -1)
+        self._least, self._places = apart.min(axis=-1).tolist(), apart.argmin(axis=-1).tolist()
+
+    def of(self, matmul: int) -> list[tuple[int, int, bool]]:
+        """Places in the grid, the first of equal ones, with the mode."""
+        found: list[tuple[int, int, bool]] = []
+        for mode, dominant in enumerate(MODES):
+            best = {
+                places[mode][matmul]
+                for least, places in zip(self._least, self._places, strict=True)
+                if least[mode][matmul] < INF
+            }
+            for place in sorted(best):
+                i, j = divmod(place, self._width)
+                found.append((i, matmul * self._width + j, dominant))
+        return found
 
 
 class Chooser:
@@ -269,23 +302,27 @@ class Chooser:
         *,
         grid: Grid | None = None,
         mask: Bools | None = None,
-        price: Floats | None = None,
         gpu_alone: bool = True,
     ) -> list[Option]:
         """Best single-device options and best cuts of each mode, the margin applied.
 
         `mask` [T, R] says which tilings may be used (residency); all if None; `gpu_alone`
-        whether the GPU holds all rows; `price` is `self.price` with that mask, if it is known
-        already. A gpu-only option comes first and is closed where the rules forbid it, unless
-        nothing else can compute the matmul.
+        whether the GPU holds all rows. A gpu-only option comes first and is closed where the rules
+        forbid it, unless nothing else can compute the matmul.
         """
         grid = grid or space.grid(m)
-        gpu = self._gpu_only(space, grid, m)
-        npu = list(self._npu_options(space, grid, m, mask))
-        singles = [gpu, *npu] if gpu_alone else npu
-        cuts = list(self._cut_options(space, grid, m, mask, price))
-        if gpu_alone and not npu and not cuts:
-            return [replace(gpu, barred=frozenset())]  # nothing else can compute it
+        gpu_s = grid.gpu_only_s if gpu_alone else None
+        return self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
+
+    def made(self, space: MatMulSpace, m: int, grid: Grid, picked: Picked) -> list[Option]:
+        """The options of these places, the margin applied (`options`)."""
+        sync = self.sync.at(m)
+        gpu = [] if picked.gpu_s is None else [self._gpu_only(space, m, sync, picked.gpu_s)]
+        npu = [] if picked.npu is None else [self._npu_only(space, m, grid, picked.npu)]
+        cuts = [self._cut(space, m, sync, grid, *place) for place in picked.cuts]
+        if not npu and not cuts:
+            return [option.open() for option in gpu]  # nothing else can compute it
+        singles = gpu + npu
         return [*singles, *self._with_margin(singles, cuts)]
 
     def named(self, space: MatMulSpace, m: int) -> list[Option]:
@@ -301,84 +338,54 @@ class Chooser:
         return list(best.values())
 
     def _every_strategy(self, space: MatMulSpace, grid: Grid, m: int) -> Iterator[Option]:
-        yield self._gpu_only(space, grid, m)
+        sync = self.sync.at(m)
+        yield self._gpu_only(space, m, sync, grid.gpu_only_s)
         codes = _strategy_codes(grid, m)
         for code in np.unique(codes):
             mask = (codes == code) & np.isfinite(grid.together_s)
-            yield from self._npu_options(space, grid, m, mask)
-            yield from self._cut_options(space, grid, m, mask, None)
+            picked = self._pick(space, m, grid, mask, None)
+            if picked.npu is not None:
+                yield self._npu_only(space, m, grid, picked.npu)
+            for place in picked.cuts:
+                yield self._cut(space, m, sync, grid, *place)
 
-    def _gpu_only(self, space: MatMulSpace, grid: Grid, m: int) -> Option:
-        sync = self.sync.at(m)
-        into = sync.copy(ACTIVATION_BYTES * m * space.k)
-        option = Option(
-            "gpu-only",
-            "gpu",
-            together_s=grid.gpu_only_s,
-            gpu_s=grid.gpu_only_s,
-            enter_s=(0.0, sync.submit_s + into),
-            leaves=GPU,
-        )
-        return option if self.rules.max_gpu_share >= 1 else option.bar(GPU, HOST)
-
-    def _npu_options(
-        self, space: MatMulSpace, grid: Grid, m: int, mask: Bools | None
-    ) -> Iterator[Option]:
-        price = np.where(grid.cuts == m, grid.npu_s[:, -1], INF)
+    def _pick(
+        self, space: MatMulSpace, m: int, grid: Grid, mask: Bools | None, gpu_s: float | None
+    ) -> Picked:
+        alone = np.where(grid.cuts == m, grid.npu_s[:, -1], INF)
         if mask is not None:
-            price = np.where(mask[:, -1], price, INF)
-        i = int(price.argmin())
-        if price[i] == INF:
-            return
-        seconds, pieces = float(price[i]), grid.pieces(i, -1)
-        sync = self.sync
-        enter = sync.wait_s + sync.copy(ACTIVATION_BYTES * m * space.k)
-        leave = sync.copy(ACTIVATION_BYTES * m * space.n)
-        yield Option(
-            "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
-            "npu",
-            together_s=float(grid.npu_thread_s[i, -1]),
-            npu_s=seconds,
-            enter_s=(enter + leave, leave),
-            leaves=HOST,
-            rows=space.n,
-            pieces=pieces,
-        )
+            alone = np.where(mask[:, -1], alone, INF)
+        i = int(alone.argmin())
+        npu = (i, -1) if alone[i] < INF else None
+        cheapest = self.cheapest([space], m, grid, self.price(grid, m, mask))
+        return Picked(gpu_s, npu, cheapest.of(0))
 
-    def _cut_options(
-        self, space: MatMulSpace, grid: Grid, m: int, mask: Bools | None, price: Floats | None
-    ) -> Iterator[Option]:
-        price = self.price(grid, m, mask) if price is None else price
-        for dominant in (True, False):
-            allowed = np.where(grid.npu_dominant == dominant, price, INF)
-            places = {self._cheapest(allowed)}
-            if self.sync.copies:
-                copies = [self._copies(space, grid, m, state, dominant) for state in (GPU, HOST)]
-                places = {self._cheapest(allowed + found) for found in copies}
-            for i, j in sorted(places):
-                if allowed[i, j] < INF:
-                    yield self._cut(space, grid, m, i, j, dominant)
+    def cheapest(
+        self, spaces: Sequence[MatMulSpace], m: int, grid: Grid, price: Floats
+    ) -> Cheapest:
+        """The cheapest cuts of a grid of these matmuls, each with as many columns."""
+        costs = np.where(grid.npu_dominant == _BY_MODE, price, INF)[None]
+        if self.sync.copies:
+            rows = grid.rows.reshape(len(spaces), -1)
+            copies = [self._copies(x, m, grid.cuts, r) for x, r in zip(spaces, rows, strict=True)]
+            costs = costs + np.concatenate(copies, axis=-1)
+        return Cheapest(costs, len(spaces))
 
-    @staticmethod
-    def _cheapest(price: Floats) -> tuple[int, int]:
-        i, j = divmod(int(price.argmin()), price.shape[1])
-        return i, j
-
-    def price(
-        self, grid: Grid, m: int, mask: Bools | None = None, alone: Ints | int = -1
-    ) -> Floats:
-        """[T, R] objective of every cut without synchronisation; infinite where it is not allowed.
-        The NPU alone (all tokens, all rows: the columns `alone`) is no cut.
+    def price(self, grid: Grid, m: int, mask: Bools | None = None) -> Floats:
+        """[T, R] objective of every cut of a matmul without synchronisation; infinite where it is
+        not allowed. The NPU alone (all tokens, all rows) is no cut.
         """
+        allowed = np.ones(grid.gpu_s.shape, dtype=np.bool_) if mask is None else mask.copy()
+        allowed[grid.cuts == m, -1] = False
+        return self.price_of(grid, allowed)
+
+    def price_of(self, grid: Grid, allowed: Bools) -> Floats:
+        """`price` of those [T, R] that are allowed, of several matmuls."""
         objective, power, total = self.objective, self.objective.power, grid.together_s
-        possible = np.isfinite(total)
-        whole = np.flatnonzero(grid.cuts == m)
-        possible[whole[:, None], alone] = False
+        possible = np.isfinite(total) & allowed
         if self.rules.max_gpu_share < 1:
             share = self.rules.max_gpu_share * (1 + 1e-12)
             possible &= grid.gpu_s <= share * np.where(possible, total, 0.0)
-        if mask is not None:
-            possible &= mask
         price = objective.seconds * np.where(possible, total, 0.0)
         if objective.joules and power is not None:
             gpu, npu = (np.where(possible, x, 0.0) for x in (grid.gpu_s, grid.npu_s))
@@ -387,17 +394,44 @@ class Chooser:
             price = price + objective.joules * joules
         return np.where(possible, price, INF)
 
-    def _copies(self, space: MatMulSpace, grid: Grid, m: int, state: int, dominant: bool) -> Floats:
-        """Objective of the copies of a cut, [T, R]."""
+    def _gpu_only(self, space: MatMulSpace, m: int, sync: Sync, seconds: float) -> Option:
+        into = sync.copy(ACTIVATION_BYTES * m * space.k)
+        option = Option(
+            "gpu-only",
+            "gpu",
+            together_s=seconds,
+            gpu_s=seconds,
+            enter_s=(0.0, sync.submit_s + into),
+            leaves=GPU,
+        )
+        return option if self.rules.max_gpu_share >= 1 else option.bar(GPU, HOST)
+
+    def _npu_only(self, space: MatMulSpace, m: int, grid: Grid, place: Cell) -> Option:
+        pieces, sync = grid.pieces(*place), self.sync
+        enter = sync.wait_s + sync.copy(ACTIVATION_BYTES * m * space.k)
+        leave = sync.copy(ACTIVATION_BYTES * m * space.n)
+        return Option(
+            "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
+            "npu",
+            together_s=float(grid.npu_thread_s[place]),
+            npu_s=float(grid.npu_s[place]),
+            enter_s=(enter + leave, leave),
+            leaves=HOST,
+            rows=space.n,
+            pieces=pieces,
+        )
+
+    def _copies(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
+        """[2, 2, T, R] objective of the copies of a cut, by state and by `MODES` (`_copy_s`)."""
         weigh = self.objective.seconds
         if self.objective.joules and self.objective.power is not None:
             weigh += self.objective.joules * self.objective.power.idle_w
-        shape = grid.together_s.shape
-        found = np.empty(shape)
-        for i, t in enumerate(grid.cuts):
-            for j, r in enumerate(grid.rows):
-                found[i, j] = self._copy_s(space, m, int(t), int(r), state, dominant)
-        return weigh * found
+        tokens = cuts[:, None]
+        operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k
+        piece = tokens * rows
+        moved = np.stack((m * space.n - piece, piece))
+        copied_s = (self.sync.copies_s(ACTIVATION_BYTES * x) for x in (operand, moved))
+        return np.asarray(weigh * sum(copied_s))
 
     def _copy_s(
         self, space: MatMulSpace, m: int, t: int, r: int, state: int, dominant: bool
@@ -411,9 +445,9 @@ class Chooser:
         return self.sync.copy(ACTIVATION_BYTES * operand) + self.sync.copy(ACTIVATION_BYTES * moved)
 
     def _cut(
-        self, space: MatMulSpace, grid: Grid, m: int, i: int, j: int, dominant: bool
+        self, space: MatMulSpace, m: int, sync: Sync, grid: Grid, i: int, j: int, dominant: bool
     ) -> Option:
-        sync, r, t = self.sync.at(m), int(grid.rows[j]), int(grid.cuts[i])
+        r, t = int(grid.rows[j]), int(grid.cuts[i])
         pieces = grid.pieces(i, j)
         submit = sync.submit_s + sync.join_s if dominant else sync.join_s
         from_gpu = sync.wait_s + submit + self._copy_s(space, m, t, r, GPU, dominant)

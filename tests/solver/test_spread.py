@@ -33,6 +33,18 @@ def test_times_that_do_not_vary_are_not_longer_and_impossible_ones_stay_so() -> 
     assert np.isinf(longer(a, b, (0.1, 0.1))[0, 1:]).all()
 
 
+@pytest.mark.parametrize("spread", [(0.1, 0.1), (0.3, 0.0)])
+def test_what_is_left_out_of_times_far_apart_changes_no_bit(spread: tuple[float, float]) -> None:
+    rng = np.random.default_rng(2)
+    a, b = 10 ** rng.uniform(-6, 0, (2, 200, 50))
+    deviation = np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
+    x = np.abs(a - b) / -deviation
+    below = 0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3)
+    more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * below)
+    assert (longer(a, b, spread) == np.maximum(a, b) + np.maximum(more, 0.0)).all()
+    assert 0.1 < (x < -9).mean() < 0.9
+
+
 def steady(profile: DeviceProfile) -> DeviceProfile:
     rows = tuple(row.model_copy(update={"spread": 0.0}) for row in profile.matmuls)
     return profile.model_copy(update={"matmuls": rows})
