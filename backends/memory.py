@@ -5,9 +5,11 @@ The pool belongs to the backend with the stricter needs (the NPU's); on a PC tha
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,7 @@ class HostBuffer:
         self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset_bytes: int = 0
     ) -> npt.NDArray[Any]:
         """A view of `shape` that starts `offset_bytes` into the buffer."""
-        count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        count = math.prod(shape) * np.dtype(dtype).itemsize
         if offset_bytes < 0 or offset_bytes + count > self.nbytes:
             raise ValueError(
                 f"a view of {count} bytes at {offset_bytes} does not fit a buffer of {self.nbytes}"
@@ -69,16 +71,18 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def address(self) -> int:
         """Host address of the first element."""
         return self.buffer.address + self.offset_bytes
 
-    @property
+    @cached_property
     def array(self) -> npt.NDArray[Any]:
-        """The elements as a numpy view (no copy)."""
+        """The elements as a numpy view (no copy). Made once: every step reads some, and numpy's
+        code is out of all caches by then.
+        """
         return self.buffer.array(self.dtype, self.shape, self.offset_bytes)
 
     def rows(self, start: int, stop: int) -> Tensor:

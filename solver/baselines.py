@@ -9,11 +9,12 @@ from typing import Final
 import numpy as np
 
 from hetero.backends.protocol import DeviceKind
+from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.options import HOST, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import OpName, PlanError, Strategy
 from hetero.solver.planner import Planner, Scenario, Solution
-from hetero.solver.tilings import Chooser, MatMulSpace, Rules
+from hetero.solver.tilings import MatMulSpace
 
 NPU_NAMES: Final = ("padding", "pipe", "chunked", "online-prepare")
 CUT_NAMES: Final = ("row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut")

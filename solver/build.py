@@ -12,6 +12,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver import graph_sizes as sizes_module
 from hetero.solver import residency
 from hetero.solver.candidates import explain
+from hetero.solver.chooser import Rules
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.cuts import row_cuts
 from hetero.solver.kernels import Precision
@@ -31,7 +32,6 @@ from hetero.solver.plan import (
     Total,
 )
 from hetero.solver.planner import Planner, Scenario, Settings, Solution, with_graph_sizes
-from hetero.solver.tilings import Rules
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None

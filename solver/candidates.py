@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hetero.solver.chooser import Chooser
 from hetero.solver.options import INF, Option
 from hetero.solver.plan import Candidate, OpName, Strategy
 from hetero.solver.planner import Planner
-from hetero.solver.tilings import Chooser
 
 ALL: tuple[Strategy, ...] = (
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",

@@ -15,11 +15,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from hetero.solver.chooser import Chooser
 from hetero.solver.kernels import Floats, Ints
 from hetero.solver.options import GPU, INF, Objective, Option
 from hetero.solver.plan import OpName
 from hetero.solver.planner import Planner, Scenario
-from hetero.solver.tilings import Chooser, Grid, MatMulSpace
+from hetero.solver.tilings import Grid, MatMulSpace
 
 EXACT: Final = 6  # cuts up to which every subset is tried
 Subset = tuple[int, ...]

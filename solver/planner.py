@@ -13,13 +13,14 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.chain import Chain, solve_chain, walk
+from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option, Power, Sync
 from hetero.solver.plan import OpName, Phase, PlanError
 from hetero.solver.steps import RestCosts, Rests
-from hetero.solver.tilings import Chooser, MatMulSpace, Rules
+from hetero.solver.tilings import MatMulSpace
 
 BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
     ("qkv", ("q", "k", "v")), ("o", ()), ("gate_up", ("gate", "up")), ("down", ()),

@@ -21,6 +21,7 @@ from hetero.solver.build import (
     scenarios_of,
     solve_within,
 )
+from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
 from hetero.solver.joint import JointSpace
@@ -30,7 +31,6 @@ from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, OpName, Phase
 from hetero.solver.planner import Planner, Scenario, Solution
 from hetero.solver.residency import mask_of
-from hetero.solver.tilings import Chooser
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs

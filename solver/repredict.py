@@ -12,12 +12,12 @@ import numpy as np
 
 from hetero.profiler.records import DeviceProfile, Phase
 from hetero.solver.build import PlanRequest, prepare
+from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import ExecutionPlan, OpName, PlanError, Tile
 from hetero.solver.planner import Planner, Scenario
-from hetero.solver.tilings import Chooser, Rules
 
 Step = tuple[Phase, int]
 

@@ -8,11 +8,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hetero.solver.chooser import Chooser
 from hetero.solver.memory import Held, row_bytes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.plan import OpName, PlanError
 from hetero.solver.planner import BLOCK, Planner, Scenario, Solution
-from hetero.solver.tilings import Chooser, Grid
+from hetero.solver.tilings import Grid
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 STATES = (GPU, HOST)

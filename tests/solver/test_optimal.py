@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hetero.solver.chain import solve_chain, walk
+from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan, PlanError
 from hetero.solver.planner import Scenario
 from hetero.solver.residency import solve as solve_residency
-from hetero.solver.tilings import Chooser, Rules
 from tests.solver.instances import (
     ALIGN,
     NAMES,

@@ -1,0 +1,285 @@
+"""Which tilings of a matmul can be part of a best chain.
+
+Notation: T token cuts t, R row cuts r (the last one is n), C columns (a matmul and a row cut), S
+states. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from hetero.solver.kernels import Bools, Floats, Ints
+from hetero.solver.options import GPU, HOST, INF, Objective, Option, Sync
+from hetero.solver.pieces import Pieces
+from hetero.solver.plan import Strategy
+from hetero.solver.tilings import Grid, MatMulSpace
+
+ACTIVATION_BYTES = 4  # float32
+MODES: Final = (True, False)  # whether the NPU's thread is done last
+_BY_MODE: Final = np.reshape(MODES, (2, 1, 1))
+Cell: TypeAlias = tuple[int, int]  # a place [T, R] in a grid
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a tiling must keep to.
+
+    margin          a cut must be this much (a fraction) faster than the best single device
+    max_gpu_share   the GPU is busy for at most this share of a matmul's time
+    """
+
+    margin: float = 0.03
+    max_gpu_share: float = 1.0
+
+
+class Picked(NamedTuple):
+    """What of a grid can be part of a best chain: the GPU's seconds alone (None where it lacks
+    rows), and the places of the NPU alone and of cuts, with their mode.
+    """
+
+    gpu_s: float | None
+    npu: Cell | None
+    cuts: list[tuple[int, int, bool]]
+
+
+class Cheapest:
+    """The cheapest cut of each of some matmuls, in each mode and from each state: `costs`
+    [S, 2, T, C] by state (one where it makes no difference) and by `MODES`, with as many columns
+    for each matmul.
+    """
+
+    def __init__(self, costs: Floats, matmuls: int) -> None:
+        states, modes, cuts, columns = costs.shape
+        self._width = columns // matmuls
+        apart = costs.reshape(states, modes, cuts, matmuls, self._width).swapaxes(2, 3)
+        apart = apart.reshape(states, modes, matmuls, -1)
+        self._least, self._places = apart.min(axis=-1).tolist(), apart.argmin(axis=-1).tolist()
+
+    def of(self, matmul: int) -> list[tuple[int, int, bool]]:
+        """Places in the grid, the first of equal ones, with the mode."""
+        found: list[tuple[int, int, bool]] = []
+        for mode, dominant in enumerate(MODES):
+            best = {
+                places[mode][matmul]
+                for least, places in zip(self._least, self._places, strict=True)
+                if least[mode][matmul] < INF
+            }
+            for place in sorted(best):
+                i, j = divmod(place, self._width)
+                found.append((i, matmul * self._width + j, dominant))
+        return found
+
+
+class Chooser:
+    """Reduces the tilings of a matmul to the few that can be part of a best chain."""
+
+    def __init__(self, sync: Sync, rules: Rules, objective: Objective) -> None:
+        self.sync, self.rules, self.objective = sync, rules, objective
+
+    def options(
+        self,
+        space: MatMulSpace,
+        m: int,
+        *,
+        grid: Grid | None = None,
+        mask: Bools | None = None,
+        gpu_alone: bool = True,
+    ) -> list[Option]:
+        """Best single-device options and best cuts of each mode, the margin applied.
+
+        `mask` [T, R] says which tilings may be used (residency); all if None; `gpu_alone`
+        whether the GPU holds all rows. A gpu-only option comes first and is closed where the rules
+        forbid it, unless nothing else can compute the matmul.
+        """
+        grid = grid or space.grid(m)
+        gpu_s = grid.gpu_only_s if gpu_alone else None
+        return self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
+
+    def made(self, space: MatMulSpace, m: int, grid: Grid, picked: Picked) -> list[Option]:
+        """The options of these places, the margin applied (`options`)."""
+        sync = self.sync.at(m)
+        gpu = [] if picked.gpu_s is None else [self._gpu_only(space, m, sync, picked.gpu_s)]
+        npu = [] if picked.npu is None else [self._npu_only(space, m, grid, picked.npu)]
+        cuts = [self._cut(space, m, sync, grid, *place) for place in picked.cuts]
+        if not npu and not cuts:
+            return [option.open() for option in gpu]  # nothing else can compute it
+        singles = gpu + npu
+        return [*singles, *self._with_margin(singles, cuts)]
+
+    def named(self, space: MatMulSpace, m: int) -> list[Option]:
+        """The best option of every strategy, entered from `GPU`; for explanations."""
+        grid = space.grid(m, every=True)
+        best: dict[str, Option] = {}
+        for state_only in self._every_strategy(space, grid, m):
+            known = best.get(state_only.strategy)
+            if known is None or self.objective.cost(state_only, GPU) < self.objective.cost(
+                known, GPU
+            ):
+                best[state_only.strategy] = state_only
+        return list(best.values())
+
+    def _every_strategy(self, space: MatMulSpace, grid: Grid, m: int) -> Iterator[Option]:
+        sync = self.sync.at(m)
+        yield self._gpu_only(space, m, sync, grid.gpu_only_s)
+        codes = _strategy_codes(grid, m)
+        for code in np.unique(codes):
+            mask = (codes == code) & np.isfinite(grid.together_s)
+            picked = self._pick(space, m, grid, mask, None)
+            if picked.npu is not None:
+                yield self._npu_only(space, m, grid, picked.npu)
+            for place in picked.cuts:
+                yield self._cut(space, m, sync, grid, *place)
+
+    def _pick(
+        self, space: MatMulSpace, m: int, grid: Grid, mask: Bools | None, gpu_s: float | None
+    ) -> Picked:
+        alone = np.where(grid.cuts == m, grid.npu_s[:, -1], INF)
+        if mask is not None:
+            alone = np.where(mask[:, -1], alone, INF)
+        i = int(alone.argmin())
+        npu = (i, -1) if alone[i] < INF else None
+        cheapest = self.cheapest([space], m, grid, self.price(grid, m, mask))
+        return Picked(gpu_s, npu, cheapest.of(0))
+
+    def cheapest(
+        self, spaces: Sequence[MatMulSpace], m: int, grid: Grid, price: Floats
+    ) -> Cheapest:
+        """The cheapest cuts of a grid of these matmuls, each with as many columns."""
+        costs = np.where(grid.npu_dominant == _BY_MODE, price, INF)[None]
+        if self.sync.copies:
+            rows = grid.rows.reshape(len(spaces), -1)
+            copies = [self._copies(x, m, grid.cuts, r) for x, r in zip(spaces, rows, strict=True)]
+            costs = costs + np.concatenate(copies, axis=-1)
+        return Cheapest(costs, len(spaces))
+
+    def price(self, grid: Grid, m: int, mask: Bools | None = None) -> Floats:
+        """[T, R] objective of every cut of a matmul without synchronisation; infinite where it is
+        not allowed. The NPU alone (all tokens, all rows) is no cut.
+        """
+        allowed = np.ones(grid.gpu_s.shape, dtype=np.bool_) if mask is None else mask.copy()
+        allowed[grid.cuts == m, -1] = False
+        return self.price_of(grid, allowed)
+
+    def price_of(self, grid: Grid, allowed: Bools) -> Floats:
+        """`price` of those [T, R] that are allowed, of several matmuls."""
+        objective, power, total = self.objective, self.objective.power, grid.together_s
+        possible = np.isfinite(total) & allowed
+        if self.rules.max_gpu_share < 1:
+            share = self.rules.max_gpu_share * (1 + 1e-12)
+            possible &= grid.gpu_s <= share * np.where(possible, total, 0.0)
+        price = objective.seconds * np.where(possible, total, 0.0)
+        if objective.joules and power is not None:
+            gpu, npu = (np.where(possible, x, 0.0) for x in (grid.gpu_s, grid.npu_s))
+            both = np.minimum(gpu, npu)
+            joules = power.gpu_w * (gpu - both) + power.npu_w * (npu - both) + power.both_w * both
+            price = price + objective.joules * joules
+        return np.where(possible, price, INF)
+
+    def _gpu_only(self, space: MatMulSpace, m: int, sync: Sync, seconds: float) -> Option:
+        into = sync.copy(ACTIVATION_BYTES * m * space.k)
+        option = Option(
+            "gpu-only",
+            "gpu",
+            together_s=seconds,
+            gpu_s=seconds,
+            enter_s=(0.0, sync.submit_s + into),
+            leaves=GPU,
+        )
+        return option if self.rules.max_gpu_share >= 1 else option.bar(GPU, HOST)
+
+    def _npu_only(self, space: MatMulSpace, m: int, grid: Grid, place: Cell) -> Option:
+        pieces, sync = grid.pieces(*place), self.sync
+        enter = sync.wait_s + sync.copy(ACTIVATION_BYTES * m * space.k)
+        leave = sync.copy(ACTIVATION_BYTES * m * space.n)
+        return Option(
+            "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
+            "npu",
+            together_s=float(grid.npu_thread_s[place]),
+            npu_s=float(grid.npu_s[place]),
+            enter_s=(enter + leave, leave),
+            leaves=HOST,
+            rows=space.n,
+            pieces=pieces,
+        )
+
+    def _copies(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
+        """[2, 2, T, R] objective of the copies of a cut, by state and by `MODES` (`_copy_s`)."""
+        weigh = self.objective.seconds
+        if self.objective.joules and self.objective.power is not None:
+            weigh += self.objective.joules * self.objective.power.idle_w
+        tokens = cuts[:, None]
+        operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k
+        piece = tokens * rows
+        moved = np.stack((m * space.n - piece, piece))
+        copied_s = (self.sync.copies_s(ACTIVATION_BYTES * x) for x in (operand, moved))
+        return np.asarray(weigh * sum(copied_s))
+
+    def _copy_s(
+        self, space: MatMulSpace, m: int, t: int, r: int, state: int, dominant: bool
+    ) -> float:
+        """Operand to the device that lacks it; piece of the result to where it goes on."""
+        if not self.sync.copies:
+            return 0.0
+        operand = t * space.k if state == GPU else m * space.k
+        piece = t * r
+        moved = m * space.n - piece if dominant else piece
+        return self.sync.copy(ACTIVATION_BYTES * operand) + self.sync.copy(ACTIVATION_BYTES * moved)
+
+    def _cut(
+        self, space: MatMulSpace, m: int, sync: Sync, grid: Grid, i: int, j: int, dominant: bool
+    ) -> Option:
+        r, t = int(grid.rows[j]), int(grid.cuts[i])
+        pieces = grid.pieces(i, j)
+        submit = sync.submit_s + sync.join_s if dominant else sync.join_s
+        from_gpu = sync.wait_s + submit + self._copy_s(space, m, t, r, GPU, dominant)
+        from_host = sync.submit_s + sync.join_s + self._copy_s(space, m, t, r, HOST, dominant)
+        return Option(
+            strategy_name(m, space.n, r, pieces),
+            "npu-dominant" if dominant else "gpu-dominant",
+            together_s=float(grid.together_s[i, j]),
+            gpu_s=float(grid.gpu_s[i, j]),
+            npu_s=float(grid.npu_s[i, j]),
+            enter_s=(from_gpu, from_host),
+            leaves=HOST if dominant else GPU,
+            rows=r,
+            pieces=pieces,
+            tokens_first=bool(grid.tokens_first[i, j]),
+        )
+
+    def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
+        """Cuts, closed from each state where they do not beat the best single device enough."""
+        cost, states = self.objective.cost, (GPU, HOST)
+        best = [min([cost(s, state) for s in singles], default=INF) for state in states]
+        limits = [(1 - self.rules.margin) * b for b in best]
+        for cut in cuts:
+            closed = [state for state in states if cost(cut, state) > limits[state]]
+            if len(closed) < 2:
+                yield cut.bar(*closed) if closed else cut
+
+
+def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
+    """The paper's name of a tiling (docs/solver.md)."""
+    one, whole = len(pieces.spans) == 1, pieces.tokens == m
+    exact = pieces.sizes[-1] in (None, pieces.spans[-1][1] - pieces.spans[-1][0])
+    if rows == n:
+        if one and whole:
+            return "npu-only"
+        return "sequence-cut" if one else "multi-sequence-cut"
+    return "row-cut" if one and whole and exact else "hybrid-cut"
+
+
+def _strategy_codes(grid: Grid, m: int) -> Ints:
+    """[T, R] numbers that differ between strategies; for grids with one choice for each row."""
+    codes = np.empty(grid.together_s.shape, dtype=np.intp)
+    known: dict[str, int] = {}
+    n = int(grid.rows[-1])
+    for i in range(len(grid.cuts)):
+        for j, columns in ((0, slice(0, -1)), (-1, slice(-1, None))):
+            rows = n if j else min(int(grid.rows[0]), n - 1)
+            name = strategy_name(m, n, rows, grid.choices.pieces(i))
+            codes[i, columns] = known.setdefault(name, len(known))
+    return codes
