@@ -84,6 +84,24 @@ def test_a_fit_finds_the_device_behind_the_times(kind: DeviceKind, cost: Cost, m
     assert {v.phase for v in predictor.validation} == {"decode", "prefill"}
 
 
+@pytest.mark.parametrize("few", [{"samples": 1, "ci": None}, {"samples": 2, "ci": 0.0}])
+def test_a_row_of_few_samples_spoils_no_fit(few: dict[str, float | None]) -> None:
+    sure: dict[str, float | None] = {"samples": 25, "ci": 0.04}
+
+    def worst(wrong: dict[str, float | None]) -> float:
+        """Error at one token when a timing there is half of what it should be."""
+        rows = [r.model_copy(update={"spread": 0.1, **sure}) for r in rows_of("gpu", gpu_cost)]
+        place = next(i for i, r in enumerate(rows) if r.m == 1)
+        half = {"seconds": rows[place].seconds / 2, **wrong}
+        spoilt = [*rows[:place], rows[place].model_copy(update=half), *rows[place + 1 :]]
+        predictor = fit.fit_unchecked(GPU, spoilt)
+        found = [predict.predict(predictor, GPU, *sizes(r.m, r.n, r.k))[0] for r in rows]
+        errors = [abs(f / r.seconds - 1) for f, r in zip(found, rows, strict=True) if r.m == 1]
+        return max(errors)
+
+    assert worst(few) < 0.7 * worst(sure)
+
+
 def test_the_two_regimes_of_a_gpu_are_read_from_its_times() -> None:
     regimes = fit.fit(GPU, rows_of("gpu", gpu_cost)).regimes
     assert regimes.bytes_per_s == pytest.approx(20e9, rel=0.02)
