@@ -24,7 +24,7 @@ from hetero.benchmark import environment
 from hetero.device_set import open_devices
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.options import Options
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.profiler.session import profile_devices
 from hetero.profiling import model_shapes
 from hetero.solver.repredict import Step, repredict
@@ -43,7 +43,7 @@ class Profiler:
     def __init__(self, loaded: LoadedModel, lengths: list[int], budget_s: float) -> None:
         self.opened = open_devices("hetero")
         npu = self.opened.devices["npu"].capabilities
-        graphs = {g for g in npu.graph_sizes if g <= max(lengths)}
+        graphs = {g for g in npu.graph_sizes if DECODE_TOKENS < g <= max(lengths)}
         self.options = Options(
             budget_s=budget_s,
             shapes=model_shapes(loaded.spec()),
