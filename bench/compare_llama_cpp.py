@@ -30,6 +30,7 @@ from hetero.backends.ops import WeightFormat
 from hetero.benchmark import environment
 from hetero.llm import LLM
 from hetero.models import model_spec
+from hetero.runtime.program import RUN, SUBMIT
 from hetero.solver.model_spec import ModelSpec
 
 CONTEXT = 1024
@@ -101,14 +102,15 @@ class Hetero(Engine):
             ("bare prefill", "prefill", prompt_tokens, 1),
             ("bare decode", "decode", 1, decode_tokens),
         ):
-            calls = engine.step(phase, m).calls  # type: ignore[arg-type]
-            asynchronous = next(iter(engine.devices.values())).capabilities.asynchronous
+            step = engine.step(phase, m, gates=False)  # type: ignore[arg-type]
+            calls = [a.target for a in step.program if a.code in (SUBMIT, RUN)]
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
             start = time.perf_counter()
             for _ in range(repeat):
-                for call in calls[:-1]:
-                    call.submit() if asynchronous else call.run()
-                calls[-1].run()
+                for call in calls:
+                    last = call()
+                if last is not None:  # a submission's completion
+                    last.wait()
             found[name] = m * repeat / (time.perf_counter() - start)
         return found
 

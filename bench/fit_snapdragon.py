@@ -26,6 +26,7 @@ from hetero.models import model_spec
 from hetero.profiler.device_model import GpuShader, NpuArray
 from hetero.profiler.records import DeviceProfile, Power
 from hetero.solver.baselines import layer_level
+from hetero.solver.chain import walk
 from hetero.solver.planner import Planner, Scenario, Solution
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,7 +157,7 @@ def fit_power(profile: DeviceProfile, data: dict[str, Any]) -> Power:
 def shares(solution: Solution) -> tuple[float, float, float]:
     """Fractions of a step in which the GPU alone, the NPU alone, both work."""
     gpu = npu = both = 0.0
-    for option, _, count in solution.walk.steps:
+    for option, _, count in walk(solution.chain, solution.layers).steps:
         together = max(option.gpu_s + option.npu_s - option.together_s, 0.0)
         both += count * together
         gpu += count * (option.gpu_s - together)

@@ -96,7 +96,7 @@ def _same_plan(planner: Planner, chosen: Solution) -> Solution:
                 submit = sync.submit_s if option.mode == "npu-dominant" else 0.0
                 base = sync.join_s + copies
                 enter = (sync.wait_s + submit + base, sync.submit_s + base)
-        options[name] = option.__class__(**{**vars(option), "enter_s": enter})
+        options[name] = option._replace(enter_s=enter)
     return planner.evaluate(scenario, options)
 
 
