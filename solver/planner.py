@@ -293,9 +293,8 @@ class Planner:
     ) -> Solution | None:
         """Try fused groups and their parts; fused unless apart wins by the margin."""
         choices = [
-            ((name,), parts) if parts and all(p in options for p in parts) else ((name,),)
+            [g for g in ((name,), parts) if g and all(p in options for p in g)]
             for name, parts in BLOCK
-            if name in options or any(p in options for p in parts)
         ]
         best: Solution | None = None
         for groups in itertools.product(*choices):

@@ -17,7 +17,7 @@ from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import ExecutionPlan, OpName, PlanError, Tile
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import BLOCK, Planner, Scenario
 
 Step = tuple[Phase, int]
 
@@ -34,11 +34,10 @@ def repredict(
     planner, _ = prepare(spec, profile, request, apart=False)
     if plan.graph_sizes:
         planner = planner.with_graph_sizes(plan.graph_sizes)
-    names = {phase: {o.op for o in plan.ops if o.phase == phase} for phase, _ in wanted}
     tiles = {
         (step, name): plan.partition(step[0], _tokens(step, name), name)
         for step in wanted
-        for name in sorted(names[step[0]])
+        for name in _names(plan, spec, step)
     }
     rows: dict[OpName, set[int]] = {}
     for (_, name), parts in tiles.items():
@@ -54,6 +53,18 @@ def repredict(
         rest = plan.rest.prefill if step[0] == "prefill" else plan.rest.decode
         found[step] = planner.evaluate(Scenario(*step), options, rest).seconds
     return found
+
+
+def _names(plan: ExecutionPlan, spec: ModelSpec, step: Step) -> Iterable[OpName]:
+    """The matmuls of a step: a fused one where the plan has it at these tokens, else its members,
+    as the runtime reads a plan.
+    """
+    phase, m = step
+    listed = {o.op for o in plan.ops if o.phase == phase and (o.m is None or o.m >= m)}
+    members = dict(BLOCK)
+    for matmul in spec.matmuls:
+        whole = matmul.name in listed
+        yield from (matmul.name,) if whole else members.get(matmul.name) or (matmul.name,)
 
 
 def _tokens(step: Step, name: OpName) -> int:

@@ -37,6 +37,25 @@ def test_a_plan_takes_by_its_own_profile_what_it_says(
     assert found == pytest.approx({(t.phase, t.m): t.predicted_s for t in plan.totals}, rel=1e-9)
 
 
+def test_groups_may_be_apart_at_some_lengths(spec: ModelSpec) -> None:
+    profile = DeviceProfile.load("host")
+    plan = made(spec, profile, "gpu-only")
+    fused = repredict(plan, spec, profile)
+    heads = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
+    ops = []
+    for entry in plan.ops:
+        if (entry.op, entry.m) != ("qkv", 300):
+            ops.append(entry)
+            continue
+        for name, count in heads.items():
+            n = count * spec.head_dim
+            tiles = tuple(t.model_copy(update={"rows": (0, n)}) for t in entry.tiles)
+            ops.append(entry.model_copy(update={"op": name, "n": n, "tiles": tiles}))
+    apart = repredict(plan.model_copy(update={"ops": tuple(ops)}), spec, profile)
+    assert {s for s in fused if apart[s] != fused[s]} == {("prefill", 300)}
+    assert apart["prefill", 300] == pytest.approx(fused["prefill", 300], rel=0.05)
+
+
 def slower(profile: DeviceProfile, device: str, factor: float) -> DeviceProfile:
     """All matmuls of a device take so many times as long."""
 
