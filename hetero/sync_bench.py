@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from hetero.backends.affinity import pinned
+from hetero.backends.clock import SystemClock
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import BoundCall, Completion, Device
@@ -25,7 +26,7 @@ from hetero.backends.weights import pack
 from hetero.benchmark import environment
 from hetero.device_set import open_devices
 from hetero.errors import UserError
-from hetero.profiler.sync import timer_slack
+from hetero.profiler.sync import measure_sleep, timer_slack
 from hetero.runtime.sync import Site, Synchroniser, SyncMethod
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
@@ -66,7 +67,7 @@ class SyncReport:
             f"measured on {self.environment['cpu']}; `fast` watches "
             + ("a flag in shared memory" if self.flag else "the event's status"),
             f"a sleep returns {1e6 * self.sleep_late_s:.0f} µs late and takes "
-            f"{1e6 * self.sleep_cpu_s:.0f} µs of CPU time (medians)",
+            f"{1e6 * self.sleep_cpu_s:.0f} µs of CPU time",
             "",
             "| kernel µs | method | added latency µs (median) | 95 % | CPU time × spinning |",
             "|---:|---|---:|---:|---:|",
@@ -139,14 +140,10 @@ def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> 
 
 
 def _sleep_cost(rounds: int) -> tuple[float, float]:
-    """How late a sleep of half a millisecond is, and its CPU time. Seconds, medians."""
-    late, cpu = [], []
-    for _ in range(rounds):
-        cpu_s, start_s = time.thread_time(), time.perf_counter()
-        time.sleep(SLEEP_S)
-        late.append(time.perf_counter() - start_s - SLEEP_S)
-        cpu.append(time.thread_time() - cpu_s)
-    return statistics.median(late), statistics.median(cpu)
+    """How late a sleep is (median), and the CPU time that it takes (mean). Seconds."""
+    cpu_s = time.thread_time()
+    sleep = measure_sleep(SystemClock(), SLEEP_S, 1, rounds)
+    return sleep.late_median_s, (time.thread_time() - cpu_s) / rounds
 
 
 Submit = Callable[[Completion], Completion]

@@ -66,7 +66,8 @@ class Table:
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
             for name in ("m", "n", "k", "seconds")
         )
-        noise = 0.02 + np.asarray([_uncertainty(row, _typical_spread(rows)) for row in rows])
+        spread = _typical_spread(rows)
+        noise = 0.02 + np.asarray([_uncertainty(row, spread) for row in rows])
         tokens, padded = predict.padded_tokens(device, m), predict.padded_rows(device, n)
         return cls(tokens, padded, k, seconds, 0.05 / noise)
 

@@ -62,10 +62,10 @@ def measure_device(device: Device, clock: Clock, *, repeats: int = 60) -> Device
 
 def measure_host(clock: Clock, *, repeats: int = 60, wake: bool = True) -> HostSync:
     """Sleep and thread wake-up; `wake=False` on a virtual clock, where threads have no meaning."""
-    rows = [_sleep(clock, wanted, None, repeats) for wanted in SLEEPS_S]
+    rows = [measure_sleep(clock, wanted, None, repeats) for wanted in SLEEPS_S]
     with timer_slack(1) as possible:
         if possible:
-            rows += [_sleep(clock, wanted, 1, repeats) for wanted in SLEEPS_S]
+            rows += [measure_sleep(clock, wanted, 1, repeats) for wanted in SLEEPS_S]
     return HostSync(sleep=tuple(rows), thread_wake_s=_thread_wake(repeats) if wake else None)
 
 
@@ -219,7 +219,8 @@ def _mapping(device: Device, clock: Clock, repeats: int) -> float:
     return _median(clock, lambda: device.map(tensor.buffer), repeats)
 
 
-def _sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:
+def measure_sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:
+    """How late sleeps of so many seconds return, with the timer slack that the caller has set."""
     late = []
     for _ in range(repeats):
         start_s = clock.now()

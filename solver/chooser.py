@@ -207,36 +207,34 @@ class Chooser:
         )
 
     def _copies(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
-        """[2, 2, T, R] objective of the copies of a cut, by state and by `MODES` (`_copy_s`)."""
+        """[2, 2, T, R] objective of `_copied_s`."""
         weigh = self.objective.seconds
         if self.objective.joules and self.objective.power is not None:
             weigh += self.objective.joules * self.objective.power.idle_w
+        return weigh * self._copied_s(space, m, cuts, rows)
+
+    def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
+        """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`: the operand to the
+        device that lacks it, a piece of the result to where it goes on.
+        """
         tokens = cuts[:, None]
         operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k
         piece = tokens * rows
         moved = np.stack((m * space.n - piece, piece))
         copied_s = (self.sync.copies_s(ACTIVATION_BYTES * x) for x in (operand, moved))
-        return np.asarray(weigh * sum(copied_s))
-
-    def _copy_s(
-        self, space: MatMulSpace, m: int, t: int, r: int, state: int, dominant: bool
-    ) -> float:
-        """Operand to the device that lacks it; piece of the result to where it goes on."""
-        if not self.sync.copies:
-            return 0.0
-        operand = t * space.k if state == GPU else m * space.k
-        piece = t * r
-        moved = m * space.n - piece if dominant else piece
-        return self.sync.copy(ACTIVATION_BYTES * operand) + self.sync.copy(ACTIVATION_BYTES * moved)
+        return np.asarray(sum(copied_s))
 
     def _cut(
         self, space: MatMulSpace, m: int, sync: Sync, grid: Grid, i: int, j: int, dominant: bool
     ) -> Option:
-        r, t = int(grid.rows[j]), int(grid.cuts[i])
-        pieces = grid.pieces(i, j)
+        r, pieces = int(grid.rows[j]), grid.pieces(i, j)
+        copied_s = [0.0, 0.0]  # by state
+        if sync.copies:
+            every = self._copied_s(space, m, grid.cuts[[i]], grid.rows[[j]])
+            copied_s = every[:, MODES.index(dominant), 0, 0].tolist()
         submit = sync.submit_s + sync.join_s if dominant else sync.join_s
-        from_gpu = sync.wait_s + submit + self._copy_s(space, m, t, r, GPU, dominant)
-        from_host = sync.submit_s + sync.join_s + self._copy_s(space, m, t, r, HOST, dominant)
+        from_gpu = sync.wait_s + submit + copied_s[GPU]
+        from_host = sync.submit_s + sync.join_s + copied_s[HOST]
         return Option(
             strategy_name(m, space.n, r, pieces),
             "npu-dominant" if dominant else "gpu-dominant",

@@ -97,11 +97,9 @@ class Sync:
 
     def copy(self, nbytes: float) -> float:
         """One copy; nothing where nothing is copied."""
-        if nbytes <= 0 or not self.copies:
-            return 0.0
-        return self.copy_s + self.copy_s_per_byte * nbytes
+        return float(self.copies_s(np.asarray(nbytes))) if self.copies else 0.0
 
-    def copies_s(self, nbytes: Ints) -> Floats:
+    def copies_s(self, nbytes: Ints | Floats) -> Floats:
         """`copy` of many."""
         return np.where(nbytes > 0, self.copy_s + self.copy_s_per_byte * nbytes, 0.0)
 
