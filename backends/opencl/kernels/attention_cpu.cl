@@ -5,7 +5,7 @@
 // around an online softmax (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022), with no
 // score matrix larger than ROWS × KEYS. Rows are (token, query head) pairs of one key/value head:
 // row = token * GROUP + head. Scores are in base 2: SCALE includes log2(e).
-// Decode: `attend_few` appends and attends token by token; a vector holds VEC dimensions of one key.
+// Decode: `attend_few` appends and attends token by token; a vector holds HV dimensions of one key.
 //
 // HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE come from the record; TOKENS (per tile) and
 // KEYS (per block) from tuning; HV divides HEAD_DIM.
@@ -231,48 +231,54 @@ INLINE float dot1(const float *restrict q, __global const float *restrict k) {
   return HSUM(x);
 }
 
-#define DOT(i) hfloat d##i = HLOAD(q) * HLOAD(k + i * HEAD_DIM); \
-  for (int c = 1; c < CHUNKS; c++) d##i = HLOAD(q + c * HV) * HLOAD(k + i * HEAD_DIM + c * HV) + d##i;
+// Number i of a decode step's VEC scores at once: row i % FEW of key i / FEW.
+#define Q_OF(i) (q + (i) % FEW * HEAD_DIM)
+#define K_OF(i) (k + (i) / FEW * HEAD_DIM)
+#define START(i) hfloat d##i = HLOAD(Q_OF(i)) * HLOAD(K_OF(i));
+#define DIMENSIONS(i) d##i = HLOAD(Q_OF(i) + c * HV) * HLOAD(K_OF(i) + c * HV) + d##i;
 #define HALVES(a, b) ((vfloat)(a.lo + a.hi, b.lo + b.hi))
 
-// VEC scores of VEC neighbouring keys: the sums over a vector's lanes as a tree that keeps vectors
-// full, halving the lanes per key while joining keys.
+// VEC scores of FEW rows and VEC / FEW neighbouring keys: a vector of keys is loaded once for all
+// rows. The sums over a vector's lanes are a tree that keeps vectors full, halving the lanes per
+// score while joining scores.
 INLINE vfloat dots(const float *restrict q, __global const float *restrict k) {
 #if HV == 16 && VEC == 16
 #define QUARTERS(a, b) \
   ((float16)(a.s0123 + a.s4567, a.s89ab + a.scdef, b.s0123 + b.s4567, b.s89ab + b.scdef))
 #define FOUR(a, b, c, d) QUARTERS(HALVES(a, b), HALVES(c, d))
-  DOT(0) DOT(1) DOT(2) DOT(3)
-  const float16 e0 = FOUR(d0, d1, d2, d3);
-  DOT(4) DOT(5) DOT(6) DOT(7)
-  const float16 e1 = FOUR(d4, d5, d6, d7);
-  DOT(8) DOT(9) DOT(10) DOT(11)
-  const float16 e2 = FOUR(d8, d9, d10, d11);
-  DOT(12) DOT(13) DOT(14) DOT(15)
-  const float16 e3 = FOUR(d12, d13, d14, d15);
+#define EACH_SCORE(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7) \
+                      F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
+  EACH_SCORE(START)
+  for (int c = 1; c < CHUNKS; c++) { EACH_SCORE(DIMENSIONS) }
+  const float16 e0 = FOUR(d0, d1, d2, d3), e1 = FOUR(d4, d5, d6, d7);
+  const float16 e2 = FOUR(d8, d9, d10, d11), e3 = FOUR(d12, d13, d14, d15);
   // e: four sums of 4 lanes each; now pairs, then singles.
   const float16 f0 = (float16)(e0.s014589cd + e0.s2367abef, e1.s014589cd + e1.s2367abef);
   const float16 f1 = (float16)(e2.s014589cd + e2.s2367abef, e3.s014589cd + e3.s2367abef);
   return (float16)(f0.even + f0.odd, f1.even + f1.odd);
 #elif HV == 8 && VEC == 8
-  DOT(0) DOT(1) DOT(2) DOT(3)
+#define EACH_SCORE(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
+  EACH_SCORE(START)
+  for (int c = 1; c < CHUNKS; c++) { EACH_SCORE(DIMENSIONS) }
   const float8 e0 = HALVES(d0, d1), e1 = HALVES(d2, d3);
-  DOT(4) DOT(5) DOT(6) DOT(7)
   const float8 e2 = HALVES(d4, d5), e3 = HALVES(d6, d7);
   const float8 f0 = (float8)(e0.s0145 + e0.s2367, e1.s0145 + e1.s2367);
   const float8 f1 = (float8)(e2.s0145 + e2.s2367, e3.s0145 + e3.s2367);
   return (float8)(f0.even + f0.odd, f1.even + f1.odd);
 #else
   float s[VEC];
-  for (int i = 0; i < VEC; i++) s[i] = dot1(q, k + i * HEAD_DIM);
+  for (int i = 0; i < VEC; i++) s[i] = dot1(Q_OF(i), K_OF(i));
   return VLOAD(s);
 #endif
 }
 
+// The caches come from memory, in runs of KEYS: keys of the next runs and the run's own values are
+// fetched while scores are made.
+#define AHEAD 32
 #define EACH_FEW(F) F(0) F(1) F(2) F(3)
 #define LIVE(r) if (r < FEW)
 
-// As values2 and values1, for FEW rows.
+// As values2 and values1, for FEW rows whose weights lie side by side, key by key.
 INLINE void few_values2(const float *restrict p, __global const float *restrict v, const int keys,
                         const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = 0, b##r = 0; LIVE(r) { a##r = alpha[r] * HLOAD(o + r * HEAD_DIM); \
@@ -280,7 +286,7 @@ INLINE void few_values2(const float *restrict p, __global const float *restrict 
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
     const hfloat v0 = HLOAD(v + key * HEAD_DIM), v1 = HLOAD(v + key * HEAD_DIM + HV);
-#define STEP(r) LIVE(r) { const float x = p[r * KEYS + key]; \
+#define STEP(r) LIVE(r) { const float x = p[key * FEW + r]; \
                           a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
     EACH_FEW(STEP)
   }
@@ -297,7 +303,7 @@ INLINE void few_values1(const float *restrict p, __global const float *restrict 
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
     const hfloat v0 = HLOAD(v + key * HEAD_DIM);
-#define STEP(r) LIVE(r) a##r = p[r * KEYS + key] * v0 + a##r;
+#define STEP(r) LIVE(r) a##r = p[key * FEW + r] * v0 + a##r;
     EACH_FEW(STEP)
   }
 #define KEEP(r) LIVE(r) HSTORE(a##r, o + r * HEAD_DIM);
@@ -305,6 +311,37 @@ INLINE void few_values1(const float *restrict p, __global const float *restrict 
 #undef DECLARE
 #undef STEP
 #undef KEEP
+}
+
+// As soften, for the scores of FEW rows side by side: `count` of them, a multiple of VEC. A lane
+// of `sum` is row lane % FEW's.
+INLINE void few_soften(float *restrict s, const int count, float *restrict top,
+                       vfloat *restrict sum, float *restrict alpha) {
+  vfloat high = LOWEST;
+  for (int i = 0; i < count; i += VEC) {
+    const vfloat x = VLOAD(s + i);
+    high = x > high ? x : high;
+  }
+  float lanes[VEC], now[VEC], factor[VEC];
+  VSTORE(high, lanes);
+  for (int r = 0; r < FEW; r++) {
+    float most = top[r];
+    for (int i = r; i < VEC; i += FEW) most = larger(most, lanes[i]);
+    alpha[r] = exp2_scalar(top[r] - most);
+    top[r] = most;
+    for (int i = r; i < VEC; i += FEW) {
+      now[i] = most;
+      factor[i] = alpha[r];
+    }
+  }
+  const vfloat most = VLOAD(now);
+  vfloat total = VLOAD(factor) * *sum;
+  for (int i = 0; i < count; i += VEC) {
+    const vfloat weight = exp2_vector(VLOAD(s + i) - most);
+    total += weight;
+    VSTORE(weight, s + i);
+  }
+  *sum = total;
 }
 
 // Work-item (g): appends all tokens of the call, then attends one after the other. `count` is m.
@@ -321,50 +358,51 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
     copy_row(from, k_cache + (size_t)(start + t) * HEAD_DIM);
     copy_row(from + KV_HEADS * HEAD_DIM, v_cache + (size_t)(start + t) * HEAD_DIM);
   }
-  float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM], p[PADDED_GROUP * KEYS], top[PADDED_GROUP], alpha[PADDED_GROUP];
-  vfloat sum[PADDED_GROUP];
+  float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM];
+  float p[FEW * KEYS], top[PADDED_GROUP], alpha[FEW];
+  vfloat sum[PADDED_GROUP / FEW];
   for (int t = 0; t < count; t++) {
     __global const float *from = qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM;
     for (int i = 0; i < PADDED_GROUP * HEAD_DIM; i++) {
       q[i] = i < GROUP * HEAD_DIM ? from[i] * SCALE : 0.0f;
       o[i] = 0;
     }
-    for (int r = 0; r < PADDED_GROUP; r++) {
-      top[r] = LOWEST;
-      sum[r] = 0;
-      alpha[r] = 0;
-    }
-    for (int i = 0; i < PADDED_GROUP * KEYS; i++) p[i] = 0;
+    for (int r = 0; r < PADDED_GROUP; r++) top[r] = LOWEST;
+    for (int b = 0; b < PADDED_GROUP / FEW; b++) sum[b] = 0;
     const int end = start + t + 1;
     for (int key0 = window_start(end); key0 < end; key0 += KEYS) {
-      const int keys = min(KEYS, end - key0), padded = (keys + VEC - 1) / VEC * VEC;
+      const int keys = min(KEYS, end - key0), padded = (keys * FEW + VEC - 1) / VEC * VEC;
       __global const float *k = k_cache + (size_t)key0 * HEAD_DIM;
       __global const float *v = v_cache + (size_t)key0 * HEAD_DIM;
-      int i = 0;
-      for (; i + VEC <= keys; i += VEC) {
-        for (int r = 0; r < GROUP; r++) {
-          VSTORE(CAPPED(dots(q + r * HEAD_DIM, k + i * HEAD_DIM)), p + r * KEYS + i);
+      for (int r = 0; r < PADDED_GROUP; r += FEW) {
+        int key = 0;
+        for (; key + VEC / FEW <= keys; key += VEC / FEW) {
+          if (r == 0) {
+            for (int i = 0; i < VEC / FEW * HEAD_DIM; i += 16) {
+              __builtin_prefetch(k + (key + AHEAD) * HEAD_DIM + i);
+              __builtin_prefetch(v + key * HEAD_DIM + i);
+            }
+          }
+          VSTORE(CAPPED(dots(q + r * HEAD_DIM, k + key * HEAD_DIM)), p + key * FEW);
         }
-      }
-      for (; i < padded; i++) {
-        for (int r = 0; r < GROUP; r++) {
-          const float s = i < keys ? dot1(q + r * HEAD_DIM, k + i * HEAD_DIM) : 0.0f;
-          p[r * KEYS + i] = i < keys ? CAPPED1(s) : -INFINITY;
+        int i = key * FEW;
+        for (; i < keys * FEW; i++) {
+          p[i] = CAPPED1(dot1(q + (r + i % FEW) * HEAD_DIM, k + i / FEW * HEAD_DIM));
         }
-      }
-      for (int r = 0; r < GROUP; r++) alpha[r] = soften(p + r * KEYS, padded, top + r, sum + r);
-      for (int r = 0; r < GROUP; r += FEW) {
+        for (; i < padded; i++) p[i] = -INFINITY;
+        few_soften(p, padded, top + r, sum + r / FEW, alpha);
         float *acc = o + r * HEAD_DIM;
         int c = 0;
-        for (; c + 2 <= CHUNKS; c += 2) {
-          few_values2(p + r * KEYS, v + c * HV, keys, alpha + r, acc + c * HV);
-        }
-        if (c < CHUNKS) few_values1(p + r * KEYS, v + c * HV, keys, alpha + r, acc + c * HV);
+        for (; c + 2 <= CHUNKS; c += 2) few_values2(p, v + c * HV, keys, alpha, acc + c * HV);
+        if (c < CHUNKS) few_values1(p, v + c * HV, keys, alpha, acc + c * HV);
       }
     }
     __global float *to = out + ((size_t)t * HEADS + g * GROUP) * HEAD_DIM;
     for (int r = 0; r < GROUP; r++) {
-      const float inverse = 1.0f / VSUM(sum[r]);
+      float lanes[VEC], total = 0;
+      VSTORE(sum[r / FEW], lanes);
+      for (int i = r % FEW; i < VEC; i += FEW) total += lanes[i];
+      const float inverse = 1.0f / total;
       for (int d = 0; d < HEAD_DIM; d++) to[r * HEAD_DIM + d] = inverse * o[r * HEAD_DIM + d];
     }
   }
