@@ -4,10 +4,11 @@
 
 On a shared machine the same plan takes up to 1.5 times as long half an hour later, so a profile of
 then says nothing of now. Here every round first takes a profile of the model's shapes (`--budget`)
-and then runs every plan once; both so see the same hours of the machine. The plans are made from
-the first profile. What they are predicted to take is the mean over all profiles of what each says
-of those very tiles (`hetero.solver.repredict`); what they took is the median and the mean of the
-rounds.
+and then runs every plan, each prompt for some seconds; both so see the same hours of the machine.
+The plans are made from the first profile. What they are predicted to take is the mean over all
+profiles of what each says of those very tiles (`hetero.solver.repredict`); what they took is the
+median and the mean of all prompts, and of the rounds' median and mean decode steps. The second
+table is `tensor_level.py`'s: what both devices reach of the ideal.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 
-from tensor_level import Contender, contender, measure_decoding, measure_prompt
+from tensor_level import (
+    IDEAL_HEAD,
+    Contender,
+    contender,
+    ideal_row,
+    measure_decoding,
+    measure_prompt,
+)
 
 from hetero.backends.affinity import assign_cores, pinned
 from hetero.backends.ops import WeightFormat
@@ -60,6 +69,16 @@ class Profiler:
             return profile_devices(self.opened.devices, self.options)
 
 
+def measure_prompts(one: Contender, m: int, seconds: float) -> None:
+    """One prompt of m tokens, and more of them until so many seconds have passed: a short prompt
+    sees as much of a round's noise as a long one.
+    """
+    end_s = time.perf_counter() + seconds
+    measure_prompt(one, m)
+    while time.perf_counter() < end_s:
+        measure_prompt(one, m)
+
+
 def row(one: Contender, step: Step, predicted: list[float]) -> tuple[str, float]:
     """A line of the table, and measured over predicted."""
     phase, m = step
@@ -85,6 +104,7 @@ def main() -> None:
     parser.add_argument("-p", default="64,256")
     parser.add_argument("-n", type=int, default=48)
     parser.add_argument("-r", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of every prompt in a round")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each profile")
     arguments = parser.parse_args()
     lengths = [int(m) for m in arguments.p.split(",")]
@@ -92,13 +112,14 @@ def main() -> None:
     profiler = Profiler(loaded, lengths, arguments.budget)
     profiles = [profiler.take()]
     strategies = {"gpu": "gpu-only", "npu": "npu-only", "tensor": "auto"}
-    found = [contender(n, loaded, profiles[0], s, lengths) for n, s in strategies.items()]
+    contenders = {n: contender(n, loaded, profiles[0], s, lengths) for n, s in strategies.items()}
+    found = list(contenders.values())
     for i in range(arguments.r + 1):
         if i > 1:
             profiles.append(profiler.take())
         for one in found:
             for m in lengths:
-                measure_prompt(one, m)
+                measure_prompts(one, m, arguments.seconds if i else 0.0)
             measure_decoding(one, arguments.n, 256)
             if i == 0:
                 one.forget()
@@ -114,6 +135,8 @@ def main() -> None:
     print("\n".join([*HEAD, *(line for line, _ in lines)]))
     within = sum(abs(ratio - 1) <= GOAL for _, ratio in lines)
     print(f"within {GOAL:.0%}: {within} of {len(lines)}")
+    tests = [(f"pp{m}" if phase == "prefill" else "tg", phase, m) for phase, m in steps]
+    print("\n".join([*IDEAL_HEAD, *(ideal_row(contenders, *test) for test in tests)]))
     print(json.dumps(environment()))
     for one in found:
         one.engine.close()
