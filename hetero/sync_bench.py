@@ -9,6 +9,7 @@ a flag where one is watched, without the kernel's own. Who sleeps takes at least
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
 SLEEP_S: Final = 500e-6
 ROWS, FEATURES = 64, 1024
 WARM_UP: Final = 12
+FITS: Final = 10  # tries of a kernel's length, to between the wanted one and
+MOST: Final = 1.2  # so many times that
 DEADLINE_S: Final = 10.0
 
 
@@ -181,19 +184,21 @@ def _spin(completion: Completion) -> None:
 
 
 def _kernel_of(device: Device, wanted_s: float) -> BoundCall:
-    """A matmul that takes about so long: its time grows with its tokens."""
+    """A matmul that takes about so long, rather longer: its time grows with its tokens."""
     rng = np.random.default_rng(0)
     weight = pack(rng.standard_normal((ROWS, FEATURES), dtype=np.float32), WeightFormat.F32.storage)
     op = MatMul(n=ROWS, k=FEATURES, weight_format=WeightFormat.F32)
     kernel = device.prepare(op, {"weight": weight})
     tokens = 16
-    while True:
+    for _ in range(FITS):
         call = kernel.bind({"x": _tensor(device, tokens, FEATURES),
                             "y": _tensor(device, tokens, ROWS)}, tokens)  # fmt: skip
-        taken_s = min(_once(call) for _ in range(5))
-        if taken_s >= 0.8 * wanted_s or tokens > 1 << 16:
-            return call
-        tokens = max(tokens + 1, min(4 * tokens, int(tokens * wanted_s / taken_s)))
+        taken_s = statistics.median(_once(call) for _ in range(WARM_UP))
+        if wanted_s <= taken_s <= MOST * wanted_s:
+            break
+        aim = math.sqrt(MOST) * wanted_s / taken_s
+        tokens = max(1, math.ceil(tokens * min(aim, 4.0)))
+    return call
 
 
 def _once(call: BoundCall) -> float:

@@ -4,10 +4,11 @@ A model streams all its weights for each token, so a kernel that is timed twice 
 find its weight in cache: before a launch, enough other memory is read (`Workload.evict`) that the
 last use of the weight is at least `cold_bytes` of reading away.
 
-Only the weight shall be cold. In a decode step the same code ran a moment ago and the GPU's worker
-is awake; after so much reading the first call would also pay for its instructions, page tables and
-a sleeping core (70 to 150 µs on a PC, more than a small matmul). So a launch of few tokens follows
-a *lead*, the same kernel on a small weight: on an asynchronous device right before it in the queue.
+Only the weight shall be cold. In a step the same code ran a moment ago and the GPU's worker is
+awake; after so much reading the first call would also pay for its instructions, page tables and a
+sleeping core (70 to 150 µs on a PC: more than a small matmul of one token, a tenth of one of 64).
+So a launch follows a *lead*, the same kernel on a small weight: on an asynchronous device right
+before it in the queue.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from hetero.backends.weights import PackedWeight, data_dtype, data_shape, padded
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.predict import weight_bytes
-from hetero.profiler.records import DECODE_TOKENS
 
 GPU_COPIES: Final = (4, 64)  # least and most distinct weights in one batch of launches,
 COPIED_BYTES: Final = 1 << 25  # and their size in all
@@ -297,9 +297,7 @@ class Workload:
         return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, lead=lead)
 
     def _lead(self, task: Task) -> list[BoundCall]:
-        """Calls of a small weight to go before those of a task; none before many tokens."""
-        if task.m > DECODE_TOKENS:
-            return []
+        """Calls of a small weight to go before those of a task."""
         small = task._replace(n=LEAD[0], k=LEAD[1])
         if small not in self._leads:
             tensors = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -279,6 +279,13 @@ class ExecutionPlan(_Record):
         known = sorted({o.m for o in matches if o.m is not None})
         hint = f", only for up to {known[-1]}" if known else ""
         raise PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens{hint}")
+
+    def is_apart(self, phase: Phase, m: int, group: OpName, members: Collection[OpName]) -> bool:
+        """Whether the members of a group have entries for exactly m tokens, and the group has none:
+        they go before what the plan says of the group at other token counts.
+        """
+        exact = {o.op for o in self.ops if o.m == m and o.phase == phase}
+        return bool(members) and group not in exact and exact.issuperset(members)
 
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
         """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each."""

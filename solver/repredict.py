@@ -61,10 +61,11 @@ def _names(plan: ExecutionPlan, spec: ModelSpec, step: Step) -> Iterable[OpName]
     """
     phase, m = step
     listed = {o.op for o in plan.ops if o.phase == phase and (o.m is None or o.m >= m)}
-    members = dict(BLOCK)
+    of_groups = dict(BLOCK)
     for matmul in spec.matmuls:
-        whole = matmul.name in listed
-        yield from (matmul.name,) if whole else members.get(matmul.name) or (matmul.name,)
+        members = of_groups.get(matmul.name, ())
+        whole = matmul.name in listed and not plan.is_apart(phase, m, matmul.name, members)
+        yield from (matmul.name,) if whole or not members else members
 
 
 def _tokens(step: Step, name: OpName) -> int:

@@ -148,7 +148,8 @@ class PlanBook:
 
     def _tiles(self, node: Node, phase: Phase, m: int) -> list[tuple[Tile, int]]:
         assert node.plan_op is not None
-        found = self._lookup(node.plan_op, phase, m)
+        apart = self.plan.is_apart(phase, m, node.plan_op, [name for name, _ in node.members])
+        found = None if apart else self._lookup(node.plan_op, phase, m)
         if found is not None:
             return [(tile, 0) for tile in found]
         tiles: list[tuple[Tile, int]] = []

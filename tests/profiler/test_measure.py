@@ -48,7 +48,7 @@ def test_each_task_is_visited_once_a_round() -> None:
     workload = Workload(devices(clock), clock=clock, cold=0)
     counted = Meter(workload, settings=Settings(least=4), reference_format=W4)
     npu = workload.devices["npu"]
-    shapes = [(8, 1024, 512), (32, 512, 512), (256, 1024, 1024)]
+    shapes = [(8, 1024, 512), (32, 512, 1024), (256, 1024, 1024)]
     counted.measure([Task("npu", W4, "plain", *shape) for shape in shapes])
     wanted = {(m, n, k) for m, n, k in shapes}
     order = [
@@ -110,7 +110,9 @@ def test_a_slow_ramp_cancels_within_a_task() -> None:
     (row,) = found.measure([task], until_s=clock.now() + 12)
     assert clock.now() > 12.0
     assert row.reference > 1.08
-    assert row.seconds == pytest.approx(true_s(task), rel=0.03)
+    first = next(point for point in found.points if point.phase == "prefill")
+    at_first = true_s(task) * (1 + first.at_s / 50)  # rows are in units of that moment's speed
+    assert row.seconds == pytest.approx(at_first, rel=0.02)
 
 
 def test_memory_and_arithmetic_drift_apart() -> None:

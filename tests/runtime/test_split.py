@@ -182,8 +182,9 @@ def test_scoring_and_longer_prompts_than_planned(folder: Path, expected: Any) ->
         assert scored.shape == (150, 263)
 
 
-def test_matmuls_apart(folder: Path, expected: Any) -> None:
-    """q, k and v as matmuls of their own, on devices of their own."""
+@pytest.mark.parametrize("m", [None, 37])
+def test_matmuls_apart(folder: Path, expected: Any, m: int | None) -> None:
+    """q, k and v as matmuls of their own, on devices of their own: at all lengths, or at one."""
     loaded = open_model(str(folder), weights="f32")
     config, spec = loaded.config, loaded.spec()
     apart = {
@@ -192,12 +193,13 @@ def test_matmuls_apart(folder: Path, expected: Any) -> None:
         "v": (config.kv_heads * config.head_dim, "npu"),
     }
     document = single_device(spec, "gpu").model_dump(mode="json")
-    document["ops"] = [o for o in document["ops"] if o["op"] != "qkv"]
+    if m is None:
+        document["ops"] = [o for o in document["ops"] if o["op"] != "qkv"]
     for phase in ("prefill", "decode"):
         for name, (n, device) in apart.items():
             document["ops"].append(
                 {
-                    "phase": phase, "m": None, "op": name, "n": n, "k": config.hidden_size,
+                    "phase": phase, "m": m, "op": name, "n": n, "k": config.hidden_size,
                     "strategy": f"{device}-only",
                     "tiles": [{"device": device, "tokens": [0, None], "rows": [0, n]}],
                 }
@@ -205,6 +207,12 @@ def test_matmuls_apart(folder: Path, expected: Any) -> None:
     plan = ExecutionPlan.model_validate(document)
     ids = np.random.default_rng(4).integers(0, 263, 40).tolist()
     with make_engine(folder, plan, "real", "f32") as engine:
+        qkv = next(node for node in engine.nodes if node.plan_op == "qkv")
+        for tokens in (36, 37):
+            parts = engine.book.parts(qkv, "prefill", tokens)
+            assert [part.kind for part in parts] == (
+                ["gpu"] if tokens != (m or tokens) else ["npu", "gpu", "npu"]
+            )
         check(engine, ids, expected("f32", ids), TOLERANCE["f32"])
 
 
