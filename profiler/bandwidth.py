@@ -109,8 +109,8 @@ def _runner(
         m = min(sizes, key=lambda size: abs(size - m))
     task = Task(kind, weight_format, "plain", m, n, k)
     size = weight_bytes(weight_format, n, k)
-    copies = math.ceil(workload.cold / size) if phase == "decode" else 2
-    runner = workload.make_runner(task, copies=max(copies, 2))
+    copies = max(math.ceil(workload.cold / size), 2)  # a prompt reads each weight once as well
+    runner = workload.make_runner(task, copies=copies)
     for copy in range(len(runner.calls)):
         runner.calls[copy].run()
     return runner

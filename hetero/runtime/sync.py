@@ -35,11 +35,15 @@ RISE: Final = 0.05  # how fast a prediction follows longer waits,
 FALL: Final = 0.4  # and shorter ones: it settles low, because a sleep too long is paid for in full
 OUTLIER: Final = 3.0  # a wait of more than so many predictions counts as that many
 OVERSLEPT: Final = 0.85  # a wait that was over when the sleep ended counts as this much of it
+EARLY: Final = 0.01  # of the predicted wait: a long one varies by more than sleeps do
 SHORTEST_NAP_S: Final = 30e-6
 LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
 LATE_NAP_S: Final = 50e-6
 LATENESS: Final = 0.65  # of all sleeps that are to end no later than expected: see `SleepTimes`
 LATENESS_STEP_S: Final = 2e-6
+DOUBT: Final = 0.01  # of a lateness is forgotten where it seems wrong: a sleep was
+FAR: Final = 4.0  # so many times less late
+WORTH_S: Final = 300e-6  # waits of which most should be slept through
 PREEMPTED_S: Final = 500e-6  # between two looks: something else had the core
 STOPPED_S: Final = 1.0  # between two looks: the whole process was stopped (Ctrl-Z)
 CROWDED_GAPS: Final = 3  # of these within `CROWDED_S` mean that others use the core: a hypervisor
@@ -48,7 +52,7 @@ SLICE_S: Final = 2.5e-3  # as long as a scheduler gives the core to another prog
 CROWDED_WAITS: Final = 32  # that are slept through then, because sleepers get the core back
 GATELESS_STEPS: Final = 64  # a gate polls too, on the device's core
 CALIBRATION_S: Final = 150e-6
-CALIBRATION_SLEEPS: Final = 12
+CALIBRATION_SLEEPS: Final = 24
 TRIALS: Final = 25
 TRIAL_WIDTH: Final = 1 << 12
 PORTS: Final = ("x", "residual", "y")
@@ -68,17 +72,25 @@ class SleepTimes:
         """A sleep was so late."""
         share = LATENESS if late_s > self.late_s else LATENESS - 1
         self.late_s = max(0.0, self.late_s + share * LATENESS_STEP_S)
+        if late_s < self.late_s / FAR:
+            self.doubt()
+
+    def doubt(self) -> None:
+        """Sleeps are not so late, or so late that a long wait was not slept through: that may be
+        left from a disturbance, and only another sleep can tell.
+        """
+        self.late_s *= 1 - DOUBT
 
     @classmethod
     def measure(cls, sleep: Callable[[float], None] = time.sleep) -> SleepTimes:
-        """The median and the spread of a few sleeps; some milliseconds."""
+        """The same quantile of a few sleeps; some milliseconds."""
         late = []
         for _ in range(CALIBRATION_SLEEPS):
             start_s = time.perf_counter()
             sleep(CALIBRATION_S)
             late.append(time.perf_counter() - start_s - CALIBRATION_S)
         late.sort()
-        return cls(max(0.0, late[int(0.9 * len(late))], statistics.median(late)))
+        return cls(max(0.0, late[int(LATENESS * len(late))]))
 
 
 @dataclass
@@ -116,7 +128,7 @@ class Site:
         start_s = now()
         if self.owner.crowded:
             return self._crowded(completion, start_s)
-        nap_s = self.expected_s - self.owner.sleep.late_s
+        nap_s = (1 - EARLY) * self.expected_s - self.owner.sleep.late_s
         napped_s = 0.0
         if nap_s > SHORTEST_NAP_S:
             time.sleep(nap_s)
@@ -126,6 +138,8 @@ class Site:
                 self._learn(OVERSLEPT * napped_s)
                 self._count(napped_s, 0.0)
                 return napped_s
+        elif self.expected_s > WORTH_S:
+            self.owner.sleep.doubt()
         self._poll(completion, start_s)
         waited_s = now() - start_s
         self._learn(waited_s)

@@ -100,6 +100,15 @@ def test_how_late_sleeps_are_is_learned(clock: FakeTime) -> None:
     assert max(late[100:]) < 10 * LOOK_S
 
 
+def test_a_disturbed_start_does_not_end_sleeping_for_good(clock: FakeTime) -> None:
+    site = site_of(clock)
+    site.owner.sleep.late_s = 5e-3  # something else had the core while sleeps were measured
+    for _ in range(600):
+        wait(site, clock, 1e-3)
+    assert clock.slept
+    assert site.owner.sleep.late_s < 0.2e-3
+
+
 def test_an_outlier_is_forgotten_and_a_change_is_followed(clock: FakeTime) -> None:
     site = site_of(clock)
     for _ in range(20):
