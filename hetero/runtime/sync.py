@@ -35,7 +35,6 @@ RISE: Final = 0.05  # how fast a prediction follows longer waits,
 FALL: Final = 0.4  # and shorter ones: it settles low, because a sleep too long is paid for in full
 OUTLIER: Final = 3.0  # a wait of more than so many predictions counts as that many
 OVERSLEPT: Final = 0.85  # a wait that was over when the sleep ended counts as this much of it
-EARLY: Final = 0.01  # of the predicted wait: a long one varies by more than sleeps do
 SHORTEST_NAP_S: Final = 30e-6
 LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
 LATE_NAP_S: Final = 50e-6
@@ -128,7 +127,7 @@ class Site:
         start_s = now()
         if self.owner.crowded:
             return self._crowded(completion, start_s)
-        nap_s = (1 - EARLY) * self.expected_s - self.owner.sleep.late_s
+        nap_s = self.expected_s - self.owner.sleep.late_s
         napped_s = 0.0
         if nap_s > SHORTEST_NAP_S:
             time.sleep(nap_s)
