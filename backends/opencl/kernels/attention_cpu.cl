@@ -125,25 +125,34 @@ INLINE void values1(const float *restrict p, __global const float *restrict v, c
 #undef KEEP
 }
 
-// Scores to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf here).
-// Returns the factor on what was accumulated before.
-INLINE float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
+// The highest of `count` scores, lane by lane; `count` is a multiple of VEC.
+INLINE vfloat highest(const float *restrict s, const int count) {
   vfloat high = LOWEST;
-  for (int i = 0; i < keys; i += VEC) {
+  for (int i = 0; i < count; i += VEC) {
     const vfloat x = VLOAD(s + i);
     high = x > high ? x : high;
   }
-  const float before = *top;
-  const float now = larger(before, VMAX(high));
-  const float alpha = exp2_scalar(before - now);
-  vfloat total = alpha * *sum;
-  for (int i = 0; i < keys; i += VEC) {
-    const vfloat weight = exp2_vector(VLOAD(s + i) - now);
+  return high;
+}
+
+// Scores to weights in place; their sum, lane by lane, on top of `total`.
+INLINE vfloat weigh(float *restrict s, const int count, const vfloat top, vfloat total) {
+  for (int i = 0; i < count; i += VEC) {
+    const vfloat weight = exp2_vector(VLOAD(s + i) - top);
     total += weight;
     VSTORE(weight, s + i);
   }
+  return total;
+}
+
+// Scores to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf here).
+// Returns the factor on what was accumulated before.
+INLINE float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
+  const float before = *top;
+  const float now = larger(before, VMAX(highest(s, keys)));
+  const float alpha = exp2_scalar(before - now);
+  *sum = weigh(s, keys, (vfloat)(now), alpha * *sum);
   *top = now;
-  *sum = total;
   return alpha;
 }
 
@@ -317,13 +326,8 @@ INLINE void few_values1(const float *restrict p, __global const float *restrict 
 // of `sum` is row lane % FEW's.
 INLINE void few_soften(float *restrict s, const int count, float *restrict top,
                        vfloat *restrict sum, float *restrict alpha) {
-  vfloat high = LOWEST;
-  for (int i = 0; i < count; i += VEC) {
-    const vfloat x = VLOAD(s + i);
-    high = x > high ? x : high;
-  }
   float lanes[VEC], now[VEC], factor[VEC];
-  VSTORE(high, lanes);
+  VSTORE(highest(s, count), lanes);
   for (int r = 0; r < FEW; r++) {
     float most = top[r];
     for (int i = r; i < VEC; i += FEW) most = larger(most, lanes[i]);
@@ -334,14 +338,7 @@ INLINE void few_soften(float *restrict s, const int count, float *restrict top,
       factor[i] = alpha[r];
     }
   }
-  const vfloat most = VLOAD(now);
-  vfloat total = VLOAD(factor) * *sum;
-  for (int i = 0; i < count; i += VEC) {
-    const vfloat weight = exp2_vector(VLOAD(s + i) - most);
-    total += weight;
-    VSTORE(weight, s + i);
-  }
-  *sum = total;
+  *sum = weigh(s, count, VLOAD(now), VLOAD(factor) * *sum);
 }
 
 // Work-item (g): appends all tokens of the call, then attends one after the other. `count` is m.
