@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hetero.backends.processor import cpu_name
 from hetero.device_set import DeviceMode
 from hetero.errors import UserError
 from hetero.llm import LLM
@@ -201,16 +202,6 @@ def environment(llm: LLM | None = None) -> dict[str, Any]:
             kind: device.info.fingerprint for kind, device in llm.devices.devices.items()
         }
     return found
-
-
-def cpu_name() -> str:
-    """Processor name for people."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _open(model: str, who: Contender, options: BenchOptions) -> LLM:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 
+from hetero.backends.processor import cpu_name
 from hetero.profiler.records import Environment
 from hetero.profiler.workload import last_level_cache_bytes
 
@@ -20,7 +20,7 @@ def read_environment(*, gpu_core: int | None, control_core: int | None) -> Envir
     """Everything that can be read here."""
     return Environment(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        processor=_processor(),
+        processor=cpu_name(),
         cores=os.cpu_count(),
         memory_bytes=memory_bytes(),
         cache_bytes=last_level_cache_bytes(),
@@ -69,14 +69,6 @@ def temperature_c() -> float | None:
     readings = [_text(path) for path in THERMAL.glob("thermal_zone*/temp")]
     values = [float(text) / 1000 for text in readings if text and text.lstrip("-").isdigit()]
     return max(values, default=None)
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int | None:

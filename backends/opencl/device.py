@@ -21,11 +21,12 @@ from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.flag import Flag, probe
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
-from hetero.backends.opencl.pocl_repair import cpu_flags, known_cpu_name
+from hetero.backends.opencl.pocl_repair import known_cpu_name
 from hetero.backends.opencl.program import ProgramCache
 from hetero.backends.opencl.transfer import TransferCall
 from hetero.backends.opencl.tuning import detect_tuning, find_tuning
 from hetero.backends.ops import Op, WeightFormat, describe
+from hetero.backends.processor import cpu_flags
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,

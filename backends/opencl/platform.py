@@ -16,7 +16,8 @@ import pyopencl as cl
 
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.opencl.failures import BACKEND, code_name
-from hetero.backends.opencl.pocl_repair import applies, cpu_flags, known_cpu_name, repair
+from hetero.backends.opencl.pocl_repair import applies, known_cpu_name, repair
+from hetero.backends.processor import cpu_flags
 
 NO_DRIVER = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
 TASKS = Path("/proc/self/task")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from pathlib import Path
 
 STRUCT_BYTES = 2048
 GENERIC = b"generic\0"
@@ -35,18 +34,6 @@ CPU_NAMES: tuple[tuple[str, frozenset[str]], ...] = (
 )
 
 _strings: list[ctypes.Array[ctypes.c_char]] = []  # PoCL keeps the pointers as long as it is loaded
-
-
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Instruction set flags of the first core; empty where the file does not exist."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return frozenset()
-    for line in text.splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split(":", 1)[1].split())
-    return frozenset()
 
 
 def known_cpu_name(flags: frozenset[str]) -> str:

@@ -4,12 +4,15 @@
 
     graph_sizes   token counts that calls may have; others are refused when bound, as on a real NPU
     w4a16         how 4-bit weights meet floating-point activations (see `graphs.matmul`):
-                  "fp32"   (default) weights dequantised on the fly, fp32 arithmetic; 0.63 bytes
+                  "fp32"   weights dequantised on the fly, fp32 arithmetic; 0.63 bytes
                   "split"  two int8 planes of the activations, together 15 bits for each block of
-                           32: 1.2 to 1.8 times as fast as fp32 for one token, 0.6 times for 256;
-                           0.75 bytes a weight
+                           32: for one token 1.2 to 1.8 times as fast as fp32 with AVX-512 and 2.9
+                           to 3.6 times with AVX2, for 256 tokens 0.5 to 0.6 times; 0.75 bytes a
+                           weight
                   "both"   split for up to 16 tokens, fp32 above: fast decode and fast
                            prefill, but the weights are held twice, 1.38 bytes a weight
+                  "auto"   (default) "both" on x86 without AVX-512, where fp32 would leave decoding
+                           five times slower than int8 activations; else "fp32"
 
 Sessions have a symbolic token count, so one session serves every graph size: ONNX Runtime packs
 weights into a private copy for each session. The caller pins the thread; nothing here does.
@@ -18,6 +21,7 @@ weights into a private copy for each session. The caller pins the thread; nothin
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 # Read once, when the library is loaded (that is, when a device is opened): without it a home that
 # cannot be written gets a warning about a telemetry identifier.
@@ -25,14 +29,23 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 from hetero.backends.ort_cpu.device import DEFAULT_GRAPH_SIZES, OrtCpuDevice
 from hetero.backends.ort_cpu.graphs import ActivationPath
+from hetero.backends.processor import cpu_flags
 from hetero.backends.protocol import Device
 
 
 def open(
-    *, graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES, w4a16: ActivationPath = "fp32"
+    *,
+    graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES,
+    w4a16: ActivationPath | Literal["auto"] = "auto",
 ) -> Device:
     """Open ONNX Runtime on the host's CPU; see the module's docstring for the options."""
-    return OrtCpuDevice(graph_sizes=graph_sizes, w4a16=w4a16)
+    path = default_path(cpu_flags()) if w4a16 == "auto" else w4a16
+    return OrtCpuDevice(graph_sizes=graph_sizes, w4a16=path)
 
 
-__all__ = ["DEFAULT_GRAPH_SIZES", "OrtCpuDevice", "open"]
+def default_path(flags: frozenset[str]) -> ActivationPath:
+    """What `auto` means on a processor with these instruction sets (measured, bench/RESULTS.md)."""
+    return "both" if "avx2" in flags and "avx512f" not in flags else "fp32"
+
+
+__all__ = ["DEFAULT_GRAPH_SIZES", "OrtCpuDevice", "default_path", "open"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -19,6 +17,7 @@ from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, StorageFormat, WeightFormat, describe
 from hetero.backends.ort_cpu import graphs, kernels
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
+from hetero.backends.processor import cpu_name
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,
@@ -47,7 +46,7 @@ class OrtCpuDevice(Device):
         ort.disable_telemetry_events()
         self.info = DeviceInfo(
             backend=BACKEND,
-            name=_processor_name(),
+            name=cpu_name(),
             driver=f"onnxruntime {ort.__version__}",
             details={"w4a16": w4a16},
         )
@@ -230,12 +229,3 @@ def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
 
 def _vectors(weights: Mapping[str, WeightValue]) -> dict[str, npt.NDArray[Any]]:
     return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in weights}
-
-
-def _processor_name() -> str:
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -17,10 +17,11 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.memory import new_tensor
 from hetero.backends.onnx_common.packing import stage
 from hetero.backends.ops import StorageFormat, WeightFormat
-from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice
+from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path
 from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.kernels import GraphKernel
 from hetero.backends.ort_cpu.session import OrtCall, device_error
+from hetero.backends.processor import cpu_flags
 from hetero.backends.weights import pack
 from tests.backends.cases import check_call, expected, make_tensors, make_weights, snapshot
 from tests.helpers import relative_difference
@@ -43,6 +44,21 @@ def test_default_graph_sizes() -> None:
 def test_graph_sizes_are_checked(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="token counts of at least 1"):
         open_ort_cpu(graph_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [("fpu avx2 fma", "both"), ("fpu avx2 avx512f avx512_vnni", "fp32"), ("", "fp32")],
+)
+def test_default_path_of_a_processor(flags: str, path: str) -> None:
+    assert default_path(frozenset(flags.split())) == path
+
+
+def test_the_device_says_which_path_it_takes() -> None:
+    with open_ort_cpu() as chosen, open_ort_cpu(w4a16="fp32") as plain:
+        assert chosen.info.details["w4a16"] == default_path(cpu_flags())
+        same = chosen.info.details["w4a16"] == "fp32"
+        assert (chosen.info.fingerprint == plain.info.fingerprint) == same
 
 
 def test_w4a16_path_is_checked() -> None:

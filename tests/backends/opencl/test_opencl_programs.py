@@ -104,12 +104,6 @@ class TestRepair:
         assert not pocl_repair.repair(ctypes.addressof(fields), "haswell")
         assert fields[452] == ctypes.addressof(text)
 
-    def test_flags_of_a_machine_without_the_file(self, tmp_path: Path) -> None:
-        assert pocl_repair.cpu_flags(tmp_path / "none") == frozenset()
-        info = tmp_path / "cpuinfo"
-        info.write_text("processor: 0\nflags\t\t: fpu avx2 fma\nflags : other\n")
-        assert pocl_repair.cpu_flags(info) == {"fpu", "avx2", "fma"}
-
     def test_without_the_repair_the_error_says_what_to_do(
         self, device: OpenCLDevice, tmp_path: Path
     ) -> None:

@@ -1,0 +1,29 @@
+"""The host's processor, as Linux tells it."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Instruction set flags of the first core; empty where the file does not exist."""
+    return frozenset((_first("flags", cpuinfo) or "").split())
+
+
+def cpu_name(cpuinfo: Path = CPUINFO) -> str:
+    """Processor name for people."""
+    return _first("model name", cpuinfo) or platform.processor() or platform.machine()
+
+
+def _first(key: str, cpuinfo: Path) -> str | None:
+    try:
+        text = cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(key):
+            return line.partition(":")[2].strip()
+    return None
