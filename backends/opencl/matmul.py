@@ -1,9 +1,9 @@
 """MatMul on OpenCL: kernels for a CPU's vector unit (PoCL) and for real GPUs.
 
 Both read the packed weights in place (`hetero.backends.weights`). On a CPU a work-item packs x into
-tiles of a few tokens (quantised for `w4a8`; one token of floats needs none of it) and multiplies
-its share of the rows. On a GPU a work-group reduces 16 rows along k for up to 8 tokens and computes
-local-memory tiles above.
+tiles of a few tokens (as int8 codes for `w4a8`, and for `w4a16` where two planes of them are faster
+than floats; one token of floats needs none of it) and multiplies its share of the rows. On a GPU a
+work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles above.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
         "WIDEN": tile.widen,
         "NIBBLES_STAY": int(tuning.nibbles_stay(plan.op.weight_format, tile)),
     }
-    if plan.op.weight_format is WeightFormat.W4A8:
-        defines["DOT"] = tuning.dot
+    planes = tuning.planes(plan.op.weight_format, tile)
+    if planes:
+        defines |= {"PLANES": planes, "DOT": tuning.dot}
     return plan.device.programs.get("matmul_cpu.cl", defines, before=("matmul_pack.cl",))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.weights import GROUP_SIZE
 
 
 class Tile(NamedTuple):
@@ -14,7 +15,8 @@ class Tile(NamedTuple):
 
     `prefetch` is the distance in 32-bit words at which weights are prefetched, 0 to leave it to the
     hardware. It pays where there is little arithmetic per word and one stream of weights. `widen`
-    features of weights are widened at a time for all tokens, 0 for on the fly.
+    features of weights are widened at a time for all tokens, 0 for on the fly. With `planes` 2,
+    floats are rounded to 16 bits in each block of 32 and multiplied as two planes of int8.
     """
 
     max_m: float
@@ -22,6 +24,7 @@ class Tile(NamedTuple):
     vectors: int
     prefetch: int = 0
     widen: int = 0
+    planes: int = 0
 
 
 INF = float("inf")
@@ -61,12 +64,18 @@ class CpuTuning:
         """Whether floats meet 4-bit weights without a shift: AVX2 has no permutation of 16 values,
         so that widening is most of the work.
         """
-        return weight_format is WeightFormat.W4A16 and self.rows == 8 and not tile.widen
+        floats = weight_format is WeightFormat.W4A16 and not tile.planes
+        return floats and self.rows == 8 and not tile.widen
+
+    def planes(self, weight_format: WeightFormat, tile: Tile) -> int:
+        """Planes of int8 codes that activations are given as, 0 for floats."""
+        return 1 if weight_format is WeightFormat.W4A8 else tile.planes
 
     def group_words(self, weight_format: WeightFormat, tile: Tile) -> int:
         """32-bit words of a token's group of 32 features in packed x: X_WORDS of matmul_pack.cl."""
-        if weight_format is WeightFormat.W4A8:
-            return 10  # 8 of codes, scale, correction
+        planes = self.planes(weight_format, tile)
+        if planes:
+            return 8 * planes + 2  # codes, scale, correction
         return 33 if self.nibbles_stay(weight_format, tile) else 32
 
     def panels(self, weight_format: WeightFormat, m: int, k: int, tile: Tile) -> tuple[int, int]:
@@ -79,7 +88,7 @@ class CpuTuning:
         feature_bytes = tile.vectors * self.rows * WEIGHT_BYTES[weight_format.storage]
         k_panel = tile.widen or int(self.weight_panel_bytes / feature_bytes) // 64 * 64
         k_panel = min(k, k_panel)
-        x_bytes = 1.25 if weight_format is WeightFormat.W4A8 else 4.0
+        x_bytes = 4 * self.group_words(weight_format, tile) / GROUP_SIZE
         tokens = int(self.x_panel_bytes / (k_panel * x_bytes)) // tile.tokens * tile.tokens
         return min(m, max(tokens, tile.tokens)), k_panel
 
@@ -110,8 +119,8 @@ _AVX512_SPECIAL = {
 _AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 3, widen=384))
 _AVX2_SPECIAL = {
     WeightFormat.W4A16: (
-        Tile(1, 1, 2, 512),
-        Tile(2, 2, 2, 512),
+        Tile(1, 1, 1, 1024, planes=2),
+        Tile(2, 2, 1, 1024, planes=2),
         Tile(16, 4, 2, 512),
         Tile(INF, 4, 3, widen=384),
     ),

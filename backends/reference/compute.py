@@ -72,18 +72,18 @@ def softcapped(x: Float64Array, cap: float) -> Float64Array:
     return cap * np.tanh(x / cap) if cap > 0 else x
 
 
-def quantized_activations(x: Array) -> Float64Array:
+def quantized_activations(x: Array, largest: int = 127) -> Float64Array:
     """x [m, k] as the `a8` formats see it: int8 codes times one scale per token and block of 32.
 
-    The scale is max|x| / 127 and stays float32, as in ONNX Runtime's accuracy level 4 (MLAS
-    `QuantizeARow_CompInt8`); llama.cpp's Q8_0 computes the same one and then stores it as fp16,
-    which moves a block by up to 2⁻¹¹. Codes are rounded to nearest.
+    The scale is max|x| / `largest`, the largest code, and stays float32, as in ONNX Runtime's
+    accuracy level 4 (MLAS `QuantizeARow_CompInt8`); llama.cpp's Q8_0 computes the same one and then
+    stores it as fp16, which moves a block by up to 2⁻¹¹. Codes are rounded to nearest.
     """
     m, k = x.shape
     full = np.zeros((m, padded(k, GROUP_SIZE)), dtype=np.float32)
     full[:, :k] = x
     blocks = full.reshape(m, -1, GROUP_SIZE)
-    scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127.0)
+    scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(largest)
     inverse = np.divide(np.float32(1.0), scales, out=np.zeros_like(scales), where=scales != 0)
     codes = np.rint(blocks * inverse)
     rounded: Float64Array = codes.astype(np.float64) * scales

@@ -4,8 +4,9 @@
 // features of a row tile are widened once into the L1 cache and serve all tokens of a panel.
 //
 // Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, F16, F32; WIDEN (0: on the fly); for
-// W4A16 NIBBLES_STAY (nibbles are not shifted), for W4A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what
-// the compiler finds), for both PREFETCH (32-bit words ahead, 0: not).
+// W4A16 NIBBLES_STAY (nibbles are not shifted) or PLANES (2: x as two planes of int8), for W4A8 PLANES
+// (1); where there are planes DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler finds), for both
+// formats PREFETCH (32-bit words ahead, 0: not).
 // Layout of weights: hetero.backends.weights. Follows matmul_pack.cl, which packs x.
 
 #define EACH_VEC UNROLL for (int r = 0; r < VECTORS; r++)
@@ -36,17 +37,19 @@ INLINE vfloat load_halves(__global const ushort *p) {
 #endif
 }
 
-#if defined(W4A8)
+#if PLANES
 typedef uint weight_t;
 #define BLOCK_STRIDE(k) ((size_t)(k)*2)
+#define EACH_PLANE UNROLL for (int p = 0; p < PLANES; p++)
 
 #if DOT == 2 && VEC == 16 && defined(__AVX512VNNI__)
 typedef vint dot_t;
 #define DOT_ZERO(correction) (dot_t)(correction)
 #define DOT_STEP(sum, w, x) __builtin_ia32_vpdpbusd512(sum, w, (vint)(x))
 #define DOT_SUM(sum, correction) (sum)
+#define DOT_UPPER(sum) ((sum) << 8)
 #elif (DOT >= 1 && VEC == 16 && defined(__AVX512BW__)) || (VEC == 8 && defined(__AVX2__))
-// Pairs of products, each at most 15 * 127 in size: the 8 steps of a group stay within 16 bits.
+// Pairs of products, each at most 15 * 128 in size: the 8 steps of a group stay within 16 bits.
 typedef short dot_t __attribute__((ext_vector_type(2 * VEC)));
 typedef char bytes_t __attribute__((ext_vector_type(4 * VEC)));
 #if VEC == 16
@@ -60,6 +63,7 @@ typedef char bytes_t __attribute__((ext_vector_type(4 * VEC)));
 #define DOT_ZERO(correction) (dot_t)(0)
 #define DOT_STEP(sum, w, x) (sum + MULTIPLY_BYTES(BYTES(w), BYTES((vint)(x))))
 #define DOT_SUM(sum, correction) (ADD_PAIRS(sum, (dot_t)(1)) + (vint)(correction))
+#define DOT_UPPER(sum) ADD_PAIRS(sum, (dot_t)(256))
 #else
 typedef vint dot_t;
 #define DOT_ZERO(correction) (dot_t)(correction)
@@ -69,16 +73,19 @@ INLINE dot_t dot_step(dot_t sum, const vint w, const int x) {
 }
 #define DOT_STEP(sum, w, x) dot_step(sum, w, x)
 #define DOT_SUM(sum, correction) (sum)
+#define DOT_UPPER(sum) ((sum) << 8)
 #endif
 
-// One group: exact integers, then one scaled addition. Nibbles stay 0..15; the correction that x
-// carries is -8 times the sum of its codes. Even nibbles of a word meet x's even features.
+// One group: exact integers (of two planes below 2^24: exact as floats as well), then one scaled
+// addition. Nibbles stay 0..15; the correction that x carries, for the last plane, is -8 times the sum
+// of its codes. Even nibbles of a word meet x's even features.
 INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTORS],
                          __global const ushort *scales[VECTORS], __global const int *x,
                          const int features) {
   for (int g = 0; g < features / GROUP; g++) {
-    dot_t dot[VECTORS][TOKENS];
-    EACH dot[r][t] = DOT_ZERO(x[9 * TOKENS + t]);
+    __global const int *correction = x + (X_WORDS - 1) * TOKENS;
+    dot_t dot[PLANES][VECTORS][TOKENS];
+    EACH_PLANE EACH dot[p][r][t] = DOT_ZERO(p < PLANES - 1 ? 0 : correction[t]);
     UNROLL for (int j = 0; j < 4; j++) {
       vuint word[VECTORS];
       EACH_VEC word[r] = LOAD_WORDS(w[r] + (g * 4 + j) * ROWS);
@@ -87,13 +94,17 @@ INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const uint *w[VEC
 #endif
       UNROLL for (int odd = 0; odd < 2; odd++) EACH {
         const vint codes = AS_VINT((word[r] >> (4 * odd)) & 0x0f0f0f0fu);
-        dot[r][t] = DOT_STEP(dot[r][t], codes, x[(2 * j + odd) * TOKENS + t]);
+        EACH_PLANE
+          dot[p][r][t] = DOT_STEP(dot[p][r][t], codes, x[(8 * p + 2 * j + odd) * TOKENS + t]);
       }
     }
     EACH_VEC {
       const vfloat scale = load_halves(scales[r] + g * ROWS);
-      EACH_TOKEN sum[r][t] += TO_VFLOAT(DOT_SUM(dot[r][t], x[9 * TOKENS + t])) *
-                              (scale * as_float(x[8 * TOKENS + t]));
+      EACH_TOKEN {
+        vint product = DOT_SUM(dot[PLANES - 1][r][t], correction[t]);
+        if (PLANES == 2) product += DOT_UPPER(dot[0][r][t]);
+        sum[r][t] += TO_VFLOAT(product) * (scale * as_float(x[(X_WORDS - 2) * TOKENS + t]));
+      }
     }
     x += X_WORDS * TOKENS;
   }
@@ -295,7 +306,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
   const int vectors = (n + VEC - 1) / VEC;
   if (packing == PACK_HERE && last > first)
     pack_tiles(x, packed, 0, (m + TOKENS - 1) / TOKENS, m, width, k);
-#if defined(W4A8)
+#if PLANES
   __global const x_t *inputs = packed;
 #else
   __global const x_t *inputs = packing == IN_PLACE ? x : packed;

@@ -1,16 +1,18 @@
 // x [m, width] into tiles of TOKENS tokens, zero-padded to whole tiles and to the k features of the
 // weights, so that no row is read beyond its end. Prepended to matmul_cpu.cl.
 //
-// Defines: VEC, TOKENS, and W4A8 for int8 codes instead of floats, or NIBBLES_STAY for floats that
-// meet nibbles where they lie in their word (matmul_cpu.cl).
+// Defines: VEC, TOKENS, and PLANES for int8 codes instead of floats (1: rounded to them, 2: to 16 bits,
+// whose upper and lower bytes are two planes of codes), or NIBBLES_STAY for floats that meet nibbles
+// where they lie in their word (matmul_cpu.cl).
 
 #define UNROLL _Pragma("unroll")
 #define GROUP 32
 typedef CAT(int, VEC) vint;
 
-#if defined(W4A8)
+#if PLANES
 typedef int x_t;
-#define X_WORDS 10  // per token and group: 8 of codes, the scale's bits, the correction
+#define X_WORDS (8 * PLANES + 2)  // per token and group: codes, the scale's bits, the correction
+#define LARGEST (PLANES == 2 ? 32639.0f : 127.0f)  // 127 * 256 + 127
 #define X_STRIDE(k) ((size_t)(k) / GROUP * X_WORDS * TOKENS)
 
 // PoCL's convert_int_rte and fmax are slow: a sequence and a call where there are instructions.
@@ -43,9 +45,22 @@ INLINE int sum8(const int8 v) {
 #define PARTS (GROUP / VEC)
 #define EACH_PART UNROLL for (int j = 0; j < PARTS; j++)
 
-// One group of one token, of which `filled` features are read. Codes go out as words of 4: features
-// 0, 2, 4, 6 and 1, 3, 5, 7 of each 8, as the weights' nibbles come; then the scale's bits and -8
-// times the sum of the codes. A group of zeros has scale 0.
+// Codes j * VEC and on, as words of 4: features 0, 2, 4, 6 and 1, 3, 5, 7 of each 8, as the weights'
+// nibbles come. Stores of single words: from an array the compiler makes a slower scatter.
+INLINE void store_codes(const vint codes, const int j, __global int *out) {
+  const CAT(char, VEC) bytes = CAT(convert_char, VEC)(codes);
+  const int2 low = as_int2(bytes.s02461357);
+  out[j * (VEC / 4) * TOKENS] = low.x;
+  out[(j * (VEC / 4) + 1) * TOKENS] = low.y;
+#if VEC == 16
+  const int2 high = as_int2(bytes.s8ace9bdf);
+  out[(j * 4 + 2) * TOKENS] = high.x;
+  out[(j * 4 + 3) * TOKENS] = high.y;
+#endif
+}
+
+// One group of one token, of which `filled` features are read: the planes of codes, the upper one
+// first, then the scale's bits and -8 times the sum of the codes. A group of zeros has scale 0.
 INLINE void quantize_group(__global const float *x, const int filled, __global int *out) {
   vfloat v[PARTS];
   if (filled >= GROUP) {
@@ -57,27 +72,25 @@ INLINE void quantize_group(__global const float *x, const int filled, __global i
   }
   vfloat largest = 0.0f;
   EACH_PART largest = MAX(largest, MAX(v[j], -v[j]));  // PoCL's fabs is a call
-  const float scale = VMAX_ALL(largest) / 127.0f;
+  const float scale = VMAX_ALL(largest) / LARGEST;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   vint total = 0;
-  EACH_PART {  // stores of single words: from an array the compiler makes a slower scatter
+  EACH_PART {
     const vint codes = nearest(v[j] * inverse);
     total += codes;
-    const CAT(char, VEC) bytes = CAT(convert_char, VEC)(codes);
-    const int2 low = as_int2(bytes.s02461357);
-    out[j * (VEC / 4) * TOKENS] = low.x;
-    out[(j * (VEC / 4) + 1) * TOKENS] = low.y;
-#if VEC == 16
-    const int2 high = as_int2(bytes.s8ace9bdf);
-    out[(j * 4 + 2) * TOKENS] = high.x;
-    out[(j * 4 + 3) * TOKENS] = high.y;
+#if PLANES == 2
+    const vint upper = (codes + 128) >> 8;
+    store_codes(upper, j, out);
+    store_codes(codes - (upper << 8), j, out + 8 * TOKENS);
+#else
+    store_codes(codes, j, out);
 #endif
   }
-  out[8 * TOKENS] = as_int(scale);
-  out[9 * TOKENS] = -8 * VSUM_ALL(total);
+  out[(X_WORDS - 2) * TOKENS] = as_int(scale);
+  out[(X_WORDS - 1) * TOKENS] = -8 * VSUM_ALL(total);
 }
 
-// One tile: [group][10][token].
+// One tile: [group][X_WORDS][token].
 INLINE void pack_tile(__global const float *x, __global int *packed, const int present,
                       const int width, const int k) {
   for (int t = 0; t < TOKENS; t++)

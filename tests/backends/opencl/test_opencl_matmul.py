@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.opencl import matmul
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.opencl.matmul_tuning import CpuTuning, matmul_tuning
+from hetero.backends.opencl.matmul_tuning import _CPU, INF, CpuTuning, Tile, matmul_tuning
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.backends.reference.compute import quantized_activations
@@ -24,6 +25,7 @@ from hetero.backends.weights import PackedWeight, pack
 
 CPU_FAMILIES = ("pocl-avx512-vnni", "pocl-avx512", "pocl")
 TOLERANCE = 2e-6  # of float32 arithmetic; 1e-5 is promised for the 4 and 8 bit formats
+SIXTEEN_BITS = 32639  # largest code of two planes of int8: 127 * 256 + 127
 Array = npt.NDArray[Any]
 
 # Token counts on both sides of every tile's limit; k with and without a rest of 32; odd n.
@@ -66,28 +68,28 @@ def tensor_of(rows: Array) -> Tensor:
     return tensor
 
 
-def product(op: MatMul, x: Array, weight: PackedWeight, bias: Array | None) -> Array:
-    """float64 oracle; `w4a8` on the int8 codes that the kernel must compute with."""
-    result = _activations(op, x) @ weight.dequantize().astype(np.float64).T
-    return result if bias is None else result + bias
-
-
 def error_of(
-    got: Array, op: MatMul, x: Array, weight: PackedWeight, bias: Array | None = None
+    got: Array, x: Array, weight: PackedWeight, bias: Array | None = None, *, codes: int = 0
 ) -> float:
     """Norm of the error over that of what random signs would give: root(sum of (x w)²) + |bias|.
 
-    (A single output may be next to zero by cancellation; its error is not.)
+    (A single output may be next to zero by cancellation; its error is not.) The oracle is float64,
+    on the integer codes that the kernel must compute with, if it does (`codes_of`).
     """
-    squares = _activations(op, x) ** 2 @ (weight.dequantize().astype(np.float64) ** 2).T
-    size = np.sqrt(squares) + (0.0 if bias is None else np.abs(bias))
-    difference = np.nan_to_num(got - product(op, x, weight, bias), nan=np.inf)
+    activations = quantized_activations(x, codes) if codes else x.astype(np.float64)
+    rows = weight.dequantize().astype(np.float64).T
+    offset = 0.0 if bias is None else bias
+    size = np.sqrt(activations**2 @ rows**2) + np.abs(offset)
+    difference = np.nan_to_num(got - activations @ rows - offset, nan=np.inf)
     return float(np.linalg.norm(difference) / np.linalg.norm(size))
 
 
-def _activations(op: MatMul, x: Array) -> Array:
-    wide = quantized_activations(x) if op.weight_format is WeightFormat.W4A8 else x
-    return np.asarray(wide, dtype=np.float64)
+def codes_of(device: OpenCLDevice, weight_format: WeightFormat, m: int) -> int:
+    """The largest integer code of activations, 0 where they stay floats."""
+    tuning = matmul_tuning(device.tuning.family)
+    if not isinstance(tuning, CpuTuning):
+        return 127 if weight_format is WeightFormat.W4A8 else 0
+    return (0, 127, SIXTEEN_BITS)[tuning.planes(weight_format, tuning.tile(weight_format, m))]
 
 
 def run(kernel: Kernel, x: Array, n: int) -> Array:
@@ -117,7 +119,8 @@ def check(
         weights["bias"] = rng.standard_normal(n, dtype=np.float32)
     x = rng.standard_normal((m, k), dtype=np.float32)
     got = run(device.prepare(op, weights), x, n)
-    error = error_of(got, op, x, weight, np.asarray(weights["bias"]) if bias else None)
+    offset = np.asarray(weights["bias"]) if bias else None
+    error = error_of(got, x, weight, offset, codes=codes_of(device, weight_format, m))
     assert error < TOLERANCE, f"{op} m={m}: relative error {error:.2e}"
 
 
@@ -214,7 +217,8 @@ def test_bindings_are_reusable(family_device: OpenCLDevice, weight_format: Weigh
             y.array[:] = np.nan
             call.run()
         for x, y, _ in bound:
-            assert error_of(y.array, op, x.array, weight) < TOLERANCE
+            codes = codes_of(family_device, weight_format, len(x.array))
+            assert error_of(y.array, x.array, weight, codes=codes) < TOLERANCE
 
 
 @pytest.mark.parametrize("offset", [0, 64, 192])
@@ -236,7 +240,8 @@ def test_mapped_weights(
     op = MatMul(n=n, k=k, weight_format=weight_format)
     x = rng.standard_normal((m, k), dtype=np.float32)
     got = run(family_device.prepare(op, {"weight": mapped}), x, n)
-    assert error_of(got, op, x, weight) < TOLERANCE
+    codes = codes_of(family_device, weight_format, m)
+    assert error_of(got, x, weight, codes=codes) < TOLERANCE
 
 
 def _mapped(path: Path, array: Array, offset: int) -> Array:
@@ -257,7 +262,7 @@ def test_weights_are_not_copied(device: OpenCLDevice) -> None:
     kernel = device.prepare(op, {"weight": shared})
     data *= 2
     x = np.ones((1, 32), dtype=np.float32)
-    assert error_of(run(kernel, x, 16) / 2, op, x, weight) < TOLERANCE
+    assert error_of(run(kernel, x, 16) / 2, x, weight) < TOLERANCE
     assert kernel.nbytes == 0
 
 
@@ -275,14 +280,67 @@ def test_zeros_are_exact(family_device: OpenCLDevice, m: int) -> None:
 
 def test_largest_integers_do_not_overflow(family_device: OpenCLDevice) -> None:
     """Every product of a group at its extreme: nibbles 0 and 15 against codes ±127."""
+    check_extremes(family_device, WeightFormat.W4A8, 9, lower=0)
+
+
+def check_extremes(device: OpenCLDevice, weight_format: WeightFormat, m: int, lower: int) -> None:
+    """Codes of the largest size; in the lower of two planes `lower` in all features but one."""
     n, k = 32, 64
     rows = np.where(np.arange(n)[:, None] % 2, -8.0, 7.0) * np.ones((n, k))
     weight = pack(rows.astype(np.float32), StorageFormat.Q4)
-    op = MatMul(n=n, k=k, weight_format=WeightFormat.W4A8)
-    kernel = family_device.prepare(op, {"weight": weight})
+    kernel = device.prepare(MatMul(n=n, k=k, weight_format=weight_format), {"weight": weight})
+    codes = codes_of(device, weight_format, m)
     for sign in (1.0, -1.0):
-        x = np.full((9, k), sign * 3.0, dtype=np.float32)
-        assert error_of(run(kernel, x, n), op, x, weight) < TOLERANCE
+        x = np.full((m, k), sign * codes, dtype=np.float32)
+        if lower:
+            x[:, np.arange(k) % 32 != 0] = sign * (126 * 256 + lower)
+        assert error_of(run(kernel, x, n), x, weight, codes=codes) < TOLERANCE
+
+
+@pytest.fixture(params=["own", "plain"])
+def planes_device(
+    family_device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> OpenCLDevice:
+    """Two planes of int8 also where floats are faster; with the family's integer products, and with
+    16 lanes of what every compiler has.
+    """
+    family = family_device.tuning.family
+    tuning = matmul_tuning(family)
+    if not isinstance(tuning, CpuTuning):
+        pytest.skip("a kernel of processors")
+    tiles = (Tile(1, 1, 1, 1024, planes=2), Tile(INF, 2, 2, planes=2))
+    tuning = dataclasses.replace(tuning, special_tiles={WeightFormat.W4A16: tiles})
+    if request.param == "plain":
+        tuning = dataclasses.replace(tuning, rows=16, dot=0)
+    monkeypatch.setitem(_CPU, family, tuning)
+    return family_device
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_planes(planes_device: OpenCLDevice, shape: tuple[int, int, int]) -> None:
+    assert codes_of(planes_device, WeightFormat.W4A16, shape[0]) == SIXTEEN_BITS
+    check(planes_device, WeightFormat.W4A16, shape, bias=True)
+
+
+@pytest.mark.parametrize("lower", [0, 127, -128])
+@pytest.mark.parametrize("m", [1, 4])
+def test_two_planes_do_not_overflow(planes_device: OpenCLDevice, m: int, lower: int) -> None:
+    check_extremes(planes_device, WeightFormat.W4A16, m, lower)
+
+
+def test_two_planes_lose_less_than_fp16_would(planes_device: OpenCLDevice) -> None:
+    """Against x as it is, zeros and outliers within a block included."""
+    n, k = 64, 2048
+    rng = np.random.default_rng(8)
+    weight = random_weight(rng, StorageFormat.Q4, n, k)
+    kernel = planes_device.prepare(
+        MatMul(n=n, k=k, weight_format=WeightFormat.W4A16), {"weight": weight}
+    )
+    x = rng.standard_normal((2, k), dtype=np.float32)
+    x[1] *= rng.lognormal(0, 2, k)
+    x[:, :64] = 0.0
+    assert error_of(run(kernel, x, n), x, weight) < 5e-5
+    np.testing.assert_array_equal(run(kernel, 0 * x, n), np.zeros((2, n), dtype=np.float32))
 
 
 def test_discrete_memory_copies(variant: OpenCLDevice) -> None:
