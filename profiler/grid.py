@@ -20,6 +20,8 @@ QUICK_PAIRS: Final = ((512, 512), (1024, 4096), (2048, 2048), (4096, 1024), (819
 DECODE_SIZES: Final = (1, 2, 3, 4, 6, 8)
 PREFILL_SIZES: Final = (16, 32, 64, 128, 256, 512, 1024)
 QUICK_SIZES: Final = (1, 4, 32, 128, 256)
+CUT: Final = 4  # a weight's rows divided by this are measured too,
+CUT_ROWS: Final = 256  # in whole blocks of so many
 WIDE: Final = 1.5  # aspect from which a weight is wide or tall
 
 
@@ -139,8 +141,16 @@ def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
 
 
 def model_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
-    """Distinct (n, k) of a model's matmuls."""
-    return tuple(dict.fromkeys((shape.n, shape.k) for shape in shapes))
+    """Distinct (n, k) of a model's matmuls, and a quarter of the rows where a k has only one n.
+
+    Cuts are along n: with one n a slow sample of it would pass for a cost that no cut divides.
+    """
+    pairs = dict.fromkeys((shape.n, shape.k) for shape in shapes)
+    widths: dict[int, list[int]] = {}
+    for n, k in pairs:
+        widths.setdefault(k, []).append(n)
+    alone = [(found[0], k) for k, found in widths.items() if len(found) == 1]
+    return (*pairs, *((pad(n // CUT, CUT_ROWS), k) for n, k in alone if n > CUT_ROWS))
 
 
 def head_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:

@@ -121,7 +121,8 @@ def test_sizes_of_one_stage_are_measured_once_and_checked() -> None:
 def test_a_models_shapes_are_the_grid() -> None:
     shapes = (Shape("qkv", 768, 512), Shape("o", 512, 512), Shape("down", 512, 1024))
     found = take(opts=options(shapes=shapes, pairs=()))
-    assert {(row.n, row.k) for row in found.matmuls} == {(768, 512), (512, 512), (512, 1024)}
+    own = {(768, 512), (512, 512), (512, 1024)}
+    assert {(row.n, row.k) for row in found.matmuls} == own | {(256, 1024)}
 
 
 def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) -> None:
