@@ -29,6 +29,7 @@ from hetero.backends.protocol import (
 from hetero.backends.weights import PackedWeight, pack
 
 DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
+REVISION = "2"  # of the graphs: another one where their times change, for profiles taken before
 ROW_ALIGNMENT = 32
 SETTLE_S = 0.4  # the output head and more; all of a 1B model would take 2 s (bench/RESULTS.md)
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
@@ -48,7 +49,7 @@ class OrtCpuDevice(Device):
             backend=BACKEND,
             name=cpu_name(),
             driver=f"onnxruntime {ort.__version__}",
-            details={"w4a16": w4a16},
+            details={"w4a16": w4a16, "graphs": REVISION},
         )
         self.capabilities = Capabilities(
             kind="npu",
