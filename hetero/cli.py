@@ -153,7 +153,10 @@ def bench(
 @app.command("sync-bench")
 def sync_bench(
     gpu: GpuOption = "auto",
-    rounds: Annotated[int, typer.Option("-r", min=5, help="Waits of each kind.")] = 60,
+    rounds: Annotated[
+        int | None,
+        typer.Option("-r", min=5, help="Waits of each kind (default: a second of each)."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """What a wait costs here: each method's added latency and CPU time."""

@@ -32,6 +32,8 @@ from hetero.runtime.sync import Site, Synchroniser, SyncMethod
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
 SLEEP_S: Final = 500e-6
+LENGTH_S: Final = 1.0  # of all waits of one method and length together, in
+MOST_ROUNDS: Final = 2000
 ROWS, FEATURES = 64, 1024
 WARM_UP: Final = 12
 FITS: Final = 10  # tries of a kernel's length, to between the wanted one and
@@ -83,8 +85,12 @@ class SyncReport:
         return "\n".join(lines)
 
 
-def run_sync_bench(*, gpu: str = "auto", rounds: int = 60) -> SyncReport:
-    """Measure every method on the GPU backend. Raises `UserError` where it is not asynchronous."""
+def run_sync_bench(*, gpu: str = "auto", rounds: int | None = None) -> SyncReport:
+    """Measure every method on the GPU backend, in `rounds` waits of each length or for a second.
+
+    Predictions are learned from wait to wait and the machine changes its speed, so that a few dozen
+    waits say little. Raises `UserError` where the GPU is not asynchronous.
+    """
     opened = open_devices("gpu", gpu=gpu)
     try:
         device = opened.devices.get("gpu")
@@ -96,8 +102,12 @@ def run_sync_bench(*, gpu: str = "auto", rounds: int = 60) -> SyncReport:
         with pinned(opened.control_core), timer_slack(1):
             device.set_timing(True)
             fast = Synchroniser({"gpu": device}, "fast")
-            rows = [row for wait_s in WAITS_S for row in _measure(device, fast, wait_s, rounds)]
-            late_s, cpu_s = _sleep_cost(rounds)
+            rows = [
+                row
+                for wait_s in WAITS_S
+                for row in _measure(device, fast, wait_s, rounds or _rounds_of(wait_s))
+            ]
+            late_s, cpu_s = _sleep_cost(rounds or _rounds_of(SLEEP_S))
         return SyncReport(
             rows=tuple(rows),
             flag="gpu" in fast.flags,
@@ -107,6 +117,10 @@ def run_sync_bench(*, gpu: str = "auto", rounds: int = 60) -> SyncReport:
         )
     finally:
         opened.close()
+
+
+def _rounds_of(wait_s: float) -> int:
+    return min(MOST_ROUNDS, round(LENGTH_S / wait_s))
 
 
 def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> Sequence[WaitCost]:

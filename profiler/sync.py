@@ -219,13 +219,19 @@ def _mapping(device: Device, clock: Clock, repeats: int) -> float:
     return _median(clock, lambda: device.map(tensor.buffer), repeats)
 
 
-def measure_sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:
-    """How late sleeps of so many seconds return, with the timer slack that the caller has set."""
+def lateness(clock: Clock, wanted_s: float, repeats: int) -> list[float]:
+    """Seconds by which sleeps of so many seconds return late, in rising order."""
     late = []
     for _ in range(repeats):
         start_s = clock.now()
         clock.sleep(wanted_s)
         late.append(max(clock.now() - start_s - wanted_s, 0.0))
+    return sorted(late)
+
+
+def measure_sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:
+    """How late sleeps of so many seconds return, with the timer slack that the caller has set."""
+    late = lateness(clock, wanted_s, repeats)
     return Sleep(
         requested_s=wanted_s,
         timer_slack_ns=slack_ns,

@@ -284,8 +284,10 @@ class ExecutionPlan(_Record):
         """Whether the members of a group have entries for exactly m tokens, and the group has none:
         they go before what the plan says of the group at other token counts.
         """
+        if not members:
+            return False
         exact = {o.op for o in self.ops if o.m == m and o.phase == phase}
-        return bool(members) and group not in exact and exact.issuperset(members)
+        return group not in exact and exact.issuperset(members)
 
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
         """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from hetero.backends.clock import SystemClock
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import Add
@@ -27,6 +28,7 @@ from hetero.backends.protocol import (
     DeviceKind,
     Doorbell,
 )
+from hetero.profiler.sync import lateness
 
 SyncMethod: TypeAlias = Literal["fast", "event", "finish", "copy"]
 SiteKey: TypeAlias = tuple[str, int, str, str]
@@ -55,6 +57,7 @@ CALIBRATION_S: Final = 150e-6
 CALIBRATION_SLEEPS: Final = 24
 TRIALS: Final = 25
 TRIAL_WIDTH: Final = 1 << 12
+FLAG_GAIN: Final = 0.8
 PORTS: Final = ("x", "residual", "y")
 
 
@@ -82,15 +85,10 @@ class SleepTimes:
         self.late_s *= 1 - DOUBT
 
     @classmethod
-    def measure(cls, sleep: Callable[[float], None] = time.sleep) -> SleepTimes:
+    def measure(cls) -> SleepTimes:
         """The same quantile of a few sleeps; some milliseconds."""
-        late = []
-        for _ in range(CALIBRATION_SLEEPS):
-            start_s = time.perf_counter()
-            sleep(CALIBRATION_S)
-            late.append(time.perf_counter() - start_s - CALIBRATION_S)
-        late.sort()
-        return cls(max(0.0, late[int(LATENESS * len(late))]))
+        late = lateness(SystemClock(), CALIBRATION_S, CALIBRATION_SLEEPS)
+        return cls(late[int(LATENESS * len(late))])
 
 
 @dataclass
@@ -327,7 +325,9 @@ def _trial(device: Device) -> BoundCall:
 
 
 def _flag_is_faster(device: Device, flag: BoundCall) -> bool:
-    """A small kernel's end by its event and by a flag behind it, in turns."""
+    """A small kernel's end by its event and by a flag behind it, in turns. A flag is one more kernel
+    to submit, so a difference within the noise is none.
+    """
     call = _trial(device)
     by_event, by_flag = [], []
     for _ in range(TRIALS):
@@ -338,7 +338,7 @@ def _flag_is_faster(device: Device, flag: BoundCall) -> bool:
         _spin(flag.submit())
         by_event.append(middle_s - start_s)
         by_flag.append(time.perf_counter() - middle_s)
-    return statistics.median(by_flag) < statistics.median(by_event)
+    return statistics.median(by_flag) < FLAG_GAIN * statistics.median(by_event)
 
 
 def _stopped(gap_s: float) -> float:
