@@ -325,8 +325,9 @@ def _trial(device: Device) -> BoundCall:
 
 
 def _flag_is_faster(device: Device, flag: BoundCall) -> bool:
-    """A small kernel's end by its event and by a flag behind it, in turns. A flag is one more kernel
-    to submit, so a difference within the noise is none.
+    """A small kernel's end by its event and by a flag behind it, in turns.
+
+    A flag is a second kernel to submit, so a difference within the noise is none.
     """
     call = _trial(device)
     by_event, by_flag = [], []
