@@ -95,7 +95,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, who: str, error: Exception, after: i
     [
         ("the pool", 9, REFUSED[0]),
         ("packing", 4, REFUSED[1]),
-        ("a device's own layout", 5, REFUSED[0]),
+        ("a device's own layout", 6, REFUSED[0]),
         ("a step", 0, REFUSED[1]),
     ],
 )
