@@ -45,8 +45,8 @@ def test_what_is_left_out_of_times_far_apart_changes_no_bit(spread: tuple[float,
     assert 0.1 < (x < -9).mean() < 0.9
 
 
-def steady(profile: DeviceProfile) -> DeviceProfile:
-    rows = tuple(row.model_copy(update={"spread": 0.0}) for row in profile.matmuls)
+def varying_by(profile: DeviceProfile, spread: float) -> DeviceProfile:
+    rows = tuple(row.model_copy(update={"spread": spread}) for row in profile.matmuls)
     return profile.model_copy(update={"matmuls": rows})
 
 
@@ -60,7 +60,7 @@ def test_a_measured_profile_says_how_much_its_kernels_vary() -> None:
         and row.samples >= LEAST_SAMPLES
     ]
     assert cost.spread("npu", "prefill", W4A8) == np.median(rows) > 0
-    assert CostModel(steady(profile)).spread("npu", "prefill", W4A8) == 0
+    assert CostModel(varying_by(profile, 0.0)).spread("npu", "prefill", W4A8) == 0
     simulated = CostModel(DeviceProfile.load("snapdragon-8-gen-3"))
     assert simulated.spread("gpu", "decode", WeightFormat.W4A16) == 0
 
@@ -68,7 +68,7 @@ def test_a_measured_profile_says_how_much_its_kernels_vary() -> None:
 @pytest.mark.parametrize("m", [64, 300])
 def test_a_cut_on_devices_that_vary_gains_less_and_one_device_is_not_touched(m: int) -> None:
     spec, profile = model_spec("llama-3.2-1b", W4A8), DeviceProfile.load("host")
-    planners = [Planner(spec, p) for p in (profile, steady(profile))]
+    planners = [Planner(spec, varying_by(profile, spread)) for spread in (0.08, 0.0)]
     varying, calm = (planner.solve(Scenario("prefill", m)).seconds for planner in planners)
     assert 1.02 * calm < varying < 1.12 * calm
     alone = [planner.single(Scenario("prefill", m), "gpu") for planner in planners]
