@@ -36,11 +36,10 @@ SiteKey: TypeAlias = tuple[str, int, str, str]
 RISE: Final = 0.05  # how fast a prediction follows longer waits,
 FALL: Final = 0.4  # and shorter ones: it settles low, because a sleep too long is paid for in full
 OUTLIER: Final = 3.0  # a wait of more than so many predictions counts as that many
-OVERSLEPT: Final = 0.9  # a wait that was over when the sleep ended counts as this much of it
+OVERSLEPT: Final = 0.85  # a wait that was over when the sleep ended counts as this much of it
 SHORTEST_NAP_S: Final = 30e-6
-LATE_S: Final = 200e-6  # polling longer than predicted by this, and by this share of the
-LATE: Final = 0.4  # prediction, becomes a nap between looks: something is slower than usual
-LATE_NAP_S: Final = 60e-6
+LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
+LATE_NAP_S: Final = 50e-6
 LATENESS: Final = 0.65  # of all sleeps that are to end no later than expected: see `SleepTimes`
 LATENESS_STEP_S: Final = 2e-6
 DOUBT: Final = 0.01  # of a lateness is forgotten where it seems wrong: a sleep was
@@ -146,7 +145,7 @@ class Site:
 
     def _poll(self, completion: Completion, start_s: float) -> None:
         done, now = completion.done, time.perf_counter
-        late_s = start_s + self.expected_s + max(LATE_S, LATE * self.expected_s)
+        late_s = start_s + self.expected_s + LATE_S
         give_up_s = start_s + self.owner.deadline_s
         looked_s = now()
         while not done():
