@@ -293,9 +293,10 @@ def check_extremes(device: OpenCLDevice, weight_format: WeightFormat, m: int, lo
     kernel = device.prepare(MatMul(n=n, k=k, weight_format=weight_format), {"weight": weight})
     codes = codes_of(device, weight_format, m)
     for sign in (1.0, -1.0):
-        x = np.full((m, k), sign * codes, dtype=np.float32)
+        whole = np.full((m, k), sign * codes)
         if lower:
-            x[:, np.arange(k) % 32 != 0] = sign * (126 * 256 + lower)
+            whole[:, np.arange(k) % 32 != 0] = sign * (126 * 256 + lower)
+        x = (3.0 / codes * whole).astype(np.float32)  # of a step that is not exact
         assert error_of(run(kernel, x, n), x, weight, codes=codes) < TOLERANCE
 
 
