@@ -235,6 +235,9 @@ class Session:
         fresh = [task for task in open_tasks if task.key[:3] not in known]
         if fresh:
             return active.first_tasks(fresh)[:count]
+        one_token = [task for task in open_tasks if task.m == 1]
+        if self.options.shapes and one_token:  # cheap, and what every token of that model takes
+            return one_token[:count]
         rows = list(self.rows.values())
         return active.next_tasks(
             self.records, rows, open_tasks, count, seed=self.options.seed + turn

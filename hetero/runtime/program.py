@@ -9,23 +9,29 @@ submitted while the one before it runs, behind a gate, and starting it is a stor
     SUBMIT a; RUN x; WAIT a; RUN y; SUBMIT b; RUN z; WAIT b        becomes
     SUBMIT a gate1; RUN x; AHEAD b; WAIT gate1; RUN y; RING b; RUN z; WAIT b
 
-A gate's completion is that of everything before it, so it is the flag of the group before. The next
-group, never more than one, is submitted when the control thread has done its part of a matmul: it
-would wait for the GPU's now, if that is the longer one. Where it has to wait for attention first,
-the one operation besides matmuls that takes long, it is submitted meanwhile.
+A gate's completion is that of everything before it, so it is the flag of the group before.
+
+A submission takes 4 to 25 us of the control thread, and the NPU's calls, which it makes, are late by
+that. So what is behind gates is submitted while the thread would wait: as late as possible, a few
+launches while a norm or an activation runs, all others while attention does, the one operation
+besides matmuls that takes long. Only where no wait is left before a group begins it is submitted
+when the control thread has done its part of a matmul: it may have to wait for the GPU's then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell
 
 Span: TypeAlias = tuple[int, int]
+Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action
 
 SUBMIT, RUN, WAIT, RING, AHEAD = range(5)
 LONG: Final = "attention"  # the last part of such a node's name
+SHORT_ROOM: Final = 2  # submissions that fit in a wait for anything else
+FAR: Final = 8  # groups that one is submitted ahead of its start, at most
 KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
@@ -133,13 +139,14 @@ class _Ahead:
         else:
             found += self._block(0, SUBMIT)
         found += self.before
+        places = self._places()
         for i, others in enumerate(self.others):
             if i in self.gates:
                 end = self.gates.get(i + 1, self.groups[i][-1].launch)
                 found.append(Action(RING, end, self.kind, self.bell.ring))
-            following = self._block(i + 1, AHEAD) if i + 1 < len(self.groups) else []
-            at = self._idle(others)
-            found += [*others[:at], *following, *others[at:]]
+            for at in range(len(others) + 1):
+                found += places.get((i, at), [])
+                found += others[at : at + 1]
         return [
             action._replace(launch=ended.get(action.launch, action.launch))
             if action.code == WAIT
@@ -147,14 +154,34 @@ class _Ahead:
             for action in found
         ]
 
-    def _idle(self, others: list[Action]) -> int:
-        """Where among these actions the control thread has time to submit."""
+    def _places(self) -> dict[Place, list[Action]]:
+        """Where each submission of the second group and later ones goes: see the module."""
+        waits = [
+            [place, room]
+            for i, others in enumerate(self.others)
+            for place, room in self._waits(i, others)
+        ]
+        places: dict[Place, list[Action]] = {}
+        place: Place = (len(self.groups), 0)
+        for group in reversed(range(1, len(self.groups))):
+            last = (group - 1, _behind_run(self.others[group - 1]))
+            for action in reversed(self._block(group, AHEAD)):
+                while waits and (waits[-1][0][0] >= group or not waits[-1][1]):
+                    waits.pop()
+                if waits and waits[-1][0][0] >= group - FAR:
+                    waits[-1][1] -= 1
+                    last = waits[-1][0]
+                place = min(place, last)
+                places.setdefault(place, []).insert(0, action)
+        return places
+
+    def _waits(self, group: int, others: Sequence[Action]) -> Iterator[tuple[Place, int]]:
+        """Waits before the control thread's own work beside a group, and how much fits in them."""
         for at, action in enumerate(others):
             if action.code == RUN:
-                return at + 1
-            if self.launches[action.launch].node.endswith(LONG):
-                return at
-        return 0
+                return
+            long = self.launches[action.launch].node.endswith(LONG)
+            yield (group, at), len(self.launches) if long else SHORT_ROOM
 
     def _block(self, group: int, code: int) -> list[Action]:
         """A group's submissions, and the gate behind it; one flush will do behind a closed gate."""
@@ -168,3 +195,8 @@ class _Ahead:
 
     def _submission(self, code: int, gate: int) -> Action:
         return Action(code, gate, self.kind, self.bell.gate.submit)
+
+
+def _behind_run(others: Sequence[Action]) -> int:
+    """Where the control thread's own work is done, and it may have to wait for the group's."""
+    return next((at + 1 for at, action in enumerate(others) if action.code == RUN), 0)

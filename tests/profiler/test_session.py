@@ -125,6 +125,16 @@ def test_a_models_shapes_are_the_grid() -> None:
     assert {(row.n, row.k) for row in found.matmuls} == own | {(256, 1024)}
 
 
+def test_of_a_models_shapes_each_tokens_matmuls_come_before_the_prompts() -> None:
+    pairs = [(256 * i, 256 * j) for i in range(1, 7) for j in range(1, 5)]
+    shapes = tuple(Shape(f"{n}x{k}", n, k) for n, k in pairs)
+    part = take(opts=options(shapes=shapes, pairs=(), share=0.4))
+    for kind in ("gpu", "npu"):
+        rows = [row for row in part.matmuls if row.device == kind]
+        assert {(row.n, row.k) for row in rows if row.m == 1} >= set(pairs)
+        assert any(row.m > 1 for row in rows)
+
+
 def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) -> None:
     part = take(opts=options(share=0.25))
     assert len(part.matmuls) == -(-len(whole.matmuls) // 4)

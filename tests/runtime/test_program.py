@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hetero.backends.protocol import BoundCall, Completion, Doorbell
 from hetero.runtime.program import (
     AHEAD,
+    FAR,
+    LONG,
     RING,
     RUN,
     SUBMIT,
@@ -48,18 +50,20 @@ class Bell(Doorbell):
 
 
 def written(program: str) -> tuple[list[Action], list[Launch]]:
-    """Actions of a text such as `S W R`: submit the GPU's next call, wait for its last, run."""
+    """Actions of a text such as `S W R`: submit the GPU's next call, wait for its last, run; `L`
+    submits one that takes long.
+    """
     launches: list[Launch] = []
     actions: list[Action] = []
     submitted = -1
     for letter in program.split():
-        code = {"S": SUBMIT, "R": RUN, "W": WAIT}[letter]
+        code = {"S": SUBMIT, "L": SUBMIT, "R": RUN, "W": WAIT}[letter]
         if code == WAIT:
             if submitted >= 0:
                 actions.append(Action(WAIT, submitted, 0, lambda _: 0.0))
             continue
         kind = 0 if code == SUBMIT else 1
-        call = Call(f"{'ab'[kind]}{len(launches)}")
+        call = Call(f"{'ab'[kind]}{len(launches)}{LONG if letter == 'L' else ''}")
         actions.append(Action(code, len(launches), kind, call.submit))
         submitted = len(launches) if code == SUBMIT else submitted
         launches.append(Launch(call.name, ("gpu", "npu")[kind], call, (0, 1), None))  # type: ignore[arg-type]
@@ -78,6 +82,19 @@ def test_the_example_of_the_docstring() -> None:
         "SUBMIT a0", "SUBMIT a3 gate", "RUN b1", "AHEAD a3", "AHEAD a3 flag", "WAIT a3 gate",
         "RUN b2", "RING a3 flag", "RUN b4", "WAIT a3 flag",
     ]  # fmt: skip
+
+
+def test_what_comes_next_is_submitted_while_attention_runs_and_a_little_in_short_waits() -> None:
+    cut = "S W S R"  # a norm or an activation, and the GPU's part of a matmul beside the NPU's
+    actions, launches = written(" ".join([f"{cut} S L W S R {cut} {cut}"] * 3 + ["S W"]))
+    found, _ = queue_ahead(actions, launches, {"gpu": Bell()})
+    letters = {SUBMIT: "s", AHEAD: "a", RUN: "R", RING: "|"}
+    told = ""
+    for action in found:
+        long = LONG in launches[action.launch].node
+        told += letters.get(action.code) or ("L" if long else "W")
+    block = "aaaaaaaLR|" + 3 * "aaWR|"  # seven of the next block's thirteen, and two at a time
+    assert told[told.index("L") - 7 :].startswith(block + block + "aaaaLR|")
 
 
 def test_a_program_of_one_group_stays() -> None:
@@ -116,7 +133,7 @@ class Queue:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text("SRW", max_size=30), st.booleans(), st.booleans())
+@given(st.text("SRWL", max_size=40), st.booleans(), st.booleans())
 def test_gates_change_no_order(letters: str, greedy: bool, flagged: bool) -> None:
     """Each GPU call comes after the same calls of the control thread as without gates (those that
     were before its submission), waits end, and what was waited for is over.
@@ -147,10 +164,10 @@ def test_gates_change_no_order(letters: str, greedy: bool, flagged: bool) -> Non
             assert awaited.pop(0) in device.done
         if greedy:
             device.go()
-        assert sum(launches[i].node.endswith("gate") for i in device.queue) <= device.opened + 2
+        assert sum(launches[i].node.endswith("gate") for i in device.queue) <= device.opened + FAR + 1
     assert not awaited
     assert device.at == len(device.queue) or not before
     for name, needed in before.items():
         assert needed <= set(device.done[: device.done.index(name)])
-    numbers = [int(name[1:]) for name in device.done if name[0] == "a"]
+    numbers = [int(name[1:].removesuffix(LONG)) for name in device.done if name[0] == "a"]
     assert numbers == sorted(numbers)
