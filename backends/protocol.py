@@ -59,6 +59,8 @@ class Capabilities:
                          still runs: True or False as probed, None when not probed yet
     memory_limit_bytes   memory the device can hold, None when it is the host's
     max_allocation_bytes largest single buffer, None when it is not limited
+    weight_bytes         what each weight of a prepared matmul takes in the device's own layout, by
+                         format; formats that are not listed are held as they are stored
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
     """
@@ -76,6 +78,7 @@ class Capabilities:
     early_visibility: bool | None = None
     memory_limit_bytes: int | None = None
     max_allocation_bytes: int | None = None
+    weight_bytes: Mapping[WeightFormat, float] = field(default_factory=dict)
     reads_panels: bool = False
 
 

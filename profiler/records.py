@@ -58,6 +58,7 @@ class CapabilityRecord(Record):
     operand_orders: tuple[OperandOrder, ...] = ("plain",)
     early_visibility: bool | None = None
     memory_limit_bytes: int | None = None
+    weight_bytes: dict[WeightFormat, Annotated[float, Field(gt=0)]] = {}
 
     @classmethod
     def of(cls, capabilities: Capabilities) -> Self:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hetero.backends.protocol import DeviceKind
 from hetero.profiler.predict import weight_bytes
 from hetero.solver.options import Option
 from hetero.solver.plan import Memory, OpName
@@ -49,18 +50,27 @@ def held_by_op(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, 
 
 
 def weight_memory(planner: Planner, solutions: Iterable[Solution]) -> Memory:
-    """Bytes by device; a row on both counts twice."""
+    """Bytes by device; a row on both counts twice, on each as the device holds it."""
     gpu = npu = twice = 0.0
     for name, held in held_by_op(planner, solutions).items():
-        n, k = planner.shape(name)
-        row = row_bytes(planner, name, k)
-        npu += row * held.npu
-        gpu += row * (n - held.gpu)
-        twice += row * max(held.npu - held.gpu, 0)
+        n, _ = planner.shape(name)
+        gpu += row_bytes(planner, "gpu", name) * (n - held.gpu)
+        npu += row_bytes(planner, "npu", name) * held.npu
+        twice += row_bytes(planner, "npu", name) * max(held.npu - held.gpu, 0)
     return Memory(gpu_bytes=round(gpu), npu_bytes=round(npu), twice_bytes=round(twice))
 
 
-def row_bytes(planner: Planner, name: OpName, k: int) -> float:
-    """Stored bytes of one row in all layers."""
+def held_bytes(planner: Planner, name: OpName, held: Held) -> float:
+    """Bytes of a matmul in all layers on both devices."""
+    n, _ = planner.shape(name)
+    gpu, npu = row_bytes(planner, "gpu", name), row_bytes(planner, "npu", name)
+    return npu * held.npu + gpu * (n - held.gpu)
+
+
+def row_bytes(planner: Planner, device: DeviceKind, name: OpName) -> float:
+    """Bytes of one row in all layers, in the device's own layout if it has one."""
     layers = 1 if name == "lm_head" else planner.spec.layers
-    return layers * float(weight_bytes(planner.spec.weight_format, 1, k))
+    _, k = planner.shape(name)
+    weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)
+    own = None if record is None else record.capabilities.weight_bytes.get(weight_format)
+    return layers * float(weight_bytes(weight_format, 1, k) if own is None else own * k)

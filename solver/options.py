@@ -83,8 +83,8 @@ class Sync:
         return replace(self, submit_s=self.ring_s)
 
     def ahead_s(self, m: int, launches: Launches) -> Launches:
-        """What the thread of the NPU's calls pays, after its tile, for queueing so many launches
-        behind the next gate.
+        """How late an NPU tile is because its thread submits so many launches, in decoding with
+        gates.
         """
         if self.ring_s is None or phase_of(m) == "prefill":
             return 0.0 * launches

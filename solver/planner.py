@@ -28,6 +28,7 @@ BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
 # The operators behind each group, and what is always queued.
 BEHIND: Final = {"qkv": "attention", "o": "norm", "gate_up": "activation", "down": "norm"}
 TILE_AND_GATE: Final = 2.0
+IN_SHORT_WAITS: Final = 6.0  # launches that are submitted while norms and an activation run
 Extra = Mapping[OpName, list[Option]]
 
 
@@ -188,24 +189,28 @@ class Planner:
                 row_steps=self.settings.row_steps,
                 rows=self.rows.get(name),
                 sync=self.sync,
-                launches=self._launches_behind(name),
+                launches=self._launches_late(name),
             )
         return self._spaces[name]
 
-    def _launches_behind(self, name: OpName) -> float:
-        """GPU launches that are queued behind a matmul's NPU tile for the next one: the operators
-        between, a tile, a flag behind its operand and a gate; nothing behind the output head.
+    def _launches_late(self, name: OpName) -> float:
+        """GPU launches of a block whose submission delays a matmul's NPU tile: those that fit
+        neither into attention nor into the short waits delay the tile behind attention
+        (`hetero.runtime.program`).
 
-        As if the operators between ran on the GPU and the next matmul had a tile there.
+        As if every matmul had a tile on both devices, and flags were the events of their launches.
         """
-        if name == "lm_head" or self.sync.ring_s is None:
+        sync = self.sync
+        if name == "lm_head" or sync.ring_s is None or not sync.busy_s:
             return 0.0
-        for fused, members in BLOCK:
-            if name in members[:-1]:
-                return TILE_AND_GATE
-            if name == fused or name in members:
-                return self._rest_costs.launches(BEHIND[fused]) + TILE_AND_GATE + 1
-        raise KeyError(name)
+        if "gpu" not in self._rest_costs.devices:
+            return TILE_AND_GATE  # nothing of the GPU's is waited for before the tile
+        if name != "o":
+            return 0.0
+        stages = BEHIND.values()
+        launches = sum(map(self._rest_costs.launches, stages)) + TILE_AND_GATE * len(stages)
+        attention = self._rest_costs.on("gpu", 1, self.settings.context).attention
+        return max(0.0, launches - IN_SHORT_WAITS - attention.gpu_s / sync.busy_s)
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.solver.chooser import Chooser
-from hetero.solver.memory import Held, row_bytes
+from hetero.solver.memory import Held, held_bytes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.plan import OpName, PlanError
 from hetero.solver.planner import BLOCK, Planner, Scenario, Solution
@@ -90,12 +90,12 @@ class _Program:
         result = builder.solve(budget_bytes)
         if result is None:
             least = sum(
-                row_bytes(self.planner, x, self.planner.shape(x)[1]) * self.planner.shape(x)[0]
-                for x in self.names
+                min(held_bytes(self.planner, name, held) for held in self.choices[name])
+                for name in self.names
             )
             raise PlanError(
                 f"no plan of {self.planner.spec.name} fits {budget_bytes / 2**30:.2f} GiB of "
-                f"weights: they take {least / 2**30:.2f} GiB stored once; raise --memory-budget "
+                f"weights: they take {least / 2**30:.2f} GiB at least; raise --memory-budget "
                 "or choose a smaller format with --weights"
             )
         return result
@@ -160,8 +160,7 @@ class _Builder:
         row = self._row(-np.inf, 1.0)
         planner = self.program.planner
         for (name, held), column in self.y.items():
-            n, k = planner.shape(name)
-            nbytes = row_bytes(planner, name, k) * (held.npu + n - held.gpu)
+            nbytes = held_bytes(planner, name, held)
             self.entries.append((row, column, nbytes / budget_bytes))
         i, j, v = zip(*self.entries, strict=True)
         matrix = coo_matrix((v, (i, j)), shape=(len(self.low), len(self.cost))).tocsr()

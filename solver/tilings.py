@@ -26,7 +26,7 @@ FAR: Final = 9.0  # deviations between two times of which the shorter one does n
 class Grid:
     """Costed tilings of one matmul at m tokens.
 
-    `ahead_s` (of the matmul or of each column) passes on the NPU's thread after its tile. `spread`
+    `ahead_s` (of the matmul or of each column) passes on the NPU's thread before its tile. `spread`
     is how much the GPU's and the NPU's times vary, as fractions of them (standard deviations).
     """
 
@@ -74,7 +74,7 @@ class MatMulSpace:
 
     `rows` limits the row cuts, `row_steps` their number; every alignment step by default. `rows`
     are prepared, so an NPU with graphs computes each run of rows between them by a call of its own.
-    `launches` are the GPU's that the thread of the NPU's calls queues behind a tile (`Sync`).
+    `launches` are the GPU's whose submission delays an NPU tile in decoding (`Sync.ahead_s`).
     """
 
     def __init__(

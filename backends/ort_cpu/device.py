@@ -26,7 +26,7 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
-from hetero.backends.weights import PackedWeight, pack
+from hetero.backends.weights import GROUP_SIZE, PackedWeight, pack
 
 DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 REVISION = "2"  # of the graphs: another one where their times change, for profiles taken before
@@ -45,6 +45,8 @@ class OrtCpuDevice(Device):
         if w4a16 not in get_args(graphs.ActivationPath):
             raise ValueError(f"w4a16 is one of {get_args(graphs.ActivationPath)}, got {w4a16!r}")
         ort.disable_telemetry_events()
+        self._w4a16 = w4a16
+        self._sizes = tuple(sorted(graph_sizes))
         self.info = DeviceInfo(
             backend=BACKEND,
             name=cpu_name(),
@@ -54,14 +56,17 @@ class OrtCpuDevice(Device):
         self.capabilities = Capabilities(
             kind="npu",
             static_shapes=True,
-            graph_sizes=tuple(sorted(graph_sizes)),
+            graph_sizes=self._sizes,
             weight_formats=tuple(WeightFormat),
             row_alignment=ROW_ALIGNMENT,
             early_visibility=False,
+            weight_bytes={
+                known: sum(_own_bytes(known, split=split) for _, split in self._paths(known))
+                for known in WeightFormat
+            },
         )
         self._health = checks.Health(BACKEND)
         self._host = kernels.Host(self._health, self.capabilities)
-        self._w4a16 = w4a16
         self._sessions: dict[Op, ort.InferenceSession] = {}
         self._rope_tables: dict[Op, dict[str, npt.NDArray[Any]]] = {}
         self._kernels: weakref.WeakSet[kernels.OrtKernel] = weakref.WeakSet()
@@ -148,33 +153,35 @@ class OrtCpuDevice(Device):
     ) -> kernels.MatMulKernel:
         staged = packing.stage(checks.packed(weights))
         arrays = {name: value.array for name, value in staged.items()}
+        wanted = self._paths(op.weight_format)
         paths = [
             kernels.MatMulPath(
                 limit,
                 SPLIT_PIECE if split else limit,
                 new_session(graphs.matmul(op, split=split), arrays),
             )
-            for limit, split in self._paths(op)
+            for limit, split in wanted
         ]
-        splits = [split for _, split in self._paths(op)]
+        splits = [split for _, split in wanted]
         for name in frozenset.intersection(*(self._packed(op, split) for split in splits)):
             staged[name].release()
         held = sum(staging.nbytes for staging in staged.values())
-        held += sum(_pack_bytes(op, split=split) for split in splits)
+        per_weight = sum(_pack_bytes(op.weight_format, split=split) for split in splits)
+        held += round(op.n * op.k * per_weight)
         bias = np.ascontiguousarray(checks.vector(weights, "bias")) if op.bias else None
         return kernels.MatMulKernel(self._host, op, paths, bias, nbytes=held, keep=staged)
 
-    def _paths(self, op: ops.MatMul) -> list[tuple[int, bool]]:
+    def _paths(self, weight_format: WeightFormat) -> list[tuple[int, bool]]:
         """(largest token count, whether the activations are split), see `graphs.matmul`."""
-        sizes = self.capabilities.graph_sizes
-        match op.weight_format, self._w4a16:
+        least, most = self._sizes[0], self._sizes[-1]
+        match weight_format, self._w4a16:
             case (WeightFormat.W8A16, _) | (WeightFormat.W4A16, "split"):
-                return [(max(sizes), True)]
+                return [(most, True)]
             case WeightFormat.W4A16, "both":
-                limits = {SPLIT_PAYS_UP_TO: True, max(sizes): max(sizes) <= SPLIT_PAYS_UP_TO}
-                return [(limit, split) for limit, split in limits.items() if min(sizes) <= limit]
+                limits = {SPLIT_PAYS_UP_TO: True, most: most <= SPLIT_PAYS_UP_TO}
+                return [(limit, split) for limit, split in limits.items() if least <= limit]
             case _:
-                return [(max(sizes), False)]
+                return [(most, False)]
 
     def _packed(self, op: ops.MatMul, split: bool) -> frozenset[str]:
         """Initializers that ONNX Runtime has packed and reads no more, tried on a small weight."""
@@ -208,17 +215,23 @@ def _probe_packed(weight_format: WeightFormat, split: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _pack_bytes(op: ops.MatMul, *, split: bool) -> int:
-    """What ONNX Runtime's own pack holds, measured for large weights."""
-    match op.weight_format.storage:
-        case StorageFormat.Q4 if split or op.weight_format is WeightFormat.W4A8:
-            return op.n * op.k * 3 // 4  # codes, scales, block sums
+def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
+    """What ONNX Runtime's own pack holds of each weight, measured for large ones."""
+    match weight_format.storage:
+        case StorageFormat.Q4 if split or weight_format is WeightFormat.W4A8:
+            return 0.75  # codes, scales, block sums
         case StorageFormat.Q4:
-            return op.n * op.k // 2
+            return 0.5
         case StorageFormat.Q8:
-            return op.n * op.k * 5 // 4
+            return 1.25
         case _:
-            return op.n * op.k * 4
+            return 4.0
+
+
+def _own_bytes(weight_format: WeightFormat, *, split: bool) -> float:
+    """The same with what it goes on reading of ours: the scales of 4-bit weights (fp32 kernel)."""
+    scales = weight_format is WeightFormat.W4A16 and not split
+    return _pack_bytes(weight_format, split=split) + 4 / GROUP_SIZE * scales
 
 
 def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def needs_of(
     """What the slots and the plan's weights take; a row that two devices compute counts twice."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
     weights = sum(
-        _rows_bytes(node.op, rows)
+        _rows_bytes(node.op, rows, devices[kind])
         for node in nodes
         if isinstance(node.op, MatMul)
         for kind in devices
@@ -93,10 +94,13 @@ def gathered_slots(
     }
 
 
-def _rows_bytes(op: MatMul, rows: Span) -> int:
-    """Packed bytes of a run of rows; a device's own layout may be a little larger or smaller."""
-    storage = WeightFormat(op.weight_format).storage
+def _rows_bytes(op: MatMul, rows: Span, device: Device) -> int:
+    """Bytes of a run of rows on a device: as stored, or as the device says of its own layout."""
     count = rows[1] - rows[0]
+    own = device.capabilities.weight_bytes.get(op.weight_format)
+    if own is not None:
+        return math.ceil(own * count * op.k)
+    storage = WeightFormat(op.weight_format).storage
     size = int(np.prod(data_shape(storage, count, op.k))) * data_dtype(storage).itemsize
     if storage.value in ("q4", "q8"):
         size += 2 * int(np.prod(scales_shape(count, op.k)))

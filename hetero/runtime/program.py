@@ -11,11 +11,12 @@ submitted while the one before it runs, behind a gate, and starting it is a stor
 
 A gate's completion is that of everything before it, so it is the flag of the group before.
 
-A submission takes 4 to 25 us of the control thread, and the NPU's calls, which it makes, are late by
-that. So what is behind gates is submitted while the thread would wait: as late as possible, a few
-launches while a norm or an activation runs, all others while attention does, the one operation
-besides matmuls that takes long. Only where no wait is left before a group begins it is submitted
-when the control thread has done its part of a matmul: it may have to wait for the GPU's then.
+A submission takes 4 to 25 us of the control thread, and the NPU's calls, which it makes, are late
+by that. So what is behind gates is submitted while the thread would wait: as late as possible, a
+few launches while a norm or an activation runs, all others while attention does, the one operation
+that takes long besides matmuls, or a matmul that is the GPU's alone. Only where no wait is left
+before a group begins it is submitted when the control thread has done its part of a matmul: it may
+have to wait for the GPU's then.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action
 
 SUBMIT, RUN, WAIT, RING, AHEAD = range(5)
-LONG: Final = "attention"  # the last part of such a node's name
+LONG: Final = "attention"  # the last part of the name of a node that takes long
 SHORT_ROOM: Final = 2  # submissions that fit in a wait for anything else
 FAR: Final = 8  # groups that one is submitted ahead of its start, at most
 KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
@@ -156,32 +157,37 @@ class _Ahead:
 
     def _places(self) -> dict[Place, list[Action]]:
         """Where each submission of the second group and later ones goes: see the module."""
-        waits = [
-            [place, room]
-            for i, others in enumerate(self.others)
-            for place, room in self._waits(i, others)
-        ]
+        room = {place: n for i in range(len(self.groups)) for place, n in self._waits(i)}
+        waits = list(room)
         places: dict[Place, list[Action]] = {}
         place: Place = (len(self.groups), 0)
         for group in reversed(range(1, len(self.groups))):
             last = (group - 1, _behind_run(self.others[group - 1]))
             for action in reversed(self._block(group, AHEAD)):
-                while waits and (waits[-1][0][0] >= group or not waits[-1][1]):
+                while waits and (waits[-1][0] >= group or not room[waits[-1]]):
                     waits.pop()
-                if waits and waits[-1][0][0] >= group - FAR:
-                    waits[-1][1] -= 1
-                    last = waits[-1][0]
+                if waits and waits[-1][0] >= group - FAR:
+                    last = waits[-1]
+                    room[last] -= 1
                 place = min(place, last)
                 places.setdefault(place, []).insert(0, action)
         return places
 
-    def _waits(self, group: int, others: Sequence[Action]) -> Iterator[tuple[Place, int]]:
-        """Waits before the control thread's own work beside a group, and how much fits in them."""
-        for at, action in enumerate(others):
+    def _waits(self, group: int) -> Iterator[tuple[Place, int]]:
+        """Waits for launches of a group before the control thread's own work beside it, and how
+        many submissions fit in each.
+        """
+        launches = [action.launch for action in self.groups[group]]
+        for at, action in enumerate(self.others[group]):
             if action.code == RUN:
                 return
-            long = self.launches[action.launch].node.endswith(LONG)
-            yield (group, at), len(self.launches) if long else SHORT_ROOM
+            if action.launch in launches:
+                before = launches[: launches.index(action.launch) + 1]
+                long = any(self._is_long(self.launches[i]) for i in before)
+                yield (group, at), len(self.launches) if long else SHORT_ROOM
+
+    def _is_long(self, launch: Launch) -> bool:
+        return launch.rows is not None or launch.node.endswith(LONG)
 
     def _block(self, group: int, code: int) -> list[Action]:
         """A group's submissions, and the gate behind it; one flush will do behind a closed gate."""

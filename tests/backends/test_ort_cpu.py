@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hetero.backends.onnx_common.packing import stage
 from hetero.backends.ops import StorageFormat, WeightFormat
 from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path
 from hetero.backends.ort_cpu import open as open_ort_cpu
+from hetero.backends.ort_cpu.graphs import ActivationPath
 from hetero.backends.ort_cpu.kernels import GraphKernel
 from hetero.backends.ort_cpu.session import OrtCall, device_error
 from hetero.backends.processor import cpu_flags
@@ -123,6 +125,7 @@ def test_both_holds_only_the_packs_that_graph_sizes_need(
         weights = make_weights(op, np.random.default_rng(0))
         kernel = device.prepare(op, weights)
         assert kernel.nbytes == pytest.approx(bytes_per_weight * 256 * 256)
+        assert device.capabilities.weight_bytes[op.weight_format] == bytes_per_weight
         for m in sizes:
             tensors = make_tensors(op, m, np.random.default_rng(m), device=device)
             check_call(device, kernel, weights, tensors, m)
@@ -237,6 +240,18 @@ def test_run_releases_the_interpreter_lock(ort_cpu: OrtCpuDevice) -> None:
         counter.join()
         sys.setswitchinterval(interval)
     assert during >= 5
+
+
+@pytest.mark.parametrize("path", get_args(ActivationPath))
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_kernels_hold_what_the_device_declares(
+    weight_format: WeightFormat, path: ActivationPath
+) -> None:
+    op = ops.MatMul(n=256, k=512, weight_format=weight_format)
+    with open_ort_cpu(w4a16=path) as device:
+        kernel = device.prepare(op, make_weights(op, np.random.default_rng(0)))
+        declared = device.capabilities.weight_bytes[weight_format]
+        assert kernel.nbytes == declared * op.n * op.k
 
 
 MEMORY_SCRIPT = """

@@ -10,6 +10,7 @@ import pytest
 
 from hetero import LLM, UserError
 from hetero.backends.memory import HostBuffer
+from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime import memory
@@ -32,6 +33,8 @@ def make_engine(folder: str, plan: ExecutionPlan, *, panels: bool = True, **opti
     npu = open_device("reference", kind="npu", graph_sizes=GRAPHS)
     limits = options.pop("limits", {})
     gpu.capabilities = dataclasses.replace(gpu.capabilities, reads_panels=panels, **limits)
+    own = options.pop("npu_bytes", {})
+    npu.capabilities = dataclasses.replace(npu.capabilities, weight_bytes=own)
     devices: Any = {"gpu": gpu, "npu": npu}
     kept = {kind: devices[kind] for kind in plan.devices()}
     weights = open_model(folder, weights="f32").weights
@@ -70,6 +73,21 @@ def test_rows_on_both_devices_count_twice(folder: str) -> None:
     with make_engine(folder, plans[0]) as both, make_engine(folder, plans[1]) as one:
         blocks = one.needs.weight_bytes - 4 * 64 * 272  # all but the head, its rows padded
         assert both.needs.weight_bytes == one.needs.weight_bytes + blocks
+
+
+def test_a_devices_own_layout_counts_as_it_says(folder: str) -> None:
+    plan = plan_of(folder, "cut")
+    with make_engine(folder, plan, npu_bytes={WeightFormat.F32: 4.0}) as engine:
+        stored = engine.needs.weight_bytes
+        mine = sum(
+            4 * (rows[1] - rows[0]) * node.op.k
+            for node in engine.nodes
+            if isinstance(node.op, MatMul)
+            for spans in engine.book.segments(node, "npu").values()
+            for rows in spans
+        )
+    with make_engine(folder, plan, npu_bytes={WeightFormat.F32: 10.0}) as engine:
+        assert engine.needs.weight_bytes == stored + mine // 4 * 6
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,9 @@ def test_gates_change_no_order(letters: str, greedy: bool, flagged: bool) -> Non
             assert awaited.pop(0) in device.done
         if greedy:
             device.go()
-        assert sum(launches[i].node.endswith("gate") for i in device.queue) <= device.opened + FAR + 1
+        assert (
+            sum(launches[i].node.endswith("gate") for i in device.queue) <= device.opened + FAR + 1
+        )
     assert not awaited
     assert device.at == len(device.queue) or not before
     for name, needed in before.items():

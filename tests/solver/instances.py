@@ -20,6 +20,7 @@ from hetero.profiler.records import (
     Power,
     ShapeRange,
 )
+from hetero.runtime.program import SHORT_ROOM
 from hetero.solver.chooser import Rules
 from hetero.solver.model_spec import MatMulSpec, ModelSpec
 from hetero.solver.options import Sync
@@ -29,8 +30,8 @@ from hetero.solver.planner import Planner, Settings
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
-# Launches queued behind an NPU tile: operators, tile, flag, gate.
-BEHIND = {"qkv": 2 + 3, "o": 1 + 3, "gate_up": 1 + 3, "down": 1 + 3}
+# Launches of a block (operators; tiles and gates) that are not submitted in its three short waits.
+LATE = (2 + 1 + 1 + 1) + 4 * 2 - 3 * SHORT_ROOM
 
 
 @dataclass
@@ -108,8 +109,12 @@ def _table(rng: Any, ms: int, ns: int, monotone: bool, slow: float) -> np.ndarra
     return np.asarray(slow * rng.exponential(2.0, (ms, ns)) + 0.01)
 
 
-def profile_of(instance: Instance, *, npu: bool = True, rest_npu: bool = False) -> DeviceProfile:
-    """A profile with the instance's capabilities; times come from `TableCost`."""
+def profile_of(
+    instance: Instance, *, npu: bool = True, rest_npu: bool = False, npu_bytes: float | None = None
+) -> DeviceProfile:
+    """A profile with the instance's capabilities; times come from `TableCost`. A weight takes
+    `npu_bytes` in the NPU's own layout.
+    """
     knots = Knots(tokens=(1,), coefficients=((0.0, 0.0, 0.0, 0.0),))
     shape = ShapeRange(m=(1, 99), n=(1, 99), k=(1, 99))
     kinds = ("gpu", "npu") if npu else ("gpu",)
@@ -119,7 +124,9 @@ def profile_of(instance: Instance, *, npu: bool = True, rest_npu: bool = False) 
             name=kind,
             driver="",
             fingerprint=kind,
-            capabilities=_capabilities(kind, instance),
+            capabilities=_capabilities(kind, instance).model_copy(
+                update={"weight_bytes": {F32: npu_bytes} if npu_bytes and kind == "npu" else {}}
+            ),
         )
         for kind in kinds
     }
@@ -165,7 +172,8 @@ def spec_of(instance: Instance) -> ModelSpec:
 
 def planner_of(instance: Instance, *, apart: bool = False, **changes: Any) -> Planner:
     """A planner whose shapes are the instance's."""
-    profile = profile_of(instance, rest_npu=changes.pop("rest_npu", False))
+    own = {key: changes.pop(key) for key in ("rest_npu", "npu_bytes") if key in changes}
+    profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
     settings = Settings(rules=rules, apart=apart)
     cost = TableCost(profile, instance)
@@ -201,7 +209,8 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
     """All tilings of one matmul, one after another."""
     n, k = instance.rows[name], instance.ks[name]
     sync, gates = sync_at(instance, m)
-    ahead = BEHIND[name] * sync.busy_s if gates else 0.0
+    attention_s = 2 * instance.rest_s["gpu"]  # and RoPE
+    ahead = max(0.0, LATE * sync.busy_s - attention_s) if gates and name == "o" else 0.0
     moved = lambda count: sync.copy(4 * count)  # noqa: E731
     g = lambda mm, nn: instance.seconds("gpu", mm, nn, k)  # noqa: E731
     whole = g(m, n)

@@ -9,6 +9,7 @@ import pytest
 
 from hetero.solver.chain import solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.memory import weight_memory
 from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan, PlanError
@@ -152,20 +153,22 @@ class _Equal:
 @pytest.mark.parametrize("seed", range(120))
 def test_a_memory_budget_is_spent_as_well_as_possible(seed: int) -> None:
     instance = random_instance(seed)
-    planner = planner_of(instance, margin=-99.0)  # every cut may be chosen
+    own = 4.0 if seed % 3 else 10.0  # bytes of a weight in the NPU's layout
+    planner = planner_of(instance, margin=-99.0, npu_bytes=own)  # every cut may be chosen
     scenarios = [Scenario("prefill", instance.sizes[-1]), Scenario("decode", 1)]
     once = sum(4 * k * n * instance.layers for n, k in map(planner.shape, NAMES))  # type: ignore[arg-type]
     budget = once * (1 + (seed % 4) * 0.2)
-    expected = _brute_residency(instance, [s.m for s in scenarios], budget)
+    expected = _brute_residency(instance, [s.m for s in scenarios], budget, own)
     if expected == np.inf:
         with pytest.raises(PlanError, match="no plan of tiny fits"):
             solve_residency(planner, scenarios, planner.objective(), budget, _Equal(), places=99)
         return
     found = solve_residency(planner, scenarios, planner.objective(), budget, _Equal(), places=99)
     assert sum(s.seconds for s in found) == pytest.approx(expected, rel=1e-5), seed
+    assert weight_memory(planner, found).total_bytes <= budget * (1 + 1e-6)
 
 
-def _brute_residency(instance: Instance, ms: list[int], budget: float) -> float:
+def _brute_residency(instance: Instance, ms: list[int], budget: float, own: float) -> float:
     """All rows on each device for each matmul. Every matmul is entered from the GPU, so the best
     tilings inside a residency are independent and only the bytes are shared.
     """
@@ -174,7 +177,7 @@ def _brute_residency(instance: Instance, ms: list[int], budget: float) -> float:
         n, k = instance.rows[name], instance.ks[name]
         rows = [0, *range(ALIGN, n, ALIGN), n]
         points = [
-            (4 * k * instance.layers * (r + n - s), _best_inside(instance, name, ms, r, s))
+            (k * instance.layers * (own * r + 4 * (n - s)), _best_inside(instance, name, ms, r, s))
             for r in rows
             for s in rows
             if s <= r or (r, s) == (n, n)
