@@ -5,6 +5,7 @@ Paper section 4.3: "retrieves performance results from the profiler".
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends.ops import Op, OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler import predict
+from hetero.profiler import predict, stats
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.graph_order import GraphOrder
 from hetero.profiler.grid import shape_class
@@ -228,8 +229,9 @@ class CostModel:
         return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
 
     def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Relative standard deviation of a matmul kernel's time from run to run: the median over
-        the sizes that were measured; 0 where that is not known.
+        """Relative standard deviation of a matmul kernel's time: from run to run (the median over
+        the sizes that were measured) and as its device drifts, which the rows do not show because
+        they are held against reference kernels of their moment. 0 where nothing is known.
         """
         if self._spreads is None:
             found: dict[tuple[DeviceKind, Phase, WeightFormat], list[float]] = {}
@@ -237,8 +239,19 @@ class CostModel:
                 if row.samples >= LEAST_SAMPLES:
                     key = (row.device, row.phase, row.weight_format)
                     found.setdefault(key, []).append(row.spread)
-            self._spreads = {key: float(np.median(values)) for key, values in found.items()}
+            drifts = self._drifts()
+            self._spreads = {
+                key: math.hypot(float(np.median(values)), drifts.get(key[:2], 0.0))
+                for key, values in found.items()
+            }
         return self._spreads.get((device, phase, weight_format), 0.0)
+
+    def _drifts(self) -> dict[tuple[DeviceKind, Phase], float]:
+        """Relative standard deviation of each reference kernel over the run."""
+        series: dict[tuple[DeviceKind, Phase], list[tuple[float, float]]] = {}
+        for point in self.profile.references:
+            series.setdefault((point.device, point.phase), []).append((point.at_s, point.seconds))
+        return {key: stats.drift(*zip(*points, strict=True)) for key, points in series.items()}
 
     def bandwidth(self, who: Literal["gpu", "npu", "both"]) -> float | None:
         """Weight bytes per second in decode; None if it was not measured."""

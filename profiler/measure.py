@@ -23,7 +23,7 @@ from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.grid import Task
 from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint
-from hetero.profiler.stats import summarize
+from hetero.profiler.stats import SMOOTHED_S, summarize
 from hetero.profiler.workload import Runner, Workload
 
 Reference: TypeAlias = tuple[DeviceKind, Phase]
@@ -34,7 +34,6 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 }
 REFERENCE_SAMPLES: Final = 3
 FIRST_REFERENCE_SAMPLES: Final = 15
-SMOOTHED_S: Final = 1.5
 FRESH_S: Final = 0.4
 
 

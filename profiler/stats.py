@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 Z95 = 1.96
+SMOOTHED_S = 1.5  # a device is as slow as the median of so long a time says
 FEW = 6  # below this many samples order statistics give no 95 % interval
 
 
@@ -41,6 +43,21 @@ def summarize(samples: Sequence[float]) -> Summary:
         high = min(count - 1, math.ceil(count / 2 + reach) - 1)
     ci = float(ordered[high] - ordered[low]) / 2 / middle
     return Summary(middle, ci, spread, count)
+
+
+def drift(at_s: Sequence[float], seconds: Sequence[float]) -> float:
+    """Relative standard deviation of a kernel that was timed now and then, by its medians over
+    `SMOOTHED_S`, which single timings scatter about. It is half of what lies between the 16th and
+    the 84th percentile, because the tails are other programs' work.
+    """
+    points = sorted(zip(at_s, seconds, strict=True))
+    medians, first = [], 0
+    for i, (at, _) in enumerate(points):
+        while points[first][0] <= at - SMOOTHED_S:
+            first += 1
+        medians.append(statistics.median(value for _, value in points[first : i + 1]))
+    low, middle, high = np.quantile(medians, (0.16, 0.5, 0.84))
+    return float(high - low) / 2 / float(middle)
 
 
 def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:

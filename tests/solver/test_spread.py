@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Final, get_args
+
 import numpy as np
 import pytest
 
 from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import DeviceKind
 from hetero.models import model_spec
 from hetero.profiler.cost import LEAST_SAMPLES, CostModel
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import DeviceProfile, Phase, ReferencePoint
+from hetero.profiler.stats import SMOOTHED_S, drift
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.tilings import longer
 
 W4A8 = WeightFormat.W4A8
+KEYS: Final = tuple(itertools.product(get_args(DeviceKind), get_args(Phase)))
 
 
 @pytest.mark.parametrize("spread", [(0.1, 0.1), (0.2, 0.05), (0.0, 0.15)])
@@ -45,9 +51,16 @@ def test_what_is_left_out_of_times_far_apart_changes_no_bit(spread: tuple[float,
     assert 0.1 < (x < -9).mean() < 0.9
 
 
-def varying_by(profile: DeviceProfile, spread: float) -> DeviceProfile:
+def varying_by(profile: DeviceProfile, spread: float, drifts: float = 0.0) -> DeviceProfile:
+    """The profile with these standard deviations from run to run and of the reference kernels."""
     rows = tuple(row.model_copy(update={"spread": spread}) for row in profile.matmuls)
-    return profile.model_copy(update={"matmuls": rows})
+    times = np.random.default_rng(0).normal(1.0, drifts, (len(KEYS), 4000))
+    points = tuple(
+        ReferencePoint(device=device, phase=phase, at_s=10.0 * i, seconds=1e-3 * float(times[j, i]))
+        for j, (device, phase) in enumerate(KEYS)
+        for i in range(times.shape[1])
+    )
+    return profile.model_copy(update={"matmuls": rows, "references": points})
 
 
 def test_a_measured_profile_says_how_much_its_kernels_vary() -> None:
@@ -59,10 +72,23 @@ def test_a_measured_profile_says_how_much_its_kernels_vary() -> None:
         if (row.device, row.phase, row.weight_format) == ("npu", "prefill", W4A8)
         and row.samples >= LEAST_SAMPLES
     ]
-    assert cost.spread("npu", "prefill", W4A8) == np.median(rows) > 0
-    assert CostModel(varying_by(profile, 0.0)).spread("npu", "prefill", W4A8) == 0
+    assert cost.spread("npu", "prefill", W4A8) > np.median(rows) > 0
+    for spread, drifts in ((0.0, 0.0), (0.05, 0.0), (0.0, 0.08), (0.06, 0.08)):
+        found = CostModel(varying_by(profile, spread, drifts)).spread("npu", "prefill", W4A8)
+        assert found == pytest.approx(np.hypot(spread, drifts), rel=0.03)
     simulated = CostModel(DeviceProfile.load("snapdragon-8-gen-3"))
     assert simulated.spread("gpu", "decode", WeightFormat.W4A16) == 0
+
+
+def test_what_scatters_within_a_moment_is_no_drift() -> None:
+    rng = np.random.default_rng(3)
+    at = np.arange(0.0, 400.0, SMOOTHED_S / 15)
+    slow = np.repeat(rng.normal(1.0, 0.1, 20), -(-len(at) // 20))[: len(at)]
+    scattered = slow * rng.normal(1.0, 0.05, len(at))
+    assert drift(at.tolist(), np.where(rng.random(len(at)) < 0.1, 9.0, scattered).tolist()) == (
+        pytest.approx(drift(at.tolist(), slow.tolist()), rel=0.15)
+    )
+    assert drift(at.tolist(), rng.normal(1.0, 0.05, len(at)).tolist()) < 0.025
 
 
 @pytest.mark.parametrize("m", [64, 300])
