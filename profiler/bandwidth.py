@@ -1,4 +1,6 @@
-"""Both processors at once: memory bandwidth and slowdown (paper section 3.3, figure 6)."""
+"""Both processors at once: memory bandwidth and slowdown (paper section 3.3, figure 6), and what
+it costs a thread to turn from one to the other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from hetero.backends.protocol import Completion, DeviceKind
 from hetero.profiler.grid import Task
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import Bandwidth, Contention, Phase
-from hetero.profiler.workload import Runner, Workload
+from hetero.profiler.workload import Runner, Workload, see
 
 # m, n, k: a weight larger than any private cache for decode; compute-bound for prefill.
 SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
@@ -25,6 +27,8 @@ WINDOW_S: Final = 0.06  # the GPU's queue in one round
 NPU_SHARE: Final = 0.7  # of the GPU's time that the NPU works beside it
 OUTLASTED: Final = 0.97  # of the time together: the NPU must be done before the GPU
 LONGEST_QUEUE: Final = 512
+RESTARTED: Final = (1024, 1024)  # n, k of the weight of an NPU call after other work
+SUBMISSIONS: Final = 3  # to the GPU, before it
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,37 @@ def measure_together(
                 npu_together_bytes_per_s=size["npu"] / found.npu_alone_s / found.npu_factor,
             )
     return bandwidth, tuple(contention)
+
+
+def measure_restart(workload: Workload, weight_format: WeightFormat, *, rounds: int) -> float:
+    """How much longer an NPU call takes after its thread has submitted to the GPU and polled it
+    than after another NPU call, as in a model whose matmuls are all on the NPU: seconds, by medians
+    of so many turns. 0 where the NPU's calls do not block a thread, or the GPU's do.
+    """
+    devices = workload.devices
+    if len(devices) < 2 or not devices["gpu"].capabilities.asynchronous:
+        return 0.0
+    if devices["npu"].capabilities.asynchronous:
+        return 0.0
+    runners = {}
+    for kind in _KINDS:
+        m = min(devices[kind].capabilities.graph_sizes, default=1)
+        runners[kind] = workload.runner(Task(kind, weight_format, "plain", m, *RESTARTED))
+        workload.warm_up(runners[kind])
+    gpu, npu, clock = runners["gpu"], runners["npu"], workload.clock
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for restarted, found in times.items():
+            (copy,) = npu.next_copies(1)
+            workload.evict(npu, [copy])
+            for call in npu.lead:
+                call.run()
+            if restarted:
+                see(_submit(gpu, SUBMISSIONS)[-1], clock)
+            start_s = clock.now()
+            npu.calls[copy].run()
+            found.append(clock.now() - start_s)
+    return max(0.0, statistics.median(times[True]) - statistics.median(times[False]))
 
 
 def _shared(workload: Workload, weight_formats: Sequence[WeightFormat]) -> list[WeightFormat]:

@@ -207,6 +207,11 @@ class CostModel:
         waits = self._sync(device).wait_s
         return waits.get(method, min(waits.values(), default=0.0))
 
+    def restart_s(self) -> float:
+        """How much longer an NPU call takes after other work of its thread than after a call."""
+        sync = self.profile.sync.get("npu")
+        return 0.0 if sync is None else sync.restart_s
+
     def call_s(self, device: DeviceKind) -> float:
         """Fixed cost of a blocking call (contained in its kernels' times)."""
         return self._sync(device).call_s

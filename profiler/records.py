@@ -356,6 +356,7 @@ class DeviceSync(Record):
                (blocking call), `event` (its status polled), `flag` (a completion flag polled),
                `fast` (the best usable)
     call_s     fixed cost of a blocking call
+    restart_s  how much longer one takes if its thread submitted to the GPU and polled it before
     copy_fixed_s, copy_s_per_byte    buffer copy; map_s: mapping a buffer that is mapped already
     """
 
@@ -364,6 +365,7 @@ class DeviceSync(Record):
     ring_s: Seconds | None = None
     wait_s: dict[str, Seconds] = {}
     call_s: Seconds = 0.0
+    restart_s: Seconds = 0.0
     copy_fixed_s: Seconds = 0.0
     copy_s_per_byte: Seconds = 0.0
     map_s: Seconds = 0.0

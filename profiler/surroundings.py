@@ -109,7 +109,13 @@ class Surroundings:
 
     def synchronisation(self, kind: DeviceKind) -> list[DeviceSync]:
         """Costs around one device's kernels."""
-        return [sync_costs.measure_device(self.devices[kind], self.clock, repeats=self.repeats)]
+        found = sync_costs.measure_device(self.devices[kind], self.clock, repeats=self.repeats)
+        if kind == "npu":
+            again_s = bandwidth.measure_restart(
+                self.workload, self.weight_format, rounds=self.repeats
+            )
+            found = found.model_copy(update={"restart_s": again_s})
+        return [found]
 
     def sleep(self) -> list[HostSync]:
         """What the host's threads pay."""

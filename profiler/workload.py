@@ -75,14 +75,14 @@ def time_behind(
     before = looking.waits_s()
     lead = [call.submit() for call in leads][-1]
     batch = [call.submit() for call in calls]
-    _see(lead, clock)
+    see(lead, clock)
     start_s = clock.now()
     late_s = longest_wait_s(before, looking.waits_s())
-    _see(batch[-1], clock)
+    see(batch[-1], clock)
     return clock.now() - start_s, late_s
 
 
-def _see(completion: Completion, clock: Clock) -> None:
+def see(completion: Completion, clock: Clock) -> None:
     """Return as soon as a launch is complete: a thread that sleeps may wake milliseconds late,
     which would make a batch behind its leads look short, and seldom less than 0.1 ms, which made
     batches of 4 ms look 3 to 7 % longer than by the device's own clock.

@@ -85,8 +85,10 @@ class JointSpace:
         )
         gpu, npu = contend(first.kernels, m, gpu, npu)
         ahead_s = first.sync.ahead_s(m, self._launches)
-        spread = spread_of(first.kernels, m)
-        return Grid(0.0, gpu, npu, self._rows, choices, every, tokens_first, ahead_s, spread)
+        spread, restart_s = spread_of(first.kernels, m), first.sync.restart_s
+        return Grid(
+            0.0, gpu, npu, self._rows, choices, every, tokens_first, ahead_s, spread, restart_s
+        )
 
     def _by_smaller_graphs(self, space: MatMulSpace) -> list[tuple[Floats, Floats]]:
         """`MatMulSpace.fastest` of the longest call with so many smaller graphs."""

@@ -33,6 +33,7 @@ class Sync:
     join_s      learning that the GPU's part of a cut is done, where that is not seen on the way
     ring_s      starting what was queued ahead behind a gate (decode only); None: nothing is
     busy_s      one submission behind others, made by the thread on which the NPU's calls block
+    restart_s   how much longer an NPU call takes when its thread did something else before
     copy_in_s, copy_out_s    a copy of activations to and from the NPU, per copy and per byte
     """
 
@@ -41,6 +42,7 @@ class Sync:
     join_s: float = 0.0
     ring_s: float | None = None
     busy_s: float = 0.0
+    restart_s: float = 0.0
     copy_s: float = 0.0
     copy_s_per_byte: float = 0.0
 
@@ -57,6 +59,7 @@ class Sync:
             submit_s=cost.submit_s("gpu", "empty"),
             ring_s=cost.ring_s("gpu") if blocks else None,
             busy_s=cost.submit_s("gpu", "busy"),
+            restart_s=cost.restart_s(),
             copy_s=fixed,
             copy_s_per_byte=(cost.copy_s("gpu", 1 << 20) - fixed) / (1 << 20),
         )
@@ -72,6 +75,7 @@ class Sync:
             wait_s=finish,
             submit_s=sync.submit_empty_s,
             join_s=finish,
+            restart_s=cost.restart_s(),
             copy_s=sync.copy_fixed_s,
             copy_s_per_byte=sync.copy_s_per_byte,
         )

@@ -26,7 +26,8 @@ FAR: Final = 9.0  # deviations between two times of which the shorter one does n
 class Grid:
     """Costed tilings of one matmul at m tokens.
 
-    `ahead_s` (of the matmul or of each column) passes on the NPU's thread before its tile. `spread`
+    `ahead_s` (of the matmul or of each column) passes on the NPU's thread before its tile, and
+    `restart_s` if the thread did something else before. `spread`
     is how much the GPU's and the NPU's times vary, as fractions of them (standard deviations).
     """
 
@@ -39,6 +40,7 @@ class Grid:
     tokens_first: Bools
     ahead_s: Floats | float = 0.0
     spread: tuple[float, float] = (0.0, 0.0)
+    restart_s: float = 0.0
 
     @cached_property
     def together_s(self) -> Floats:
@@ -48,7 +50,7 @@ class Grid:
     @cached_property
     def npu_thread_s(self) -> Floats:
         """[T, R] until the NPU's thread is done."""
-        return np.asarray(self.npu_s + self.ahead_s)
+        return np.asarray(self.npu_s + (self.ahead_s + self.restart_s))
 
     @cached_property
     def npu_dominant(self) -> Bools:
@@ -113,8 +115,18 @@ class MatMulSpace:
         npu, every_npu = self._npu_times(choices)
         gpu, tokens_first, alone = self._gpu_times(m, choices.cuts)
         gpu, npu = contend(self.kernels, m, gpu, npu)
-        ahead_s, spread = self.ahead_s(m), spread_of(self.kernels, m)
-        return Grid(alone, gpu, npu, self.rows, choices, every_npu, tokens_first, ahead_s, spread)
+        return Grid(
+            alone,
+            gpu,
+            npu,
+            self.rows,
+            choices,
+            every_npu,
+            tokens_first,
+            self.ahead_s(m),
+            spread_of(self.kernels, m),
+            self.sync.restart_s,
+        )
 
     def ahead_s(self, m: int) -> float:
         """Seconds of queueing what follows, at m tokens."""

@@ -93,6 +93,7 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
     sync = Sync(
         wait_s=some(), submit_s=some(), join_s=some() / 4, copy_s=some() / 4 * rng.integers(2)
     )
+    sync = replace(sync, restart_s=some() / 4)
     if rng.integers(2):  # gates, in steps of few tokens
         sync = replace(sync, ring_s=some() / 2, busy_s=some() / 10)
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
@@ -224,11 +225,14 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
         for r in [*range(ALIGN, n, ALIGN), n]:
             npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
             if t == m and r == n:
-                enter = (sync.wait_s + moved(m * k) + moved(m * n), moved(m * n))
+                enter = (
+                    sync.wait_s + sync.restart_s + moved(m * k) + moved(m * n),
+                    moved(m * n),
+                )
                 ways.append(Way("npu", 0, npu, npu + ahead, enter, 1, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
-            ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead))
+            ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead + sync.restart_s))
     return ways
 
 
