@@ -6,25 +6,41 @@ import pytest
 
 from hetero.backends import simulated
 from hetero.backends.ops import WeightFormat
-from hetero.backends.protocol import Capabilities, DeviceKind
+from hetero.backends.protocol import Capabilities, Device, DeviceKind
 from hetero.backends.simulated import Chip, ChipTimes
-from hetero.profiler.bandwidth import measure_together
+from hetero.backends.simulated.chip import Job
+from hetero.profiler.bandwidth import measure_restart, measure_together
 from hetero.profiler.workload import Workload
 from tests.profiler.fakes import GRAPHS, W4, gpu_cost, npu_cost
 
 FORMATS = (W4, WeightFormat.W4A8, WeightFormat.F32)
 
 
-# In the last case the NPU, slowed down, would outlast the GPU: it is given less to do.
-@pytest.mark.parametrize("factors", [(1.0, 1.0), (1.3, 1.2), (1.0, 1.6)])
-def test_contention_is_found_for_every_shared_format(factors: tuple[float, float]) -> None:
-    chip = Chip(ChipTimes(gpu_slowdown=factors[0], npu_slowdown=factors[1]))
-    opened = {}
+class Distracted(Chip):
+    """A chip whose NPU calls take longer after something else was submitted."""
+
+    submitted = False
+    longer_s = 3e-5
+
+    def submit(self, kind: DeviceKind, name: str, work_s: float) -> Job:
+        self.submitted = True
+        return super().submit(kind, name, work_s)
+
+    def run(self, kind: DeviceKind, name: str, work_s: float) -> Job:
+        extra_s = self.longer_s * self.submitted
+        job = super().run(kind, name, work_s + extra_s)
+        self.submitted = False
+        return job
+
+
+def on(chip: Chip, *, asynchronous: bool = True) -> dict[DeviceKind, Device]:
+    """A GPU and an NPU."""
+    opened: dict[DeviceKind, Device] = {}
     kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
     for kind in kinds:
         capabilities = Capabilities(
             kind=kind,
-            asynchronous=kind == "gpu",
+            asynchronous=kind == "gpu" and asynchronous,
             static_shapes=kind == "npu",
             graph_sizes=GRAPHS if kind == "npu" else (),
             weight_formats=FORMATS if kind == "gpu" else FORMATS[:2],
@@ -33,7 +49,27 @@ def test_contention_is_found_for_every_shared_format(factors: tuple[float, float
         opened[kind] = simulated.open(
             capabilities=capabilities, cost=cost, chip=chip, compute=False
         )
-    workload = Workload(opened, clock=chip.clock, cold=0)
+    return opened
+
+
+def test_what_an_npu_call_costs_more_after_other_work() -> None:
+    chip = Distracted(ChipTimes())
+    found = measure_restart(Workload(on(chip), clock=chip.clock, cold=0), W4, rounds=3)
+    assert found == pytest.approx(Distracted.longer_s)
+    calm = Chip(ChipTimes())
+    assert measure_restart(Workload(on(calm), clock=calm.clock, cold=0), W4, rounds=3) == (
+        pytest.approx(0.0, abs=1e-12)
+    )
+    blocking = Distracted(ChipTimes())
+    workload = Workload(on(blocking, asynchronous=False), clock=blocking.clock, cold=0)
+    assert measure_restart(workload, W4, rounds=3) == 0.0
+
+
+# In the last case the NPU, slowed down, would outlast the GPU: it is given less to do.
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (1.3, 1.2), (1.0, 1.6)])
+def test_contention_is_found_for_every_shared_format(factors: tuple[float, float]) -> None:
+    chip = Chip(ChipTimes(gpu_slowdown=factors[0], npu_slowdown=factors[1]))
+    workload = Workload(on(chip), clock=chip.clock, cold=0)
     _, found = measure_together(workload, FORMATS, rounds=2)
     wanted = [(x, phase) for x in FORMATS[:2] for phase in ("decode", "prefill")]
     assert [(entry.weight_format, entry.phase) for entry in found] == wanted
