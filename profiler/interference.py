@@ -39,6 +39,17 @@ class SchedulerWaits:
         return found
 
 
+def waited_for_core_s() -> float | None:
+    """Seconds that this thread has waited for a core because other programs of this system had it
+    (Linux; None elsewhere). What a hypervisor takes is not in it.
+    """
+    try:
+        fields = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+        return int(fields[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> float:
     """Longest wait of any one thread between two readings.
 

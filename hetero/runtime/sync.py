@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from hetero.backends.protocol import (
     DeviceKind,
     Doorbell,
 )
+from hetero.profiler.interference import waited_for_core_s
 from hetero.profiler.sync import lateness
 
 SyncMethod: TypeAlias = Literal["fast", "event", "finish", "copy"]
@@ -47,6 +49,7 @@ FAR: Final = 4.0  # so many times less late
 WORTH_S: Final = 300e-6  # waits of which most should be slept through
 PREEMPTED_S: Final = 500e-6  # between two looks: something else had the core
 STOPPED_S: Final = 1.0  # between two looks: the whole process was stopped (Ctrl-Z)
+OTHERS: Final = 0.5  # of a gap that our thread waited for other programs: it was theirs
 CROWDED_GAPS: Final = 3  # of these within `CROWDED_S` mean that others use the core: a hypervisor
 CROWDED_S: Final = 0.25  # takes it for a moment now and then, and that is no reason to stop polling
 SLICE_S: Final = 2.5e-3  # as long as a scheduler gives the core to another program: one is enough
@@ -232,6 +235,7 @@ class Synchroniser:
         self.crowded = 0  # waits that are still to be slept through
         self._gateless = 0  # steps that are still to run without gates
         self._gaps: deque[float] = deque(maxlen=CROWDED_GAPS)  # when the core was lost
+        self._queued_s: dict[int, float] = {}  # by thread, until the last loss
         fast = method == "fast"
         self.flags: dict[DeviceKind, BoundCall] = find_flags(devices) if fast else {}
         self.bells: dict[DeviceKind, Doorbell] = find_bells(devices) if fast and gates else {}
@@ -244,8 +248,15 @@ class Synchroniser:
 
     def preempted(self, at_s: float, lost_s: float) -> None:
         """Something else had the control core for so long, until this moment. Where that was
-        another program, or happens often, sleep more and poll less for a while.
+        another program for long, or is one often, sleep more and poll less for a while. A
+        hypervisor gives the core back to who sleeps no sooner than to who polls.
         """
+        thread, queued_s = threading.get_native_id(), waited_for_core_s()
+        if queued_s is not None:
+            before_s = self._queued_s.get(thread, 0.0)
+            self._queued_s[thread] = queued_s
+            if queued_s - before_s < OTHERS * lost_s:
+                return
         self._gaps.append(at_s)
         often = len(self._gaps) == CROWDED_GAPS and at_s - self._gaps[0] < CROWDED_S
         if often or lost_s > SLICE_S:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +14,7 @@ import pytest
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
+from hetero.profiler.interference import waited_for_core_s
 from hetero.runtime import sync
 from hetero.runtime.sync import (
     CROWDED_GAPS,
@@ -146,10 +152,13 @@ class Preempted(At):
         return super().done()
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize(("lost_s", "times"), [(4e-3, 1), (1e-3, CROWDED_GAPS)])
 def test_a_core_that_others_use_is_not_polled_on(
-    clock: FakeTime, lost_s: float, times: int
+    clock: FakeTime, monkeypatch: pytest.MonkeyPatch, lost_s: float, times: int, told: bool
 ) -> None:
+    waits = itertools.count(0.6 * lost_s, 0.6 * lost_s)  # of the scheduler, if it tells
+    monkeypatch.setattr(sync, "waited_for_core_s", lambda: next(waits) if told else None)
     site = site_of(clock)
     for _ in range(10):
         wait(site, clock, 0.1e-3)
@@ -166,12 +175,49 @@ def test_a_core_that_others_use_is_not_polled_on(
     assert len(clock.slept) >= before + CROWDED_WAITS
 
 
-def test_a_core_that_a_hypervisor_takes_now_and_then_is_polled_on(clock: FakeTime) -> None:
+@pytest.mark.parametrize("lost_s", [1e-3, 20e-3])
+def test_a_core_that_a_hypervisor_takes_is_polled_on(
+    clock: FakeTime, monkeypatch: pytest.MonkeyPatch, lost_s: float
+) -> None:
+    waits = itertools.count(1e-4, 0.3 * lost_s)
+    monkeypatch.setattr(sync, "waited_for_core_s", lambda: next(waits))
+    owner = site_of(clock).owner
+    for i in range(20):
+        owner.preempted(1e-3 * i, lost_s)
+        assert owner.crowded == 0
+        assert owner.gates_now()
+
+
+def test_gaps_now_and_then_mean_nothing_where_the_scheduler_does_not_tell(
+    clock: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "waited_for_core_s", lambda: None)
     owner = site_of(clock).owner
     for i in range(20):
         owner.preempted(i * CROWDED_S, 1e-3)
         assert owner.crowded == 0
         assert owner.gates_now()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/thread-self/schedstat")
+def test_the_scheduler_tells_what_this_thread_waited_for_others() -> None:
+    first = waited_for_core_s()
+    assert first is not None
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    cores = os.sched_getaffinity(0)
+    try:
+        core = min(cores)
+        os.sched_setaffinity(0, {core})
+        for process in spinning:
+            os.sched_setaffinity(process.pid, {core})
+        give_up_s = time.perf_counter() + 30
+        while (waited_for_core_s() or 0.0) - first < 0.05:
+            assert time.perf_counter() < give_up_s
+    finally:
+        os.sched_setaffinity(0, cores)
+        for process in spinning:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("crowded", [0, 5])
