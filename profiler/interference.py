@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 TASKS = Path("/proc/self/task")
+THREAD = Path("/proc/thread-self")
 
 
 class Interference(Protocol):
@@ -32,10 +33,9 @@ class SchedulerWaits:
         found = {}
         for task in TASKS.iterdir():
             try:
-                fields = (task / "schedstat").read_text(encoding="ascii").split()
+                found[int(task.name)] = _run_delay_s(task)
             except OSError:  # the thread ended between listing and reading
                 continue
-            found[int(task.name)] = int(fields[1]) * 1e-9
         return found
 
 
@@ -44,10 +44,14 @@ def waited_for_core_s() -> float | None:
     (Linux; None elsewhere). What a hypervisor takes is not in it.
     """
     try:
-        fields = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
-        return int(fields[1]) * 1e-9
+        return _run_delay_s(THREAD)
     except (OSError, IndexError, ValueError):
         return None
+
+
+def _run_delay_s(task: Path) -> float:
+    fields = (task / "schedstat").read_text(encoding="ascii").split()
+    return int(fields[1]) * 1e-9
 
 
 def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> float:

@@ -111,10 +111,10 @@ class Surroundings:
         """Costs around one device's kernels."""
         found = sync_costs.measure_device(self.devices[kind], self.clock, repeats=self.repeats)
         if kind == "npu":
-            again_s = bandwidth.measure_restart(
+            restart_s = bandwidth.measure_restart(
                 self.workload, self.weight_format, rounds=self.repeats
             )
-            found = found.model_copy(update={"restart_s": again_s})
+            found = found.model_copy(update={"restart_s": restart_s})
         return [found]
 
     def sleep(self) -> list[HostSync]:

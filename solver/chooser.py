@@ -198,7 +198,7 @@ class Chooser:
         return Option(
             "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
             "npu",
-            together_s=float(np.asarray(grid.npu_s + grid.ahead_s)[place]),
+            together_s=grid.npu_alone_s(place),
             npu_s=float(grid.npu_s[place]),
             enter_s=(enter + leave + grid.restart_s, leave),
             leaves=HOST,

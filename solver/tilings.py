@@ -52,6 +52,11 @@ class Grid:
         """[T, R] until the NPU's thread is done."""
         return np.asarray(self.npu_s + (self.ahead_s + self.restart_s))
 
+    def npu_alone_s(self, place: tuple[int, int]) -> float:
+        """Until the NPU's thread is done with a tiling without the GPU, behind other calls."""
+        ahead_s = np.broadcast_to(self.ahead_s, self.npu_s.shape)
+        return float(self.npu_s[place] + ahead_s[place])
+
     @cached_property
     def npu_dominant(self) -> Bools:
         """[T, R] whether the NPU's thread is done last."""
@@ -129,7 +134,7 @@ class MatMulSpace:
         )
 
     def ahead_s(self, m: int) -> float:
-        """Seconds of queueing what follows, at m tokens."""
+        """How late an NPU tile of m tokens is because of submissions."""
         return self.sync.ahead_s(m, self.launches)
 
     def _gpu_grid(self, m: int) -> Grid:
