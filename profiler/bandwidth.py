@@ -158,7 +158,7 @@ def _experiment(workload: Workload, gpu: Runner, npu: Runner, rounds: int) -> To
     from round to round cancels. What the factors are is the medians over the rounds.
     """
     count = int(min(max(WINDOW_S / _queue(workload, gpu, 2), 2), LONGEST_QUEUE))
-    launches = max(1, round(NPU_SHARE * _queue(workload, gpu, count) / _serial(workload, npu, 1)))
+    launches = max(1, round(NPU_SHARE * _queue(workload, gpu, count) / _calls(workload, npu, 1)[0]))
     kept: list[Together] = []
     for _ in range(2 * rounds):
         found, outlasted = _round(workload, gpu, npu, count, launches)
@@ -180,29 +180,30 @@ def _round(
     """One round; whether the NPU was still at work when the GPU was done, which hides its end.
 
     The GPU's queue takes T0 alone. Beside an NPU that works for W it takes T: in W it does what
-    alone takes W / f, then the rest at full speed, so f = W / (T0 - T + W).
+    alone takes W / f, then the rest at full speed, so f = W / (T0 - T + W). Of the NPU's calls the
+    medians count, as in rows of a profile: the first ones after the wait for the GPU find their
+    code gone from all caches.
     """
-    gpu_before_s, npu_before_s = _queue(workload, gpu, count), _serial(workload, npu, launches)
+    gpu_before_s, alone_s = _queue(workload, gpu, count), _calls(workload, npu, launches)
     start_s = workload.clock.now()
     queued = _submit(gpu, count)
     submitted_s = workload.clock.now()
-    for copy in npu.next_copies(launches):
-        npu.calls[copy].run()
+    together_calls_s = _calls(workload, npu, launches)
     npu_end_s = workload.clock.now()
     if queued:
         queued[-1].wait()
     together_s = workload.clock.now() - start_s
     gpu_s = (gpu_before_s + _queue(workload, gpu, count)) / 2
-    npu_s = (npu_before_s + _serial(workload, npu, launches)) / 2
+    npu_s = statistics.median([*alone_s, *_calls(workload, npu, launches)])
     beside_s = npu_end_s - submitted_s
     left_s = gpu_s - together_s + beside_s
     outlasted = npu_end_s - start_s > OUTLASTED * together_s
     gpu_factor = beside_s / left_s if queued and left_s > 0 else 1.0
     found = Together(
         gpu_alone_s=gpu_s / count,
-        npu_alone_s=npu_s / launches,
+        npu_alone_s=npu_s,
         gpu_factor=max(1.0, gpu_factor),
-        npu_factor=max(1.0, beside_s / npu_s),
+        npu_factor=max(1.0, statistics.median(together_calls_s) / npu_s),
     )
     return found, outlasted
 
@@ -221,18 +222,20 @@ def _queue(workload: Workload, runner: Runner, count: int) -> float:
     return workload.clock.now() - start_s
 
 
-def _serial(workload: Workload, runner: Runner, count: int) -> float:
-    """Seconds of `count` blocking calls."""
-    start_s = workload.clock.now()
+def _calls(workload: Workload, runner: Runner, count: int) -> list[float]:
+    """Seconds of each of `count` blocking calls."""
+    found, end_s = [], workload.clock.now()
     for copy in runner.next_copies(count):
         runner.calls[copy].run()
-    return workload.clock.now() - start_s
+        start_s, end_s = end_s, workload.clock.now()
+        found.append(end_s - start_s)
+    return found
 
 
 def _alone(workload: Workload, weight_format: WeightFormat, rounds: int) -> Bandwidth:
     found = {}
     for kind in workload.devices:
         runner = _runner(workload, kind, weight_format, "decode")
-        seconds = statistics.median(_serial(workload, runner, 4) / 4 for _ in range(rounds))
+        seconds = statistics.median(_calls(workload, runner, 4 * rounds))
         found[f"{kind}_alone_bytes_per_s"] = runner.weights[0].nbytes / seconds
     return Bandwidth(**found)

@@ -40,13 +40,14 @@ FALL: Final = 0.4  # and shorter ones: it settles low, because a sleep too long 
 OUTLIER: Final = 3.0  # a wait of more than so many predictions counts as that many
 OVERSLEPT: Final = 0.85  # a wait that was over when the sleep ended counts as this much of it
 SHORTEST_NAP_S: Final = 30e-6
+WORTH: Final = 6.0  # times the lateness: shorter waits than that and `LONG_S` are polled
 LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
 LATE_NAP_S: Final = 50e-6
 LATENESS: Final = 0.65  # of all sleeps that are to end no later than expected: see `SleepTimes`
 LATENESS_STEP_S: Final = 2e-6
 DOUBT: Final = 0.01  # of a lateness is forgotten where it seems wrong: a sleep was
 FAR: Final = 4.0  # so many times less late
-WORTH_S: Final = 300e-6  # waits of which most should be slept through
+LONG_S: Final = 300e-6  # waits of which most should be slept through
 PREEMPTED_S: Final = 500e-6  # between two looks: something else had the core
 STOPPED_S: Final = 1.0  # between two looks: the whole process was stopped (Ctrl-Z)
 OTHERS: Final = 0.5  # of a gap that our thread waited for other programs: it was theirs
@@ -128,9 +129,12 @@ class Site:
         start_s = now()
         if self.owner.crowded:
             return self._crowded(completion, start_s)
-        nap_s = self.expected_s - self.owner.sleep.late_s
-        napped_s = 0.0
-        if nap_s > SHORTEST_NAP_S:
+        late_s = self.owner.sleep.late_s
+        nap_s, napped_s = self.expected_s - late_s, 0.0
+        # A third of all sleeps is later than expected, and what runs next finds the core cold: in
+        # a short wait that costs more time than is slept.
+        worth = self.expected_s > min(WORTH * late_s, LONG_S)
+        if worth and nap_s > SHORTEST_NAP_S:
             time.sleep(nap_s)
             napped_s = now() - start_s
             self.owner.sleep.saw(napped_s - nap_s)
@@ -138,7 +142,7 @@ class Site:
                 self._learn(OVERSLEPT * napped_s)
                 self._count(napped_s, 0.0)
                 return napped_s
-        elif self.expected_s > WORTH_S:
+        elif self.expected_s > LONG_S:
             self.owner.sleep.doubt()
         self._poll(completion, start_s)
         waited_s = now() - start_s

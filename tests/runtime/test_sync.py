@@ -82,7 +82,7 @@ def wait(site: Site, clock: FakeTime, in_s: float) -> float:
     return clock.now_s - completion.end_s
 
 
-@pytest.mark.parametrize("length_s", [0.2e-3, 1e-3, 5e-3])
+@pytest.mark.parametrize("length_s", [0.5e-3, 1e-3, 5e-3])
 def test_a_wait_of_known_length_is_slept_through_and_noticed_at_once(
     clock: FakeTime, length_s: float
 ) -> None:
@@ -95,6 +95,20 @@ def test_a_wait_of_known_length_is_slept_through_and_noticed_at_once(
         totals.asleep_s / (totals.asleep_s + totals.polling_s)
         > 1 - 1.3 * (LATE_S + length_s / 20) / length_s
     )
+
+
+@pytest.mark.parametrize("late_s", [6e-6, 40e-6, 150e-6])
+def test_only_waits_much_longer_than_sleeps_are_late_are_slept_in(
+    clock: FakeTime, late_s: float
+) -> None:
+    site = site_of(clock)
+    site.owner.sleep.late_s = late_s
+    least_s = min(sync.WORTH * late_s, sync.LONG_S)
+    for length_s, slept in ((0.9 * least_s, False), (1.5 * least_s, True)):
+        for _ in range(40):
+            wait(site, clock, length_s)
+            site.owner.sleep.late_s = late_s
+        assert (site.owner.totals.asleep_s > 0) == slept
 
 
 def test_how_late_sleeps_are_is_learned(clock: FakeTime) -> None:
