@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ TOKENS: Final = (1, 8, 64, 256, 1024)
 QUICK_TOKENS: Final = (1, 256)
 CONTEXTS: Final = (0, 256, 1000)
 EPS: Final = 1e-5
+OTHER_WIDTH: Final = 64  # of the call before one that is timed alone
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
 
 
@@ -106,8 +108,8 @@ def cases(
 class OtherMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
-    Attention of few tokens finds its caches where a decode step leaves them, behind `cold` bytes of
-    other reading; 0: they stay in the processor's cache.
+    A few tokens are timed as in a decode step, behind `cold` bytes of other reading: attention
+    finds its caches in memory, and a blocking device the code of each call. 0: all in the cache.
     """
 
     def __init__(
@@ -139,20 +141,10 @@ class OtherMeter:
         return None
 
     def time(self, case: Case) -> OtherRow:
-        """Median of a few batches of launches."""
+        """Median of a few batches of launches, or of calls where a step has one at a time."""
         call, tensors = self._bind(case.op, case.m, case.context)
         call.run()
-        seconds = self._batch([call])
-        count = int(min(max(SAMPLE_S / max(seconds, 1e-9), 1), 64))
-        if (
-            self._cold is not None
-            and isinstance(case.op, ops.Attention)
-            and case.m <= DECODE_TOKENS
-        ):
-            calls = self._with_own_caches(case, tensors)
-            summary = summarize([self._cold_batch(call, count, calls) for _ in range(SAMPLES)])
-        else:
-            summary = summarize([self._batch([call] * count) for _ in range(SAMPLES)])
+        summary = summarize(self._samples(case, call, tensors))
         return OtherRow(
             device=self.kind,
             op=op_name(case.op),
@@ -164,6 +156,34 @@ class OtherMeter:
             spread=summary.spread,
             samples=summary.samples,
         )
+
+    def _samples(self, case: Case, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
+        """Seconds of a launch, several times."""
+        count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
+        few = self._cold is not None and case.m <= DECODE_TOKENS
+        if few and isinstance(case.op, ops.Attention):
+            calls = self._with_own_caches(case, tensors)
+            return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
+        if few and not self.device.capabilities.asynchronous:
+            return [self._call_among_others(call) for _ in range(SAMPLES)]
+        return [self._batch([call] * count) for _ in range(SAMPLES)]
+
+    def _call_among_others(self, call: BoundCall) -> float:
+        """Seconds of one call as a step has it: matmuls have read the caches full since the last
+        one, so that its own code is gone; what all calls share is not.
+        """
+        assert self._cold is not None
+        self._cold.bytes.view(np.uint64).max()
+        if self._other is not None:
+            self._other.run()
+        return self._batch([call])
+
+    @cached_property
+    def _other(self) -> BoundCall | None:
+        """Something else that the device computes."""
+        op = ops.Add(d=OTHER_WIDTH)
+        m = min(self.device.capabilities.graph_sizes, default=1)
+        return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
 
     def _batch(self, calls: Sequence[BoundCall]) -> float:
         start_s = self.clock.now()

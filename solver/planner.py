@@ -28,7 +28,8 @@ BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
 # The operators behind each group, and what is always queued.
 BEHIND: Final = {"qkv": "attention", "o": "norm", "gate_up": "activation", "down": "norm"}
 TILE_AND_GATE: Final = 2.0
-IN_SHORT_WAITS: Final = 6.0  # launches that are submitted while norms and an activation run
+SHORT_ROOM: Final = 2  # launches that are submitted while a norm or an activation runs
+SHORT_WAITS: Final = 3  # of a block
 Extra = Mapping[OpName, list[Option]]
 
 
@@ -210,7 +211,7 @@ class Planner:
         stages = BEHIND.values()
         launches = sum(map(self._rest_costs.launches, stages)) + TILE_AND_GATE * len(stages)
         attention = self._rest_costs.on("gpu", 1, self.settings.context).attention
-        return max(0.0, launches - IN_SHORT_WAITS - attention.gpu_s / sync.busy_s)
+        return max(0.0, launches - SHORT_WAITS * SHORT_ROOM - attention.gpu_s / sync.busy_s)
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""

@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell
+from hetero.solver.planner import SHORT_ROOM
 
 Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action
 
 SUBMIT, RUN, WAIT, RING, AHEAD = range(5)
 LONG: Final = "attention"  # the last part of the name of a node that takes long
-SHORT_ROOM: Final = 2  # submissions that fit in a wait for anything else
 FAR: Final = 8  # groups that one is submitted ahead of its start, at most
 KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 

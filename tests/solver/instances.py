@@ -20,12 +20,11 @@ from hetero.profiler.records import (
     Power,
     ShapeRange,
 )
-from hetero.runtime.program import SHORT_ROOM
 from hetero.solver.chooser import Rules
 from hetero.solver.model_spec import MatMulSpec, ModelSpec
 from hetero.solver.options import Sync
 from hetero.solver.plan import OpName
-from hetero.solver.planner import Planner, Settings
+from hetero.solver.planner import SHORT_ROOM, Planner, Settings
 
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")

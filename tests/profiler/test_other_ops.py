@@ -1,0 +1,39 @@
+"""Kernels between the matmuls are timed as a decode step has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero.backends import null
+from hetero.backends.clock import ManualClock
+from hetero.backends.ops import Op, RMSNorm
+from hetero.profiler.other_ops import Case, OtherMeter
+from hetero.profiler.records import DECODE_TOKENS
+
+WARM_S, FRESH_S = 8e-6, 30e-6
+NORM = RMSNorm(d=64, eps=1e-5)
+
+
+def timed(m: int, *, cold: int, asynchronous: bool = False) -> float:
+    """What the meter finds for a device whose calls take longer after a call of something else."""
+    last: list[Op] = []
+
+    def cost(op: Op, _: int) -> float:
+        warm = last[-1:] == [op]
+        last.append(op)
+        return WARM_S if warm else FRESH_S
+
+    clock = ManualClock()
+    device = null.open(kind="npu", asynchronous=asynchronous, cost=cost, clock=clock)
+    meter = OtherMeter("npu", device, clock, cold=cold)
+    return meter.time(Case(NORM, m, 0)).seconds
+
+
+def test_a_call_of_few_tokens_is_timed_behind_other_work() -> None:
+    assert timed(1, cold=1 << 16) == pytest.approx(FRESH_S)
+    assert timed(1, cold=0) == pytest.approx(WARM_S)
+
+
+def test_calls_of_many_tokens_and_queues_are_timed_in_batches() -> None:
+    assert timed(8 * DECODE_TOKENS, cold=1 << 16) == pytest.approx(WARM_S)
+    assert timed(1, cold=1 << 16, asynchronous=True) == pytest.approx(WARM_S)
