@@ -25,7 +25,7 @@ from hetero.backends.protocol import (
 from hetero.backends.reference.compute import program
 from hetero.profiler import canary
 from hetero.profiler.fit import fit_nonnegative
-from hetero.profiler.predict import op_name, padded_tokens, work
+from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
 from hetero.profiler.records import (
     DECODE_TOKENS,
     DeviceRecord,
@@ -63,11 +63,12 @@ BLOCKS: Final = (Block(2048, 8192, 32, 8, 64), Block(896, 4864, 14, 2, 64))
 
 
 class Case(NamedTuple):
-    """One operation at one size."""
+    """One operation at one size; `layer_bytes` are read from one such call to the next layer's."""
 
     op: Op
     m: int
     context: int
+    layer_bytes: int
 
 
 def block_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
@@ -84,6 +85,14 @@ def block_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
     ]
 
 
+def layer_bytes(block: Block, weight_format: WeightFormat) -> int:
+    """Weights of a decoder block: a multiple of 8 bytes."""
+    heads = block.heads * block.head_dim
+    kv_heads = block.kv_heads * block.head_dim
+    outputs = 2 * heads + 2 * kv_heads + 3 * block.f  # q and o, k and v, gate, up and down
+    return int(weight_bytes(weight_format, outputs, block.d)) // 8 * 8
+
+
 def cases(
     device: DeviceRecord, weight_format: WeightFormat, *, quick: bool, blocks: Sequence[Block]
 ) -> list[Case]:
@@ -97,7 +106,7 @@ def cases(
         for op in block_ops(block, weight_format):
             contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
             found += [
-                Case(op, m, context)
+                Case(op, m, context, layer_bytes(block, weight_format))
                 for m in tokens
                 for context in contexts
                 if context + m <= CAPACITY and not (m > 256 and context)
@@ -108,8 +117,9 @@ def cases(
 class OtherMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
-    A few tokens are timed as in a decode step, behind `cold` bytes of other reading: attention
-    finds its caches in memory, and a blocking device the code of each call. 0: all in the cache.
+    A few tokens are timed as in a decode step, behind other reading of up to `cold` bytes:
+    attention finds its caches in memory, and a blocking device's calls come one by one behind a
+    layer's weights. 0: all in the cache.
     """
 
     def __init__(
@@ -122,6 +132,7 @@ class OtherMeter:
         self._weights: dict[Op, dict[str, WeightValue]] = {}
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._cold = HostBuffer(cold) if cold else None
+        self._next_cold = 0
 
     def check(self, op: Op) -> Quarantine | None:
         """Compare with the float64 reference at the smallest and a larger token count."""
@@ -165,18 +176,26 @@ class OtherMeter:
             calls = self._with_own_caches(case, tensors)
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
         if few and not self.device.capabilities.asynchronous:
-            return [self._call_among_others(call) for _ in range(SAMPLES)]
+            return [self._call_among_others(call, case.layer_bytes) for _ in range(SAMPLES)]
         return [self._batch([call] * count) for _ in range(SAMPLES)]
 
-    def _call_among_others(self, call: BoundCall) -> float:
-        """Seconds of one call as a step has it: matmuls have read the caches full since the last
-        one, so that its own code is gone; what all calls share is not.
+    def _call_among_others(self, call: BoundCall, layer_bytes: int) -> float:
+        """Seconds of one call as a step has it: since the last one a layer's weights were read, and
+        its own code may be gone from the caches; what all calls share is not.
         """
-        assert self._cold is not None
-        self._cold.bytes.view(np.uint64).max()
+        self._read(layer_bytes)
         if self._other is not None:
             self._other.run()
         return self._batch([call])
+
+    def _read(self, nbytes: int) -> None:
+        """Read so many bytes of `cold`, each time those that were read longest ago."""
+        assert self._cold is not None
+        end = self._next_cold + nbytes
+        if end > self._cold.nbytes:
+            self._next_cold, end = 0, min(nbytes, self._cold.nbytes)
+        self._cold.bytes[self._next_cold : end].view(np.uint64).max()
+        self._next_cold = end
 
     @cached_property
     def _other(self) -> BoundCall | None:

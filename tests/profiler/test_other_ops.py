@@ -6,8 +6,8 @@ import pytest
 
 from hetero.backends import null
 from hetero.backends.clock import ManualClock
-from hetero.backends.ops import Op, RMSNorm
-from hetero.profiler.other_ops import Case, OtherMeter
+from hetero.backends.ops import Op, RMSNorm, WeightFormat
+from hetero.profiler.other_ops import BLOCKS, Case, OtherMeter, layer_bytes
 from hetero.profiler.records import DECODE_TOKENS
 
 WARM_S, FRESH_S = 8e-6, 30e-6
@@ -26,7 +26,7 @@ def timed(m: int, *, cold: int, asynchronous: bool = False) -> float:
     clock = ManualClock()
     device = null.open(kind="npu", asynchronous=asynchronous, cost=cost, clock=clock)
     meter = OtherMeter("npu", device, clock, cold=cold)
-    return meter.time(Case(NORM, m, 0)).seconds
+    return meter.time(Case(NORM, m, 0, 1 << 12)).seconds
 
 
 def test_a_call_of_few_tokens_is_timed_behind_other_work() -> None:
@@ -37,3 +37,9 @@ def test_a_call_of_few_tokens_is_timed_behind_other_work() -> None:
 def test_calls_of_many_tokens_and_queues_are_timed_in_batches() -> None:
     assert timed(8 * DECODE_TOKENS, cold=1 << 16) == pytest.approx(WARM_S)
     assert timed(1, cold=1 << 16, asynchronous=True) == pytest.approx(WARM_S)
+
+
+def test_bytes_of_a_layer() -> None:
+    llama = layer_bytes(BLOCKS[0], WeightFormat.F16)  # Llama-3.2-1B has 60.8 million in a block
+    assert llama == 2 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
+    assert 0.26 < layer_bytes(BLOCKS[0], WeightFormat.W4A8) / llama < 0.3
