@@ -103,10 +103,11 @@ def cases(
     tokens = [m for m in padded if not graphs or m in graphs]
     found = []
     for block in blocks[:1] if quick else blocks:
+        nbytes = layer_bytes(block, weight_format)
         for op in block_ops(block, weight_format):
             contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
             found += [
-                Case(op, m, context, layer_bytes(block, weight_format))
+                Case(op, m, context, nbytes)
                 for m in tokens
                 for context in contexts
                 if context + m <= CAPACITY and not (m > 256 and context)
@@ -188,14 +189,14 @@ class OtherMeter:
             self._other.run()
         return self._batch([call])
 
-    def _read(self, nbytes: int) -> None:
-        """Read so many bytes of `cold`, each time those that were read longest ago."""
+    def _read(self, nbytes: int | None = None) -> None:
+        """Read so many bytes of `cold` (all), each time those that were read longest ago."""
         assert self._cold is not None
-        end = self._next_cold + nbytes
-        if end > self._cold.nbytes:
-            self._next_cold, end = 0, min(nbytes, self._cold.nbytes)
-        self._cold.bytes[self._next_cold : end].view(np.uint64).max()
-        self._next_cold = end
+        whole = self._cold.nbytes
+        nbytes = min(nbytes or whole, whole)
+        start = self._next_cold if self._next_cold + nbytes <= whole else 0
+        self._next_cold = start + nbytes
+        self._cold.bytes[start : self._next_cold].view(np.uint64).max()
 
     @cached_property
     def _other(self) -> BoundCall | None:
@@ -230,8 +231,7 @@ class OtherMeter:
         """As `_batch`, each call on caches that were last used long ago; behind `count` others, so
         that the device is awake and has the code.
         """
-        assert self._cold is not None
-        self._cold.bytes.view(np.uint64).max()
+        self._read()
         if not self.device.capabilities.asynchronous:
             lead.run()
             return self._batch(calls)

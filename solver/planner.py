@@ -29,7 +29,6 @@ BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
 BEHIND: Final = {"qkv": "attention", "o": "norm", "gate_up": "activation", "down": "norm"}
 TILE_AND_GATE: Final = 2.0
 SHORT_ROOM: Final = 2  # launches that are submitted while a norm or an activation runs
-SHORT_WAITS: Final = 3  # of a block
 Extra = Mapping[OpName, list[Option]]
 
 
@@ -211,7 +210,8 @@ class Planner:
         stages = BEHIND.values()
         launches = sum(map(self._rest_costs.launches, stages)) + TILE_AND_GATE * len(stages)
         attention = self._rest_costs.on("gpu", 1, self.settings.context).attention
-        return max(0.0, launches - SHORT_WAITS * SHORT_ROOM - attention.gpu_s / sync.busy_s)
+        in_short_waits = SHORT_ROOM * (len(stages) - 1)  # all but attention are short
+        return max(0.0, launches - in_short_waits - attention.gpu_s / sync.busy_s)
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""
