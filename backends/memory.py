@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +23,7 @@ from hetero.backends import hugepages
 LINUX = sys.platform.startswith("linux")
 PAGE_BYTES = mmap.PAGESIZE
 FLOAT32 = np.dtype(np.float32)
+CHUNK_BYTES = 1 << 25
 
 
 def private_pages(nbytes: int) -> mmap.mmap:
@@ -33,18 +37,21 @@ def private_pages(nbytes: int) -> mmap.mmap:
 class HostBuffer:
     """Page-aligned, zero-filled host memory. Pages are taken from the system when first touched.
 
-    `huge`: in pages of 2 MiB where the system has them, for what is streamed as a whole.
-    The memory lives as long as any array, tensor or device mapping that refers to this object.
+    `huge`: in pages of 2 MiB where the system has them, for what is streamed as a whole; a buffer
+    of one or more begins with one. The memory lives as long as any array, tensor or device mapping
+    that refers to this object.
     """
 
     def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         if nbytes < 1:
             raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        self._memory = private_pages(self.nbytes) if huge else mmap.mmap(-1, self.nbytes)
+        room = hugepages.HUGE_BYTES if huge and self.nbytes >= hugepages.HUGE_BYTES else 0
+        memory = private_pages(self.nbytes + room) if huge else mmap.mmap(-1, self.nbytes)
         if huge:
-            hugepages.advise(self._memory, self.nbytes)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+            hugepages.advise(memory, self.nbytes + room)
+        start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % room if room else 0
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8, self.nbytes, start)
         self.address: int = self.bytes.ctypes.data
 
     def array(
@@ -57,6 +64,34 @@ class HostBuffer:
                 f"a view of {count} bytes at {offset_bytes} does not fit a buffer of {self.nbytes}"
             )
         return self.bytes[offset_bytes : offset_bytes + count].view(dtype).reshape(shape)
+
+
+class Arena:
+    """Zero-filled parts of huge buffers, page-aligned, one behind the other: what has no room for
+    pages of 2 MiB of its own shares them with its neighbours.
+
+    A buffer lives as long as any part of it, so what is taken together should die together; a part
+    of more than half a buffer gets its own. Any thread may take.
+    """
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._lock = threading.Lock()
+        self._chunk: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None
+        self._used = 0
+
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """`nbytes` bytes."""
+        if 2 * nbytes > self._chunk_bytes:
+            return HostBuffer(nbytes, huge=True).bytes[:nbytes]
+        with self._lock:
+            chunk = self._chunk()
+            if chunk is None or self._used + nbytes > len(chunk):
+                chunk = HostBuffer(self._chunk_bytes, huge=True).bytes
+                self._chunk, self._used = weakref.ref(chunk), 0
+            part = chunk[self._used : self._used + nbytes]  # its base is the chunk
+            self._used += -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+            return part
 
 
 @dataclass(frozen=True, eq=False)

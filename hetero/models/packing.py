@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.memory import HostBuffer
+from hetero.backends.memory import Arena
 from hetero.backends.ops import StorageFormat
 from hetero.backends.weights import (
     ROW_BLOCK,
@@ -34,6 +34,7 @@ from hetero.models.layout import has_scales
 PIECE_ELEMENTS = 1 << 16  # stays in a core's cache
 _BATCH_PIECES = 128
 _MAX_THREADS = 4  # each holds the memory of one piece
+_ARENA = Arena()
 
 # Largest magnitude whose scale (or value) is still a finite fp16 number.
 _LIMITS = {"q4": 65504.0 * 8, "q8": 65504.0 * 127, "f16": 65504.0, "f32": math.inf}
@@ -197,4 +198,4 @@ def _tell(
 
 def _pages(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return HostBuffer(nbytes, huge=True).array(dtype, shape)
+    return _ARENA.take(nbytes).view(dtype).reshape(shape)

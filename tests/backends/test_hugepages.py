@@ -5,18 +5,24 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero.backends import hugepages
 from hetero.backends.hugepages import HUGE_BYTES
-from hetero.backends.memory import HostBuffer, private_pages
+from hetero.backends.memory import PAGE_BYTES, Arena, HostBuffer, private_pages
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
 from hetero.backends.registry import open_device
 from hetero.backends.weights import pack
+from hetero.models.packing import empty_packed
 
+CHUNK = 1 << 20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux has madvise")
 
 
@@ -82,3 +88,55 @@ def test_only_a_device_with_much_to_move_looks_for_it(monkeypatch: pytest.Monkey
         assert len(asked) == (n == 4096)
         assert kernel.nbytes > 0
     device.close()
+
+
+@linux
+def test_huge_buffers_begin_with_a_huge_page() -> None:
+    assert all(HostBuffer(HUGE_BYTES, huge=True).address % HUGE_BYTES == 0 for _ in range(8))
+
+
+@given(sizes=st.lists(st.integers(1, 3 * CHUNK // 4), min_size=1, max_size=40))
+def test_parts_of_an_arena_are_zero_aligned_and_apart(sizes: list[int]) -> None:
+    arena = Arena(CHUNK)
+    parts = [arena.take(size) for size in sizes]
+    assert [len(part) for part in parts] == sizes
+    assert all(part.ctypes.data % PAGE_BYTES == 0 and not part.any() for part in parts)
+    for i, part in enumerate(parts):
+        part[:] = i + 1
+    assert all((part == i + 1).all() for i, part in enumerate(parts))
+
+
+def test_small_parts_share_a_buffer_that_lives_as_long_as_they() -> None:
+    arena = Arena(CHUNK)
+    first = arena.take(100)
+    view = arena.take(PAGE_BYTES + 1)[10:20].view(np.uint16).reshape(5, 1)
+    assert view.ctypes.data - first.ctypes.data == PAGE_BYTES + 10
+    third = arena.take(8)
+    assert third.ctypes.data - first.ctypes.data == 3 * PAGE_BYTES
+    chunk = arena._chunk
+    del first, third
+    assert chunk() is not None
+    del view
+    assert chunk() is None
+    assert arena.take(8)[0] == 0
+
+
+def test_threads_take_different_parts() -> None:
+    arena = Arena(CHUNK)
+
+    def fill(value: int) -> list[npt.NDArray[np.uint8]]:
+        parts = [arena.take(3000) for _ in range(50)]
+        for part in parts:
+            part[:] = value
+        return parts
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(fill, range(1, 9)))
+    assert all((part == i).all() for i, parts in enumerate(found, start=1) for part in parts)
+
+
+def test_small_weights_share_huge_pages() -> None:
+    weights = [empty_packed(StorageFormat.Q4, 1024, 1024) for _ in range(3)]
+    arrays = [array for w in weights for array in (w.data, w.scales) if array is not None]
+    assert len({id(array.base) for array in arrays}) <= 2  # six, of which a buffer may have ended
+    assert all(array.base is not None and array.base.nbytes >= HUGE_BYTES for array in arrays)
