@@ -118,9 +118,10 @@ def cases(
 class OtherMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
-    A few tokens are timed as in a decode step, behind other reading of up to `cold` bytes:
-    attention finds its caches in memory, and a blocking device's calls come one by one behind a
-    layer's weights. 0: all in the cache.
+    They are timed as in a step, behind other reading of up to `cold` bytes: attention of a few
+    tokens finds its caches in memory, and a blocking device's other calls come one by one, of a few
+    tokens behind a layer's weights, of more behind all (in a loop RoPE of 64 tokens took 0.4 of
+    what a step sees, activations 0.7). 0: all in the cache.
     """
 
     def __init__(
@@ -172,19 +173,22 @@ class OtherMeter:
     def _samples(self, case: Case, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
         """Seconds of a launch, several times."""
         count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
-        few = self._cold is not None and case.m <= DECODE_TOKENS
-        if few and isinstance(case.op, ops.Attention):
+        few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
+        if self._cold is None or (attends and not few):
+            return [self._batch([call] * count) for _ in range(SAMPLES)]
+        if attends:
             calls = self._with_own_caches(case, tensors)
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
-        if few and not self.device.capabilities.asynchronous:
-            return [self._call_among_others(call, case.layer_bytes) for _ in range(SAMPLES)]
-        return [self._batch([call] * count) for _ in range(SAMPLES)]
+        if self.device.capabilities.asynchronous:
+            return [self._batch([call] * count) for _ in range(SAMPLES)]
+        nbytes = case.layer_bytes if few else None
+        return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
 
-    def _call_among_others(self, call: BoundCall, layer_bytes: int) -> float:
-        """Seconds of one call as a step has it: since the last one a layer's weights were read, and
-        its own code may be gone from the caches; what all calls share is not.
+    def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
+        """Seconds of one call as a step has it: since the last one so much else was read (None:
+        all), and its own code may be gone from the caches; what all calls share is not.
         """
-        self._read(layer_bytes)
+        self._read(nbytes)
         if self._other is not None:
             self._other.run()
         return self._batch([call])

@@ -29,14 +29,25 @@ def timed(m: int, *, cold: int, asynchronous: bool = False) -> float:
     return meter.time(Case(NORM, m, 0, 1 << 12)).seconds
 
 
-def test_a_call_of_few_tokens_is_timed_behind_other_work() -> None:
-    assert timed(1, cold=1 << 16) == pytest.approx(FRESH_S)
-    assert timed(1, cold=0) == pytest.approx(WARM_S)
+@pytest.mark.parametrize("m", [1, 8 * DECODE_TOKENS])
+def test_a_call_is_timed_behind_other_work(m: int) -> None:
+    assert timed(m, cold=1 << 16) == pytest.approx(FRESH_S)
+    assert timed(m, cold=0) == pytest.approx(WARM_S)
 
 
-def test_calls_of_many_tokens_and_queues_are_timed_in_batches() -> None:
-    assert timed(8 * DECODE_TOKENS, cold=1 << 16) == pytest.approx(WARM_S)
-    assert timed(1, cold=1 << 16, asynchronous=True) == pytest.approx(WARM_S)
+@pytest.mark.parametrize("m", [1, 8 * DECODE_TOKENS])
+def test_queues_are_timed_in_batches(m: int) -> None:
+    assert timed(m, cold=1 << 16, asynchronous=True) == pytest.approx(WARM_S)
+
+
+def test_many_tokens_are_timed_behind_all_other_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int | None] = []
+    monkeypatch.setattr(OtherMeter, "_read", lambda _, nbytes=None: read.append(nbytes))
+    timed(8 * DECODE_TOKENS, cold=1 << 16)
+    assert set(read) == {None}
+    read.clear()
+    timed(1, cold=1 << 16)
+    assert set(read) == {1 << 12}
 
 
 def test_bytes_of_a_layer() -> None:
