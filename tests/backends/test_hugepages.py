@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.backends import hugepages
+from hetero.backends import hugepages, memory
 from hetero.backends.hugepages import HUGE_BYTES
 from hetero.backends.memory import PAGE_BYTES, Arena, HostBuffer, private_pages
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
@@ -140,3 +140,18 @@ def test_small_weights_share_huge_pages() -> None:
     arrays = [array for w in weights for array in (w.data, w.scales) if array is not None]
     assert len({id(array.base) for array in arrays}) <= 2  # six, of which a buffer may have ended
     assert all(array.base is not None and array.base.nbytes >= HUGE_BYTES for array in arrays)
+
+
+def test_a_refused_buffer_leaves_an_arena_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: int) -> mmap.mmap:
+        raise MemoryError
+
+    arena = Arena(CHUNK)
+    first = arena.take(CHUNK // 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "private_pages", refused)
+        with pytest.raises(MemoryError):
+            arena.take(CHUNK // 2 + 1)
+        second = arena.take(CHUNK // 2)  # what is left of the first buffer
+    assert second.ctypes.data - first.ctypes.data == CHUNK // 2
+    assert not arena.take(CHUNK // 2).any()

@@ -11,6 +11,7 @@ import pytest
 
 from hetero import LLM, UserError
 from hetero.backends.errors import DeviceLostError
+from hetero.backends.memory import Arena
 from hetero.backends.onnx_common import packing as onnx_packing
 from hetero.backends.opencl.calls import OpenCLCall, OpenCLCompletion
 from hetero.backends.opencl.device import OpenCLDevice
@@ -18,7 +19,6 @@ from hetero.backends.ort_cpu.device import OrtCpuDevice
 from hetero.backends.protocol import Device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
-from hetero.models import packing as models_packing
 from hetero.runtime.lowering import Lowering
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
@@ -68,7 +68,7 @@ REFUSED = (OSError(12, "Cannot allocate memory"), MemoryError())
 # Who asks for memory when a model is opened, and what the sentence says that it was for.
 ASKING = {
     "the pool": (Device, "allocate", r"the \d+\.\d MiB of "),
-    "packing": (models_packing, "HostBuffer", "the weights of layer 0"),
+    "packing": (Arena, "take", "the weights of layer 0"),
     "a device's own layout": (onnx_packing, "stage", "the weights of layer 1"),
     "a step": (Lowering, "lower", "the prefill step of 8 tokens"),
 }
