@@ -174,15 +174,13 @@ class OtherMeter:
         """Seconds of a launch, several times."""
         count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
-        if self._cold is None or (attends and not few):
-            return [self._batch([call] * count) for _ in range(SAMPLES)]
-        if attends:
+        if self._cold is not None and attends and few:
             calls = self._with_own_caches(case, tensors)
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
-        if self.device.capabilities.asynchronous:
-            return [self._batch([call] * count) for _ in range(SAMPLES)]
-        nbytes = case.layer_bytes if few else None
-        return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
+        if self._cold is not None and not (attends or self.device.capabilities.asynchronous):
+            nbytes = case.layer_bytes if few else None
+            return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
+        return [self._batch([call] * count) for _ in range(SAMPLES)]
 
     def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
         """Seconds of one call as a step has it: since the last one so much else was read (None:
