@@ -1,14 +1,16 @@
 """Predicted against measured steps, with the profile taken in turns with the measurement.
 
     python bench/predicted.py [--model random:llama-3.2-1b] [--weights w4a8] [-p 64,256] [-r 10]
+        [--strategies gpu-only,npu-only,auto,row-cut,...]
 
 On a shared machine the same plan takes up to 1.5 times as long half an hour later, so a profile of
 then says nothing of now. Here every round first takes a profile of the model's shapes (`--budget`)
 and then runs every plan, each prompt for some seconds; both so see the same hours of the machine.
 The plans are made from the first profile. What they are predicted to take is the mean over all
 profiles of what each says of those very tiles (`hetero.solver.repredict`); what they took is the
-median and the mean of all prompts, and of the rounds' median and mean decode steps. The second
-table is `tensor_level.py`'s: what both devices reach of the ideal.
+median and the mean of all prompts, and of the rounds' median and mean decode steps. A prompt that
+runs in several calls (chunks) is predicted as their sum, each behind the tokens before it. The
+second table is `tensor_level.py`'s: what both devices reach of the ideal.
 
 One profile and one round each differ by some 8 % from the next where neighbours share the machine:
 with four rounds a row of nine is out of bounds by chance in every other run, with ten in few.
@@ -39,9 +41,13 @@ from hetero.profiler.options import Options
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.profiler.session import profile_devices
 from hetero.profiling import model_shapes
-from hetero.solver.repredict import Step, repredict
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.planner import Scenario
+from hetero.solver.repredict import repredict
 
 GOAL = 0.10
+CONTEXT = 256  # of decoding
+NAMES = {"gpu-only": "gpu", "npu-only": "npu", "auto": "tensor"}  # as `tensor_level.py` has them
 HEAD = (
     "| test | plan | predicted ms (mean) | of the profiles | measured ms (median) | min | max | "
     "measured / predicted | mean / predicted |",
@@ -82,10 +88,25 @@ def measure_prompts(one: Contender, m: int, seconds: float) -> None:
         measure_prompt(one, m)
 
 
-def row(one: Contender, step: Step, predicted: list[float]) -> tuple[str, float]:
+def steps_of(one: Contender, test: str) -> list[Scenario]:
+    """The calls of a test."""
+    if test == "tg":
+        return [Scenario("decode", 1, CONTEXT)]
+    counts = one.engine.pieces(int(test.removeprefix("pp")))
+    return [Scenario("prefill", m, sum(counts[:i])) for i, m in enumerate(counts)]
+
+
+def predicted_s(
+    one: Contender, spec: ModelSpec, profile: DeviceProfile, tests: list[str]
+) -> dict[str, float]:
+    """Seconds of every test by a profile."""
+    steps = {test: steps_of(one, test) for test in tests}
+    told = repredict(one.plan, spec, profile, {s for found in steps.values() for s in found})
+    return {test: sum(told[s] for s in found) for test, found in steps.items()}
+
+
+def row(one: Contender, test: str, predicted: list[float]) -> tuple[str, float]:
     """A line of the table, and measured over predicted."""
-    phase, m = step
-    test = f"pp{m}" if phase == "prefill" else "tg"
     times, expected = one.times[test], statistics.mean(predicted)
     ratio = statistics.median(times) / expected
     shown = [statistics.median(times), min(times), max(times)]
@@ -105,16 +126,18 @@ def main() -> None:
     parser.add_argument("--model", default="random:llama-3.2-1b")
     parser.add_argument("--weights", default="w4a8", choices=[f.value for f in WeightFormat])
     parser.add_argument("-p", default="64,256")
+    parser.add_argument("--strategies", default=",".join(NAMES))
     parser.add_argument("-n", type=int, default=48)
     parser.add_argument("-r", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=4.0, help="of every prompt in a round")
     parser.add_argument("--budget", type=float, default=75.0, help="seconds of each profile")
     arguments = parser.parse_args()
     lengths = [int(m) for m in arguments.p.split(",")]
+    tests = [*(f"pp{m}" for m in lengths), "tg"]
     loaded = open_model(arguments.model, weights=arguments.weights)
     profiler = Profiler(loaded, lengths, arguments.budget)
     profiles = [profiler.take()]
-    strategies = {"gpu": "gpu-only", "npu": "npu-only", "tensor": "auto"}
+    strategies = {NAMES.get(s, s): s for s in arguments.strategies.split(",")}
     contenders = {n: contender(n, loaded, profiles[0], s, lengths) for n, s in strategies.items()}
     found = list(contenders.values())
     for i in range(arguments.r + 1):
@@ -123,23 +146,24 @@ def main() -> None:
         for one in found:
             for m in lengths:
                 measure_prompts(one, m, arguments.seconds if i else 0.0)
-            measure_decoding(one, arguments.n, 256)
+            measure_decoding(one, arguments.n, CONTEXT)
             if i == 0:
                 one.forget()
-    told = {one.name: [repredict(one.plan, loaded.spec(), p) for p in profiles] for one in found}
+    spec = loaded.spec()
+    told = {one.name: [predicted_s(one, spec, p, tests) for p in profiles] for one in found}
     print(
         f"measured; {arguments.model} {arguments.weights}, {len(profiles)} profiles of "
         f"{statistics.median(p.coverage.spent_s for p in profiles):.0f} s "
         f"({min(p.coverage.measured_tasks / p.coverage.grid_tasks for p in profiles):.0%} of the "
         f"grid and more) in turns with {arguments.r} rounds"
     )
-    steps: list[Step] = [*(("prefill", m) for m in lengths), ("decode", 1)]
-    lines = [row(o, step, [t[step] for t in told[o.name]]) for step in steps for o in found]
+    lines = [row(o, test, [t[test] for t in told[o.name]]) for test in tests for o in found]
     print("\n".join([*HEAD, *(line for line, _ in lines)]))
     within = sum(abs(ratio - 1) <= GOAL for _, ratio in lines)
     print(f"within {GOAL:.0%}: {within} of {len(lines)}")
-    tests = [(f"pp{m}" if phase == "prefill" else "tg", phase, m) for phase, m in steps]
-    print("\n".join([*IDEAL_HEAD, *(ideal_row(contenders, *test) for test in tests)]))
+    if contenders.keys() >= set(NAMES.values()):
+        ideals = [ideal_row(contenders, f"pp{m}", "prefill", m) for m in lengths]
+        print("\n".join([*IDEAL_HEAD, *ideals, ideal_row(contenders, "tg", "decode", 1)]))
     print(json.dumps(environment()))
     for one in found:
         one.engine.close()

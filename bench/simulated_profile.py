@@ -257,6 +257,7 @@ def _preparation(chip: Chip) -> tuple[PreparationPredictor, ...]:
             cached_fixed_s=0.0,
             cached_s_per_byte=0.0,
             s_per_token=chip.prepare_s_per_token * each,
+            layers_share=True,  # four graphs in all (section 5.2.2)
         )
         for weight_format in (WeightFormat.W4A16, WeightFormat.W4A8)
     )

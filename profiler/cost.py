@@ -26,6 +26,7 @@ from hetero.profiler.records import (
     MatMulRow,
     OtherPredictor,
     Phase,
+    PreparationPredictor,
 )
 
 Sizes: TypeAlias = int | npt.ArrayLike
@@ -280,13 +281,25 @@ class CostModel:
         m: int = 0,
     ) -> float:
         """Time to prepare one matmul graph (of m tokens) or kernel; 0 if it was not measured."""
-        for entry in self.profile.preparation_predictors:
-            if (entry.device, entry.weight_format) == (device, weight_format):
-                nbytes = float(predict.weight_bytes(weight_format, n, k))
-                if cached:
-                    return entry.cached_fixed_s + entry.cached_s_per_byte * nbytes
-                return entry.fixed_s + entry.s_per_byte * nbytes + entry.s_per_token * m
-        return 0.0
+        entry = self._preparation(device, weight_format)
+        if entry is None:
+            return 0.0
+        nbytes = float(predict.weight_bytes(weight_format, n, k))
+        if cached:
+            return entry.cached_fixed_s + entry.cached_s_per_byte * nbytes
+        return entry.fixed_s + entry.s_per_byte * nbytes + entry.s_per_token * m
+
+    def layers_share(self, device: DeviceKind, weight_format: WeightFormat) -> bool:
+        """Whether one graph serves a matmul of all layers."""
+        entry = self._preparation(device, weight_format)
+        return entry is not None and entry.layers_share
+
+    def _preparation(
+        self, device: DeviceKind, weight_format: WeightFormat
+    ) -> PreparationPredictor | None:
+        wanted = (device, weight_format)
+        found = self.profile.preparation_predictors
+        return next((e for e in found if (e.device, e.weight_format) == wanted), None)
 
     def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:
         """Mean power while these devices work; None if the platform does not tell."""

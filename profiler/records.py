@@ -299,7 +299,10 @@ class OtherPredictor(Record):
 
 
 class PreparationPredictor(Record):
-    """seconds = fixed_s + s_per_byte · packed bytes of the weight + s_per_token · graph size."""
+    """seconds = fixed_s + s_per_byte · packed bytes of the weight + s_per_token · graph size.
+
+    layers_share    one graph serves that matmul of all layers: weights are its inputs
+    """
 
     device: DeviceKind
     weight_format: WeightFormat
@@ -308,6 +311,7 @@ class PreparationPredictor(Record):
     cached_fixed_s: Seconds
     cached_s_per_byte: Seconds
     s_per_token: Seconds = 0.0
+    layers_share: bool = False
 
 
 class Bandwidth(Record):

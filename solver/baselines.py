@@ -90,26 +90,20 @@ def _npu(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
             options[name] = _whole(planner, name)
         else:
             space = planner.space(name)
-            options[name] = [_sequence(planner, space, choose(scenario.m), scenario.m)]
+            options[name] = [npu_sequence(planner, space, choose(scenario.m), scenario.m)]
     return planner.solve(scenario, options=options)
 
 
-def preparation_s(planner: Planner, m: int) -> float:
-    """Time to prepare the graphs of one block for a new token count (online-prepare pays it)."""
-    total = 0.0
-    for name in _matmuls(planner):
-        if name != "lm_head":
-            n, k = planner.shape(name)
-            total += planner.cost.prepare_s("npu", planner.spec.weight_format, n, k, m=m)
-    return total
+def online_s(planner: Planner, m: int, strategy: str) -> float:
+    """Seconds that a prompt of m tokens waits for its graphs: those that no one has prepared."""
+    online = strategy == "online-prepare" and m not in planner.sizes
+    return planner.preparation_s(m) if online else 0.0
 
 
 def latency_s(planner: Planner, scenario: Scenario, strategy: str) -> float:
     """Seconds of a step under a strategy, online preparation included."""
     seconds = force(planner, scenario, strategy).seconds
-    if strategy == "online-prepare":
-        seconds += preparation_s(planner, scenario.m)
-    return seconds
+    return seconds + online_s(planner, scenario.m, strategy)
 
 
 def _matmuls(planner: Planner) -> Iterable[OpName]:
@@ -167,7 +161,7 @@ def _chunks(planner: Planner, m: int) -> tuple[int, ...]:
     return (fixed,) * -(-m // fixed)
 
 
-def _sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], m: int) -> Option:
+def npu_sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], m: int) -> Option:
     """All tokens on the NPU, graph after graph."""
     table = space.kernels.table("npu", graphs, [space.n], space.k).seconds[:, 0]
     if not np.isfinite(table).all():

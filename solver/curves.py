@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from hetero.solver.baselines import force, preparation_s
+from hetero.solver.baselines import force, online_s
 from hetero.solver.plan import Curve, CurvePoint, FrontPoint, PlanError
 from hetero.solver.planner import Planner, Scenario
 
@@ -41,9 +41,7 @@ def _point(planner: Planner, strategy: str, m: int) -> CurvePoint:
         found = force(planner, Scenario("prefill", m), strategy)
     except PlanError:
         return CurvePoint(m=m, seconds=None)
-    seconds = found.seconds
-    if strategy == "online-prepare":
-        seconds += preparation_s(planner, m)
+    seconds = found.seconds + online_s(planner, m, strategy)
     return CurvePoint(m=m, seconds=seconds, energy_j=found.joules)
 
 

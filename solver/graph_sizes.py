@@ -48,7 +48,7 @@ def choose(
     sizes = list(candidates or _candidates(planner, lengths))
     sets: list[tuple[int, ...]] = [(g,) for g in sizes] + list(combinations(sizes, 2))
     costs = _costs(planner, lengths, sets)
-    prepare = np.asarray([_preparation_s(planner, g) for g in sizes])
+    prepare = np.asarray([planner.preparation_s(g) for g in sizes])
     weights = np.asarray(list(lengths.values())) / sum(lengths.values())
     rows, limits = _budgets(sizes, prepare, count, preparation_budget_s)
     if memory_budget_bytes is not None:
@@ -85,14 +85,6 @@ def _costs(
         alone = planner.single(Scenario("prefill", m), "gpu")
         found[i, -1] = alone.seconds if alone is not None else np.inf
     return found
-
-
-def _preparation_s(planner: Planner, g: int) -> float:
-    names = [x.name for x in planner.spec.matmuls if x.name != "lm_head"]
-    return sum(
-        planner.cost.prepare_s("npu", planner.spec.weight_format, *planner.shape(x), m=g)
-        for x in names
-    )
 
 
 def _budgets(

@@ -49,10 +49,15 @@ class Settings:
 
 
 class Scenario(NamedTuple):
-    """One kind of step: a prompt of m tokens, or decoding m tokens."""
+    """One kind of step: a prompt of m tokens, or decoding m tokens.
+
+    `context` is the number of tokens before them; None: none before a prompt, and as many as the
+    settings say before decoding.
+    """
 
     phase: Phase
     m: int
+    context: int | None = None
 
 
 class Solution(NamedTuple):
@@ -236,6 +241,8 @@ class Planner:
     def rests(self, scenario: Scenario, only: DeviceKind | None = None) -> dict[DeviceKind, Rests]:
         """Times of all other operators by device; of one device alone if it can run them."""
         context = 0 if scenario.phase == "prefill" else self.settings.context
+        if scenario.context is not None:
+            context = scenario.context
         costs = self._rest_costs
         kinds = (only,) if only is not None and only in costs.devices else costs.devices
         return {kind: costs.on(kind, scenario.m, context) for kind in kinds}
@@ -265,6 +272,16 @@ class Planner:
                 return None
             options[name] = fitting[0]
         return self.evaluate(scenario, options, device)
+
+    def preparation_s(self, m: int) -> float:
+        """Seconds to prepare the NPU's graphs of m tokens for every matmul: of each layer, or of
+        one where layers share them. 0 if it was not measured.
+        """
+        weight_format = self.spec.weight_format
+        block = [self.shape(x.name) for x in self.spec.matmuls if x.name != "lm_head"]
+        one = sum(self.cost.prepare_s("npu", weight_format, *shape, m=m) for shape in block)
+        shared = self.cost.layers_share("npu", weight_format)
+        return one if shared else self.spec.layers * one
 
     @cached_property
     def uncut(self) -> Planner:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hetero.profiler.records import DeviceProfile, Phase
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.baselines import npu_sequence, online_s
 from hetero.solver.build import PlanRequest, prepare
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.model_spec import ModelSpec
@@ -19,47 +20,57 @@ from hetero.solver.pieces import Pieces
 from hetero.solver.plan import ExecutionPlan, OpName, PlanError, Tile
 from hetero.solver.planner import BLOCK, Planner, Scenario
 
-Step = tuple[Phase, int]
-
 
 def repredict(
-    plan: ExecutionPlan, spec: ModelSpec, profile: DeviceProfile, steps: Iterable[Step] = ()
-) -> dict[Step, float]:
-    """Seconds of steps, (phase, tokens), by this profile; of the plan's own by default.
+    plan: ExecutionPlan, spec: ModelSpec, profile: DeviceProfile, steps: Iterable[Scenario] = ()
+) -> dict[Scenario, float]:
+    """Seconds of steps by this profile; of the plan's own by default. Prompts of `online-prepare`
+    contain preparing their graphs.
 
     Raises `PlanError` where the plan says nothing of a step or the devices cannot run a tile.
     """
-    wanted = list(steps) or [(total.phase, total.m) for total in plan.totals]
+    wanted = list(steps) or [Scenario(total.phase, total.m) for total in plan.totals]
     request = PlanRequest(precision=plan.precision)
     planner, _ = prepare(spec, profile, request, apart=False)
     if plan.graph_sizes:
         planner = planner.with_graph_sizes(plan.graph_sizes)
     tiles = {
-        (step, name): plan.partition(step[0], _tokens(step, name), name)
+        (step, name): plan.partition(step.phase, _tokens(step, name), name)
         for step in wanted
         for name in _names(plan, spec, step)
     }
     rows: dict[OpName, set[int]] = {}
     for (_, name), parts in tiles.items():
         rows.setdefault(name, set()).update(t.rows[1] for t in parts if t.device == "npu")
+    prepared = planner
+    planner = _with_graphs_of(planner, tiles.values())
     planner = planner.with_rows({name: sorted(cuts) for name, cuts in rows.items()})
-    found: dict[Step, float] = {}
+    found: dict[Scenario, float] = {}
     for step in wanted:
         options = {
             name: _option(planner, name, _tokens(step, name), parts)
             for (of, name), parts in tiles.items()
             if of == step
         }
-        rest = plan.rest.prefill if step[0] == "prefill" else plan.rest.decode
-        found[step] = planner.evaluate(Scenario(*step), options, rest).seconds
+        rest = plan.rest.prefill if step.phase == "prefill" else plan.rest.decode
+        found[step] = planner.evaluate(step, options, rest).seconds
+        if step.phase == "prefill":
+            found[step] += online_s(prepared, step.m, plan.strategy)
     return found
 
 
-def _names(plan: ExecutionPlan, spec: ModelSpec, step: Step) -> Iterable[OpName]:
+def _with_graphs_of(planner: Planner, partitions: Iterable[Sequence[Tile]]) -> Planner:
+    """With the graphs that are prepared while a prompt waits."""
+    used = {t.graph_size for tiles in partitions for t in tiles if t.device == "npu"}
+    late = {size for size in used if size is not None} - set(planner.sizes)
+    return planner.with_graph_sizes((*planner.sizes, *late)) if late else planner
+
+
+def _names(plan: ExecutionPlan, spec: ModelSpec, step: Scenario) -> Iterable[OpName]:
     """The matmuls of a step: a fused one where the plan has it at these tokens, else its members,
     as the runtime reads a plan.
     """
-    phase, m = step
+    phase, m, _ = step
     listed = {o.op for o in plan.ops if o.phase == phase and (o.m is None or o.m >= m)}
     of_groups = dict(BLOCK)
     for matmul in spec.matmuls:
@@ -68,8 +79,8 @@ def _names(plan: ExecutionPlan, spec: ModelSpec, step: Step) -> Iterable[OpName]
         yield from (matmul.name,) if whole or not members else members
 
 
-def _tokens(step: Step, name: OpName) -> int:
-    return 1 if name == "lm_head" else step[1]
+def _tokens(step: Scenario, name: OpName) -> int:
+    return 1 if name == "lm_head" else step.m
 
 
 def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Option:
@@ -82,8 +93,10 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
     wanted: Pieces | None = None
     if npu:
         spans = tuple((tile.tokens[0], tile.tokens[1] or m) for tile in npu)
-        graphs = (tile.graph_size or _graph(planner, *tile.tokens) for tile in npu)
-        wanted = Pieces(spans, tuple(graphs))
+        graphs = tuple(tile.graph_size or _graph(planner, *tile.tokens) for tile in npu)
+        if len(npu) == len(tiles) > 1 and {tile.rows for tile in npu} == {(0, space.n)}:
+            return npu_sequence(planner, space, tuple(g for g in graphs if g is not None), m)
+        wanted = Pieces(spans, graphs)
         known = [grid.choices.pieces(i) == wanted for i in range(len(grid.cuts))]
         mask[np.ix_(known, grid.rows == npu[0].rows[1])] = True
     for option in chooser.options(space, m, grid=grid, mask=mask):

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.baselines import chunk_tokens, force, preparation_s
+from hetero.solver.baselines import chunk_tokens, force, online_s
 from hetero.solver.build import (
     DECODE,
     PlanRequest,
     agree,
     assemble,
+    cuts_of,
     prepare,
     scenarios_of,
     solve_together,
@@ -51,7 +52,7 @@ def strategy_plan(
         wanted, objective = scenarios_of(steps), planner.objective(*request.weights)
         planner, solutions = solve_together(planner, wanted, objective, request, notes)
     else:
-        solutions = solve_strategy(planner, strategy, steps)
+        planner, solutions = solve_strategy(planner, strategy, steps)
     plan = assemble(planner, solutions, request, notes, strategy=strategy)
     totals = tuple(_with_preparation(planner, t, strategy) for t in plan.totals)
     return plan.model_copy(update={"totals": totals, "step_tokens": longest})
@@ -98,17 +99,37 @@ def _steps(token_counts: Sequence[int], longest: int | None) -> list[int]:
 
 
 def solve_strategy(
+    planner: Planner, strategy: NamedStrategy, lengths: Sequence[int]
+) -> tuple[Planner, list[Solution]]:
+    """Prefill of these lengths and decoding, and the planner with the row cuts that they have.
+
+    All cuts are prepared, so each costs the tiles across it a call: a length takes another's cut
+    where that is cheaper (`build.solve_together`).
+    """
+    solutions = _solve_alone(planner, strategy, lengths)
+    cuts = cuts_of(planner, solutions) if planner.sizes else {}
+    while any(cuts.values()):
+        limited = planner.with_rows(cuts)
+        solutions = _solve_alone(limited, strategy, lengths)
+        used = cuts_of(planner, solutions)
+        if used == cuts:
+            return limited, solutions
+        cuts = used
+    return planner, solutions
+
+
+def _solve_alone(
     planner: Planner, strategy: NamedStrategy, lengths: Iterable[int]
 ) -> list[Solution]:
-    """Prefill of these lengths and decoding, with one device for the other operators of a phase."""
+    """Each length and decoding by itself, with one device for the other operators of a phase."""
     prefill = [force(planner, Scenario("prefill", m), strategy) for m in lengths]
     decode = force(planner, Scenario("decode", 1), _DECODES.get(strategy, "layer"))
     return agree(planner, [*prefill, decode], planner.objective())
 
 
 def _with_preparation(planner: Planner, total: Total, strategy: NamedStrategy) -> Total:
-    """`online-prepare` pays for preparing its graphs too."""
-    if strategy != "online-prepare" or total.phase == "decode":
+    """Prompts of `online-prepare` pay for preparing their graphs too."""
+    if total.phase == "decode":
         return total
-    seconds = total.predicted_s + preparation_s(planner, total.m)
+    seconds = total.predicted_s + online_s(planner, total.m, strategy)
     return total.model_copy(update={"predicted_s": seconds, "tokens_per_s": total.m / seconds})

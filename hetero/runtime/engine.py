@@ -174,13 +174,17 @@ class Engine:
     def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to the context, in pieces; logits [vocab] after its last token."""
         self.check(tokens)
-        pieces = split(len(tokens), self._piece_sizes("prefill"), self._longest)
+        pieces = self.pieces(len(tokens))
         start = 0
         for i, count in enumerate(pieces):
             rows = 1 if i == len(pieces) - 1 else 0
             self._run("prefill", tokens[start : start + count], rows)
             start += count
         return self._last_logits()
+
+    def pieces(self, tokens: int) -> list[int]:
+        """Token counts of the calls that a prompt of so many tokens runs in."""
+        return split(tokens, self._piece_sizes("prefill"), self._longest)
 
     def decode(self, token: int) -> npt.NDArray[np.float32]:
         """Append one token to the context; logits [vocab] after it."""

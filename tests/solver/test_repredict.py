@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, NamedStrategy
+from hetero.solver.planner import Scenario
 from hetero.solver.repredict import repredict
 from hetero.solver.strategy_plans import strategy_plan
 
@@ -28,13 +31,32 @@ def made(spec: ModelSpec, profile: DeviceProfile, strategy: NamedStrategy) -> Ex
     return strategy_plan(spec, profile, strategy, LENGTHS)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "gpu-only", "npu-only", "layer", "padding"])
+@pytest.mark.parametrize("strategy", get_args(NamedStrategy))
 def test_a_plan_takes_by_its_own_profile_what_it_says(
     spec: ModelSpec, profile: DeviceProfile, strategy: NamedStrategy
 ) -> None:
     plan = made(spec, profile, strategy)
-    found = repredict(plan, spec, profile)
-    assert found == pytest.approx({(t.phase, t.m): t.predicted_s for t in plan.totals}, rel=1e-9)
+    expected = {Scenario(t.phase, t.m): t.predicted_s for t in plan.totals}
+    assert repredict(plan, spec, profile) == pytest.approx(expected, rel=1e-9)
+
+
+def test_tokens_behind_others_take_longer(spec: ModelSpec, profile: DeviceProfile) -> None:
+    plan = made(spec, profile, "chunked")
+    steps = [Scenario("prefill", 64, context) for context in (0, 256, 2048)]
+    found = repredict(plan, spec, profile, steps)
+    assert found[steps[0]] < found[steps[1]] < found[steps[2]]
+
+
+def test_a_device_whose_layers_share_no_graphs_prepares_one_for_each(spec: ModelSpec) -> None:
+    chip = DeviceProfile.load("snapdragon-8-gen-3")
+    assert all(p.layers_share for p in chip.preparation_predictors)
+    alone = tuple(p.model_copy(update={"layers_share": False}) for p in chip.preparation_predictors)
+    shared, each = (
+        {t.m: t.predicted_s for t in made(spec, profile, "online-prepare").totals}
+        for profile in (chip, chip.model_copy(update={"preparation_predictors": alone}))
+    )
+    assert each[64] == shared[64]  # a graph that lies ready
+    assert each[135] - shared[135] == pytest.approx((spec.layers - 1) * 0.4084, rel=0.01)
 
 
 def test_groups_may_be_apart_at_some_lengths(spec: ModelSpec) -> None:
@@ -52,8 +74,9 @@ def test_groups_may_be_apart_at_some_lengths(spec: ModelSpec) -> None:
             tiles = tuple(t.model_copy(update={"rows": (0, n)}) for t in entry.tiles)
             ops.append(entry.model_copy(update={"op": name, "n": n, "tiles": tiles}))
     apart = repredict(plan.model_copy(update={"ops": tuple(ops)}), spec, profile)
-    assert {s for s in fused if apart[s] != fused[s]} == {("prefill", 300)}
-    assert apart["prefill", 300] == pytest.approx(fused["prefill", 300], rel=0.05)
+    step = Scenario("prefill", 300)
+    assert {s for s in fused if apart[s] != fused[s]} == {step}
+    assert apart[step] == pytest.approx(fused[step], rel=0.05)
 
 
 def slower(profile: DeviceProfile, device: str, factor: float) -> DeviceProfile:
@@ -79,5 +102,5 @@ def test_a_slower_device_makes_its_steps_slower_and_no_others(spec: ModelSpec) -
             assert low - 1e-9 <= after[step] / seconds <= high + 1e-9
     plan = made(spec, profile, "auto")
     best = {(t.phase, t.m): t.predicted_s for t in made(spec, slow, "auto").totals}
-    for step, seconds in repredict(plan, spec, slow).items():
-        assert seconds >= 0.99 * best[step]  # a plan for the slower device is no worse there
+    for (phase, m, _), seconds in repredict(plan, spec, slow).items():
+        assert seconds >= 0.99 * best[phase, m]  # a plan for the slower device is no worse there
