@@ -17,7 +17,7 @@ from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import PreparationPredictor, PreparationRow
 from hetero.profiler.workload import WeightPool
 
-MOST_PAIRS: Final = 5
+MOST_PAIRS: Final = 12
 LEAST_S: Final = 1e-7
 
 
@@ -28,7 +28,10 @@ def measure_preparation(
     pairs: Sequence[tuple[int, int]],
     weight_formats: Iterable[WeightFormat],
 ) -> list[PreparationRow]:
-    """Prepare, bind and run once, twice over, for a few sizes from the smallest to the largest."""
+    """Prepare, bind and run once, twice over, for some sizes from the smallest to the largest.
+
+    The smallest is prepared once before: the first of all costs more, and comes once.
+    """
     ordered = sorted(set(pairs), key=lambda pair: pair[0] * pair[1])
     at = np.unique(np.linspace(0, len(ordered) - 1, MOST_PAIRS).round().astype(int))
     rows = []
@@ -36,6 +39,8 @@ def measure_preparation(
         for weight_format in weight_formats:
             if weight_format not in device.capabilities.weight_formats:
                 continue
+            first = MatMul(n=ordered[0][0], k=ordered[0][1], weight_format=weight_format)
+            _once(device, first, pool.weight(weight_format.storage, first.n, first.k), clock)
             for n, k in (ordered[i] for i in at):
                 op = MatMul(n=n, k=k, weight_format=weight_format)
                 times = [

@@ -169,14 +169,27 @@ class PlanBook:
         if m in known:
             return [tile.resolved(m) for tile in known[m].tiles]
         if None in known:
-            return [tile.resolved(m) for tile in known[None].tiles]
+            return self._in_smallest_graphs(tile.resolved(m) for tile in known[None].tiles)
         if phase == "decode" and 1 in known:
-            return [tile.model_copy(update={"tokens": (0, m)}) for tile in known[1].tiles]
+            tiles = [tile.model_copy(update={"tokens": (0, m)}) for tile in known[1].tiles]
+            return self._in_smallest_graphs(tiles)
         if phase == "prefill" and self._source is not None:
             found = self._source.plan_for(m).entry(phase, m, name)
             return [tile.resolved(m) for tile in found.tiles]
         larger = [count for count in known if count is not None and count > m]
-        return clip(known[min(larger)].tiles, m) if larger else None
+        return self._in_smallest_graphs(clip(known[min(larger)].tiles, m)) if larger else None
+
+    def _in_smallest_graphs(self, tiles: Iterable[Tile]) -> list[Tile]:
+        """Tiles with other tokens than the plan listed, in the smallest graphs that hold them."""
+        found = []
+        for tile in tiles:
+            start, stop = tile.tokens
+            sizes = self._capabilities[tile.device].graph_sizes
+            if stop is not None and tile.graph_size in sizes:
+                fitting = [size for size in sizes if size >= stop - start]
+                tile = tile.model_copy(update={"graph_size": min(fitting, default=None)})
+            found.append(tile)
+        return found
 
     def _part(self, node: Node, tile: Tile, shift: int) -> Part:
         start, stop = tile.tokens
@@ -204,10 +217,8 @@ class PlanBook:
                 f"{tile.device} has graphs of {', '.join(map(str, sizes))}: make a plan for this "
                 "device"
             )
-        # A clipped tile, or one that verifies a few tokens, takes the smallest graph that holds it.
-        if tile.graph_size in sizes and tile.graph_size >= tokens and tile.tokens[0] == 0:
-            smaller = [size for size in sizes if tokens <= size <= tile.graph_size]
-            return min(smaller)
+        if tile.graph_size is not None and tile.graph_size >= tokens:
+            return tile.graph_size
         try:
             return padded_size(tokens, sizes)
         except ValueError as error:
