@@ -5,12 +5,12 @@
 
 On a shared machine the same plan takes up to 1.5 times as long half an hour later, so a profile of
 then says nothing of now. Here every round first takes a profile of the model's shapes (`--budget`)
-and then runs every plan, each prompt for some seconds; both so see the same hours of the machine.
+and then runs every plan, each test for some seconds; both so see the same hours of the machine.
 The plans are made from the first profile. What they are predicted to take is the mean over all
 profiles of what each says of those very tiles (`hetero.solver.repredict`); what they took is the
-median and the mean of all prompts, and of the rounds' median and mean decode steps. A prompt that
-runs in several calls (chunks) is predicted as their sum, each behind the tokens before it. The
-second table is `tensor_level.py`'s: what both devices reach of the ideal.
+median and the mean of all prompts, and of the median and mean steps of `-n` tokens in a row. A
+prompt that runs in several calls (chunks) is predicted as their sum, each behind the tokens before
+it. The second table is `tensor_level.py`'s: what both devices reach of the ideal.
 
 One profile and one round each differ by some 8 % from the next where neighbours share the machine:
 with four rounds a row of nine is out of bounds by chance in every other run, with ten in few.
@@ -22,6 +22,8 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 from tensor_level import (
     IDEAL_HEAD,
@@ -78,14 +80,14 @@ class Profiler:
             return profile_devices(self.opened.devices, self.options)
 
 
-def measure_prompts(one: Contender, m: int, seconds: float) -> None:
-    """One prompt of m tokens, and more of them until so many seconds have passed: a short prompt
-    sees as much of a round's noise as a long one.
+def measure_for(seconds: float, measure: Callable[[], None]) -> None:
+    """Once, and again until so many seconds have passed: a short test sees as much of a round's
+    noise as a long one.
     """
     end_s = time.perf_counter() + seconds
-    measure_prompt(one, m)
+    measure()
     while time.perf_counter() < end_s:
-        measure_prompt(one, m)
+        measure()
 
 
 def steps_of(one: Contender, test: str) -> list[Scenario]:
@@ -129,7 +131,7 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(NAMES))
     parser.add_argument("-n", type=int, default=48)
     parser.add_argument("-r", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of every prompt in a round")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of every test in a round")
     parser.add_argument("--budget", type=float, default=75.0, help="seconds of each profile")
     arguments = parser.parse_args()
     lengths = [int(m) for m in arguments.p.split(",")]
@@ -144,9 +146,10 @@ def main() -> None:
         if i > 1:
             profiles.append(profiler.take())
         for one in found:
+            seconds = arguments.seconds if i else 0.0
             for m in lengths:
-                measure_prompts(one, m, arguments.seconds if i else 0.0)
-            measure_decoding(one, arguments.n, CONTEXT)
+                measure_for(seconds, partial(measure_prompt, one, m))
+            measure_for(seconds, partial(measure_decoding, one, arguments.n, CONTEXT))
             if i == 0:
                 one.forget()
     spec = loaded.spec()

@@ -181,15 +181,15 @@ class PlanBook:
 
     def _in_smallest_graphs(self, tiles: Iterable[Tile]) -> list[Tile]:
         """Tiles with other tokens than the plan listed, in the smallest graphs that hold them."""
-        found = []
-        for tile in tiles:
-            start, stop = tile.tokens
-            sizes = self._capabilities[tile.device].graph_sizes
-            if stop is not None and tile.graph_size in sizes:
-                fitting = [size for size in sizes if size >= stop - start]
-                tile = tile.model_copy(update={"graph_size": min(fitting, default=None)})
-            found.append(tile)
-        return found
+        return [self._in_smallest_graph(tile) for tile in tiles]
+
+    def _in_smallest_graph(self, tile: Tile) -> Tile:
+        start, stop = tile.tokens
+        sizes = self._capabilities[tile.device].graph_sizes
+        if stop is None or tile.graph_size not in sizes:
+            return tile
+        fitting = [size for size in sizes if size >= stop - start]
+        return tile.model_copy(update={"graph_size": min(fitting, default=None)})
 
     def _part(self, node: Node, tile: Tile, shift: int) -> Part:
         start, stop = tile.tokens
