@@ -26,6 +26,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tensor_level import (
+    CONTEXT,
     IDEAL_HEAD,
     Contender,
     contender,
@@ -48,7 +49,6 @@ from hetero.solver.planner import Scenario
 from hetero.solver.repredict import repredict
 
 GOAL = 0.10
-CONTEXT = 256  # of decoding
 NAMES = {"gpu-only": "gpu", "npu-only": "npu", "auto": "tensor"}  # as `tensor_level.py` has them
 HEAD = (
     "| test | plan | predicted ms (mean) | of the profiles | measured ms (median) | min | max | "

@@ -48,6 +48,8 @@ Times = dict[str, list[float]]
 KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 LOOK_S = 0.25  # that a reference kernel is timed for
+CONTEXT = 256  # of decoding
+SPACE = 128  # tokens, for decoding behind prompts
 
 
 class Drift:
@@ -141,7 +143,7 @@ def contender(
         loaded.weights,
         plan,
         opened.devices,
-        max_seq_len=max(lengths) + 128,
+        max_seq_len=max(*lengths, CONTEXT) + SPACE,
         control_core=opened.control_core,
     )
     return Contender(name, plan, engine)
@@ -169,6 +171,8 @@ def measure_decoding(one: Contender, tokens: int, context: int) -> None:
     """The median step of some after `context` tokens."""
     engine = one.engine
     engine.truncate(min(context, engine.position))
+    if engine.position < context:
+        engine.prefill([5] * (context - engine.position))
     steps = []
     for token in np.random.default_rng(0).integers(3, engine.config.vocab_size, tokens):
         start_s = time.perf_counter()
@@ -287,7 +291,7 @@ def main() -> None:
             drift.measure(*before, one.name)
             for m in lengths:
                 measure_prompt(one, m)
-            measure_decoding(one, arguments.n, 256)
+            measure_decoding(one, arguments.n, CONTEXT)
             before = (one.name,)
             if i == 0:
                 one.forget()
