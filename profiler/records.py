@@ -355,7 +355,7 @@ class DeviceSync(Record):
 
     submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
                                      a launch takes from submission to end in an empty queue
-    ring_s     from opening a gate (`Device.doorbell`) until a flag behind it is seen; None: none
+    ring_s     from opening a gate (`Device.doorbell`) until what is behind it starts; None: none
     wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
                (blocking call), `event` (its status polled), `flag` (a completion flag polled),
                `fast` (the best usable)

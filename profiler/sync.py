@@ -24,6 +24,7 @@ from hetero.profiler.records import DeviceSync, HostSync, Sleep
 SMALL: Final = 256  # elements of the operation that stands for an empty kernel
 MEDIUM: Final = 1 << 16  # elements of one that takes some tens of microseconds
 QUEUE: Final = 32
+TURNS: Final = 3  # times as many waits: they are short, and bursts of others' work are not
 COPIED_BYTES: Final = (4096, 1 << 18, 1 << 22)
 SLEEPS_S: Final = (50e-6, 200e-6, 1e-3)
 PR_SET_TIMERSLACK: Final = 29
@@ -48,13 +49,18 @@ def measure_device(device: Device, clock: Clock, *, repeats: int = 60) -> Device
         notes = {"submit": "calls block", "event": "calls block", "flag": "calls block"}
         return DeviceSync(**costs, wait_s={"finish": 0.0, "fast": 0.0}, notes=notes)
     busy_s, each_s = _queue(clock, small, repeats)
-    waits, notes = _waits(device, clock, repeats)
     idle_call_s = _median_after_idle(clock, small.run, repeats)
+    device.set_timing(True)
+    try:
+        waits, notes = _waits(device, clock, TURNS * repeats)
+        ring_s = _ring(device, clock, repeats)
+    finally:
+        device.set_timing(False)
     return DeviceSync(
         **costs,
         submit_busy_s=busy_s,
         submit_empty_s=max(idle_call_s - each_s - waits.get("finish", 0.0), 0.0),
-        ring_s=_ring(device, clock, repeats),
+        ring_s=ring_s,
         wait_s=waits,
         notes=notes,
     )
@@ -137,7 +143,9 @@ def _queue(clock: Clock, call: BoundCall, repeats: int) -> tuple[float, float]:
 
 
 def _ring(device: Device, clock: Clock, repeats: int) -> float | None:
-    """From opening a gate until the host sees a flag behind it; None where there are no gates."""
+    """From opening a gate until a flag behind it starts by the device's clock, or is seen where it
+    has none; None where there are no gates.
+    """
     flag = device.flag()
     bell = device.doorbell() if flag is not None else None
     if flag is None or bell is None:
@@ -151,12 +159,16 @@ def _ring(device: Device, clock: Clock, repeats: int) -> float | None:
         start_s = clock.now()
         bell.ring()
         _poll(end, clock)
-        times.append(clock.now() - start_s)
-    return statistics.median(times)
+        seen_s, span = clock.now(), end.span()
+        times.append((span[0] if span is not None else seen_s) - start_s)
+    return max(statistics.median(times), 0.0)
 
 
 def _waits(device: Device, clock: Clock, repeats: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Added latency of each way to learn of a kernel's end, over its time in a full queue."""
+    """Added latency of each way to learn of a kernel's end: from its end by the device's clock, all
+    ways in turns. Without such a clock what a launch takes over its time in a full queue; that
+    contains the start in an empty one.
+    """
     call = _call(device, MEDIUM)
     call.run()
     _, kernel_s = _queue(clock, call, repeats)
@@ -164,17 +176,21 @@ def _waits(device: Device, clock: Clock, repeats: int) -> tuple[dict[str, float]
         "finish": lambda completion: completion.wait(DEADLINE_S),
         "event": lambda completion: _poll(completion, clock),
     }
-    waits = {
-        name: max(_median(clock, lambda: wait(call.submit()), repeats) - kernel_s, 0.0)  # noqa: B023
-        for name, wait in methods.items()
-    }
     notes = {}
-    flag = device.flag()
-    if flag is None:
+    if (flag := device.flag()) is None:
         notes["flag"] = "the host does not see a flag and the data before it in time (probed)"
     else:
-        times = _median(clock, lambda: _flagged(call, flag, clock), repeats)
-        waits["flag"] = max(times - kernel_s, 0.0)
+        methods["flag"] = lambda _: _poll(flag.submit(), clock)
+    added: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(repeats):
+        for name, wait in methods.items():
+            start_s = clock.now()
+            completion = call.submit()
+            wait(completion)
+            seen_s, span = clock.now(), completion.span()
+            known_s = seen_s - span[1] if span is not None else seen_s - start_s - kernel_s
+            added[name].append(known_s)
+    waits = {name: max(statistics.median(times), 0.0) for name, times in added.items()}
     return waits | {"fast": min(waits.values())}, notes
 
 
@@ -190,12 +206,6 @@ def _pass(clock: Clock) -> None:
     """Let virtual time go on while polling; real time does by itself."""
     if isinstance(clock, ManualClock):
         clock.sleep(1e-6)
-
-
-def _flagged(call: BoundCall, flag: BoundCall, clock: Clock) -> None:
-    """A launch with a completion flag behind it, until the flag is seen."""
-    call.submit()
-    _poll(flag.submit(), clock)
 
 
 def _copy(device: Device, clock: Clock) -> tuple[float, float]:
