@@ -1,0 +1,62 @@
+"""What a wait costs, on a device whose queue starts late and whose ends are seen late."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hetero.backends.clock import ManualClock
+from hetero.backends.protocol import BoundCall, Completion
+from hetero.profiler import sync
+
+START_S, KERNEL_S, SEEN_S = 50e-6, 30e-6, 7e-6
+
+
+class Ran(Completion):
+    def __init__(self, clock: ManualClock, span: tuple[float, float], *, timed: bool) -> None:
+        self.clock, self._span, self.timed = clock, span, timed
+
+    def done(self) -> bool:
+        return self.clock.now() >= self._span[1] + SEEN_S
+
+    def wait(self, deadline_s: float = 1.0) -> None:
+        self.clock.sleep(max(0.0, self._span[1] + SEEN_S - self.clock.now()))
+
+    def span(self) -> tuple[float, float] | None:
+        return self._span if self.timed else None
+
+
+class Call(BoundCall):
+    """Starts at once behind another launch, and `START_S` later in an empty queue."""
+
+    def __init__(self, clock: ManualClock, *, timed: bool) -> None:
+        self.name, self.m = "call", 1
+        self.clock, self.timed, self.busy_until_s = clock, timed, 0.0
+
+    def submit(self) -> Completion:
+        now = self.clock.now()
+        start_s = self.busy_until_s if self.busy_until_s > now else now + START_S
+        self.busy_until_s = start_s + KERNEL_S
+        return Ran(self.clock, (start_s, self.busy_until_s), timed=self.timed)
+
+    def run(self) -> None:
+        self.submit().wait()
+
+
+@pytest.mark.parametrize(("timed", "expected_s"), [(True, SEEN_S), (False, START_S + SEEN_S)])
+def test_a_wait_is_timed_from_the_kernels_end_where_the_device_has_a_clock(
+    monkeypatch: pytest.MonkeyPatch, timed: bool, expected_s: float
+) -> None:
+    clock = ManualClock()
+    call = Call(clock, timed=timed)
+    monkeypatch.setattr(sync, "_call", lambda device, width: call)
+    device: Any = SimpleNamespace(flag=lambda: None)
+    waits, notes = sync._waits(device, clock, 9)
+    assert set(waits) == {"finish", "event", "fast"}
+    assert "flag" in notes
+    # In a full queue of 32 launches the first one's start and the last one's end count a little.
+    room = 3e-6 if timed is False else 1e-9
+    assert waits["finish"] == pytest.approx(expected_s, abs=room)
+    assert waits["event"] == pytest.approx(expected_s, abs=room + 1.1e-6)  # its polling step
