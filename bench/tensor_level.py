@@ -189,7 +189,7 @@ def rest_s(one: Contender, phase: str, m: int) -> float:
     gpu.set_timing(True)
     sums = []
     for _ in range(3):
-        engine.truncate(0 if phase == "prefill" else min(256, engine.position))
+        engine.truncate(0 if phase == "prefill" else min(CONTEXT, engine.position))
         if phase == "prefill":
             engine.prefill([5] * m)
         else:

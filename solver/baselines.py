@@ -171,6 +171,6 @@ def npu_sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], 
     whole = float(table.sum())
     name: Strategy = "npu-only" if len(graphs) == 1 else "multi-sequence-cut"
     base = Option(name, "npu", whole, npu_s=whole, leaves=HOST, rows=space.n)
-    enter = planner.sync.wait_s + planner.sync.copy(4.0 * m * space.k)
+    enter = planner.sync.wait_s + planner.sync.restart_s + planner.sync.copy(4.0 * m * space.k)
     leave = planner.sync.copy(4.0 * m * space.n)
     return base._replace(enter_s=(enter + leave, leave), pieces=Pieces(spans, graphs))

@@ -134,12 +134,27 @@ def _with_own_cuts(
     request: PlanRequest,
     notes: list[str],
 ) -> tuple[Planner, list[Solution]]:
-    """Fewer and fewer row cuts until the solutions use all that are left."""
+    """With few row cuts for all scenarios (`cuts.py`), and of these only those that are used."""
     count = len(scenarios)
     cuts = {x: row_cuts(planner, x, scenarios, objective, count) for x in planner.names()}
+    return with_used_cuts(
+        planner,
+        cuts,
+        lambda limited: solve_within(limited, scenarios, objective, request, notes),
+    )
+
+
+def with_used_cuts(
+    planner: Planner,
+    cuts: dict[OpName, tuple[int, ...]],
+    solve: Callable[[Planner], list[Solution]],
+) -> tuple[Planner, list[Solution]]:
+    """Fewer and fewer row cuts until the solutions use all that are left: the planner that has
+    those, and its solutions.
+    """
     while True:
         limited = planner.with_rows(cuts)
-        solutions = solve_within(limited, scenarios, objective, request, notes)
+        solutions = solve(limited)
         found = cuts_of(planner, solutions)
         used = {name: found.get(name, ()) for name in cuts}
         if used == cuts:

@@ -94,8 +94,9 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
     if npu:
         spans = tuple((tile.tokens[0], tile.tokens[1] or m) for tile in npu)
         graphs = tuple(tile.graph_size or _graph(planner, *tile.tokens) for tile in npu)
-        if len(npu) == len(tiles) > 1 and {tile.rows for tile in npu} == {(0, space.n)}:
-            return npu_sequence(planner, space, tuple(g for g in graphs if g is not None), m)
+        sizes = tuple(g for g in graphs if g is not None)
+        if len(sizes) == len(tiles) > 1 and {tile.rows for tile in npu} == {(0, space.n)}:
+            return npu_sequence(planner, space, sizes, m)
         wanted = Pieces(spans, graphs)
         known = [grid.choices.pieces(i) == wanted for i in range(len(grid.cuts))]
         mask[np.ix_(known, grid.rows == npu[0].rows[1])] = True

@@ -16,6 +16,7 @@ from hetero.solver.build import (
     prepare,
     scenarios_of,
     solve_together,
+    with_used_cuts,
 )
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
@@ -107,15 +108,10 @@ def solve_strategy(
     where that is cheaper (`build.solve_together`).
     """
     solutions = _solve_alone(planner, strategy, lengths)
-    cuts = cuts_of(planner, solutions) if planner.sizes else {}
-    while any(cuts.values()):
-        limited = planner.with_rows(cuts)
-        solutions = _solve_alone(limited, strategy, lengths)
-        used = cuts_of(planner, solutions)
-        if used == cuts:
-            return limited, solutions
-        cuts = used
-    return planner, solutions
+    cuts = cuts_of(planner, solutions)
+    if not planner.sizes or not any(cuts.values()):
+        return planner, solutions
+    return with_used_cuts(planner, cuts, lambda limited: _solve_alone(limited, strategy, lengths))
 
 
 def _solve_alone(

@@ -180,16 +180,15 @@ class PlanBook:
         return self._in_smallest_graphs(clip(known[min(larger)].tiles, m)) if larger else None
 
     def _in_smallest_graphs(self, tiles: Iterable[Tile]) -> list[Tile]:
-        """Tiles with other tokens than the plan listed, in the smallest graphs that hold them."""
-        return [self._in_smallest_graph(tile) for tile in tiles]
-
-    def _in_smallest_graph(self, tile: Tile) -> Tile:
-        start, stop = tile.tokens
-        sizes = self._capabilities[tile.device].graph_sizes
-        if stop is None or tile.graph_size not in sizes:
-            return tile
-        fitting = [size for size in sizes if size >= stop - start]
-        return tile.model_copy(update={"graph_size": min(fitting, default=None)})
+        """Tiles with other tokens than the plan listed: `_graph` chooses among those that are
+        prepared.
+        """
+        return [
+            tile.model_copy(update={"graph_size": None})
+            if tile.graph_size in self._capabilities[tile.device].graph_sizes
+            else tile
+            for tile in tiles
+        ]
 
     def _part(self, node: Node, tile: Tile, shift: int) -> Part:
         start, stop = tile.tokens

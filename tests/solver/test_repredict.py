@@ -17,9 +17,14 @@ from hetero.solver.strategy_plans import strategy_plan
 LENGTHS = (64, 135, 300)
 
 
-@pytest.fixture(scope="module", params=["host", "snapdragon-8-gen-3"])
+@pytest.fixture(scope="module", params=["host", "snapdragon-8-gen-3", "host with restarts"])
 def profile(request: pytest.FixtureRequest) -> DeviceProfile:
-    return DeviceProfile.load(request.param)
+    name, _, restarts = request.param.partition(" ")
+    found = DeviceProfile.load(name)
+    if not restarts:
+        return found
+    npu = found.sync["npu"].model_copy(update={"restart_s": 30e-6})
+    return found.model_copy(update={"sync": {**found.sync, "npu": npu}})
 
 
 @pytest.fixture(scope="module")
