@@ -5,12 +5,14 @@
 
 On a shared machine the same plan takes up to 1.5 times as long half an hour later, so a profile of
 then says nothing of now. Here every round first takes a profile of the model's shapes (`--budget`)
-and then runs every plan, each test for some seconds; both so see the same hours of the machine.
-The plans are made from the first profile. What they are predicted to take is the mean over all
-profiles of what each says of those very tiles (`hetero.solver.repredict`); what they took is the
-median and the mean of all prompts, and of the median and mean steps of `-n` tokens in a row. A
-prompt that runs in several calls (chunks) is predicted as their sum, each behind the tokens before
-it. The second table is `tensor_level.py`'s: what both devices reach of the ideal.
+and then runs every plan, each test for some seconds: a prompt or some tokens at a time, in turns
+and in random order, so that a slow moment does not meet one plan alone. Both so see the same hours
+of the machine. Plans that compute a test with the same tiles are one row. The plans are made from
+the first profile. What they are predicted to take is the mean over all profiles of what each says
+of those very tiles (`hetero.solver.repredict`); what they took is the median and the mean of all
+prompts, and of the median and mean steps of `-n` tokens in a row. A prompt that runs in several
+calls (chunks) is predicted as their sum, each behind the tokens before it. The second table is
+`tensor_level.py`'s: what both devices reach of the ideal.
 
 One profile and one round each differ by some 8 % from the next where neighbours share the machine:
 with four rounds a row of nine is out of bounds by chance in every other run, with ten in few.
@@ -22,9 +24,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
+import numpy as np
 from tensor_level import (
     CONTEXT,
     IDEAL_HEAD,
@@ -80,14 +82,57 @@ class Profiler:
             return profile_devices(self.opened.devices, self.options)
 
 
-def measure_for(seconds: float, measure: Callable[[], None]) -> None:
-    """Once, and again until so many seconds have passed: a short test sees as much of a round's
-    noise as a long one.
+@dataclass
+class Row:
+    """A test of contenders whose plans for it are equal; the first one is measured."""
+
+    test: str
+    alike: list[Contender]
+
+    def measure(self, tokens: int) -> None:
+        """A prompt, or so many tokens."""
+        if self.test == "tg":
+            measure_decoding(self.alike[0], tokens, CONTEXT)
+        else:
+            measure_prompt(self.alike[0], int(self.test.removeprefix("pp")))
+
+    def share(self) -> None:
+        """What was measured of the first holds for all."""
+        first = self.alike[0]
+        for one in self.alike[1:]:
+            one.times[self.test] = first.times[self.test]
+            one.means[self.test] = first.means[self.test]
+            one.layers[self.test] = first.layers.get(self.test, [])
+
+
+def rows_of(found: list[Contender], tests: list[str]) -> list[Row]:
+    """Contenders by what they compute in each test."""
+    rows = []
+    for test in tests:
+        alike: dict[str, list[Contender]] = {}
+        for one in found:
+            steps = {(step.phase, step.m) for step in steps_of(one, test)}
+            used = [op for op in one.plan.ops if (op.phase, op.m) in steps or op.op == "lm_head"]
+            what = (sorted(steps), [op.tiles for op in used])
+            alike.setdefault(repr(what), []).append(one)
+        rows += [Row(test, same) for same in alike.values()]
+    return rows
+
+
+def measure_in_turns(
+    rows: list[Row], tokens: int, seconds: float, rng: np.random.Generator
+) -> None:
+    """Each row once, and again in turns until it has had so many seconds: a short test sees as
+    much of a round's noise as a long one.
     """
-    end_s = time.perf_counter() + seconds
-    measure()
-    while time.perf_counter() < end_s:
-        measure()
+    left = [seconds] * len(rows)
+    waiting = list(range(len(rows)))
+    while waiting:
+        for i in rng.permutation(waiting):
+            start_s = time.perf_counter()
+            rows[i].measure(tokens)
+            left[i] -= time.perf_counter() - start_s
+        waiting = [i for i in waiting if left[i] > 0]
 
 
 def steps_of(one: Contender, test: str) -> list[Scenario]:
@@ -107,8 +152,9 @@ def predicted_s(
     return {test: sum(told[s] for s in found) for test, found in steps.items()}
 
 
-def row(one: Contender, test: str, predicted: list[float]) -> tuple[str, float]:
+def line_of(row: Row, predicted: list[float]) -> tuple[str, float]:
     """A line of the table, and measured over predicted."""
+    one, test = row.alike[0], row.test
     times, expected = one.times[test], statistics.mean(predicted)
     ratio = statistics.median(times) / expected
     shown = [statistics.median(times), min(times), max(times)]
@@ -119,7 +165,8 @@ def row(one: Contender, test: str, predicted: list[float]) -> tuple[str, float]:
         f"{ratio:.3f}",
         f"{statistics.mean(one.means[test]) / expected:.3f}",
     ]
-    return f"| {test} | {one.name} | " + " | ".join(cells) + " |", ratio
+    names = ", ".join(same.name for same in row.alike)
+    return f"| {test} | {names} | " + " | ".join(cells) + " |", ratio
 
 
 def main() -> None:
@@ -142,16 +189,16 @@ def main() -> None:
     strategies = {NAMES.get(s, s): s for s in arguments.strategies.split(",")}
     contenders = {n: contender(n, loaded, profiles[0], s, lengths) for n, s in strategies.items()}
     found = list(contenders.values())
-    for i in range(arguments.r + 1):
-        if i > 1:
+    rows, rng = rows_of(found, tests), np.random.default_rng(0)
+    measure_in_turns(rows, arguments.n, 0.0, rng)
+    for one in found:
+        one.forget()
+    for i in range(arguments.r):
+        if i > 0:
             profiles.append(profiler.take())
-        for one in found:
-            seconds = arguments.seconds if i else 0.0
-            for m in lengths:
-                measure_for(seconds, partial(measure_prompt, one, m))
-            measure_for(seconds, partial(measure_decoding, one, arguments.n, CONTEXT))
-            if i == 0:
-                one.forget()
+        measure_in_turns(rows, arguments.n, arguments.seconds, rng)
+    for row in rows:
+        row.share()
     spec = loaded.spec()
     told = {one.name: [predicted_s(one, spec, p, tests) for p in profiles] for one in found}
     print(
@@ -160,7 +207,7 @@ def main() -> None:
         f"({min(p.coverage.measured_tasks / p.coverage.grid_tasks for p in profiles):.0%} of the "
         f"grid and more) in turns with {arguments.r} rounds"
     )
-    lines = [row(o, test, [t[test] for t in told[o.name]]) for test in tests for o in found]
+    lines = [line_of(row, [t[row.test] for t in told[row.alike[0].name]]) for row in rows]
     print("\n".join([*HEAD, *(line for line, _ in lines)]))
     within = sum(abs(ratio - 1) <= GOAL for _, ratio in lines)
     print(f"within {GOAL:.0%}: {within} of {len(lines)}")
