@@ -80,7 +80,8 @@ class FlagCompletion(Completion):
         self._event.block()
 
     def span(self) -> tuple[float, float] | None:
-        """See `Completion.span`."""
+        """See `Completion.span`. The flag is seen before the driver has the kernel's times."""
+        self._event.wait()
         return self._event.span()
 
 
