@@ -45,7 +45,7 @@ from hetero.models import LoadedModel, open_model
 from hetero.profiler.options import Options
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.profiler.session import profile_devices
-from hetero.profiling import model_shapes
+from hetero.profiling import model_options
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Scenario
 from hetero.solver.repredict import repredict
@@ -68,12 +68,12 @@ class Profiler:
         graphs = {g for g in npu.graph_sizes if DECODE_TOKENS < g <= max(lengths)}
         self.options = Options(
             budget_s=budget_s,
-            shapes=model_shapes(loaded.spec()),
             weight_formats=(loaded.spec().weight_format,),
             tokens=tuple(sorted({1, *graphs, *lengths})),
             power=False,
             gpu_core=assign_cores().gpu,
             control_core=assign_cores().control,
+            **model_options(loaded.spec(), (loaded.spec().weight_format,)),
         )
 
     def take(self) -> DeviceProfile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from hetero.backends.affinity import assign_cores, pinned
 from hetero.backends.ops import WeightFormat
@@ -14,6 +15,8 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import cached_profile_path, shipped_names
 from hetero.profiler.grid import Shape
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
+from hetero.profiler.other_ops import BLOCKS, Block
+from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
 from hetero.solver.model_spec import ModelSpec
@@ -36,16 +39,19 @@ def profile_device(
     """Measure this machine and return its profile; written to `out` as it grows, if given.
 
     `budget_s` defaults to ten minutes, 50 s if `quick`. `model` measures exactly the shapes of a
-    model instead of the default grid. Raises `ProfileError` and `UserError` for what cannot be.
+    model instead of the default grid, its weights in the caches as far as they would be. Raises
+    `ProfileError` and `UserError` for what cannot be.
     """
+    formats = _formats(weights)
+    of_model = {} if model is None else model_options(model_spec(model), formats)
     options = Options(
         name=name,
         quick=quick,
         budget_s=budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S),
-        shapes=model_shapes(model_spec(model)) if model is not None else (),
-        weight_formats=_formats(weights),
+        weight_formats=formats,
         gpu_core=assign_cores().gpu,
         control_core=assign_cores().control,
+        **of_model,
     )
     opened = open_devices(device, gpu=gpu, npu=npu)
     try:
@@ -64,6 +70,17 @@ def profile_device(
 def model_shapes(spec: ModelSpec) -> tuple[Shape, ...]:
     """The matmuls of a model as the profiler takes them."""
     return tuple(Shape(matmul.name, matmul.n, matmul.k) for matmul in spec.matmuls)
+
+
+def model_options(spec: ModelSpec, formats: Iterable[WeightFormat]) -> dict[str, Any]:
+    """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
+    size = max(sum(x.count * weight_bytes(f, x.n, x.k) for x in spec.matmuls) for f in formats)
+    own = Block(spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)
+    return {
+        "shapes": model_shapes(spec),
+        "blocks": tuple(dict.fromkeys((own, *BLOCKS))),
+        "cold_bytes": int(size),
+    }
 
 
 def find_profile(profile: str | Path | None = None) -> tuple[DeviceProfile, str]:

@@ -10,6 +10,7 @@ from hetero.profiler import grid
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
 from hetero.profiler.measure import Settings
+from hetero.profiler.other_ops import BLOCKS, Block
 
 DEFAULT_BUDGET_S: Final = 600.0
 QUICK_BUDGET_S: Final = 50.0
@@ -31,6 +32,9 @@ class Options:
     shapes         a model's matmuls; empty: the default grid
     weight_formats formats; the first is also that of the reference kernels
     tokens         token counts; empty: the default ones
+    blocks         models whose kernels besides matmuls are timed, of a quick profile the first
+    cold_bytes     read between two uses of a weight: a small model's other weights, which leave it
+                   in the caches; None: more than all caches hold
     share          largest part of the grid that is measured (active sampling chooses which)
     power          whether to look for a power meter
     """
@@ -41,6 +45,8 @@ class Options:
     shapes: tuple[Shape, ...] = ()
     weight_formats: tuple[WeightFormat, ...] = (WeightFormat.W4A16,)
     tokens: tuple[int, ...] = ()
+    blocks: tuple[Block, ...] = BLOCKS
+    cold_bytes: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
     share: float = 1.0
     seed: int = 0
@@ -74,6 +80,8 @@ class Options:
             "pairs": [list(pair) for pair in self.grid_pairs()],
             "tokens": list(self.grid_tokens()),
             "weight_formats": [f.value for f in self.weight_formats],
+            "blocks": [list(block) for block in self.blocks],
+            "cold_bytes": self.cold_bytes,
             "share": self.share,
             "seed": self.seed,
         }

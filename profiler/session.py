@@ -37,7 +37,7 @@ from hetero.profiler.records import (
     StageCheck,
 )
 from hetero.profiler.surroundings import MaybePower, Others, Surroundings, Together
-from hetero.profiler.workload import Workload
+from hetero.profiler.workload import Workload, cold_bytes
 
 RESERVED: Final = 0.06  # share of the budget that is kept for fitting and writing
 BLOCK_TASKS: Final = 32
@@ -130,7 +130,11 @@ class Session:
         )
 
     def _open_workload(self) -> None:
-        cold = 0 if self.virtual else None
+        cold = 0 if self.virtual else self.options.cold_bytes
+        if cold and cold < cold_bytes():
+            self.notes.append(
+                f"weights lie in the caches as those of a model of {cold / 1e6:.1f} MB do"
+            )
         self.workload = Workload(
             self.devices,
             clock=self.clock,

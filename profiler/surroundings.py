@@ -163,7 +163,7 @@ class Surroundings:
                 records[kind],
                 self.weight_format,
                 quick=self.options.quick,
-                blocks=other_ops.BLOCKS,
+                blocks=self.options.blocks,
             )
             good = self._good(meter, dict.fromkeys(case.op for case in cases), quarantined)
             timed += [(meter.time(case), case.op) for case in cases if case.op in good]

@@ -2,7 +2,8 @@
 
 A model streams all its weights for each token, so a kernel that is timed twice in a row must not
 find its weight in cache: before a launch, enough other memory is read (`Workload.evict`) that the
-last use of the weight is at least `cold_bytes` of reading away.
+last use of the weight is at least `cold_bytes` of reading away, or as much as the weights of the
+model that a profile is taken for: a small one's stay in the caches.
 
 Only the weight shall be cold. In a step the same code ran a moment ago and the GPU's worker is
 awake; after so much reading the first call would also pay for its instructions, page tables and a
@@ -40,6 +41,7 @@ LEAD_CALLS: Final = 2  # leads where calls block
 LATE: Final = 0.02  # of a batch's time that its start may be seen late
 POLLED_S: Final = 0.1  # after that a wait sleeps
 BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
+LONGEST_BATCH: Final = 64  # so many are submitted while the leads run
 KEPT_BYTES: Final = 1 << 31  # kernels beyond this are dropped, least recently used first
 LARGEST_COLD_BYTES: Final = 1 << 29
 DEFAULT_CACHE_BYTES: Final = 1 << 25
@@ -190,7 +192,9 @@ class Workload:
         self.devices = devices
         self.interference = interference or NoInterference()
         self.clock = clock
-        self.cold = cold_bytes() if cold is None else cold
+        self.cold = cold_bytes() if cold is None else min(cold, cold_bytes())
+        self._small = 0 < self.cold < cold_bytes()  # all weights may lie in the caches
+        self._copied = min(COPIED_BYTES, self.cold) if self._small else COPIED_BYTES
         self.pool = WeightPool(max(self.cold, 1 << 24), seed)
         self.read_bytes = 0
         self._evict = HostBuffer(max(self.cold, PAGE_BYTES))
@@ -264,7 +268,8 @@ class Workload:
             runner.launch([copy])
         seconds = self.time(runner)
         if runner.device.capabilities.asynchronous and seconds > 0:
-            runner.batch = int(min(max(BATCH_S / seconds, 1), len(runner.calls)))
+            most = LONGEST_BATCH if self._small else len(runner.calls)  # there copies come again
+            runner.batch = int(min(max(BATCH_S / seconds, 1), most))
         return seconds
 
     def activation(self, name: str, rows: int, width: int) -> Tensor:
@@ -327,7 +332,7 @@ class Workload:
             if device.capabilities.asynchronous:
                 least, most = GPU_COPIES
                 size = int(weight_bytes(task.weight_format, task.n, task.k))
-                copies = min(max(COPIED_BYTES // size, least), most)
+                copies = min(max(self._copied // size, least), most)
             self._kernels[key] = self._kernels_of(task, copies)
             self._drop_old()
         return self._kernels[key]

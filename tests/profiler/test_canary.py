@@ -140,7 +140,6 @@ def test_a_profile_keeps_a_wrong_kernel_from_the_solver(
         if isinstance(op, MatMul) and op.k >= 2 * op.n and m > 8:
             y *= 2
 
-    monkeypatch.setattr("hetero.profiler.other_ops.BLOCKS", ())
     monkeypatch.setattr(
         "hetero.profiler.measure.REFERENCE_SIZES", {"decode": (1, 64, 64), "prefill": (16, 64, 64)}
     )
@@ -153,6 +152,7 @@ def test_a_profile_keeps_a_wrong_kernel_from_the_solver(
         budget_s=60,
         pairs=((64, 64), (128, 64), (64, 128), (96, 96)),
         tokens=(1, 16, 32),
+        blocks=(),
         settings=Settings(least=3, most=3, task_s=1.0),
     )
     out = tmp_path / "p.json"

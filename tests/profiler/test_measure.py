@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.clock import ManualClock
+from hetero.backends.memory import PAGE_BYTES
 from hetero.backends.ops import MatMul, Op
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import longest_wait_s
 from hetero.profiler.measure import Meter, Settings, rescale
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.workload import Runner, Workload
+from hetero.profiler.workload import Runner, Workload, cold_bytes
 from tests.profiler.fakes import W4, Cost, devices, gpu_cost, npu_cost
 
 SHAPES = ((1, 512, 512), (8, 1024, 512), (32, 512, 512), (256, 1024, 1024))
@@ -264,3 +265,16 @@ def test_a_call_of_few_tokens_pays_for_a_cold_weight_but_not_for_cold_code(task:
     runner = workload.runner(task)
     workload.warm_up(runner)
     assert workload.time(runner) == pytest.approx(true_s(task), rel=1e-9)
+
+
+@pytest.mark.parametrize("of_model", [1 << 16, 1 << 40])
+def test_no_more_is_read_between_two_uses_than_a_model_has(of_model: int) -> None:
+    clock = ManualClock()
+    made = Workload(devices(clock), clock=clock, cold=of_model)
+    assert made.cold == min(of_model, cold_bytes())
+    runner = made.runner(Task("npu", W4, "plain", 1, 64, 64))
+    made.evict(runner, [0])
+    before = made.read_bytes
+    made.evict(runner, [0])
+    size = runner.weights[0].nbytes
+    assert made.read_bytes - before == pytest.approx(made.cold + size, abs=PAGE_BYTES)

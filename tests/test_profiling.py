@@ -1,0 +1,43 @@
+"""What a profile for one model measures."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero.backends.ops import WeightFormat
+from hetero.models import model_spec
+from hetero.profiler.options import Options
+from hetero.profiler.other_ops import BLOCKS, Block
+from hetero.profiler.workload import cold_bytes
+from hetero.profiling import model_options
+
+W4, W8 = WeightFormat.W4A16, WeightFormat.W8A16
+
+
+def test_a_small_model_is_measured_as_it_lies_in_the_caches() -> None:
+    spec = model_spec("demo")
+    found = Options(**model_options(spec, (W4,)))
+    weights = sum(x.count * x.n * x.k for x in spec.matmuls)
+    assert found.cold_bytes == pytest.approx(weights * 4.5 / 8, abs=1)
+    assert found.cold_bytes < cold_bytes()
+    assert {(shape.n, shape.k) for shape in found.shapes} == {(x.n, x.k) for x in spec.matmuls}
+    own = (spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)
+    assert found.blocks == (Block(*own), *BLOCKS)
+
+
+def test_of_several_formats_the_largest_counts() -> None:
+    spec = model_spec("demo")
+    sizes = [model_options(spec, formats)["cold_bytes"] for formats in ((W4,), (W8,), (W4, W8))]
+    assert sizes[0] < sizes[1] == sizes[2]
+
+
+def test_a_model_of_the_default_sizes_adds_nothing() -> None:
+    found = Options(**model_options(model_spec("random:llama-3.2-1b"), (W4,)))
+    assert set(found.blocks) == set(BLOCKS)
+    assert found.cold_bytes is not None
+    assert found.cold_bytes > cold_bytes()
+
+
+def test_a_run_for_another_size_is_not_continued() -> None:
+    assert Options().header() != Options(cold_bytes=1 << 20).header()
+    assert Options().header() != Options(blocks=BLOCKS[:1]).header()
