@@ -74,12 +74,12 @@ def model_shapes(spec: ModelSpec) -> tuple[Shape, ...]:
 
 def model_options(spec: ModelSpec, formats: Iterable[WeightFormat]) -> dict[str, Any]:
     """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
-    size = max(sum(x.count * weight_bytes(f, x.n, x.k) for x in spec.matmuls) for f in formats)
+    sizes = [sum(x.count * weight_bytes(f, x.n, x.k) for x in spec.matmuls) for f in formats]
     own = Block(spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)
     return {
         "shapes": model_shapes(spec),
         "blocks": tuple(dict.fromkeys((own, *BLOCKS))),
-        "cold_bytes": int(size),
+        "cold_bytes": int(max(sizes, default=0)),
     }
 
 
