@@ -119,13 +119,21 @@ class OtherMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
     They are timed as in a step, behind other reading of up to `cold` bytes: attention of a few
-    tokens finds its caches in memory, and a blocking device's other calls come one by one, of a few
-    tokens behind a layer's weights, of more behind all (in a loop RoPE of 64 tokens took 0.4 of
-    what a step sees, activations 0.7). 0: all in the cache.
+    tokens finds its caches in memory (as far as a model of `model_bytes` pushes them there), and a
+    blocking device's other calls come one by one, of a few tokens behind a layer's weights, of more
+    behind all (in a loop RoPE of 64 tokens took 0.4 of what a step sees, activations 0.7). 0: all
+    in the cache.
     """
 
     def __init__(
-        self, kind: DeviceKind, device: Device, clock: Clock, seed: int = 0, *, cold: int = 0
+        self,
+        kind: DeviceKind,
+        device: Device,
+        clock: Clock,
+        seed: int = 0,
+        *,
+        cold: int = 0,
+        model_bytes: int | None = None,
     ) -> None:
         self.kind, self.device, self.clock = kind, device, clock
         self._rng = np.random.default_rng(seed)
@@ -134,6 +142,7 @@ class OtherMeter:
         self._weights: dict[Op, dict[str, WeightValue]] = {}
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._cold = HostBuffer(cold) if cold else None
+        self._model_bytes = model_bytes
         self._next_cold = 0
 
     def check(self, op: Op) -> Quarantine | None:
@@ -233,7 +242,7 @@ class OtherMeter:
         """As `_batch`, each call on caches that were last used long ago; behind `count` others, so
         that the device is awake and has the code.
         """
-        self._read()
+        self._read(self._model_bytes)
         if not self.device.capabilities.asynchronous:
             lead.run()
             return self._batch(calls)
