@@ -37,7 +37,7 @@ from hetero.profiler.records import (
     StageCheck,
 )
 from hetero.profiler.surroundings import MaybePower, Others, Surroundings, Together
-from hetero.profiler.workload import Workload, cold_bytes
+from hetero.profiler.workload import Workload
 
 RESERVED: Final = 0.06  # share of the budget that is kept for fitting and writing
 BLOCK_TASKS: Final = 32
@@ -131,10 +131,6 @@ class Session:
 
     def _open_workload(self) -> None:
         cold = 0 if self.virtual else self.options.cold_bytes
-        if cold and cold < cold_bytes():
-            self.notes.append(
-                f"weights lie in the caches as those of a model of {cold / 1e6:.1f} MB do"
-            )
         self.workload = Workload(
             self.devices,
             clock=self.clock,
@@ -142,6 +138,9 @@ class Session:
             cold=cold,
             seed=self.options.seed,
         )
+        if self.workload.small:
+            size = f"{self.workload.cold / 1e6:.1f} MB"
+            self.notes.append(f"weights lie in the caches as those of a model of {size} do")
         base = {
             (entry["device"], entry["phase"]): entry["seconds"]
             for entry in self.journal.of_kind("base")

@@ -29,7 +29,7 @@ from hetero.profiler.records import (
     Record,
 )
 from hetero.profiler.stages import ROW_STAGES, TOKEN_STAGES, find_stage
-from hetero.profiler.workload import Workload, cold_bytes
+from hetero.profiler.workload import Workload
 
 STAGE_TOKENS = 128
 STAGE_FEATURES = 2048
@@ -157,7 +157,7 @@ class Surroundings:
                 self.devices[kind],
                 self.clock,
                 self.options.seed,
-                cold=0 if self.virtual else cold_bytes(),
+                cold=self.workload.caches,
                 model_bytes=self.workload.cold,
             )
             cases = other_ops.cases(

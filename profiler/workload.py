@@ -178,7 +178,12 @@ class Runner:
 
 
 class Workload:
-    """Makes runners for tasks on open devices and keeps them while memory lasts."""
+    """Makes runners for tasks on open devices and keeps them while memory lasts.
+
+    caches    bytes of reading that leave nothing in them; 0: never read
+    cold      bytes that are read between two uses of a weight
+    small     whether weights may so lie in the caches
+    """
 
     def __init__(
         self,
@@ -192,9 +197,10 @@ class Workload:
         self.devices = devices
         self.interference = interference or NoInterference()
         self.clock = clock
-        self.cold = cold_bytes() if cold is None else min(cold, cold_bytes())
-        self._small = 0 < self.cold < cold_bytes()  # all weights may lie in the caches
-        self._copied = min(COPIED_BYTES, self.cold) if self._small else COPIED_BYTES
+        self.caches = 0 if cold == 0 else cold_bytes()
+        self.cold = self.caches if cold is None else min(cold, self.caches)
+        self.small = self.cold < self.caches
+        self._copied = min(COPIED_BYTES, self.cold) if self.small else COPIED_BYTES
         self.pool = WeightPool(max(self.cold, 1 << 24), seed)
         self.read_bytes = 0
         self._evict = HostBuffer(max(self.cold, PAGE_BYTES))
@@ -268,7 +274,7 @@ class Workload:
             runner.launch([copy])
         seconds = self.time(runner)
         if runner.device.capabilities.asynchronous and seconds > 0:
-            most = LONGEST_BATCH if self._small else len(runner.calls)  # there copies come again
+            most = LONGEST_BATCH if self.small else len(runner.calls)  # there copies come again
             runner.batch = int(min(max(BATCH_S / seconds, 1), most))
         return seconds
 

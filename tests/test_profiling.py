@@ -14,6 +14,11 @@ from hetero.profiling import model_options
 W4, W8 = WeightFormat.W4A16, WeightFormat.W8A16
 
 
+@pytest.fixture(autouse=True)
+def _caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero.profiler.workload.last_level_cache_bytes", lambda: 32 << 20)
+
+
 def test_a_small_model_is_measured_as_it_lies_in_the_caches() -> None:
     spec = model_spec("demo")
     found = Options(**model_options(spec, (W4,)))
