@@ -16,7 +16,6 @@ from hetero.profiler.files import cached_profile_path, shipped_names
 from hetero.profiler.grid import Shape
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
 from hetero.profiler.other_ops import BLOCKS, Block
-from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
 from hetero.solver.model_spec import ModelSpec
@@ -74,12 +73,12 @@ def model_shapes(spec: ModelSpec) -> tuple[Shape, ...]:
 
 def model_options(spec: ModelSpec, formats: Iterable[WeightFormat]) -> dict[str, Any]:
     """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
-    sizes = [sum(x.count * weight_bytes(f, x.n, x.k) for x in spec.matmuls) for f in formats]
+    stored = (spec.model_copy(update={"weight_format": f}) for f in formats)
     own = Block(spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)
     return {
         "shapes": model_shapes(spec),
         "blocks": tuple(dict.fromkeys((own, *BLOCKS))),
-        "cold_bytes": int(max(sizes, default=0)),
+        "cold_bytes": max((one.matmul_weight_bytes for one in stored), default=0),
     }
 
 
