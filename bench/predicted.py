@@ -8,11 +8,12 @@ then says nothing of now. Here every round first takes a profile of the model's 
 and then runs every plan, each test for some seconds: a prompt or some tokens at a time, in turns
 and in random order, so that a slow moment does not meet one plan alone. Both so see the same hours
 of the machine. Plans that compute a test with the same tiles are one row. The plans are made from
-the first profile. What they are predicted to take is the mean over all profiles of what each says
-of those very tiles (`hetero.solver.repredict`); what they took is the median and the mean of all
-prompts, and of the median and mean steps of `-n` tokens in a row. A prompt that runs in several
-calls (chunks) is predicted as their sum, each behind the tokens before it. The second table is
-`tensor_level.py`'s: what both devices reach of the ideal.
+the first profile. Every profile says of those very tiles (`hetero.solver.repredict`) what they are
+to take; all prompts, and the median and mean steps of `-n` tokens in a row, say what they took.
+Medians are held against medians and means against means: one slow minute of eight, in profiles as
+in steps, moves a mean only. A prompt that runs in several calls (chunks) is predicted as their sum,
+each behind the tokens before it. The second table is `tensor_level.py`'s: what both devices reach
+of the ideal.
 
 One profile and one round each differ by some 8 % from the next where neighbours share the machine:
 with four rounds a row of nine is out of bounds by chance in every other run, with ten in few.
@@ -53,8 +54,8 @@ from hetero.solver.repredict import repredict
 GOAL = 0.10
 NAMES = {"gpu-only": "gpu", "npu-only": "npu", "auto": "tensor"}  # as `tensor_level.py` has them
 HEAD = (
-    "| test | plan | predicted ms (mean) | of the profiles | measured ms (median) | min | max | "
-    "measured / predicted | mean / predicted |",
+    "| test | plan | predicted ms (median) | of the profiles | measured ms (median) | min | max | "
+    "measured / predicted | of the means |",
     "|---|---|" + "---:|" * 7,
 )
 
@@ -155,7 +156,7 @@ def predicted_s(
 def line_of(row: Row, predicted: list[float]) -> tuple[str, float]:
     """A line of the table, and measured over predicted."""
     one, test = row.alike[0], row.test
-    times, expected = one.times[test], statistics.mean(predicted)
+    times, expected = one.times[test], statistics.median(predicted)
     ratio = statistics.median(times) / expected
     shown = [statistics.median(times), min(times), max(times)]
     cells = [
@@ -163,7 +164,7 @@ def line_of(row: Row, predicted: list[float]) -> tuple[str, float]:
         f"{1e3 * min(predicted):.2f} to {1e3 * max(predicted):.2f}",
         *(f"{1e3 * s:.2f}" for s in shown),
         f"{ratio:.3f}",
-        f"{statistics.mean(one.means[test]) / expected:.3f}",
+        f"{statistics.mean(one.means[test]) / statistics.mean(predicted):.3f}",
     ]
     names = ", ".join(same.name for same in row.alike)
     return f"| {test} | {names} | " + " | ".join(cells) + " |", ratio

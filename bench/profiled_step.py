@@ -1,11 +1,12 @@
-"""The GPU's matmuls of one token in a step beside the same shapes as the profiler times them.
+"""The GPU's matmuls in a step beside the same shapes as the profiler times them.
 
-    python bench/profiled_step.py [--model random:qwen2.5-0.5b] [--weights w4a8] [-r 24]
+    python bench/profiled_step.py [--model random:qwen2.5-0.5b] [--weights w4a8] [-m 1] [-r 24]
 
 Minutes of a shared machine differ by more than the two ways of timing do, so they take turns in one
-process: some steps with all matmuls on the GPU, then two timings of every shape. A step's time of a
-matmul runs from the end of the kernel before it, by the driver's clock. A ratio other than 1 is
-something that a step has and the profiler has not, or the other way round.
+process: some steps of `-m` tokens (1: decoding) with all matmuls on the GPU, then two timings of
+every shape. A step's time of a matmul runs from the end of the kernel before it, by the driver's
+clock. A ratio other than 1 is something that a step has and the profiler has not, or the other way
+round.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 
 CONTEXT = 256
-STEPS = 4  # of a round
+STEPS = 4  # of a round, of one token; of more, one
 Times = dict[str, list[float]]
 
 
-def measure_step(engine: Engine, times: Times) -> None:
-    """One token; the mean over the layers of every matmul in `times`."""
-    engine.truncate(CONTEXT)
-    engine.decode(5)
+def measure_step(engine: Engine, m: int, times: Times) -> None:
+    """One step; the mean over the layers of every matmul in `times`."""
+    if m == 1:
+        engine.truncate(CONTEXT)
+        engine.decode(5)
+    else:
+        engine.truncate(0)
+        engine.prefill([5] * m)
     step = engine.last_step
     end_s: float | None = None
     found: Times = {}
@@ -55,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="random:qwen2.5-0.5b")
     parser.add_argument("--weights", default="w4a8", choices=[f.value for f in WeightFormat])
+    parser.add_argument("-m", type=int, default=1, help="tokens of a step")
     parser.add_argument("-r", type=int, default=24)
     arguments = parser.parse_args()
     loaded = open_model(arguments.model, weights=arguments.weights)
@@ -64,7 +70,7 @@ def main() -> None:
         loaded.weights,
         single_device(loaded.spec(), "gpu"),
         opened.devices,
-        max_seq_len=CONTEXT + 64,
+        max_seq_len=max(CONTEXT, arguments.m) + 64,
         control_core=opened.control_core,
     )
     others = open_devices("gpu")
@@ -77,12 +83,13 @@ def main() -> None:
     runners: dict[str, Runner] = {}
     with pinned(others.control_core):
         for name, shape in shapes.items():
-            task = Task("gpu", weight_format, "plain", 1, shape.n, shape.k)
+            tokens = 1 if name == "lm_head" else arguments.m
+            task = Task("gpu", weight_format, "plain", tokens, shape.n, shape.k)
             runners[name] = workload.runner(task)
             workload.warm_up(runners[name])
     for _ in range(arguments.r):
-        for _ in range(STEPS):
-            measure_step(engine, steps)
+        for _ in range(STEPS if arguments.m == 1 else 1):
+            measure_step(engine, arguments.m, steps)
         with pinned(others.control_core):
             for name, runner in runners.items():
                 profiled[name] += [workload.time(runner) for _ in range(2)]
