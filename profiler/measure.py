@@ -188,6 +188,8 @@ class Meter:
     def _slowness(self, task: Task) -> float:
         """How slow the device is now for a task (1: as at the start of the run)."""
         ratios = {phase: self._ratio_now((task.device, phase)) for phase in REFERENCE_SIZES}
+        if self.workload.small:  # memory is not what binds them
+            return ratios["prefill"]
         sizes = (task.m, task.n, task.k)
         return _blend(memory_share(sizes, self.reference_s(task.device)), ratios)
 
@@ -311,8 +313,12 @@ def _blend(share: float, ratios: Mapping[Phase, float]) -> float:
     return float(ratios["decode"] ** share * ratios["prefill"] ** (1 - share))
 
 
-def rescale(rows: Iterable[MatMulRow], points: Sequence[ReferencePoint]) -> list[MatMulRow]:
-    """Rows in units of the run's median speed rather than of the speed at its start."""
+def rescale(
+    rows: Iterable[MatMulRow], points: Sequence[ReferencePoint], *, small: bool = False
+) -> list[MatMulRow]:
+    """Rows in units of the run's median speed rather than of the speed at its start; `small` as in
+    `Workload`.
+    """
     series: dict[Reference, list[float]] = {}
     for point in points:
         series.setdefault((point.device, point.phase), []).append(point.seconds)
@@ -325,7 +331,7 @@ def rescale(rows: Iterable[MatMulRow], points: Sequence[ReferencePoint]) -> list
     for row in rows:
         factor = 1.0
         if len(ratios.get(row.device, {})) == len(REFERENCE_SIZES):
-            share = memory_share((row.m, row.n, row.k), start_s[row.device])
+            share = 0.0 if small else memory_share((row.m, row.n, row.k), start_s[row.device])
             factor = _blend(share, ratios[row.device])
         scaled.append(
             row.model_copy(

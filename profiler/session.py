@@ -352,7 +352,7 @@ class Session:
             self._profile(finished=False).save(self.out)
 
     def _profile(self, *, finished: bool) -> DeviceProfile:
-        rows = rescale(self.rows.values(), self.meter.points)
+        rows = rescale(self.rows.values(), self.meter.points, small=self.workload.small)
         if not rows:
             raise ProfileError(
                 f"nothing was measured in {self.options.budget_s:g} s: give a longer --budget"

@@ -232,6 +232,16 @@ class Workload:
             self.read_bytes += runner.weights[copy].nbytes
             runner.last_read[copy] = self.read_bytes
 
+    def _use(self, runner: Runner, copies: list[int]) -> None:
+        """Launch these copies, not timed: in a small model a call's last use is no longer ago than
+        all its weights, and its weight, code and session are still in the caches. Here other tasks
+        came between: calls of 20 us took 33.
+        """
+        runner.launch(copies)
+        for copy in copies:
+            self.read_bytes += runner.weights[copy].nbytes
+            runner.last_read[copy] = self.read_bytes
+
     def time(self, runner: Runner) -> float:
         """Seconds of one launch, out of cache, by the clock."""
         return self.timed(runner)[0]
@@ -239,6 +249,8 @@ class Workload:
     def timed(self, runner: Runner) -> tuple[float, float]:
         """(seconds of one launch out of cache, of which threads of ours waited for a core)."""
         copies = runner.next_copies()
+        if self.small:
+            self._use(runner, copies)
         self.evict(runner, copies)
         before = self.interference.waits_s()
         seconds = self._behind_lead(runner, copies)
