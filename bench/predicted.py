@@ -3,20 +3,17 @@
     python bench/predicted.py [--model random:llama-3.2-1b] [--weights w4a8] [-p 64,256] [-r 10]
         [--strategies gpu-only,npu-only,auto,row-cut,...]
 
-On a shared machine the same plan takes up to 1.5 times as long half an hour later, so a profile of
-then says nothing of now. Here every round first takes a profile of the model's shapes (`--budget`)
-and then runs every plan, each test for some seconds: a prompt or some tokens at a time, in turns
-and in random order, so that a slow moment does not meet one plan alone. Both so see the same hours
-of the machine. Plans that compute a test with the same tiles are one row. The plans are made from
-the first profile. Every profile says of those very tiles (`hetero.solver.repredict`) what they are
-to take; all prompts, and the median and mean steps of `-n` tokens in a row, say what they took.
-Medians are held against medians and means against means: one slow minute of eight, in profiles as
-in steps, moves a mean only. A prompt that runs in several calls (chunks) is predicted as their sum,
-each behind the tokens before it. The second table is `tensor_level.py`'s: what both devices reach
-of the ideal.
-
-One profile and one round each differ by some 8 % from the next where neighbours share the machine:
-with four rounds a row of nine is out of bounds by chance in every other run, with ten in few.
+On a shared machine the same plan takes up to 1.5 times as long half an hour later, or a minute, so
+a profile of then says nothing of now. Here the two are taken in turns of a few seconds: a profile
+of the model's shapes stops again and again, for as long as it ran, and each time one plan runs, in
+random order: a prompt, or `-n` tokens, until it has had `--seconds`. Both so see the same moments
+of the machine (one after the other, of a minute each, left rows of 28 up to 17 % off where their
+means over six rounds agreed). Plans that compute a test with the same tiles are one row. They are
+made from a first profile, which does not count. Each of `-r` others says of those very tiles
+(`hetero.solver.repredict`) what they are to take; all prompts, and the median and mean steps of
+`-n` tokens in a row, say what they took. Medians are held against medians and means against means.
+A prompt that runs in several calls (chunks) is predicted as their sum, each behind the tokens
+before it. The second table is `tensor_level.py`'s: what both devices reach of the ideal.
 """
 
 from __future__ import annotations
@@ -25,7 +22,8 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tensor_level import (
@@ -43,9 +41,10 @@ from hetero.backends.ops import WeightFormat
 from hetero.benchmark import environment
 from hetero.device_set import open_devices
 from hetero.models import LoadedModel, open_model
+from hetero.profiler.measure import Reference
 from hetero.profiler.options import Options
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
-from hetero.profiler.session import profile_devices
+from hetero.profiler.session import Session
 from hetero.profiling import model_options
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Scenario
@@ -58,6 +57,23 @@ HEAD = (
     "measured / predicted | of the means |",
     "|---|---|" + "---:|" * 7,
 )
+
+
+class Interrupted(Session):
+    """A profile that lets something else run between its parts and its rounds of samples."""
+
+    between: Callable[[], None]
+
+    def _open_workload(self) -> None:
+        super()._open_workload()
+        self.progress = lambda _: self.between()
+        compare = self.meter.reference_ratio
+
+        def pause(key: Reference) -> float:
+            self.between()
+            return compare(key)
+
+        self.meter.reference_ratio = pause  # type: ignore[method-assign]
 
 
 class Profiler:
@@ -77,10 +93,15 @@ class Profiler:
             **model_options(loaded.spec(), (loaded.spec().weight_format,)),
         )
 
-    def take(self) -> DeviceProfile:
-        """A profile of now."""
+    def take(self, between: Callable[[], None] | None = None) -> DeviceProfile:
+        """A profile of now; `between` is called often, and may take half of the time."""
+        options = self.options
+        if between is not None:
+            options = replace(options, budget_s=2 * options.budget_s)
+        session = Interrupted(self.opened.devices, options, out=None, clock=None, progress=None)
+        session.between = between or (lambda: None)
         with pinned(self.opened.control_core):
-            return profile_devices(self.opened.devices, self.options)
+            return session.run(resume=False)
 
 
 @dataclass
@@ -120,20 +141,38 @@ def rows_of(found: list[Contender], tests: list[str]) -> list[Row]:
     return rows
 
 
-def measure_in_turns(
-    rows: list[Row], tokens: int, seconds: float, rng: np.random.Generator
-) -> None:
-    """Each row once, and again in turns until it has had so many seconds: a short test sees as
-    much of a round's noise as a long one.
-    """
-    left = [seconds] * len(rows)
-    waiting = list(range(len(rows)))
-    while waiting:
-        for i in rng.permutation(waiting):
-            start_s = time.perf_counter()
-            rows[i].measure(tokens)
-            left[i] -= time.perf_counter() - start_s
-        waiting = [i for i in waiting if left[i] > 0]
+class Turns:
+    """Runs rows, each once in random order and then again, for half of the time."""
+
+    def __init__(self, rows: list[Row], tokens: int, seconds: float) -> None:
+        self.rows, self.tokens, self.seconds = rows, tokens, seconds
+        self._rng = np.random.default_rng(0)
+        self._waiting: list[Row] = []
+        self._next_s = 0.0
+
+    def run(self, row: Row, seconds: float) -> None:
+        """A row until it has had so many seconds."""
+        start_s = time.perf_counter()
+        while True:
+            row.measure(self.tokens)
+            if time.perf_counter() - start_s >= seconds:
+                break
+
+    def look(self) -> None:
+        """The next row, if what else runs has had as long as the last one took."""
+        start_s = time.perf_counter()
+        if start_s < self._next_s:
+            return
+        if not self._waiting:
+            self._waiting = [self.rows[i] for i in self._rng.permutation(len(self.rows))]
+        self.run(self._waiting.pop(), self.seconds)
+        end_s = time.perf_counter()
+        self._next_s = end_s + (end_s - start_s)
+
+    def finish(self) -> None:
+        """The rows of this turn that are left, so that each has run as often as the others."""
+        while self._waiting:
+            self.run(self._waiting.pop(), self.seconds)
 
 
 def steps_of(one: Contender, test: str) -> list[Scenario]:
@@ -177,36 +216,38 @@ def main() -> None:
     parser.add_argument("--weights", default="w4a8", choices=[f.value for f in WeightFormat])
     parser.add_argument("-p", default="64,256")
     parser.add_argument("--strategies", default=",".join(NAMES))
-    parser.add_argument("-n", type=int, default=48)
-    parser.add_argument("-r", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of every test in a round")
-    parser.add_argument("--budget", type=float, default=75.0, help="seconds of each profile")
+    parser.add_argument("-n", type=int, default=16)
+    parser.add_argument("-r", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a test's turn, at least")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of each profile")
     arguments = parser.parse_args()
     lengths = [int(m) for m in arguments.p.split(",")]
     tests = [*(f"pp{m}" for m in lengths), "tg"]
     loaded = open_model(arguments.model, weights=arguments.weights)
     profiler = Profiler(loaded, lengths, arguments.budget)
-    profiles = [profiler.take()]
+    first = profiler.take()
     strategies = {NAMES.get(s, s): s for s in arguments.strategies.split(",")}
-    contenders = {n: contender(n, loaded, profiles[0], s, lengths) for n, s in strategies.items()}
+    contenders = {n: contender(n, loaded, first, s, lengths) for n, s in strategies.items()}
     found = list(contenders.values())
-    rows, rng = rows_of(found, tests), np.random.default_rng(0)
-    measure_in_turns(rows, arguments.n, 0.0, rng)
+    rows = rows_of(found, tests)
+    turns = Turns(rows, arguments.n, arguments.seconds)
+    for row in rows:
+        turns.run(row, 0.0)
     for one in found:
         one.forget()
-    for i in range(arguments.r):
-        if i > 0:
-            profiles.append(profiler.take())
-        measure_in_turns(rows, arguments.n, arguments.seconds, rng)
+    profiles = [profiler.take(turns.look) for _ in range(arguments.r)]
+    turns.finish()
     for row in rows:
         row.share()
     spec = loaded.spec()
     told = {one.name: [predicted_s(one, spec, p, tests) for p in profiles] for one in found}
+    spent_s = statistics.median(p.coverage.spent_s for p in profiles) / 2
+    covered = min(p.coverage.measured_tasks / p.coverage.grid_tasks for p in profiles)
+    least = min(len(row.alike[0].times[row.test]) for row in rows)
     print(
         f"measured; {arguments.model} {arguments.weights}, {len(profiles)} profiles of "
-        f"{statistics.median(p.coverage.spent_s for p in profiles):.0f} s "
-        f"({min(p.coverage.measured_tasks / p.coverage.grid_tasks for p in profiles):.0%} of the "
-        f"grid and more) in turns with {arguments.r} rounds"
+        f"{spent_s:.0f} s ({covered:.0%} of the grid and more), in turns with each test {least} "
+        "times and more"
     )
     lines = [line_of(row, [t[row.test] for t in told[row.alike[0].name]]) for row in rows]
     print("\n".join([*HEAD, *(line for line, _ in lines)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -278,3 +279,75 @@ def test_no_more_is_read_between_two_uses_than_a_model_has(of_model: int) -> Non
     made.evict(runner, [0])
     size = runner.weights[0].nbytes
     assert made.read_bytes - before == pytest.approx(made.cold + size, abs=PAGE_BYTES)
+
+
+SMALL_SHAPES = tuple((1, n, 256) for n in (64, 128, 192, 256, 320, 384))
+OF_MODEL = {"small": 1 << 16, "large": 1 << 40}
+
+
+@pytest.mark.parametrize("of_model", OF_MODEL)
+def test_a_small_models_call_was_made_a_moment_ago(of_model: str) -> None:
+    """13 µs more where others came since, as they do in a profile of many tasks."""
+    clock = ManualClock()
+    opened = devices(clock)
+    recent: deque[Op] = deque(maxlen=4)
+
+    def seconds(op: Op, m: int) -> float:
+        extra_s = 0.0 if op in recent else 13e-6
+        recent.append(op)
+        return npu_cost(op, m) + extra_s
+
+    opened["npu"]._cost = seconds
+    workload = Workload(opened, clock=clock, cold=OF_MODEL[of_model])
+    runners = {shape: workload.runner(Task("npu", W4, "plain", *shape)) for shape in SMALL_SHAPES}
+    for runner in runners.values():
+        workload.warm_up(runner)
+    extra_s = 0.0 if of_model == "small" else 13e-6
+    for shape, runner in runners.items():
+        wanted_s = true_s(Task("npu", W4, "plain", *shape)) + extra_s
+        assert workload.time(runner) == pytest.approx(wanted_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("of_model", OF_MODEL)
+def test_reading_counters_cools_what_a_large_weight_would(of_model: str) -> None:
+    cold = False
+
+    class Cooling:
+        def waits_s(self) -> Mapping[int, float]:
+            nonlocal cold
+            cold = True
+            return {1: 0.0}
+
+    def seconds(op: Op, m: int) -> float:
+        nonlocal cold
+        extra_s, cold = 1e-5 * cold, False
+        return npu_cost(op, m) + extra_s
+
+    clock = ManualClock()
+    opened = devices(clock)
+    opened["npu"]._cost = seconds
+    workload = Workload(opened, clock=clock, cold=OF_MODEL[of_model], interference=Cooling())
+    task = Task("npu", W4, "plain", *SMALL_SHAPES[0])
+    runner = workload.runner(task)
+    workload.warm_up(runner)
+    extra_s = 0.0 if of_model == "small" else 1e-5
+    assert workload.time(runner) == pytest.approx(true_s(task) + extra_s, rel=1e-9)
+
+
+def test_a_drift_of_memory_is_not_one_of_a_small_model() -> None:
+    clock = ManualClock()
+
+    def memory_drifts(op: Op, m: int) -> float:
+        streams = isinstance(op, MatMul) and (m, op.n, op.k) == (1, 2048, 2048)
+        return gpu_cost(op, m) * (1 + 10 * clock.now() if streams else 1.0)
+
+    made = Workload(devices(clock, gpu=memory_drifts), clock=clock, cold=OF_MODEL["small"])
+    found = Meter(made, settings=Settings(), reference_format=W4)
+    tasks = [Task("gpu", W4, "plain", *shape) for shape in SMALL_SHAPES]
+    rows = found.measure(tasks)
+    for row in rescale(rows, found.points, small=True):
+        wanted_s = true_s(Task("gpu", W4, "plain", row.m, row.n, row.k))
+        assert row.seconds == pytest.approx(wanted_s, rel=1e-9)
+        assert row.flags == ()
+    others = rescale(rows, found.points)
+    assert all(other.seconds > 1.1 * row.seconds for other, row in zip(others, rows, strict=True))
