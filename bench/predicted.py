@@ -1,6 +1,6 @@
 """Predicted against measured steps, with the profile taken in turns with the measurement.
 
-    python bench/predicted.py [--model random:llama-3.2-1b] [--weights w4a8] [-p 64,256] [-r 10]
+    python bench/predicted.py [--model random:llama-3.2-1b] [--weights w4a8] [-p 64,256] [-r 6]
         [--strategies gpu-only,npu-only,auto,row-cut,...]
 
 On a shared machine the same plan takes up to 1.5 times as long half an hour later, or a minute, so
@@ -66,7 +66,6 @@ class Interrupted(Session):
 
     def _open_workload(self) -> None:
         super()._open_workload()
-        self.progress = lambda _: self.between()
         compare = self.meter.reference_ratio
 
         def pause(key: Reference) -> float:
@@ -98,8 +97,11 @@ class Profiler:
         options = self.options
         if between is not None:
             options = replace(options, budget_s=2 * options.budget_s)
-        session = Interrupted(self.opened.devices, options, out=None, clock=None, progress=None)
-        session.between = between or (lambda: None)
+        look = between or (lambda: None)
+        session = Interrupted(
+            self.opened.devices, options, out=None, clock=None, progress=lambda _: look()
+        )
+        session.between = look
         with pinned(self.opened.control_core):
             return session.run(resume=False)
 

@@ -188,10 +188,10 @@ class Meter:
     def _slowness(self, task: Task) -> float:
         """How slow the device is now for a task (1: as at the start of the run)."""
         ratios = {phase: self._ratio_now((task.device, phase)) for phase in REFERENCE_SIZES}
-        if self.workload.small:  # memory is not what binds them
-            return ratios["prefill"]
         sizes = (task.m, task.n, task.k)
-        return _blend(memory_share(sizes, self.reference_s(task.device)), ratios)
+        share = memory_share(sizes, self.reference_s(task.device))
+        # Memory does not bind what the caches hold.
+        return _blend(0.0 if self.workload.small else share, ratios)
 
     def reference_s(self, device: DeviceKind) -> dict[Phase, float]:
         """Seconds of a device's reference kernels at the start of the run."""

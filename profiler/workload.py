@@ -228,6 +228,10 @@ class Workload:
             size = min(padded(missing, PAGE_BYTES), self._evict.nbytes)
             self._evict.bytes[:size].view(np.uint64).max()
             self.read_bytes += size
+        self._count(runner, copies)
+
+    def _count(self, runner: Runner, copies: list[int]) -> None:
+        """These copies are read now."""
         for copy in copies:
             self.read_bytes += runner.weights[copy].nbytes
             runner.last_read[copy] = self.read_bytes
@@ -238,9 +242,7 @@ class Workload:
         came between: calls of 20 us took 33.
         """
         runner.launch(copies)
-        for copy in copies:
-            self.read_bytes += runner.weights[copy].nbytes
-            runner.last_read[copy] = self.read_bytes
+        self._count(runner, copies)
 
     def time(self, runner: Runner) -> float:
         """Seconds of one launch, out of cache, by the clock."""
