@@ -76,9 +76,8 @@ def read_rows(data: dict[str, Any], range_weight: float = RANGE_WEIGHT) -> list[
     return rows
 
 
-def models(x: npt.NDArray[np.float64], gpu_bandwidth: float) -> Fit:
-    """Parameters (logarithms) to models."""
-    v = np.exp(x)
+def models(v: npt.NDArray[np.float64], gpu_bandwidth: float) -> Fit:
+    """Parameters to models."""
     npu = NpuArray(
         setup_s=float(v[0]),
         bytes_per_weight=BYTES_PER_WEIGHT,
@@ -116,7 +115,7 @@ def fit_models(rows: list[Row], data: dict[str, Any]) -> Fit:
     start = np.log([2e-4, 2e10, 4e12, 5e3, 6e11, 1e12, 2e-10, 3e-4, 4e10])
 
     def errors(x: npt.NDArray[np.float64]) -> list[float]:
-        fit = models(x, bandwidth)
+        fit = models(np.exp(x), bandwidth)
         return [row.weight * residual(fit, row) for row in rows]
 
     lower = np.full(len(start), -np.inf)
@@ -129,8 +128,8 @@ def fit_models(rows: list[Row], data: dict[str, Any]) -> Fit:
         xtol=1e-10,
         ftol=1e-10,
     )
-    rounded = np.log([float(f"{v:.5g}") for v in np.exp(found.x)])
-    return models(rounded, bandwidth)
+    # Rounded last: logarithms differ in their last bits from one processor to the next.
+    return models(np.asarray([float(f"{v:.5g}") for v in np.exp(found.x)]), bandwidth)
 
 
 def fit_power(profile: DeviceProfile, data: dict[str, Any]) -> Power:

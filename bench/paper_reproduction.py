@@ -312,7 +312,7 @@ def order(chip: Chip) -> list[str]:
     names = ("auto", "pipe", "padding", "online-prepare")
     lines = []
     for m in MISALIGNED:
-        times = {x: latency_s(planner, Scenario("prefill", m), x) for x in names}
+        times = {x: round(latency_s(planner, Scenario("prefill", m), x), 9) for x in names}  # ties
         rank = sorted(names, key=lambda x: times[x])
         shown = " < ".join(
             f"{'Hetero-tensor' if x == 'auto' else x} {times[x] * 1e3:.0f} ms" for x in rank
