@@ -45,7 +45,8 @@ TOKENS: Final = (1, 8, 64, 256, 1024)
 QUICK_TOKENS: Final = (1, 256)
 CONTEXTS: Final = (0, 256, 1000)
 EPS: Final = 1e-5
-OTHER_WIDTH: Final = 64  # of the call before one that is timed alone
+OTHER_WIDTH: Final = 64  # of the call before one that is timed alone,
+OTHERS: Final = 64  # and how many of them keep a queue at work meanwhile
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
 
 
@@ -119,10 +120,11 @@ class OtherMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
     They are timed as in a step, behind other reading of up to `cold` bytes: attention of a few
-    tokens finds its caches in memory (as far as a model of `model_bytes` pushes them there), and a
-    blocking device's other calls come one by one, of a few tokens behind a layer's weights, of more
-    behind all (in a loop RoPE of 64 tokens took 0.4 of what a step sees, activations 0.7). 0: all
-    in the cache.
+    tokens finds its caches in memory (as far as a model of `model_bytes` pushes them there), and
+    other calls come one by one, of a blocking device and few tokens behind a layer's weights, of
+    more behind all (in a loop, activations and RoPE of 64 to 525 tokens took 0.4 to 0.7 of what a
+    step sees). A queue's calls of few tokens, or of a model that fits into the caches, find all
+    there, as does everything where `cold` is 0.
     """
 
     def __init__(
@@ -186,10 +188,21 @@ class OtherMeter:
         if self._cold is not None and attends and few:
             calls = self._with_own_caches(case, tensors)
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
-        if self._cold is not None and not (attends or self.device.capabilities.asynchronous):
-            nbytes = case.layer_bytes if few else None
-            return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
+        if self._cold is not None and not attends:
+            if not self.device.capabilities.asynchronous:
+                nbytes = case.layer_bytes if few else None
+                return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
+            if self._leaves_caches(case) and self._other is not None:
+                return [self._launch_among_others(call, self._other) for _ in range(SAMPLES)]
         return [self._batch([call] * count) for _ in range(SAMPLES)]
+
+    def _leaves_caches(self, case: Case) -> bool:
+        """Whether tensors are gone from the caches by the next layer: of many tokens, but in a
+        model that fits into them.
+        """
+        assert self._cold is not None
+        small = self._model_bytes is not None and self._model_bytes < self._cold.nbytes
+        return case.m > DECODE_TOKENS and not small
 
     def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
         """Seconds of one call as a step has it: since the last one so much else was read (None:
@@ -199,6 +212,11 @@ class OtherMeter:
         if self._other is not None:
             self._other.run()
         return self._batch([call])
+
+    def _launch_among_others(self, call: BoundCall, other: BoundCall) -> float:
+        """Seconds of one launch in a queue that is at work, its tensors out of all caches."""
+        self._read()
+        return time_behind([other] * OTHERS, [call], self.clock)[0]
 
     def _read(self, nbytes: int | None = None) -> None:
         """Read so many bytes of `cold` (all), each time those that were read longest ago."""

@@ -14,7 +14,9 @@ WARM_S, FRESH_S = 8e-6, 30e-6
 NORM = RMSNorm(d=64, eps=1e-5)
 
 
-def timed(m: int, *, cold: int, asynchronous: bool = False) -> float:
+def timed(
+    m: int, *, cold: int, asynchronous: bool = False, model_bytes: int | None = None
+) -> float:
     """What the meter finds for a device whose calls take longer after a call of something else."""
     last: list[Op] = []
 
@@ -25,7 +27,7 @@ def timed(m: int, *, cold: int, asynchronous: bool = False) -> float:
 
     clock = ManualClock()
     device = null.open(kind="npu", asynchronous=asynchronous, cost=cost, clock=clock)
-    meter = OtherMeter("npu", device, clock, cold=cold)
+    meter = OtherMeter("npu", device, clock, cold=cold, model_bytes=model_bytes)
     return meter.time(Case(NORM, m, 0, 1 << 12)).seconds
 
 
@@ -35,16 +37,27 @@ def test_a_call_is_timed_behind_other_work(m: int) -> None:
     assert timed(m, cold=0) == pytest.approx(WARM_S)
 
 
-@pytest.mark.parametrize("m", [1, 8 * DECODE_TOKENS])
-def test_queues_are_timed_in_batches(m: int) -> None:
-    assert timed(m, cold=1 << 16, asynchronous=True) == pytest.approx(WARM_S)
+@pytest.mark.parametrize(
+    ("m", "cold", "seconds"),
+    [(1, 1 << 16, WARM_S), (8 * DECODE_TOKENS, 1 << 16, FRESH_S), (8 * DECODE_TOKENS, 0, WARM_S)],
+)
+def test_queues_are_timed_in_batches_of_few_tokens(m: int, cold: int, seconds: float) -> None:
+    assert timed(m, cold=cold, asynchronous=True) == pytest.approx(seconds)
+
+
+def test_a_small_model_leaves_all_in_the_caches() -> None:
+    many = 8 * DECODE_TOKENS
+    assert timed(many, cold=1 << 16, asynchronous=True, model_bytes=1 << 15) == pytest.approx(
+        WARM_S
+    )
 
 
 def test_many_tokens_are_timed_behind_all_other_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int | None] = []
     monkeypatch.setattr(OtherMeter, "_read", lambda _, nbytes=None: read.append(nbytes))
-    timed(8 * DECODE_TOKENS, cold=1 << 16)
-    assert set(read) == {None}
+    for asynchronous in (False, True):
+        timed(8 * DECODE_TOKENS, cold=1 << 16, asynchronous=asynchronous)
+        assert set(read) == {None}
     read.clear()
     timed(1, cold=1 << 16)
     assert set(read) == {1 << 12}
