@@ -209,9 +209,11 @@ class Device(ABC):
     info: DeviceInfo
     capabilities: Capabilities
 
-    def allocate(self, nbytes: int) -> HostBuffer:
-        """Pool memory that this device and every mapping device can use in place."""
-        return HostBuffer(nbytes)
+    def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
+        """Pool memory that this device and every mapping device can use in place; `huge` as in
+        `HostBuffer`, where the memory is the host's own.
+        """
+        return HostBuffer(nbytes, huge=huge)
 
     @abstractmethod
     def map(self, buffer: HostBuffer) -> Any:

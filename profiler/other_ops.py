@@ -47,6 +47,7 @@ CONTEXTS: Final = (0, 256, 1000)
 EPS: Final = 1e-5
 OTHER_WIDTH: Final = 64  # of the call before one that is timed alone,
 OTHERS: Final = 64  # and how many of them keep a queue at work meanwhile
+CACHE_PORTS: Final = ("k_cache", "v_cache")
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
 
 
@@ -249,7 +250,7 @@ class OtherMeter:
         found = []
         for _ in range(CACHES):
             own = dict(tensors)
-            for port in ("k_cache", "v_cache"):
+            for port in CACHE_PORTS:
                 shape = tensors[port].shape
                 own[port] = Tensor(self.device.allocate(tensors[port].nbytes), shape)
                 own[port].array[...] = tensors[port].array
@@ -289,7 +290,8 @@ class OtherMeter:
         if (port, shape) not in self._buffers:
             dtype = port_dtype(port)
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            tensor = Tensor(self.device.allocate(nbytes), shape, dtype)
+            buffer = self.device.allocate(nbytes, huge=port not in CACHE_PORTS)  # as the runtime
+            tensor = Tensor(buffer, shape, dtype)
             tensor.array[...] = self._values(port, shape)
             self._buffers[port, shape] = tensor
         return self._buffers[port, shape]

@@ -380,7 +380,7 @@ class Workload:
 
     def _allocate(self, nbytes: int) -> HostBuffer:
         owner = self.devices.get("npu") or next(iter(self.devices.values()))
-        return owner.allocate(nbytes)
+        return owner.allocate(nbytes, huge=True)  # as the runtime's pool
 
 
 @dataclass(frozen=True)

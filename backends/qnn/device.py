@@ -82,10 +82,12 @@ class QnnDevice(Device):
         self._masks = kernels.Masks()
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
 
-    def allocate(self, nbytes: int) -> HostBuffer:
+    def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
         """Memory that the Hexagon works on in place, where there is some; else ordinary pages."""
         shared = self.shared_memory
-        return super().allocate(nbytes) if isinstance(shared, str) else shared.allocate(nbytes)
+        if isinstance(shared, str):
+            return super().allocate(nbytes, huge=huge)
+        return shared.allocate(nbytes)
 
     @functools.cached_property
     def shared_memory(self) -> SharedMemory | str:

@@ -14,9 +14,13 @@ import pyopencl as cl
 import pytest
 
 from hetero import LLM
+from hetero.backends import null
 from hetero.backends.affinity import assign_cores, pinned
+from hetero.backends.hugepages import HUGE_BYTES
+from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
 from hetero.models import open_model
+from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
 
@@ -137,6 +141,27 @@ def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
         for length in ("64", "60000", "64", "60000")
     ]  # the first two may compile kernels, and the compiler stays in memory
     assert sizes[3] - sizes[2] < 40_000
+
+
+def test_activations_are_in_huge_pages_and_caches_are_not() -> None:
+    device = null.open(kind="npu")
+    asked: dict[int, bool] = {}
+    allocate = device.allocate
+
+    def recorded(nbytes: int, *, huge: bool = False) -> HostBuffer:
+        asked[nbytes] = huge
+        return allocate(nbytes, huge=huge)
+
+    device.allocate = recorded  # type: ignore[method-assign]
+    wide, cache = (1 << 10, 1 << 10), (4, 1 << 10, 1 << 9)
+    slots = {
+        "tokens": (wide, FLOAT32),
+        "k_cache.0": (cache, FLOAT32),
+        "v_cache.0": (cache, FLOAT32),
+    }
+    pool = ActivationPool(slots, device)
+    assert asked == {nbytes_of(slots["tokens"]): True, nbytes_of(slots["k_cache.0"]): False}
+    assert pool["tokens"].buffer.address % HUGE_BYTES == 0
 
 
 def test_the_pool_holds_every_cache(llm: LLM) -> None:
