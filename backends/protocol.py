@@ -332,7 +332,8 @@ def check_shape(
         )
 
 
-FIXED_PORTS = frozenset({"position", "k_cache", "v_cache"})
+CACHE_PORTS = ("k_cache", "v_cache")
+FIXED_PORTS = frozenset({"position", *CACHE_PORTS})
 
 
 def takes_panels(op: Op, port: str) -> bool:

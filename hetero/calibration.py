@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat, weight_names
-from hetero.backends.protocol import WeightValue, port_dtype, port_shape
+from hetero.backends.protocol import CACHE_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import Program, program
 from hetero.backends.weights import (
     GROUP_SIZE,
@@ -190,7 +190,7 @@ def _run(node: Node, run: Program, state: Slots) -> None:
         arrays[port] = state[slot]
     run(arrays)
     for port, slot in node.slots.items():
-        if port in ("k_cache", "v_cache"):
+        if port in CACHE_PORTS:
             del state[slot]  # of this layer only
 
 

@@ -15,6 +15,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, weight_names
 from hetero.backends.protocol import (
+    CACHE_PORTS,
     BoundCall,
     Device,
     DeviceKind,
@@ -47,7 +48,6 @@ CONTEXTS: Final = (0, 256, 1000)
 EPS: Final = 1e-5
 OTHER_WIDTH: Final = 64  # of the call before one that is timed alone,
 OTHERS: Final = 64  # and how many of them keep a queue at work meanwhile
-CACHE_PORTS: Final = ("k_cache", "v_cache")
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
 
 
@@ -194,7 +194,7 @@ class OtherMeter:
                 nbytes = case.layer_bytes if few else None
                 return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
             if self._leaves_caches(case) and self._other is not None:
-                return [self._launch_among_others(call, self._other) for _ in range(SAMPLES)]
+                return [self._cold_batch(self._other, OTHERS, [call]) for _ in range(SAMPLES)]
         return [self._batch([call] * count) for _ in range(SAMPLES)]
 
     def _leaves_caches(self, case: Case) -> bool:
@@ -213,11 +213,6 @@ class OtherMeter:
         if self._other is not None:
             self._other.run()
         return self._batch([call])
-
-    def _launch_among_others(self, call: BoundCall, other: BoundCall) -> float:
-        """Seconds of one launch in a queue that is at work, its tensors out of all caches."""
-        self._read()
-        return time_behind([other] * OTHERS, [call], self.clock)[0]
 
     def _read(self, nbytes: int | None = None) -> None:
         """Read so many bytes of `cold` (all), each time those that were read longest ago."""
@@ -258,8 +253,8 @@ class OtherMeter:
         return found
 
     def _cold_batch(self, lead: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:
-        """As `_batch`, each call on caches that were last used long ago; behind `count` others, so
-        that the device is awake and has the code.
+        """As `_batch`, each call on tensors that were last used long ago; behind `count` leads, so
+        that the device is awake (and has the code, if they are the same).
         """
         self._read(self._model_bytes)
         if not self.device.capabilities.asynchronous:

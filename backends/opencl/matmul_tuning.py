@@ -102,9 +102,10 @@ class SimtTuning:
 
 # Measured on one Zen 5 core. One stream of weights is fastest from memory, so few tokens take one
 # vector; from 9 tokens on 4 x 4 vectors keep the unit busiest, but for f16, whose conversion wants
-# more tokens per vector. Two planes of codes take half the arithmetic of floats where there is
-# VNNI: w4a16 then streams at the speed of memory for one token and computes 1.8 times as fast for
-# many. Without it they are ahead up to 4 tokens.
+# more tokens per vector, and for two planes, of which 4 x 4 sums do not fit the registers. Two
+# planes of codes take half the arithmetic of floats where there is VNNI: w4a16 then streams at the
+# speed of memory for one token and computes 1.8 times as fast for many. Without it they are ahead
+# up to 4 tokens.
 _AVX512 = (Tile(1, 1, 1), Tile(2, 2, 1), Tile(INF, 4, 4))
 _W4A16_FEW = (
     Tile(1, 1, 1, 1024, planes=2),

@@ -18,13 +18,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, MatMul
 from hetero.backends.protocol import (
+    CACHE_PORTS,
     BoundCall,
     Completion,
     DeviceKind,
@@ -51,8 +52,6 @@ from hetero.runtime.program import (
 )
 from hetero.runtime.sync import Site, Synchroniser
 from hetero.solver.plan import Phase, PlanError
-
-CACHES: Final = ("k_cache", "v_cache")
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ class _Lowered:
             handed[port] = operands.setdefault(slot, self.pool[slot])
         operands |= {port: self.pool[slot] for port, slot in group.fixed.items()}
         call = self.lowering.kernels.group(group).bind(operands, graph)
-        caches = (slot for port, slot in group.fixed.items() if port in CACHES)
+        caches = (slot for port, slot in group.fixed.items() if port in CACHE_PORTS)
         writes = frozenset({*caches, *group.group.outputs})
         reads = frozenset({*group.group.inputs, *group.fixed.values()})
         return _Item("npu", call, reads, writes, (0, self.m), None, handed)
@@ -413,7 +412,9 @@ class _Lowered:
 def _slots(node: Node) -> tuple[frozenset[str], frozenset[str]]:
     """Slots that a node reads and writes; caches are both."""
     reads = {slot for port, slot in node.slots.items() if port not in OUTPUT_PORTS}
-    writes = {slot for port, slot in node.slots.items() if port in OUTPUT_PORTS or port in CACHES}
+    writes = {
+        slot for port, slot in node.slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS
+    }
     return frozenset(reads), frozenset(writes)
 
 

@@ -10,17 +10,16 @@ head would take a huge page for the first token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
-from hetero.backends.protocol import Device
+from hetero.backends.protocol import CACHE_PORTS, Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.runtime.decoder import slot_widths
 
-CACHES: Final = ("k_cache", "v_cache")
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
 
@@ -43,7 +42,7 @@ def slot_shapes(
     found["position"] = ((1,), INT32)
     found["logits"] = ((logit_rows, config.vocab_size), FLOAT32)
     cache: Shape = ((config.kv_heads, capacity, config.head_dim), FLOAT32)
-    names = (f"{kind}.{layer}" for layer in range(config.num_layers) for kind in CACHES)
+    names = (f"{kind}.{layer}" for layer in range(config.num_layers) for kind in CACHE_PORTS)
     return found | dict.fromkeys(names, cache)
 
 
@@ -96,7 +95,7 @@ class ActivationPool:
     def copy_caches(self, other: ActivationPool, tokens: int) -> None:
         """Keys and values of the first tokens of another pool of the same model."""
         for name, tensor in self._slots.items():
-            if name.partition(".")[0] in CACHES:
+            if _is_cache(name):
                 tensor.array[:, :tokens] = other[name].array[:, :tokens]
 
     def gathered(self, slot: str) -> Tensor:
@@ -104,8 +103,12 @@ class ActivationPool:
         return self._slots[gathered_name(slot)]
 
 
+def _is_cache(slot: str) -> bool:
+    return slot.partition(".")[0] in CACHE_PORTS
+
+
 def _allocate(owner: Device, name: str, shape: Shape) -> Tensor:
     """Raises `UserError` where the system refuses the memory."""
-    nbytes, huge = nbytes_of(shape), name.partition(".")[0] not in CACHES
+    nbytes = nbytes_of(shape)
     with memory_for(f"the {nbytes / 2**20:.1f} MiB of {name}"):
-        return Tensor(owner.allocate(nbytes, huge=huge), *shape)
+        return Tensor(owner.allocate(nbytes, huge=not _is_cache(name)), *shape)
