@@ -118,14 +118,14 @@ def _choose_by(
     if wishes.strategy != "auto":
         plan = strategy_plan(spec, profile, wishes.strategy, lengths, request)
         return Choice(_mode_of(plan), plan, notes=notes)
-    solver = prepare_solver(spec, profile, request)
+    promised = wishes.mode == "hetero" and wishes.max_gpu_share >= 1
+    solver = prepare_solver(spec, profile, replace(request, shared=promised))
     plan = solver.plan
     both = Choice("hetero", plan, notes=notes, solver=solver)
     if wishes.mode == "auto":
         return _fastest(Planner(spec, profile), both, wishes)
-    if wishes.max_gpu_share < 1:
-        return both
-    if not all(_shares_every_prompt(p) for p in (plan, *map(solver.plan_for, SHORT_PROMPTS))):
+    plans = (plan, *map(solver.plan_for, SHORT_PROMPTS))
+    if promised and not all(map(_shares_every_prompt, plans)):
         return Choice("hetero", notes=notes)  # at least layer level, which is made by rule
     return both
 

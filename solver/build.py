@@ -44,6 +44,7 @@ Clock = Callable[[], float]
 class PlanRequest:
     """What `hetero plan` asks for; see INTERFACES for the meaning of each.
 
+    `shared`: both devices work in every prompt (`Rules`); a memory budget comes first.
     `decode_tokens_per_prompt` weighs decoding against prompts where both share a memory budget;
     `curves` adds what a report draws: times by length and the latency-energy front.
     """
@@ -53,6 +54,7 @@ class PlanRequest:
     objective: Literal["latency", "energy"] = "latency"
     precision: Precision = "auto"
     max_gpu_share: float = 1.0
+    shared: bool = False
     memory_budget_bytes: int | None = None
     preparation_budget_s: float | None = None
     context: int = 256
@@ -260,7 +262,7 @@ def prepare(
     spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, apart: bool = True
 ) -> tuple[Planner, list[str]]:
     """A planner with the graph sizes that were asked for, and what to say about it."""
-    rules = Rules(margin=request.margin, max_gpu_share=request.max_gpu_share)
+    rules = Rules(request.margin, request.max_gpu_share, request.shared)
     settings = Settings(request.precision, rules, request.context, apart)
     notes: list[str] = []
     if request.graph_sizes == "auto":

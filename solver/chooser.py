@@ -30,10 +30,12 @@ class Rules:
 
     margin          a cut must be this much (a fraction) faster than the best single device
     max_gpu_share   the GPU is busy for at most this share of a matmul's time
+    shared          both devices work in every prompt, also where one alone would be faster
     """
 
     margin: float = 0.03
     max_gpu_share: float = 1.0
+    shared: bool = False
 
 
 class Picked(NamedTuple):
@@ -255,7 +257,7 @@ class Chooser:
         limits = [(1 - self.rules.margin) * b for b in best]
         for cut in cuts:
             closed = [state for state in states if cost(cut, state) > limits[state]]
-            if len(closed) < 2:
+            if len(closed) < 2 or self.rules.shared:  # a prompt may need a cut that loses
                 yield cut.bar(*closed) if closed else cut
 
 

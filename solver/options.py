@@ -11,6 +11,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel, WaitMethod
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import phase_of
@@ -20,6 +21,7 @@ from hetero.solver.plan import Strategy
 GPU: Final = 0
 HOST: Final = 1
 INF: Final = float("inf")
+BOTH: Final[frozenset[DeviceKind]] = frozenset({"gpu", "npu"})
 Launches = TypeVar("Launches", float, Floats)  # of one matmul, or of each of several
 Mode: TypeAlias = Literal["gpu", "npu", "gpu-dominant", "npu-dominant"]
 
@@ -178,6 +180,11 @@ class Option(NamedTuple):
     def is_cut(self) -> bool:
         """Whether both devices compute."""
         return self.mode.endswith("dominant")
+
+    @property
+    def devices(self) -> frozenset[DeviceKind]:
+        """Those that compute."""
+        return BOTH if self.is_cut else frozenset({"gpu" if self.mode == "gpu" else "npu"})
 
     def seconds(self, state: int = GPU) -> float:
         """Section 4.3's time when entered from a state."""

@@ -71,6 +71,12 @@ class Solution(NamedTuple):
     power: Power | None
 
     @property
+    def devices(self) -> frozenset[DeviceKind]:
+        """Devices that work in the step; the output head of a prompt, one token, does not count."""
+        block = (option.devices for name, option in self.options.items() if name != "lm_head")
+        return frozenset({self.rests.device}).union(*block)
+
+    @property
     def seconds(self) -> float:
         """Predicted time of the step."""
         return walk(self.chain, self.layers).seconds
@@ -142,11 +148,9 @@ class Planner:
             if name not in found:
                 m = 1 if name == "lm_head" else scenario.m
                 found[name] = self.menu(name, m, objective)
-        best: Solution | None = None
-        for rests in self.rests(scenario, rest).values():
-            candidate = self._solve_groups(scenario, objective, rests, found)
-            if candidate is not None and (best is None or candidate.chain.cost < best.chain.cost):
-                best = candidate
+        best = self._best(scenario, objective, found, rest)
+        if self.settings.rules.shared and best is not None and len(best.devices) == 1:
+            best = self._shared(best, objective, found) or best
         if best is None:
             raise PlanError(
                 f"no device can run {self.spec.name} in {scenario.phase} at {scenario.m} tokens "
@@ -310,6 +314,31 @@ class Planner:
                     yield from parts
         if "lm_head" in known:
             yield "lm_head"
+
+    def _best(
+        self, scenario: Scenario, objective: Objective, options: Extra, rest: DeviceKind | None
+    ) -> Solution | None:
+        best: Solution | None = None
+        for rests in self.rests(scenario, rest).values():
+            candidate = self._solve_groups(scenario, objective, rests, options)
+            if candidate is not None and (best is None or candidate.chain.cost < best.chain.cost):
+                best = candidate
+        return best
+
+    def _shared(self, alone: Solution, objective: Objective, options: Extra) -> Solution | None:
+        """The best step of a prompt in which a matmul leaves the one device of the step `alone`,
+        margin or not, and the rest stays; None where no matmul can, and in decoding.
+        """
+        if alone.scenario.phase != "prefill":
+            return None
+        tried: list[Solution | None] = []
+        for name in options:
+            away = [o.open() for o in options[name] if o.devices != alone.devices]
+            if away and name != "lm_head":
+                choice = {**options, name: away}
+                tried.append(self._best(alone.scenario, objective, choice, alone.rests.device))
+        shared = [s for s in tried if s is not None and len(s.devices) == 2]
+        return min(shared, key=lambda s: s.chain.cost, default=None)
 
     def _solve_groups(
         self, scenario: Scenario, objective: Objective, rests: Rests, options: Extra

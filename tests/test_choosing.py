@@ -15,9 +15,12 @@ from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import PlanRequest
 from hetero.solver.handmade import single_device
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, PlanError
+from hetero.solver.planner import Scenario
+from hetero.solver.prepared import prepare_solver
 from tests.runtime.models import tiny_model
 
 NAMES = {"gpu": "opencl", "npu": "ort-cpu"}
@@ -125,10 +128,30 @@ def test_auto_takes_what_is_predicted_fastest(spec: ModelSpec, chip: DeviceProfi
 
 
 def test_hetero_is_at_least_layer_level(spec: ModelSpec, chip: DeviceProfile) -> None:
-    assert choose(spec, Wishes(profile=named(chip, npu_scale=100.0))).plan is None
+    no_npu = named(chip).model_copy(update={"predictors": named(chip).predictors[:1]})
+    assert {p.device for p in no_npu.predictors} == {"gpu"}
+    assert choose(spec, Wishes(profile=no_npu)).plan is None  # layer level, made by rule
     plan = choose(spec, Wishes(profile=named(chip))).plan
     assert plan is not None
     assert plan.devices() == {"gpu", "npu"}
+
+
+@pytest.mark.parametrize("npu_scale", [1.0, 4.0, 100.0])
+def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
+    spec: ModelSpec, chip: DeviceProfile, npu_scale: float
+) -> None:
+    found = choose(spec, Wishes(profile=named(chip, npu_scale=npu_scale))).solver
+    free = prepare_solver(spec, named(chip, npu_scale=npu_scale), PlanRequest(explain=False))
+    assert found is not None
+    alone = 0
+    for m in (2, 3, 7, 16, 31, 64, 300, 1024):
+        shared = found.solution_for(Scenario("prefill", m))
+        assert shared.devices == {"gpu", "npu"}
+        devices = free.solution_for(Scenario("prefill", m)).devices
+        alone += len(devices) == 1
+        tiles = [t for op in found.plan_for(m).ops if op.m == m for t in op.tiles]
+        assert {t.device for t in tiles} == {"gpu", "npu"}
+    assert (alone > 0) == (npu_scale > 1)
 
 
 def test_plans_are_tensor_level_for_any_length(spec: ModelSpec, chip: DeviceProfile) -> None:

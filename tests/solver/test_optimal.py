@@ -54,6 +54,31 @@ def test_every_chain_is_as_good_as_trying_all_combinations(block: int) -> None:
         assert found.chain.cost == pytest.approx(found.seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("block", range(4))
+def test_a_prompt_that_must_be_shared_is_shared_at_the_least_cost(block: int) -> None:
+    alone = 0
+    for seed in range(100 * block, 100 * block + 100):
+        instance = random_instance(seed)
+        scenario = Scenario("prefill", 1 + seed % (2 * instance.sizes[-1]))
+        free = planner_of(instance, margin=0.0).solve(scenario)
+        found = planner_of(instance, margin=0.0, shared=True).solve(scenario)
+        assert found.devices == {"gpu", "npu"}
+        if free.devices == found.devices:
+            assert found.seconds == free.seconds
+            continue
+        # All matmuls were the GPU's, each at its best; one of them now has a tile on the NPU.
+        alone += 1
+        back = sync_at(instance, scenario.m)[0].submit_s
+        dearer = [
+            min(w.cost(GPU) + back * w.leaves for w in ways if w.kind != "gpu")
+            - next(w.cost(GPU) for w in ways if w.kind == "gpu")
+            for ways in (every_way(instance, name, scenario.m) for name in NAMES)
+        ]
+        expected = free.seconds + instance.layers * min(dearer)
+        assert found.seconds == pytest.approx(expected, rel=1e-9), seed
+    assert alone > 3
+
+
 @pytest.mark.parametrize("seed", range(1000))
 def test_chains_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
