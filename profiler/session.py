@@ -36,7 +36,7 @@ from hetero.profiler.records import (
     ReferencePoint,
     StageCheck,
 )
-from hetero.profiler.surroundings import MaybePower, Others, Surroundings, Together
+from hetero.profiler.surroundings import STRETCHES, MaybePower, Others, Surroundings, Together
 from hetero.profiler.workload import Workload
 
 RESERVED: Final = 0.06  # share of the budget that is kept for fitting and writing
@@ -92,6 +92,7 @@ class Session:
         self.notes: list[str] = []
         self.total = 0
         self._canaries: set[tuple[str, ...]] = set()
+        self._stretch_s = 0.0  # the longest of the stretches of both devices at once
         self._start_s = self.clock.now()
 
     def run(self, *, resume: bool) -> DeviceProfile:
@@ -138,6 +139,9 @@ class Session:
             cold=cold,
             seed=self.options.seed,
         )
+        self._around = Surroundings(
+            self.devices, self.workload, self.options, self.format, self.virtual
+        )
         if self.workload.small:
             size = f"{self.workload.cold / 1e6:.1f} MB"
             self.notes.append(f"weights lie in the caches as those of a model of {size} do")
@@ -181,7 +185,7 @@ class Session:
 
     def _surroundings(self) -> None:
         """Everything that is not a matmul's time."""
-        around = Surroundings(self.devices, self.workload, self.options, self.format, self.virtual)
+        around = self._around
         self._part("environment", Environment, around.environment)
         for kind in self.devices:
             (self.records[kind],) = self._part(
@@ -190,26 +194,40 @@ class Session:
             self._part(f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind))
         self._part("sleep", HostSync, around.sleep)
         self._part("preparation", PreparationRow, around.preparation)
-        self._part("bandwidth", Together, around.together)
+        self._together(1)
         self._part("power", MaybePower, around.power)
         self._part("other kernels", Others, partial(around.others, self.records))
 
+    def _together(self, count: int) -> None:
+        """Both devices at once, until so many of the stretches are measured."""
+        for name in STRETCHES[:count]:
+            if name not in self.parts:
+                start_s = self.clock.now()
+                self._part(name, Together, self._around.together)
+                self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
+
     def _matmuls(self) -> None:
-        """The grid, in the order of what teaches most, until it or the budget is used up."""
+        """The grid, in the order of what teaches most, until it or the budget is used up; halfway
+        and at its end the devices together.
+        """
         tasks = self._tasks()
         self.total = len(tasks)
         wanted = max(1, math.ceil(self.options.share * len(tasks)))
         until_s = self._until_s()
+        halfway_s = (self.clock.now() + until_s) / 2
         open_tasks = [task for task in tasks if task.key not in self.rows]
         for turn in range(len(tasks)):
             left = min(wanted - len(self.rows), BLOCK_TASKS)
             if left <= 0 or not open_tasks or (self.rows and self.clock.now() >= until_s):
                 break
+            if len(self.rows) >= wanted / 2 or self.clock.now() >= halfway_s:
+                self._together(2)
             block = self._choose(open_tasks, left, turn)
             gone = set(block)
             self._measure(block, until_s)
             open_tasks = [task for task in open_tasks if task not in gone and self._usable(task)]
             self._snapshot()
+        self._together(len(STRETCHES))
 
     def _tasks(self) -> list[Task]:
         tasks: list[Task] = []
@@ -229,6 +247,7 @@ class Session:
     def _until_s(self) -> float:
         """Clock time at which the grid must end."""
         left_s = self.options.budget_s * (1 - RESERVED) - self.spent_s
+        left_s -= self._stretch_s * sum(name not in self.parts for name in STRETCHES)
         return self.clock.now() + max(left_s, 0.0)
 
     def _choose(self, open_tasks: Sequence[Task], count: int, turn: int) -> list[Task]:
@@ -359,7 +378,7 @@ class Session:
             )
         self._report("fitting")
         others: list[Others] = self.parts["other kernels"]
-        together: Together = self.parts["bandwidth"][0]
+        together = Together.median([self.parts[x][0] for x in STRETCHES if x in self.parts])
         power: MaybePower = self.parts["power"][0]
         spent_s = self.spent_s
         return DeviceProfile(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from hetero.backends.clock import Clock
 from hetero.backends.ops import Op, WeightFormat
@@ -34,6 +35,11 @@ from hetero.profiler.workload import Workload
 STAGE_TOKENS = 128
 STAGE_FEATURES = 2048
 STAGE_WEIGHT = (1024, 1024)
+# When both devices are measured at once: a shared machine has bursts of seconds in which its memory
+# is slow, and one stretch of rounds may lie within one.
+STRETCHES: Final = ("bandwidth", "bandwidth halfway", "bandwidth at the end")
+ROUNDS: Final = 9  # of a stretch, of a quick profile 2
+R = TypeVar("R", bound=Record)
 
 
 class Together(Record):
@@ -41,6 +47,26 @@ class Together(Record):
 
     bandwidth: Bandwidth
     contention: tuple[Contention, ...]
+
+    @classmethod
+    def median(cls, found: Sequence[Together]) -> Together:
+        """The median of every value of measurements of the same devices and formats."""
+        first = found[0]
+        return cls(
+            bandwidth=_median(first.bandwidth, [x.bandwidth for x in found]),
+            contention=tuple(
+                _median(entry, [x.contention[i] for x in found])
+                for i, entry in enumerate(first.contention)
+            ),
+        )
+
+
+def _median(record: R, found: Sequence[R]) -> R:
+    """The record with the median of each of its numbers."""
+    names = [name for name, value in record if isinstance(value, float)]
+    return record.model_copy(
+        update={name: statistics.median(getattr(x, name) for x in found) for name in names}
+    )
 
 
 class MaybePower(Record):
@@ -132,10 +158,10 @@ class Surroundings:
         )
 
     def together(self) -> list[Together]:
-        """Bandwidth and contention."""
+        """Bandwidth and contention, one of the `STRETCHES`."""
         formats = dict.fromkeys((self.weight_format, *self.options.weight_formats))
         alone, contention = bandwidth.measure_together(
-            self.workload, tuple(formats), rounds=5 if self.options.quick else 25
+            self.workload, tuple(formats), rounds=2 if self.options.quick else ROUNDS
         )
         return [Together(bandwidth=alone, contention=contention)]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hetero.backends.clock import ManualClock
 from hetero.backends.ops import MatMul
-from hetero.profiler import energy
+from hetero.profiler import bandwidth, energy
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
@@ -86,6 +87,36 @@ def test_devices_that_do_not_share_anything_do_not_contend(whole: DeviceProfile)
     op = MatMul(n=8192, k=2048, weight_format=W4)
     assert whole.bandwidth.gpu_alone_bytes_per_s == pytest.approx(size / gpu_cost(op, 1))
     assert whole.bandwidth.npu_alone_bytes_per_s == pytest.approx(size / npu_cost(op, 1))
+
+
+@pytest.mark.parametrize("burst", [0, 1, 2])
+def test_a_burst_in_one_stretch_of_both_devices_is_outvoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, burst: int
+) -> None:
+    real = bandwidth.measure_together
+    kinds: list[str] = []  # of what was written to the journal before each stretch
+    stretches: list[list[str]] = []
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        alone, contention = real(*args, **kwargs)
+        slow = 1.7 if len(stretches) == burst else 1.1
+        stretches.append(list(kinds))
+        return alone, tuple(x.model_copy(update={"gpu": slow}) for x in contention)
+
+    add = Journal.add
+
+    def note(journal: Journal, entry: Any) -> None:
+        kinds.append(entry["kind"])
+        add(journal, entry)
+
+    monkeypatch.setattr(bandwidth, "measure_together", measure)
+    monkeypatch.setattr(Journal, "add", note)
+    found = take(out=tmp_path / "p.json")
+    assert [(x.gpu, x.npu) for x in found.contention] == [(1.1, pytest.approx(1))] * 2
+    rows = [before.count("row") for before in stretches]
+    assert rows[0] == 0
+    assert len(found.matmuls) * 0.4 < rows[1] < len(found.matmuls)
+    assert rows[2] == len(found.matmuls)
 
 
 def test_synchronisation_of_devices_without_overhead_is_free(whole: DeviceProfile) -> None:
