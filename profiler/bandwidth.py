@@ -13,7 +13,7 @@ from typing import Final
 
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Completion, DeviceKind
-from hetero.profiler.grid import Task
+from hetero.profiler.grid import Shape, Task
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import Bandwidth, Contention, Phase
 from hetero.profiler.workload import Runner, Workload, see
@@ -23,6 +23,7 @@ SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
     "decode": (1, 8192, 2048),
     "prefill": (128, 2048, 2048),
 }
+LARGEST: Final = 1 << 24  # rows times features of a model's matmul that stands for all
 WINDOW_S: Final = 0.06  # the GPU's queue in one round
 NPU_SHARE: Final = 0.7  # of the GPU's time that the NPU works beside it
 OUTLASTED: Final = 0.97  # of the time together: the NPU must be done before the GPU
@@ -42,19 +43,25 @@ class Together:
 
 
 def measure_together(
-    workload: Workload, weight_formats: Sequence[WeightFormat], *, rounds: int = 7
+    workload: Workload,
+    weight_formats: Sequence[WeightFormat],
+    *,
+    shapes: Sequence[Shape] = (),
+    rounds: int = 7,
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
     """Bandwidth of each device alone and together, and contention by phase and weight format;
     needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
-    first format. A round takes some four windows of `WINDOW_S`.
+    first format. In decoding, `shapes` of a model are stood for by the largest matmul of a block. A
+    round takes some four windows of `WINDOW_S`.
     """
+    sizes = SIZES | {"decode": decode_size(shapes)}
     if len(workload.devices) < 2:
-        return _alone(workload, weight_formats[0], rounds), ()
+        return _alone(workload, weight_formats[0], sizes["decode"], rounds), ()
     contention = []
     bandwidth = Bandwidth()
     phases: tuple[Phase, ...] = ("decode", "prefill")
     for weight_format, phase in itertools.product(_shared(workload, weight_formats), phases):
-        runners = {kind: _runner(workload, kind, weight_format, phase) for kind in _KINDS}
+        runners = {k: _runner(workload, k, weight_format, sizes[phase]) for k in _KINDS}
         found = _experiment(workload, runners["gpu"], runners["npu"], rounds)
         contention.append(
             Contention(
@@ -73,6 +80,18 @@ def measure_together(
                 npu_together_bytes_per_s=size["npu"] / found.npu_alone_s / found.npu_factor,
             )
     return bandwidth, tuple(contention)
+
+
+def decode_size(shapes: Sequence[Shape]) -> tuple[int, int, int]:
+    """(m, n, k) at which decoding is measured: of a model's the largest matmul of a block, because
+    how much the devices slow each other depends on k (an NPU on the host by 1.1 at 896 and 1.2 at
+    2048), and the largest is cut most.
+    """
+    block = [shape for shape in shapes if shape.name != "lm_head"]
+    if not block:
+        return SIZES["decode"]
+    largest = max(block, key=lambda shape: shape.n * shape.k)
+    return 1, min(largest.n, max(LARGEST // largest.k, 1)), largest.k
 
 
 def measure_restart(workload: Workload, weight_format: WeightFormat, *, rounds: int) -> float:
@@ -117,7 +136,8 @@ _KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 def load(workload: Workload, weight_format: WeightFormat, who: str) -> Callable[[], None]:
     """Work of some tens of milliseconds for `gpu`, `npu` or `both`, to measure power under."""
-    runners = {kind: _runner(workload, kind, weight_format, "prefill") for kind in workload.devices}
+    size = SIZES["prefill"]
+    runners = {kind: _runner(workload, kind, weight_format, size) for kind in workload.devices}
 
     def run() -> None:
         queued = None
@@ -136,15 +156,15 @@ def load(workload: Workload, weight_format: WeightFormat, who: str) -> Callable[
 
 
 def _runner(
-    workload: Workload, kind: DeviceKind, weight_format: WeightFormat, phase: Phase
+    workload: Workload, kind: DeviceKind, weight_format: WeightFormat, size: tuple[int, int, int]
 ) -> Runner:
-    m, n, k = SIZES[phase]
+    m, n, k = size
     sizes = workload.devices[kind].capabilities.graph_sizes
     if sizes and m not in sizes:
         m = min(sizes, key=lambda size: abs(size - m))
     task = Task(kind, weight_format, "plain", m, n, k)
-    size = weight_bytes(weight_format, n, k)
-    copies = max(math.ceil(workload.cold / size), 2)  # a prompt reads each weight once as well
+    nbytes = weight_bytes(weight_format, n, k)
+    copies = max(math.ceil(workload.cold / nbytes), 2)  # a prompt reads each weight once as well
     runner = workload.make_runner(task, copies=copies)
     for copy in range(len(runner.calls)):
         runner.calls[copy].run()
@@ -232,10 +252,12 @@ def _calls(workload: Workload, runner: Runner, count: int) -> list[float]:
     return found
 
 
-def _alone(workload: Workload, weight_format: WeightFormat, rounds: int) -> Bandwidth:
+def _alone(
+    workload: Workload, weight_format: WeightFormat, size: tuple[int, int, int], rounds: int
+) -> Bandwidth:
     found = {}
     for kind in workload.devices:
-        runner = _runner(workload, kind, weight_format, "decode")
+        runner = _runner(workload, kind, weight_format, size)
         seconds = statistics.median(_calls(workload, runner, 4 * rounds))
         found[f"{kind}_alone_bytes_per_s"] = runner.weights[0].nbytes / seconds
     return Bandwidth(**found)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +25,7 @@ from hetero.backends.protocol import (
     port_shape,
 )
 from hetero.backends.reference.compute import program
+from hetero.backends.weights import ROW_BLOCK
 from hetero.profiler import canary
 from hetero.profiler.fit import fit_nonnegative
 from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
@@ -48,6 +50,12 @@ CONTEXTS: Final = (0, 256, 1000)
 EPS: Final = 1e-5
 OTHER_WIDTH: Final = 64  # of the call before one that is timed alone,
 OTHERS: Final = 64  # and how many of them keep a queue at work meanwhile
+LARGEST_MATMUL: Final = 600_000  # bytes of the weight of a matmul between calls of few tokens,
+MATMUL_FEATURES: Final = 512
+TURNS: Final = 32  # how many of them in a batch,
+LEAD_S: Final = 1e-3  # and for how long others run before it, while it is submitted
+MOST_LEADS: Final = 256
+LEAST_S: Final = 1e-9  # what a call takes that lengthens nothing
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
 
 
@@ -71,6 +79,15 @@ class Case(NamedTuple):
     m: int
     context: int
     layer_bytes: int
+
+
+class Matmuls(NamedTuple):
+    """Matmuls one after the other until the first is out of cache, or all of a small model are
+    read; each with a quarter of a layer's weights, or less. `leads` of them take `LEAD_S`.
+    """
+
+    calls: Iterator[BoundCall]
+    leads: int
 
 
 def block_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
@@ -124,8 +141,10 @@ class OtherMeter:
     tokens finds its caches in memory (as far as a model of `model_bytes` pushes them there), and
     other calls come one by one, of a blocking device and few tokens behind a layer's weights, of
     more behind all (in a loop, activations and RoPE of 64 to 525 tokens took 0.4 to 0.7 of what a
-    step sees). A queue's calls of few tokens, or of a model that fits into the caches, find all
-    there, as does everything where `cold` is 0.
+    step sees). A queue's calls of few tokens take turns with matmuls of other weights (of
+    `weight_format`), which push code out of the caches: what they lengthen those by is theirs. In a
+    loop, norms and RoPE of one token took 1.6 us for 4. Of more tokens, in a model that fits into
+    the caches, they find all there, as does everything where `cold` is 0.
     """
 
     def __init__(
@@ -137,11 +156,15 @@ class OtherMeter:
         *,
         cold: int = 0,
         model_bytes: int | None = None,
+        weight_format: WeightFormat = WeightFormat.F32,
+        pool: WeightPool | None = None,
     ) -> None:
         self.kind, self.device, self.clock = kind, device, clock
         self._rng = np.random.default_rng(seed)
         self._noise = self._rng.standard_normal(NOISE, dtype=np.float32)
-        self._pool = WeightPool(1 << 24, seed)
+        self._pool = pool or WeightPool(1 << 24, seed)
+        self._format = weight_format
+        self._matmuls: dict[tuple[int, int], Matmuls] = {}
         self._weights: dict[Op, dict[str, WeightValue]] = {}
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._cold = HostBuffer(cold) if cold else None
@@ -186,11 +209,14 @@ class OtherMeter:
         """Seconds of a launch, several times."""
         count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
-        if self._cold is not None and attends and few:
-            calls = self._with_own_caches(case, tensors)
+        queues = self.device.capabilities.asynchronous
+        if self._cold is not None and few and (attends or queues):
+            calls = self._with_own_caches(case, tensors) if attends else [call] * TURNS
+            if queues:
+                return [self._lengthened_by(calls, case, read=attends) for _ in range(SAMPLES)]
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
         if self._cold is not None and not attends:
-            if not self.device.capabilities.asynchronous:
+            if not queues:
                 nbytes = case.layer_bytes if few else None
                 return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
             if self._leaves_caches(case) and self._other is not None:
@@ -251,6 +277,44 @@ class OtherMeter:
                 own[port].array[...] = tensors[port].array
             found.append(kernel.bind(own, case.m))
         return found
+
+    def _lengthened_by(self, calls: Sequence[BoundCall], case: Case, *, read: bool) -> float:
+        """By how much each call lengthens a queue of matmuls when it goes between two of them. With
+        `read` the calls' tensors were last used long ago.
+        """
+        matmuls = self._matmuls_of(case)
+        seconds = []
+        for between in ([[call] for call in calls], [[] for _ in calls]):
+            if read:
+                self._read(self._model_bytes)
+            lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
+            queue = [x for each in between for x in (*each, next(matmuls.calls))]
+            seconds.append(time_behind(lead, queue, self.clock)[0])
+        return max(seconds[0] - seconds[1], 0.0) / len(calls) or LEAST_S
+
+    def _matmuls_of(self, case: Case) -> Matmuls:
+        """Those that calls of the case's token count go between."""
+        size = min(case.layer_bytes / 4, LARGEST_MATMUL)
+        key = (case.m, int(size))
+        if key not in self._matmuls:
+            assert self._cold is not None
+            k = MATMUL_FEATURES
+            n = max(int(size / weight_bytes(self._format, 1, k)) // ROW_BLOCK, 1) * ROW_BLOCK
+            op = ops.MatMul(n=n, k=k, weight_format=self._format)
+            whole = min(self._model_bytes or self._cold.nbytes, self._cold.nbytes)
+            count = max(int(whole / weight_bytes(self._format, n, k)), 1)
+            tensors = {port: self._tensor(op, port, case.m) for port in op.ports}
+            storage = self._format.storage
+            found = []
+            for _ in range(count):
+                weight = self._pool.weight(storage, n, k)
+                found.append(self.device.prepare(op, {"weight": weight}).bind(tensors, case.m))
+            self.device.settle()
+            found[0].run()
+            each_s = max(self._batch(found[:TURNS]), LEAST_S)
+            leads = int(min(max(LEAD_S / each_s, 1), MOST_LEADS))
+            self._matmuls[key] = Matmuls(itertools.cycle(found), leads)
+        return self._matmuls[key]
 
     def _cold_batch(self, lead: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:
         """As `_batch`, each call on tensors that were last used long ago; behind `count` leads, so

@@ -161,7 +161,10 @@ class Surroundings:
         """Bandwidth and contention, one of the `STRETCHES`."""
         formats = dict.fromkeys((self.weight_format, *self.options.weight_formats))
         alone, contention = bandwidth.measure_together(
-            self.workload, tuple(formats), rounds=2 if self.options.quick else ROUNDS
+            self.workload,
+            tuple(formats),
+            shapes=self.options.shapes,
+            rounds=2 if self.options.quick else ROUNDS,
         )
         return [Together(bandwidth=alone, contention=contention)]
 
@@ -185,6 +188,8 @@ class Surroundings:
                 self.options.seed,
                 cold=self.workload.caches,
                 model_bytes=self.workload.cold,
+                weight_format=self.weight_format,
+                pool=self.workload.pool,
             )
             cases = other_ops.cases(
                 records[kind],

@@ -9,8 +9,9 @@ from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Capabilities, Device, DeviceKind
 from hetero.backends.simulated import Chip, ChipTimes
 from hetero.backends.simulated.chip import Job
-from hetero.profiler.bandwidth import measure_restart, measure_together
-from hetero.profiler.workload import Workload
+from hetero.profiler.bandwidth import SIZES, decode_size, measure_restart, measure_together
+from hetero.profiler.grid import Shape, Task
+from hetero.profiler.workload import Runner, Workload
 from tests.profiler.fakes import GRAPHS, W4, gpu_cost, npu_cost
 
 FORMATS = (W4, WeightFormat.W4A8, WeightFormat.F32)
@@ -75,3 +76,25 @@ def test_contention_is_found_for_every_shared_format(factors: tuple[float, float
     assert [(entry.weight_format, entry.phase) for entry in found] == wanted
     for entry in found:
         assert (entry.gpu, entry.npu) == pytest.approx(factors, rel=1e-6)
+
+
+def test_the_largest_matmul_of_a_models_blocks_stands_for_its_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [Shape("lm_head", 9000, 64), Shape("o", 64, 64), Shape("down", 64, 256)]
+    made: list[tuple[int, int, int]] = []
+    real = Workload.make_runner
+
+    def make_runner(workload: Workload, task: Task, *, copies: int) -> Runner:
+        made.append((task.m, task.n, task.k))
+        return real(workload, task, copies=copies)
+
+    monkeypatch.setattr(Workload, "make_runner", make_runner)
+    chip = Chip(ChipTimes(gpu_slowdown=1.3))
+    workload = Workload(on(chip), clock=chip.clock, cold=0)
+    _, found = measure_together(workload, FORMATS[:1], shapes=shapes, rounds=2)
+    assert made[:2] == [(1, 64, 256)] * 2
+    assert found[0].gpu == pytest.approx(1.3)
+    assert decode_size(()) == SIZES["decode"]
+    huge = decode_size([Shape("gate_up", 100_000, 4096)])
+    assert huge == (1, 4096, 4096)
