@@ -58,12 +58,16 @@ class Executor:
             usage.busy_s += busy[KINDS.index(kind)]
 
     def _walk(self, step: Step) -> list[float]:
-        """Run every action; busy seconds of each of `KINDS`."""
-        now, completions = time.perf_counter, step.completions
+        """Run every action; busy seconds of each of `KINDS`.
+
+        A completion of the run before is freed when its launch is submitted again. To touch all 200
+        of a step before anything is submitted takes 0.1 ms and more: they left the caches long ago.
+        """
+        now, before = time.perf_counter, step.completions
+        step.completions = completions = [None] * len(before)
         busy, since, last = [0.0, 0.0], [0.0, 0.0], [-1, -1]
         at_s = now()
         self.stamps = stamps = [at_s]
-        completions[:] = [None] * len(completions)
         self.slept = []
         stamp, slept = stamps.append, self.slept.append
         if step.bell is not None:
@@ -72,6 +76,7 @@ class Executor:
             call = cast("Any", target)
             if code == SUBMIT:
                 completions[index] = call()
+                before[index] = None
                 if last[kind] < 0:
                     since[kind] = at_s
                 last[kind] = index
@@ -82,6 +87,7 @@ class Executor:
                 busy[kind] += at_s - before_s
             elif code == AHEAD:  # behind a closed gate: not at work yet
                 completions[index] = call()
+                before[index] = None
                 at_s = now()
             elif code == RING:
                 call()

@@ -54,13 +54,14 @@ from hetero.runtime.sync import Site, Synchroniser
 from hetero.solver.plan import Phase, PlanError
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """A phase at one token count, lowered.
 
     `logits` is None where none are computed. `launches` keeps everything alive that the program
     uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
-    opens the gates of a program that has some.
+    opens the gates of a program that has some. `completions` are those of the last run, by launch:
+    each run makes a list of its own.
     """
 
     phase: Phase

@@ -24,7 +24,10 @@ from tests.runtime.models import tiny_model
 from tests.runtime.plans import STRATEGIES, random_plan
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
-TOLERANCE = {"f32": 2e-5, "f16": 3e-3, "w4a16": 3e-3, "w8a16": 3e-3, "w4a8": 2e-2}
+# w4a8: an activation between two int8 codes rounds to either one as sums are ordered, and what
+# follows differs by as much as the format does: up to 0.020 in 600 random cuts (99 % below 0.016),
+# while w4a8 differs from w4a16 by 0.02 to 0.058. A tile that is wrong or stale differs by 1.
+TOLERANCE = {"f32": 2e-5, "f16": 3e-3, "w4a16": 3e-3, "w8a16": 3e-3, "w4a8": 4e-2}
 PAIRS = {
     "real": ("opencl", "ort-cpu"),
     "reference": ("reference", "reference"),
