@@ -82,8 +82,8 @@ class Case(NamedTuple):
 
 
 class Matmuls(NamedTuple):
-    """Matmuls one after the other until the first is out of cache, or all of a small model are
-    read; each with a quarter of a layer's weights, or less. `leads` of them take `LEAD_S`.
+    """Matmuls one after the other until the first is out of cache, each with a quarter of a layer's
+    weights or less. `leads` of them take `LEAD_S`.
     """
 
     calls: Iterator[BoundCall]
@@ -143,8 +143,9 @@ class OtherMeter:
     more behind all (in a loop, activations and RoPE of 64 to 525 tokens took 0.4 to 0.7 of what a
     step sees). A queue's calls of few tokens take turns with matmuls of other weights (of
     `weight_format`), which push code out of the caches: what they lengthen those by is theirs. In a
-    loop, norms and RoPE of one token took 1.6 us for 4. Of more tokens, in a model that fits into
-    the caches, they find all there, as does everything where `cold` is 0.
+    loop, norms and RoPE of one token took what it takes to submit them, 1.6 to 3 us, and not the
+    1 us that they add to a step. In a model that fits into the caches submitting is what a step
+    takes, and they find all there, as does everything where `cold` is 0.
     """
 
     def __init__(
@@ -210,9 +211,9 @@ class OtherMeter:
         count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
         queues = self.device.capabilities.asynchronous
-        if self._cold is not None and few and (attends or queues):
+        if self._cold is not None and few and (attends or (queues and not self._small)):
             calls = self._with_own_caches(case, tensors) if attends else [call] * TURNS
-            if queues:
+            if queues and not self._small:
                 return [self._lengthened_by(calls, case, read=attends) for _ in range(SAMPLES)]
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
         if self._cold is not None and not attends:
@@ -227,9 +228,13 @@ class OtherMeter:
         """Whether tensors are gone from the caches by the next layer: of many tokens, but in a
         model that fits into them.
         """
-        assert self._cold is not None
-        small = self._model_bytes is not None and self._model_bytes < self._cold.nbytes
-        return case.m > DECODE_TOKENS and not small
+        return case.m > DECODE_TOKENS and not self._small
+
+    @property
+    def _small(self) -> bool:
+        """Whether the whole model fits into the caches."""
+        cold_bytes = 0 if self._cold is None else self._cold.nbytes
+        return self._model_bytes is not None and self._model_bytes < cold_bytes
 
     def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
         """Seconds of one call as a step has it: since the last one so much else was read (None:
@@ -286,7 +291,7 @@ class OtherMeter:
         seconds = []
         for between in ([[call] for call in calls], [[] for _ in calls]):
             if read:
-                self._read(self._model_bytes)
+                self._read()
             lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
             queue = [x for each in between for x in (*each, next(matmuls.calls))]
             seconds.append(time_behind(lead, queue, self.clock)[0])
@@ -301,8 +306,7 @@ class OtherMeter:
             k = MATMUL_FEATURES
             n = max(int(size / weight_bytes(self._format, 1, k)) // ROW_BLOCK, 1) * ROW_BLOCK
             op = ops.MatMul(n=n, k=k, weight_format=self._format)
-            whole = min(self._model_bytes or self._cold.nbytes, self._cold.nbytes)
-            count = max(int(whole / weight_bytes(self._format, n, k)), 1)
+            count = max(int(self._cold.nbytes / weight_bytes(self._format, n, k)), 1)
             tensors = {port: self._tensor(op, port, case.m) for port in op.ports}
             storage = self._format.storage
             found = []

@@ -200,9 +200,9 @@ class Chooser:
         return Option(
             "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
             "npu",
-            together_s=grid.npu_alone_s(place),
+            together_s=float(grid.npu_s[place]),
             npu_s=float(grid.npu_s[place]),
-            enter_s=(enter + leave + grid.restart_s, leave),
+            enter_s=(enter + leave + grid.behind_gpu_s(place), leave),
             leaves=HOST,
             rows=space.n,
             pieces=pieces,

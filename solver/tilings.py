@@ -52,10 +52,10 @@ class Grid:
         """[T, R] until the NPU's thread is done."""
         return np.asarray(self.npu_s + (self.ahead_s + self.restart_s))
 
-    def npu_alone_s(self, place: tuple[int, int]) -> float:
-        """Until the NPU's thread is done with a tiling without the GPU, behind other calls."""
+    def behind_gpu_s(self, place: tuple[int, int]) -> float:
+        """How much longer a tiling without the GPU takes behind the GPU than behind other calls."""
         ahead_s = np.broadcast_to(self.ahead_s, self.npu_s.shape)
-        return float(self.npu_s[place] + ahead_s[place])
+        return float(ahead_s[place]) + self.restart_s
 
     @cached_property
     def npu_dominant(self) -> Bools:

@@ -225,10 +225,10 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
             npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
             if t == m and r == n:
                 enter = (
-                    sync.wait_s + sync.restart_s + moved(m * k) + moved(m * n),
+                    sync.wait_s + sync.restart_s + ahead + moved(m * k) + moved(m * n),
                     moved(m * n),
                 )
-                ways.append(Way("npu", 0, npu, npu + ahead, enter, 1, n, n))
+                ways.append(Way("npu", 0, npu, npu, enter, 1, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
             ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead + sync.restart_s))
