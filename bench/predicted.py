@@ -49,6 +49,7 @@ from hetero.profiling import model_options
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Scenario
 from hetero.solver.repredict import repredict
+from hetero.step_cost import measure_step_s
 
 GOAL = 0.10
 NAMES = {"gpu-only": "gpu", "npu-only": "npu", "auto": "tensor"}  # as `tensor_level.py` has them
@@ -99,7 +100,12 @@ class Profiler:
             options = replace(options, budget_s=2 * options.budget_s)
         look = between or (lambda: None)
         session = Interrupted(
-            self.opened.devices, options, out=None, clock=None, progress=lambda _: look()
+            self.opened.devices,
+            options,
+            out=None,
+            clock=None,
+            progress=lambda _: look(),
+            step_s=measure_step_s(model_bytes=options.cold_bytes),
         )
         session.between = look
         with pinned(self.opened.control_core):

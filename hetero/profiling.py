@@ -19,6 +19,7 @@ from hetero.profiler.other_ops import BLOCKS, Block
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
 from hetero.solver.model_spec import ModelSpec
+from hetero.step_cost import measure_step_s
 
 
 def profile_device(
@@ -54,6 +55,9 @@ def profile_device(
     )
     opened = open_devices(device, gpu=gpu, npu=npu)
     try:
+        step_s = None
+        if "gpu" in opened.devices:
+            step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
         with pinned(opened.control_core):
             return profile_devices(
                 opened.devices,
@@ -61,6 +65,7 @@ def profile_device(
                 out=Path(out) if out is not None else None,
                 resume=resume,
                 progress=progress,
+                step_s=step_s,
             )
     finally:
         opened.close()

@@ -205,6 +205,8 @@ def synchronisation(profile: DeviceProfile) -> Chart | None:
             costs.append((f"sleep is late ({slack})", row.late_median_s, "both"))
     if profile.host_sync.thread_wake_s is not None:
         costs.append(("thread wake-up", profile.host_sync.thread_wake_s, "both"))
+    if profile.host_sync.step_s is not None:
+        costs.append(("a step besides its launches", profile.host_sync.step_s, "both"))
     if not costs:
         return None
     axes = _axes(height=0.8 + 0.25 * len(costs))

@@ -50,12 +50,13 @@ CONTEXTS: Final = (0, 256, 1000)
 EPS: Final = 1e-5
 OTHER_WIDTH: Final = 64  # of the call before one that is timed alone,
 OTHERS: Final = 64  # and how many of them keep a queue at work meanwhile
-LARGEST_MATMUL: Final = 600_000  # bytes of the weight of a matmul between calls of few tokens,
+LARGEST_MATMUL: Final = 200_000  # bytes of the weight of a matmul between calls of few tokens,
 MATMUL_FEATURES: Final = 512
 TURNS: Final = 32  # how many of them in a batch,
 LEAD_S: Final = 1e-3  # and for how long others run before it, while it is submitted
 MOST_LEADS: Final = 256
-LEAST_S: Final = 1e-9  # what a call takes that lengthens nothing
+LEAST_S: Final = 3e-7  # what a call takes at least
+PAIRS: Final = (15, 5)  # of batches with it and without; where all is read before each
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
 
 
@@ -214,7 +215,8 @@ class OtherMeter:
         if self._cold is not None and few and (attends or (queues and not self._small)):
             calls = self._with_own_caches(case, tensors) if attends else [call] * TURNS
             if queues and not self._small:
-                return [self._lengthened_by(calls, case, read=attends) for _ in range(SAMPLES)]
+                pairs = range(PAIRS[attends])
+                return [self._lengthened_by(calls, case, read=attends) for _ in pairs]
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
         if self._cold is not None and not attends:
             if not queues:
@@ -262,13 +264,15 @@ class OtherMeter:
         return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
 
     def _batch(self, calls: Sequence[BoundCall]) -> float:
-        start_s = self.clock.now()
+        now, runs = self.clock.now, [call.run for call in calls]
         if self.device.capabilities.asynchronous:
+            start_s = now()
             [call.submit() for call in calls][-1].wait()
-        else:
-            for call in calls:
-                call.run()
-        return (self.clock.now() - start_s) / len(calls)
+            return (now() - start_s) / len(calls)
+        start_s = now()
+        for run in runs:
+            run()
+        return (now() - start_s) / len(calls)
 
     def _with_own_caches(self, case: Case, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
         """The same call on several caches."""
@@ -288,14 +292,15 @@ class OtherMeter:
         `read` the calls' tensors were last used long ago.
         """
         matmuls = self._matmuls_of(case)
-        seconds = []
-        for between in ([[call] for call in calls], [[] for _ in calls]):
+        seconds = {True: 0.0, False: 0.0}
+        for whole in (True, False, False, True):  # so that what drifts cancels
+            between = [[call] if whole else [] for call in calls]
             if read:
                 self._read()
             lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
             queue = [x for each in between for x in (*each, next(matmuls.calls))]
-            seconds.append(time_behind(lead, queue, self.clock)[0])
-        return max(seconds[0] - seconds[1], 0.0) / len(calls) or LEAST_S
+            seconds[whole] += time_behind(lead, queue, self.clock)[0] / 2
+        return max((seconds[True] - seconds[False]) / len(calls), LEAST_S)
 
     def _matmuls_of(self, case: Case) -> Matmuls:
         """Those that calls of the case's token count go between."""

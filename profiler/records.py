@@ -377,10 +377,13 @@ class DeviceSync(Record):
 
 
 class HostSync(Record):
-    """What a thread of the host pays for sleeping and waking."""
+    """What a thread of the host pays for sleeping and waking, and for a step besides its launches:
+    `step_s` before the first and after the last (None: not measured).
+    """
 
     sleep: tuple[Sleep, ...] = ()
     thread_wake_s: Seconds | None = None
+    step_s: Seconds | None = None
 
 
 class Power(Record):

@@ -54,14 +54,18 @@ def profile_devices(
     resume: bool = False,
     clock: Clock | None = None,
     progress: Callable[[Event], None] | None = None,
+    step_s: float | None = None,
 ) -> DeviceProfile:
     """Measure open devices; the caller pins the thread. Writes `out` and its journal as it goes.
+    `step_s` is what a step of the runtime costs besides its launches, which is above this room.
 
     Raises `ProfileError` for options that cannot be, or a journal of another run.
     """
     if not devices:
         raise ProfileError("there is no device to measure: see `hetero doctor`")
-    session = Session(devices, options or Options(), out=out, clock=clock, progress=progress)
+    session = Session(
+        devices, options or Options(), out=out, clock=clock, progress=progress, step_s=step_s
+    )
     return session.run(resume=resume)
 
 
@@ -76,7 +80,9 @@ class Session:
         out: Path | None,
         clock: Clock | None,
         progress: Callable[[Event], None] | None,
+        step_s: float | None = None,
     ) -> None:
+        self._step_s = step_s
         self.devices = dict(devices)
         self.options = options
         self.clock = clock or SystemClock()
@@ -192,11 +198,15 @@ class Session:
                 f"{kind} stages", DeviceRecord, partial(around.device, kind)
             )
             self._part(f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind))
-        self._part("sleep", HostSync, around.sleep)
+        self._part("sleep", HostSync, self._host_sync)
         self._part("preparation", PreparationRow, around.preparation)
         self._together(1)
         self._part("power", MaybePower, around.power)
         self._part("other kernels", Others, partial(around.others, self.records))
+
+    def _host_sync(self) -> list[HostSync]:
+        (found,) = self._around.sleep()
+        return [found.model_copy(update={"step_s": self._step_s})]
 
     def _together(self, count: int) -> None:
         """Both devices at once, until so many of the stretches are measured."""

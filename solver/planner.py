@@ -61,7 +61,9 @@ class Scenario(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """A solved scenario: option of every matmul by name, the rest's device, and the whole step."""
+    """A solved scenario: option of every matmul by name, the rest's device, and the whole step.
+    `around_s` is what the step takes besides its operators (`Planner.around_s`).
+    """
 
     scenario: Scenario
     options: dict[OpName, Option]
@@ -69,6 +71,7 @@ class Solution(NamedTuple):
     chain: Chain
     layers: int
     power: Power | None
+    around_s: float = 0.0
 
     @property
     def devices(self) -> frozenset[DeviceKind]:
@@ -79,7 +82,7 @@ class Solution(NamedTuple):
     @property
     def seconds(self) -> float:
         """Predicted time of the step."""
-        return walk(self.chain, self.layers).seconds
+        return walk(self.chain, self.layers).seconds + self.around_s
 
     @property
     def joules(self) -> float | None:
@@ -387,7 +390,17 @@ class Planner:
         chosen = {x: o for x, o in zip(names, chain.block, strict=True) if x is not None}
         if tail:
             chosen["lm_head"] = chain.tail[0]
-        return Solution(scenario, chosen, rests, chain, self.spec.layers, self.power)
+        around_s = self.around_s(rests.device)
+        return Solution(scenario, chosen, rests, chain, self.spec.layers, self.power, around_s)
+
+    def around_s(self, rest: DeviceKind) -> float:
+        """The control thread's time before the first and after the last launch of a step, and the
+        first submission, whose queue is empty. 0 if it was not measured.
+        """
+        step_s = self.profile.host_sync.step_s
+        if step_s is None:
+            return 0.0
+        return step_s + (self.sync.submit_s if rest == "gpu" else 0.0)
 
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:

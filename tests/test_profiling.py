@@ -8,8 +8,11 @@ from hetero.backends.ops import WeightFormat
 from hetero.models import model_spec
 from hetero.profiler.options import Options
 from hetero.profiler.other_ops import BLOCKS, Block
+from hetero.profiler.records import DeviceProfile
 from hetero.profiler.workload import cold_bytes
 from hetero.profiling import model_options
+from hetero.solver.planner import Planner, Scenario
+from hetero.step_cost import measure_step_s
 
 W4, W8 = WeightFormat.W4A16, WeightFormat.W8A16
 
@@ -41,6 +44,24 @@ def test_a_model_of_the_default_sizes_adds_nothing() -> None:
     assert set(found.blocks) == set(BLOCKS)
     assert found.cold_bytes is not None
     assert found.cold_bytes > cold_bytes()
+
+
+def test_what_a_step_costs_besides_its_launches_is_part_of_every_prediction() -> None:
+    seconds = measure_step_s(model_bytes=1 << 16)
+    assert 1e-6 < seconds < 0.1
+    spec, profile = model_spec("llama-3-8b"), DeviceProfile.load("snapdragon-8-gen-3")
+    host = profile.host_sync.model_copy(update={"step_s": seconds})
+    for mode in ("gpu", "npu"):
+        for m, phase in ((1, "decode"), (64, "prefill")):
+            without, with_it = (
+                Planner(spec, found).single(Scenario(phase, m), mode)  # type: ignore[arg-type]
+                for found in (profile, profile.model_copy(update={"host_sync": host}))
+            )
+            assert without is not None
+            assert with_it is not None
+            first_s = profile.sync["gpu"].submit_empty_s if with_it.rests.device == "gpu" else 0.0
+            assert with_it.seconds - without.seconds == pytest.approx(seconds + first_s)
+            assert with_it.options == without.options
 
 
 def test_a_run_for_another_size_is_not_continued() -> None:
