@@ -83,8 +83,8 @@ class Case(NamedTuple):
 
 
 class Matmuls(NamedTuple):
-    """Matmuls one after the other until the first is out of cache, each with a quarter of a layer's
-    weights or less. `leads` of them take `LEAD_S`.
+    """Matmuls one after the other until the first is out of cache or all of a small model are read,
+    each with a quarter of a layer's weights or less. `leads` of them take `LEAD_S`.
     """
 
     calls: Iterator[BoundCall]
@@ -145,8 +145,8 @@ class OtherMeter:
     step sees). A queue's calls of few tokens take turns with matmuls of other weights (of
     `weight_format`), which push code out of the caches: what they lengthen those by is theirs. In a
     loop, norms and RoPE of one token took what it takes to submit them, 1.6 to 3 us, and not the
-    1 us that they add to a step. In a model that fits into the caches submitting is what a step
-    takes, and they find all there, as does everything where `cold` is 0.
+    1 us that they add to a step. Of more tokens, in a model that fits into the caches, they find all
+    there, as does everything where `cold` is 0.
     """
 
     def __init__(
@@ -212,9 +212,9 @@ class OtherMeter:
         count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
         queues = self.device.capabilities.asynchronous
-        if self._cold is not None and few and (attends or (queues and not self._small)):
+        if self._cold is not None and few and (attends or queues):
             calls = self._with_own_caches(case, tensors) if attends else [call] * TURNS
-            if queues and not self._small:
+            if queues:
                 pairs = range(PAIRS[attends])
                 return [self._lengthened_by(calls, case, read=attends) for _ in pairs]
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
@@ -296,7 +296,7 @@ class OtherMeter:
         for whole in (True, False, False, True):  # so that what drifts cancels
             between = [[call] if whole else [] for call in calls]
             if read:
-                self._read()
+                self._read(self._model_bytes)
             lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
             queue = [x for each in between for x in (*each, next(matmuls.calls))]
             seconds[whole] += time_behind(lead, queue, self.clock)[0] / 2
@@ -311,7 +311,8 @@ class OtherMeter:
             k = MATMUL_FEATURES
             n = max(int(size / weight_bytes(self._format, 1, k)) // ROW_BLOCK, 1) * ROW_BLOCK
             op = ops.MatMul(n=n, k=k, weight_format=self._format)
-            count = max(int(self._cold.nbytes / weight_bytes(self._format, n, k)), 1)
+            whole = min(self._model_bytes or self._cold.nbytes, self._cold.nbytes)
+            count = max(int(whole / weight_bytes(self._format, n, k)), 1)
             tensors = {port: self._tensor(op, port, case.m) for port in op.ports}
             storage = self._format.storage
             found = []

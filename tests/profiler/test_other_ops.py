@@ -45,16 +45,19 @@ def test_queues_are_timed_in_batches(m: int, cold: int, seconds: float) -> None:
     assert timed(m, cold=cold, asynchronous=True) == pytest.approx(seconds)
 
 
-def test_few_tokens_of_a_queue_take_what_they_lengthen_a_row_of_matmuls_by() -> None:
+@pytest.mark.parametrize("model_bytes", [None, 1 << 15])
+def test_few_tokens_of_a_queue_take_what_they_lengthen_a_row_of_matmuls_by(
+    model_bytes: int | None,
+) -> None:
     """Their own time behind a matmul, and that the next one no longer follows another."""
-    found = timed(1, cold=1 << 16, asynchronous=True)
+    found = timed(1, cold=1 << 16, asynchronous=True, model_bytes=model_bytes)
     assert found == pytest.approx(FRESH_S + (FRESH_S - WARM_S))
 
 
 def test_a_small_model_leaves_all_in_the_caches() -> None:
-    for m in (1, 8 * DECODE_TOKENS):
-        found = timed(m, cold=1 << 16, asynchronous=True, model_bytes=1 << 15)
-        assert found == pytest.approx(WARM_S)
+    many = 8 * DECODE_TOKENS
+    found = timed(many, cold=1 << 16, asynchronous=True, model_bytes=1 << 15)
+    assert found == pytest.approx(WARM_S)
 
 
 def test_many_tokens_are_timed_behind_all_other_reading(monkeypatch: pytest.MonkeyPatch) -> None:
