@@ -145,8 +145,8 @@ class OtherMeter:
     step sees). A queue's calls of few tokens take turns with matmuls of other weights (of
     `weight_format`), which push code out of the caches: what they lengthen those by is theirs. In a
     loop, norms and RoPE of one token took what it takes to submit them, 1.6 to 3 us, and not the
-    1 us that they add to a step. Of more tokens, in a model that fits into the caches, they find all
-    there, as does everything where `cold` is 0.
+    1 us that they add to a step. Those of more tokens, in a model that fits into the caches, find
+    all there, as does everything where `cold` is 0.
     """
 
     def __init__(
