@@ -407,12 +407,21 @@ def _fit_one(kind: DeviceKind, name: str, rows: list[tuple[OtherRow, Op]]) -> Ot
     terms = [work(op, row.m, row.context) for row, op in rows]
     columns = np.asarray([list(term.values()) for term in terms])
     seconds = np.asarray([row.seconds for row, _ in rows])
-    found = fit_nonnegative(columns, seconds)
+    few = np.asarray([row.m <= DECODE_TOKENS for row, _ in rows])
+    sides = [few, ~few]
+    if min(side.sum() for side in sides) < columns.shape[1]:  # too few rows for two fits
+        sides = [np.ones_like(few)]
+    fits = [fit_nonnegative(columns[side], seconds[side]) for side in sides]
+    named = [dict(zip(terms[0], found.tolist(), strict=True)) for found in fits]
+    predicted = np.empty_like(seconds)
+    for side, found in zip(sides, fits, strict=True):
+        predicted[side] = columns[side] @ found
     return OtherPredictor(
         device=kind,
         op=name,
-        coefficients=dict(zip(terms[0], found.tolist(), strict=True)),
+        coefficients=named[-1],
+        decode=named[0] if len(named) > 1 else None,
         max_m=max(row.m for row, _ in rows),
         max_context=max(row.context for row, _ in rows),
-        mape=relative_errors(list(columns @ found), list(seconds))[0],
+        mape=relative_errors(list(predicted), list(seconds))[0],
     )

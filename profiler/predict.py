@@ -237,6 +237,8 @@ def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k:
 def other_s(predictor: OtherPredictor, op: Op, tokens: int, context: int) -> float:
     """Seconds of an operation that is not a matmul, for `tokens` with padding."""
     weights = predictor.coefficients
+    if predictor.decode is not None and tokens <= DECODE_TOKENS:
+        weights = predictor.decode
     terms = work(op, tokens, context).items()
     return max(sum([weights.get(name, 0.0) * amount for name, amount in terms]), TINY_S)
 

@@ -287,12 +287,14 @@ class MatMulPredictor(Record):
 class OtherPredictor(Record):
     """seconds = Σ coefficient · work, with the work terms of `hetero.profiler.predict.work`.
 
-    `max_m` and `max_context` bound what was measured.
+    Up to `DECODE_TOKENS` tokens the coefficients are those of `decode` where there are some: what
+    few tokens touch stays in the caches. `max_m` and `max_context` bound what was measured.
     """
 
     device: DeviceKind
     op: str
     coefficients: dict[str, float]
+    decode: dict[str, float] | None = None
     max_m: Count
     max_context: Annotated[int, Field(ge=0)] = 0
     mape: float = 0.0

@@ -6,9 +6,10 @@ import pytest
 
 from hetero.backends import null
 from hetero.backends.clock import ManualClock
-from hetero.backends.ops import Op, RMSNorm, WeightFormat
-from hetero.profiler.other_ops import BLOCKS, Case, OtherMeter, layer_bytes
-from hetero.profiler.records import DECODE_TOKENS
+from hetero.backends.ops import GatedAct, Op, RMSNorm, WeightFormat
+from hetero.profiler.other_ops import BLOCKS, Case, OtherMeter, fit_others, layer_bytes
+from hetero.profiler.predict import other_s
+from hetero.profiler.records import DECODE_TOKENS, OtherRow
 
 WARM_S, FRESH_S = 8e-6, 30e-6
 NORM = RMSNorm(d=64, eps=1e-5)
@@ -75,3 +76,36 @@ def test_bytes_of_a_layer() -> None:
     llama = layer_bytes(BLOCKS[0], WeightFormat.F16)  # Llama-3.2-1B has 60.8 million in a block
     assert llama == 2 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
     assert 0.26 < layer_bytes(BLOCKS[0], WeightFormat.W4A8) / llama < 0.3
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int) -> None:
+    """With too few rows of either kind there is one fit."""
+
+    def true_s(m: int, f: int) -> float:
+        return 2e-6 + m * f * (1e-10 if m <= DECODE_TOKENS else 3e-10)
+
+    rows: list[tuple[OtherRow, Op]] = [
+        (
+            OtherRow(
+                device="gpu",
+                op="GatedAct",
+                sizes={"f": f},
+                m=m,
+                seconds=true_s(m, f),
+                ci=0.0,
+                spread=0.0,
+                samples=9,
+            ),
+            GatedAct(f=f),
+        )
+        for f in (4864, 8192)[:blocks]
+        for m in (1, 8, 64, 256, 1024)
+    ]
+    (found,) = fit_others(rows)
+    assert (found.decode is None) == (blocks == 1)
+    if blocks == 2:
+        for m in (2, 300):
+            seconds = other_s(found, GatedAct(f=6000), m, 0)
+            assert seconds == pytest.approx(true_s(m, 6000), rel=1e-3)
+        assert found.mape < 1e-3
