@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hetero.backends.affinity import assign_cores, pinned
+from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
 from hetero.device_set import DeviceMode, open_devices
 from hetero.errors import UserError
@@ -57,7 +59,8 @@ def profile_device(
     try:
         step_s = None
         if "gpu" in opened.devices:
-            step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
+            with suppress(DeviceError):  # some kernel of it fails, which the profile will say
+                step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
         with pinned(opened.control_core):
             return profile_devices(
                 opened.devices,

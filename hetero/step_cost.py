@@ -33,31 +33,35 @@ def measure_step_s(gpu: str = "auto", *, model_bytes: int | None = None) -> floa
     between two steps while this thread sleeps: of what the thread needs then, only its own caches
     hold some, and the same Python code takes three times as long.
     """
-    opened = open_devices("gpu", gpu=gpu)
     loaded = open_model(MODEL)
     weights = HostBuffer(min(model_bytes or cold_bytes(), cold_bytes()))
     weights.bytes[:] = 1
-    engine = Engine(
-        loaded.weights,
-        single_device(loaded.spec(), "gpu"),
-        opened.devices,
-        max_seq_len=2 * CONTEXT,
-        control_core=opened.control_core,
-    )
-    found: list[float] = []
+    opened = open_devices("gpu", gpu=gpu)
     try:
-        engine.prefill([5] * CONTEXT)
-        with ThreadPoolExecutor(1, initializer=_pin) as other:
-            for _ in range(WARM + STEPS):
-                other.submit(weights.bytes.view(np.uint8).max).result()
-                start_s = time.perf_counter()
-                engine.decode(5)
-                whole_s = time.perf_counter() - start_s
-                stamps = engine.executor.stamps
-                found.append(whole_s - (stamps[-1] - stamps[0]))
-                engine.truncate(CONTEXT)
+        engine = Engine(
+            loaded.weights,
+            single_device(loaded.spec(), "gpu"),
+            opened.devices,
+            max_seq_len=2 * CONTEXT,
+            control_core=opened.control_core,
+        )
+        return _measure(engine, weights)
     finally:
-        engine.close()
+        opened.close()
+
+
+def _measure(engine: Engine, weights: HostBuffer) -> float:
+    found: list[float] = []
+    engine.prefill([5] * CONTEXT)
+    with ThreadPoolExecutor(1, initializer=_pin) as other:
+        for _ in range(WARM + STEPS):
+            other.submit(weights.bytes.view(np.uint8).max).result()
+            start_s = time.perf_counter()
+            engine.decode(5)
+            whole_s = time.perf_counter() - start_s
+            stamps = engine.executor.stamps
+            found.append(whole_s - (stamps[-1] - stamps[0]))
+            engine.truncate(CONTEXT)
     return statistics.median(found[WARM:])
 
 

@@ -212,9 +212,10 @@ class OtherMeter:
         count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
         queues = self.device.capabilities.asynchronous
-        if self._cold is not None and few and (attends or queues):
+        cheap = queues and not self.device.capabilities.static_shapes  # matmuls by the hundred
+        if self._cold is not None and few and (attends or cheap):
             calls = self._with_own_caches(case, tensors) if attends else [call] * TURNS
-            if queues:
+            if cheap:
                 pairs = range(PAIRS[attends])
                 return [self._lengthened_by(calls, case, read=attends) for _ in pairs]
             return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
