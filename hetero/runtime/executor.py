@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import Completion, DeviceKind
 from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT
 
@@ -64,7 +64,8 @@ class Executor:
         of a step before anything is submitted takes 0.1 ms and more: they left the caches long ago.
         """
         now, before = time.perf_counter, step.completions
-        step.completions = completions = [None] * len(before)
+        completions: list[Completion | None] = [None] * len(before)
+        step.completions = completions
         busy, since, last = [0.0, 0.0], [0.0, 0.0], [-1, -1]
         at_s = now()
         self.stamps = stamps = [at_s]
