@@ -124,8 +124,9 @@ def _choose_by(
     both = Choice("hetero", plan, notes=notes, solver=solver)
     if wishes.mode == "auto":
         return _fastest(Planner(spec, profile), both, wishes)
-    plans = (plan, *map(solver.plan_for, SHORT_PROMPTS))
-    if promised and not all(map(_shares_every_prompt, plans)):
+    if promised and not all(
+        _shares_every_prompt(p) for p in (plan, *map(solver.plan_for, SHORT_PROMPTS))
+    ):
         return Choice("hetero", notes=notes)  # at least layer level, which is made by rule
     return both
 

@@ -37,7 +37,7 @@ from hetero.profiler.records import (
     Quarantine,
 )
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.workload import WeightPool, time_behind
+from hetero.profiler.workload import WeightPool, leads_for, time_behind, time_calls
 
 CAPACITY: Final = 2048
 CHECKED_TOKENS: Final = 32
@@ -54,7 +54,6 @@ LARGEST_MATMUL: Final = 200_000  # bytes of the weight of a matmul between calls
 MATMUL_FEATURES: Final = 512
 TURNS: Final = 32  # how many of them in a batch,
 LEAD_S: Final = 1e-3  # and for how long others run before it, while it is submitted
-MOST_LEADS: Final = 256
 LEAST_S: Final = 3e-7  # what a call takes at least
 PAIRS: Final = (15, 5)  # of batches with it and without; where all is read before each
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
@@ -265,15 +264,7 @@ class OtherMeter:
         return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
 
     def _batch(self, calls: Sequence[BoundCall]) -> float:
-        now, runs = self.clock.now, [call.run for call in calls]
-        if self.device.capabilities.asynchronous:
-            start_s = now()
-            [call.submit() for call in calls][-1].wait()
-            return (now() - start_s) / len(calls)
-        start_s = now()
-        for run in runs:
-            run()
-        return (now() - start_s) / len(calls)
+        return time_calls(calls, self.device, self.clock) / len(calls)
 
     def _with_own_caches(self, case: Case, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
         """The same call on several caches."""
@@ -323,8 +314,7 @@ class OtherMeter:
             self.device.settle()
             found[0].run()
             each_s = max(self._batch(found[:TURNS]), LEAST_S)
-            leads = int(min(max(LEAD_S / each_s, 1), MOST_LEADS))
-            self._matmuls[key] = Matmuls(itertools.cycle(found), leads)
+            self._matmuls[key] = Matmuls(itertools.cycle(found), leads_for(LEAD_S, each_s))
         return self._matmuls[key]
 
     def _cold_batch(self, lead: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:

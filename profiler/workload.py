@@ -84,6 +84,27 @@ def time_behind(
     return clock.now() - start_s, late_s
 
 
+def leads_for(seconds: float, each_s: float) -> int:
+    """How many leads keep a queue at work for so long."""
+    return int(min(max(seconds / each_s, 1), MOST_LEADS))
+
+
+def time_calls(calls: Sequence[BoundCall], device: Device, clock: Clock) -> float:
+    """Seconds of calls, in one queue where the device is asynchronous, else one by one.
+
+    Blocking calls are looked up before, as a step has them: on a thread whose caches hold other
+    things, that was one or two of a call's 8 us.
+    """
+    now, runs = clock.now, [call.run for call in calls]
+    start_s = now()
+    if device.capabilities.asynchronous:
+        [call.submit() for call in calls][-1].wait()
+    else:
+        for run in runs:
+            run()
+    return now() - start_s
+
+
 def see(completion: Completion, clock: Clock) -> None:
     """Return as soon as a launch is complete: a thread that sleeps may wake milliseconds late,
     which would make a batch behind its leads look short, and seldom less than 0.1 ms, which made
@@ -176,20 +197,6 @@ class Runner:
         completions = [self.calls[copy].submit() for copy in copies]
         completions[-1].wait()
 
-    def seconds(self, copies: list[int], clock: Clock) -> float:
-        """Of `launch`. Blocking calls are looked up before, as a step has them: on a thread whose
-        caches hold other things, that was one or two of a call's 8 us.
-        """
-        now, runs = clock.now, [self.calls[copy].run for copy in copies]
-        if self.device.capabilities.asynchronous:
-            start_s = now()
-            self.launch(copies)
-            return now() - start_s
-        start_s = now()
-        for run in runs:
-            run()
-        return now() - start_s
-
 
 class Workload:
     """Makes runners for tasks on open devices and keeps them while memory lasts.
@@ -275,7 +282,8 @@ class Workload:
             # call's code out of the caches, as the large weight of a call before it does.
             if runner.device.capabilities.asynchronous or not self.small:
                 before = self.interference.waits_s()
-            seconds = runner.seconds(copies, self.clock)
+            calls = [runner.calls[copy] for copy in copies]
+            seconds = time_calls(calls, runner.device, self.clock)
         waited_s = longest_wait_s(before, self.interference.waits_s())
         return seconds / len(copies), waited_s / len(copies)
 
@@ -357,7 +365,7 @@ class Workload:
         start_s = self.clock.now()
         [call.submit() for _ in range(GPU_COPIES[1])][-1].wait()
         each_s = max((self.clock.now() - start_s) / GPU_COPIES[1], 1e-6)
-        return [call] * int(min(max(LEAD_S / each_s, 1), MOST_LEADS))
+        return [call] * leads_for(LEAD_S, each_s)
 
     def _prepare(self, task: Task) -> _Prepared:
         key = (task.device, task.op)
