@@ -320,9 +320,12 @@ def _nnls(columns: Floats, target: Floats) -> Floats:
     return np.asarray(nnls(columns, target)[0])
 
 
-def fit_nonnegative(columns: Floats, seconds: Floats) -> Floats:
-    """Non-negative coefficients that minimise the relative error of columns · coefficients."""
-    scaled = columns / seconds[:, None]
+def fit_nonnegative(columns: Floats, seconds: Floats, weight: Floats | None = None) -> Floats:
+    """Non-negative coefficients that minimise the relative error of columns · coefficients, each
+    row's times its `weight` (1).
+    """
+    weight = np.ones(len(seconds)) if weight is None else weight
+    scaled = columns * (weight / seconds)[:, None]
     size = np.linalg.norm(scaled, axis=0)
     size[size == 0] = 1.0
-    return np.asarray(_nnls(scaled / size, np.ones(len(seconds))) / size)
+    return np.asarray(_nnls(scaled / size, weight) / size)

@@ -32,7 +32,8 @@ class Options:
     shapes         a model's matmuls; empty: the default grid
     weight_formats formats; the first is also that of the reference kernels
     tokens         token counts; empty: the default ones
-    blocks         models whose kernels besides matmuls are timed, of a quick profile the first
+    blocks         models whose kernels besides matmuls are timed, of a quick profile the first;
+                   with `shapes` the first is that model
     cold_bytes     read between two uses of a weight: a small model's other weights, which leave it
                    in the caches; None: more than all caches hold
     share          largest part of the grid that is measured (active sampling chooses which)
@@ -61,6 +62,11 @@ class Options:
                 "a profile needs a budget above 0 s, a weight format and a share of the grid in "
                 f"(0, 1], got {self.budget_s:g} s, {self.weight_formats} and {self.share:g}"
             )
+
+    @property
+    def own_block(self) -> Block | None:
+        """The block of the one model that is measured for."""
+        return self.blocks[0] if self.shapes else None
 
     def grid_pairs(self) -> tuple[tuple[int, int], ...]:
         """(n, k) to measure."""

@@ -57,6 +57,7 @@ LEAD_S: Final = 1e-3  # and for how long others run before it, while it is submi
 LEAST_S: Final = 3e-7  # what a call takes at least
 PAIRS: Final = (15, 5)  # of batches with it and without; where all is read before each
 CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
+OWN_WEIGHT: Final = 8.0  # in a fit, of rows of the one model that is measured for
 
 
 class Block(NamedTuple):
@@ -385,16 +386,28 @@ def sizes_of(op: Op) -> dict[str, int]:
 
 
 def fit_others(
-    rows: Iterable[tuple[OtherRow, Op]],
+    rows: Iterable[tuple[OtherRow, Op]], own: Block | None = None
 ) -> tuple[OtherPredictor, ...]:
-    """One predictor for each device and kind of operation: non-negative weights of its work."""
+    """One predictor for each device and kind of operation: non-negative weights of its work.
+
+    `own` is the block of the one model that the profile is for: others, whose tensors may lie in
+    other caches (attention of eight times as many heads), say little about its times.
+    """
     groups: dict[tuple[DeviceKind, str], list[tuple[OtherRow, Op]]] = {}
     for row, op in rows:
         groups.setdefault((row.device, row.op), []).append((row, op))
-    return tuple(_fit_one(kind, name, found) for (kind, name), found in sorted(groups.items()))
+    known = [] if own is None else [sizes_of(op) for op in block_ops(own, WeightFormat.F32)]
+    return tuple(
+        _fit_one(kind, name, found, known) for (kind, name), found in sorted(groups.items())
+    )
 
 
-def _fit_one(kind: DeviceKind, name: str, rows: list[tuple[OtherRow, Op]]) -> OtherPredictor:
+def _fit_one(
+    kind: DeviceKind,
+    name: str,
+    rows: list[tuple[OtherRow, Op]],
+    own: Sequence[dict[str, int]],
+) -> OtherPredictor:
     terms = [work(op, row.m, row.context) for row, op in rows]
     columns = np.asarray([list(term.values()) for term in terms])
     seconds = np.asarray([row.seconds for row, _ in rows])
@@ -402,7 +415,8 @@ def _fit_one(kind: DeviceKind, name: str, rows: list[tuple[OtherRow, Op]]) -> Ot
     sides = [few, ~few]
     if min(side.sum() for side in sides) < columns.shape[1]:  # too few rows for two fits
         sides = [np.ones_like(few)]
-    fits = [fit_nonnegative(columns[side], seconds[side]) for side in sides]
+    weight = np.asarray([OWN_WEIGHT if row.sizes in own else 1.0 for row, _ in rows])
+    fits = [fit_nonnegative(columns[side], seconds[side], weight[side]) for side in sides]
     named = [dict(zip(terms[0], found.tolist(), strict=True)) for found in fits]
     predicted = np.empty_like(seconds)
     for side, found in zip(sides, fits, strict=True):

@@ -202,7 +202,7 @@ class Surroundings:
         return [
             Others(
                 rows=tuple(row for row, _ in timed),
-                predictors=other_ops.fit_others(timed),
+                predictors=other_ops.fit_others(timed, self.options.own_block),
                 quarantined=tuple(quarantined),
             )
         ]

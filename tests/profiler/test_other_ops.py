@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.backends import null
+from hetero.backends import null, ops
 from hetero.backends.clock import ManualClock
 from hetero.backends.ops import GatedAct, Op, RMSNorm, WeightFormat
-from hetero.profiler.other_ops import BLOCKS, Case, OtherMeter, fit_others, layer_bytes
+from hetero.profiler.other_ops import (
+    BLOCKS,
+    Block,
+    Case,
+    OtherMeter,
+    fit_others,
+    layer_bytes,
+    sizes_of,
+)
 from hetero.profiler.predict import other_s
-from hetero.profiler.records import DECODE_TOKENS, OtherRow
+from hetero.profiler.records import DECODE_TOKENS, OtherPredictor, OtherRow
 
 WARM_S, FRESH_S = 8e-6, 30e-6
 NORM = RMSNorm(d=64, eps=1e-5)
@@ -109,3 +117,39 @@ def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int
             seconds = other_s(found, GatedAct(f=6000), m, 0)
             assert seconds == pytest.approx(true_s(m, 6000), rel=1e-3)
         assert found.mape < 1e-3
+
+
+def test_the_model_that_is_measured_for_weighs_most() -> None:
+    """Attention of large caches takes longer for each element than the model's own."""
+    small, large = Block(256, 768, 8, 4, 32), Block(2048, 8192, 32, 8, 64)
+    rows: list[tuple[OtherRow, Op]] = []
+    for block, slower in ((small, 1.0), (large, 1.5)):
+        attention = ops.Attention(
+            heads=block.heads, kv_heads=block.kv_heads, head_dim=block.head_dim, capacity=2048
+        )
+        for m in (1, 8, 64, 256):
+            for context in (0, 256, 1000):
+                cached = block.kv_heads * block.head_dim * (context + m)
+                row = OtherRow(
+                    device="npu",
+                    op="Attention",
+                    sizes=sizes_of(attention),
+                    m=m,
+                    context=context,
+                    seconds=6e-6 + slower * (4e-10 * cached + 1e-8 * m * block.heads),
+                    ci=0.0,
+                    spread=0.0,
+                    samples=9,
+                )
+                rows.append((row, attention))
+
+    def error(predictor: OtherPredictor) -> float:
+        """The largest of the small model's rows of few tokens."""
+        return max(
+            abs(other_s(predictor, op, row.m, row.context) / row.seconds - 1)
+            for row, op in rows
+            if row.m <= DECODE_TOKENS and row.sizes["heads"] == small.heads
+        )
+
+    (alike,), (own,) = fit_others(rows), fit_others(rows, small)
+    assert error(own) < 0.02 < error(alike)
