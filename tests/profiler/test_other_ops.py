@@ -75,9 +75,10 @@ def test_many_tokens_are_timed_behind_all_other_reading(monkeypatch: pytest.Monk
     for asynchronous in (False, True):
         timed(8 * DECODE_TOKENS, cold=1 << 16, asynchronous=asynchronous)
         assert set(read) == {None}
-    read.clear()
-    timed(1, cold=1 << 16)
-    assert set(read) == {1 << 12}
+    for m, model_bytes in ((1, None), (1, 1 << 15), (8 * DECODE_TOKENS, 1 << 15)):
+        read.clear()
+        timed(m, cold=1 << 16, model_bytes=model_bytes)
+        assert set(read) == {1 << 12}
 
 
 def test_bytes_of_a_layer() -> None:
