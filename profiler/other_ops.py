@@ -142,11 +142,11 @@ class OtherMeter:
     tokens finds its caches in memory (as far as a model of `model_bytes` pushes them there), and
     other calls come one by one, of a blocking device and few tokens, or in a model that fits into
     the caches, behind a layer's weights, else behind all (in a loop, activations and RoPE of 64 to
-    525 tokens took 0.4 to 0.7 of what a step sees). A queue's calls of few tokens take turns with matmuls of other weights (of
-    `weight_format`), which push code out of the caches: what they lengthen those by is theirs. In a
-    loop, norms and RoPE of one token took what it takes to submit them, 1.6 to 3 us, and not the
-    1 us that they add to a step. A queue's of more tokens, in a model that fits into the caches,
-    find all there, as does everything where `cold` is 0.
+    525 tokens took 0.4 to 0.7 of what a step sees). A queue's calls of few tokens take turns with
+    matmuls of other weights (of `weight_format`), which push code out of the caches: what they
+    lengthen those by is theirs. In a loop, norms and RoPE of one token took what it takes to submit
+    them, 1.6 to 3 us, and not the 1 us that they add to a step. A queue's of more tokens, in a
+    model that fits into the caches, find all there, as does everything where `cold` is 0.
     """
 
     def __init__(
