@@ -17,6 +17,23 @@ class CoreAssignment:
     control: int | None
 
 
+_before: dict[int, set[int]] = {}  # of threads that `pinned` holds: their cores without it
+
+
+def allowed_cores() -> list[int]:
+    """Cores of the calling thread, ascending; all of the process where that is held to one.
+
+    Two devices need a core each: a GPU's worker on the core of the thread that happened to open it
+    would share it with what that thread drives. A process that is held to one core has one.
+    """
+    own = _cores_of(threading.get_native_id())
+    return sorted(own if len(own) > 1 else own | _cores_of(os.getpid()))
+
+
+def _cores_of(thread: int) -> set[int]:
+    return _before.get(thread) or set(os.sched_getaffinity(thread))
+
+
 def assign_cores() -> CoreAssignment:
     """The GPU's worker on the first allowed core, the control thread (the NPU) on the last.
 
@@ -24,7 +41,7 @@ def assign_cores() -> CoreAssignment:
     """
     if not hasattr(os, "sched_getaffinity"):
         return CoreAssignment(None, None)
-    cores = sorted(os.sched_getaffinity(0))
+    cores = allowed_cores()
     if len(cores) < 2:
         return CoreAssignment(None, None)
     return CoreAssignment(cores[0], cores[-1])
@@ -37,9 +54,12 @@ def pinned(core: int | None) -> Iterator[None]:
         yield
         return
     thread = threading.get_native_id()
-    before = os.sched_getaffinity(thread)
-    try:  # around the call too: Ctrl-C may come right after it
+    before, outermost = os.sched_getaffinity(thread), thread not in _before
+    try:  # around the calls too: Ctrl-C may come right after one
+        _before.setdefault(thread, before)
         os.sched_setaffinity(thread, {core})
         yield
     finally:
         os.sched_setaffinity(thread, before)
+        if outermost:
+            _before.pop(thread, None)

@@ -27,7 +27,7 @@ CONTEXT: Final = 8
 
 def measure_step_s(gpu: str = "auto", *, model_bytes: int | None = None) -> float:
     """Median seconds of a decoding step before its first launch and after its last one, on a GPU
-    that is opened for it: by a thread that is not pinned, or the GPU's core would be its own.
+    that is opened for it.
 
     As in a model of `model_bytes` (None: more than all caches hold), another core reads its weights
     between two steps while this thread sleeps: of what the thread needs then, only its own caches

@@ -206,24 +206,33 @@ class Planner:
         return self._spaces[name]
 
     def _launches_late(self, name: OpName) -> float:
-        """GPU launches of a block whose submission delays a matmul's NPU tile: those that fit
-        neither into attention nor into the short waits delay the tile behind attention
-        (`hetero.runtime.program`).
+        """GPU launches of a block whose submission delays a matmul's NPU tile
+        (`hetero.runtime.program`): with flags that are the events of their launches,
 
-        As if every matmul had a tile on both devices, and flags were the events of their launches.
+        - as if every matmul had a tile on both devices, those that fit neither into attention nor
+          into the short waits delay the tile behind attention;
+        - as if this matmul alone had, those that take longer to submit than the GPU takes for all
+          else of a block. Of a small model that is many, and such a cut never pays.
         """
         sync = self.sync
-        if name == "lm_head" or sync.ring_s is None or not sync.busy_s:
+        if sync.ring_s is None or not sync.busy_s:
             return 0.0
-        if "gpu" not in self._rest_costs.devices:
-            return TILE_AND_GATE  # nothing of the GPU's is waited for before the tile
-        if name != "o":
-            return 0.0
+        if "gpu" not in self._rest_costs.devices:  # nothing of the GPU's is waited for before it
+            return 0.0 if name == "lm_head" else TILE_AND_GATE
         stages = BEHIND.values()
-        launches = sum(map(self._rest_costs.launches, stages)) + TILE_AND_GATE * len(stages)
-        attention = self._rest_costs.on("gpu", 1, self.settings.context).attention
-        in_short_waits = SHORT_ROOM * (len(stages) - 1)  # all but attention are short
-        return max(0.0, launches - in_short_waits - attention.gpu_s / sync.busy_s)
+        rests = self._rest_costs.on("gpu", 1, self.settings.context)
+        between = sum(map(self._rest_costs.launches, stages))
+        block = [x for x in self.spec.matmuls if x.name != "lm_head"]
+        alone_s = sum(getattr(rests, stage).gpu_s for stage in stages)
+        for x in block:
+            if x.name != name:
+                alone_s += float(self.kernels.table("gpu", [1], [x.n], x.k).seconds[0, 0])
+        late = between + len(block) + 1 - alone_s / sync.busy_s
+        if name == "o":
+            in_short_waits = SHORT_ROOM * (len(stages) - 1)  # all but attention are short
+            launches = between + TILE_AND_GATE * len(stages) - in_short_waits
+            late = max(late, launches - rests.attention.gpu_s / sync.busy_s)
+        return max(0.0, late)
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import platformdirs
 import pyopencl as cl
 
+from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.opencl.failures import BACKEND, code_name
 from hetero.backends.opencl.pocl_repair import applies, known_cpu_name, repair
@@ -189,8 +190,8 @@ def _pin(cpu: int | None) -> int | None:
     """
     if len(_workers) != 1 or sys.platform != "linux":
         return None
-    allowed = os.sched_getaffinity(0)
-    core = min(allowed) if cpu is None else cpu
+    allowed = allowed_cores()
+    core = allowed[0] if cpu is None else cpu
     try:
         os.sched_setaffinity(_workers[0], {core})
     except OSError as error:
@@ -198,6 +199,6 @@ def _pin(cpu: int | None) -> int | None:
             BACKEND,
             f"moving PoCL's worker to core {core}",
             str(error.strerror),
-            f"cores allowed to this process: {sorted(allowed)}",
+            f"cores allowed to this process: {allowed}",
         ) from error
     return core

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,33 @@ def test_pinning_gives_the_old_cores_back() -> None:
     with pinned(cores.control):
         assert os.sched_getaffinity(0) == {cores.control}
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_pinned_thread_gives_no_device_its_core() -> None:
+    """Both by `pinned`, also within itself, and by the caller's own means."""
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core, or a system without affinity: nothing is pinned")
+    cores, found = assign_cores(), []
+
+    def ask() -> None:
+        for core in (cores.gpu, cores.control):
+            with pinned(core):
+                with pinned(cores.control):
+                    found.append(assign_cores())
+                found.append(assign_cores())
+
+    def held() -> None:
+        assert cores.control is not None
+        os.sched_setaffinity(threading.get_native_id(), {cores.control})
+        found.append(assign_cores())
+
+    ask()
+    for target in (ask, held):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert found == [cores] * 9
+    assert assign_cores() == cores
 
 
 def test_ctrl_c_while_pinning_gives_the_old_set_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ from hetero.solver.planner import SHORT_ROOM, Planner, Settings
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
-# Launches of a block (operators; tiles and gates) that are not submitted in its three short waits.
-LATE = (2 + 1 + 1 + 1) + 4 * 2 - 3 * SHORT_ROOM
+RESTS = 2 + 1 + 1 + 1  # launches of a block that are not matmuls
+LATE = RESTS + 4 * 2 - 3 * SHORT_ROOM  # with tiles and gates: not submitted in its short waits
 
 
 @dataclass
@@ -94,7 +94,7 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
     )
     sync = replace(sync, restart_s=some() / 4)
     if rng.integers(2):  # gates, in steps of few tokens
-        sync = replace(sync, ring_s=some() / 2, busy_s=some() / 10)
+        sync = replace(sync, ring_s=some() / 2, busy_s=some() / 2)
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
     return Instance(
         tables, sizes, slow, sync, {"gpu": 0.3, "npu": 0.5}, float(rng.choice([0.0, 0.03, 0.2])),
@@ -205,12 +205,24 @@ def sync_at(instance: Instance, m: int) -> tuple[Sync, bool]:
     return replace(sync, submit_s=sync.ring_s), True
 
 
+def _ahead(instance: Instance, name: str) -> float:
+    """How late a tile of one token is because the thread submits the GPU's launches."""
+    busy_s, rest_s = instance.sync.busy_s, instance.rest_s["gpu"]
+    block = [x for x in instance.rows if x != "lm_head"]
+    found_s = (RESTS + len(block) + 1) * busy_s - RESTS * rest_s
+    for x in block:
+        if x != name:
+            found_s -= instance.seconds("gpu", 1, instance.rows[x], instance.ks[x])
+    if name == "o":
+        found_s = max(found_s, LATE * busy_s - 2 * rest_s)  # attention and RoPE
+    return max(0.0, found_s)
+
+
 def every_way(instance: Instance, name: str, m: int) -> list[Way]:
     """All tilings of one matmul, one after another."""
     n, k = instance.rows[name], instance.ks[name]
     sync, gates = sync_at(instance, m)
-    attention_s = 2 * instance.rest_s["gpu"]  # and RoPE
-    ahead = max(0.0, LATE * sync.busy_s - attention_s) if gates and name == "o" else 0.0
+    ahead = _ahead(instance, name) if gates else 0.0
     moved = lambda count: sync.copy(4 * count)  # noqa: E731
     g = lambda mm, nn: instance.seconds("gpu", mm, nn, k)  # noqa: E731
     whole = g(m, n)
