@@ -40,6 +40,8 @@ FALL: Final = 0.4  # and shorter ones: it settles low, because a sleep too long 
 OUTLIER: Final = 3.0  # a wait of more than so many predictions counts as that many
 OVERSLEPT: Final = 0.85  # a wait that was over when the sleep ended counts as this much of it
 SHORTEST_NAP_S: Final = 30e-6
+LONGEST_NAP_S: Final = 1e-3  # or so much of a wait: then the launch is looked at, for a wait may be
+NAP: Final = 1 / 32  # far shorter than the one before (the first step of all is slow)
 WORTH: Final = 6.0  # times the lateness: shorter waits than that and `LONG_S` are polled
 LATE_S: Final = 2e-3  # polling longer than predicted by this becomes a nap between looks
 LATE_NAP_S: Final = 50e-6
@@ -135,11 +137,9 @@ class Site:
         # a short wait that costs more time than is slept.
         worth = self.expected_s > min(WORTH * late_s, LONG_S)
         if worth and nap_s > SHORTEST_NAP_S:
-            time.sleep(nap_s)
-            napped_s = now() - start_s
-            self.owner.sleep.saw(napped_s - nap_s)
+            looked_s, napped_s = self._nap(completion, start_s, nap_s)
             if completion.done():
-                self._learn(OVERSLEPT * napped_s)
+                self._learn(looked_s + OVERSLEPT * (napped_s - looked_s))
                 self._count(napped_s, 0.0)
                 return napped_s
         elif self.expected_s > LONG_S:
@@ -149,6 +149,24 @@ class Site:
         self._learn(waited_s)
         self._count(napped_s, waited_s - napped_s)
         return napped_s
+
+    def _nap(self, completion: Completion, start_s: float, nap_s: float) -> tuple[float, float]:
+        """Sleep for so long, or less if the launch is done before; seconds from `start_s` to the
+        last look at it before the end of the sleep, and to that.
+        """
+        now, sleep, end_s = time.perf_counter, self.owner.sleep, start_s + nap_s
+        longest_s = max(LONGEST_NAP_S, NAP * nap_s)
+        looked_s = start_s
+        while True:
+            left_s = end_s - looked_s
+            last = left_s < longest_s + sleep.late_s + SHORTEST_NAP_S
+            asked_s = left_s if last else longest_s
+            time.sleep(asked_s)
+            woke_s = now()
+            sleep.saw(woke_s - looked_s - asked_s)
+            if last or completion.done():
+                return looked_s - start_s, woke_s - start_s
+            looked_s = woke_s
 
     def _poll(self, completion: Completion, start_s: float) -> None:
         done, now = completion.done, time.perf_counter

@@ -142,6 +142,28 @@ def test_an_outlier_is_forgotten_and_a_change_is_followed(clock: FakeTime) -> No
     assert max(late[50:]) < 10 * LOOK_S
 
 
+@pytest.mark.parametrize("first_s", [30e-3, 0.5])
+def test_a_slow_first_wait_delays_none_of_the_next(clock: FakeTime, first_s: float) -> None:
+    """By more than a piece of a sleep: the first step of a model touches its memory."""
+    site = site_of(clock)
+    wait(site, clock, first_s)
+    late = [wait(site, clock, 20e-3) for _ in range(12)]
+    assert max(late) < max(sync.LONGEST_NAP_S, sync.NAP * first_s) + 2 * LATE_S
+    assert site.expected_s == pytest.approx(20e-3, rel=0.1)
+    assert max(late[10:]) < sync.LONGEST_NAP_S
+
+
+@pytest.mark.parametrize("length_s", [0.9e-3, 20e-3, 0.5])
+def test_a_long_wait_is_looked_at_a_few_dozen_times(clock: FakeTime, length_s: float) -> None:
+    site = site_of(clock)
+    for _ in range(5):
+        wait(site, clock, length_s)
+    clock.slept.clear()
+    wait(site, clock, length_s)
+    assert 1 <= len(clock.slept) <= 1 + 1 / sync.NAP
+    assert sum(clock.slept) > 0.9 * (length_s - len(clock.slept) * LATE_S)
+
+
 def test_each_phase_and_length_predicts_for_itself(clock: FakeTime) -> None:
     site = site_of(clock)
     other = site.owner.site(("prefill", 64, "o", "qkv"), "gpu", "a kernel")
