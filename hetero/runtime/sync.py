@@ -156,15 +156,15 @@ class Site:
         """
         now, sleep, end_s = time.perf_counter, self.owner.sleep, start_s + nap_s
         longest_s = max(LONGEST_NAP_S, NAP * nap_s)
-        looked_s = start_s
+        looked_s, left_s = start_s, nap_s
         while True:
-            left_s = end_s - looked_s
             last = left_s < longest_s + sleep.late_s + SHORTEST_NAP_S
             asked_s = left_s if last else longest_s
             time.sleep(asked_s)
             woke_s = now()
             sleep.saw(woke_s - looked_s - asked_s)
-            if last or completion.done():
+            left_s = end_s - woke_s  # none is left where this piece was very late
+            if last or left_s < SHORTEST_NAP_S or completion.done():
                 return looked_s - start_s, woke_s - start_s
             looked_s = woke_s
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ class FakeTime:
         self.now_s = 100.0
         self.gap_s = 0.0
         self.slept: list[float] = []
+        self.late_s: Callable[[], float] = lambda: LATE_S
 
     def perf_counter(self) -> float:
         self.now_s += LOOK_S + self.gap_s
@@ -43,8 +45,9 @@ class FakeTime:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
+        assert seconds >= 0  # as the true one refuses others
         self.slept.append(seconds)
-        self.now_s += seconds + LATE_S
+        self.now_s += seconds + self.late_s()
 
 
 class At(Completion):
@@ -151,6 +154,19 @@ def test_a_slow_first_wait_delays_none_of_the_next(clock: FakeTime, first_s: flo
     assert max(late) < max(sync.LONGEST_NAP_S, sync.NAP * first_s) + 2 * LATE_S
     assert site.expected_s == pytest.approx(20e-3, rel=0.1)
     assert max(late[10:]) < sync.LONGEST_NAP_S
+
+
+def test_a_piece_of_a_sleep_may_end_long_after_the_whole(clock: FakeTime) -> None:
+    site = site_of(clock)
+    for _ in range(5):
+        wait(site, clock, 5e-3)
+    delays = itertools.cycle([LATE_S, 30e-3, LATE_S, 2.5e-3, 0.0])
+    clock.late_s = lambda: next(delays)
+    late = [wait(site, clock, 5e-3) for _ in range(50)]
+    assert max(late) < 35e-3
+    clock.late_s = lambda: LATE_S
+    late = [wait(site, clock, 5e-3) for _ in range(200)]
+    assert max(late[150:]) < LATE_S
 
 
 @pytest.mark.parametrize("length_s", [0.9e-3, 20e-3, 0.5])
