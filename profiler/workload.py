@@ -252,11 +252,7 @@ class Workload:
             size = min(padded(missing, PAGE_BYTES), self._evict.nbytes)
             self._evict.bytes[:size].view(np.uint64).max()
             self.read_bytes += size
-        self._count(runner, copies)
-
-    def _count(self, runner: Runner, copies: list[int]) -> None:
-        """These copies are read now."""
-        for copy in copies:
+        for copy in copies:  # which are read now
             self.read_bytes += runner.weights[copy].nbytes
             runner.last_read[copy] = self.read_bytes
 
@@ -272,7 +268,6 @@ class Workload:
         for _ in range(steps):
             self.evict(runner, copies)
             runner.launch(copies)
-            self._count(runner, copies)
 
     def time(self, runner: Runner) -> float:
         """Seconds of one launch, out of cache, by the clock."""
