@@ -223,7 +223,7 @@ class Planner:
         rests = self._rest_costs.on("gpu", 1, self.settings.context)
         between = sum(map(self._rest_costs.launches, stages))
         block = [x for x in self.spec.matmuls if x.name != "lm_head"]
-        alone_s = sum(getattr(rests, stage).gpu_s for stage in stages)
+        alone_s: float = sum(getattr(rests, stage).gpu_s for stage in stages)
         for x in block:
             if x.name != name:
                 alone_s += float(self.kernels.table("gpu", [1], [x.n], x.k).seconds[0, 0])
