@@ -4,8 +4,9 @@
 
 Prompts of random lengths (prefilled in every size up to the context), answers of random lengths,
 sampled and greedy, with and without guesses, and a conversation now and then. Memory is what the
-process alone holds (private pages: the share of libraries in the proportional set size changes with
-the other processes); growth is from the tenth of the time after the warm-up (a fifth) to the last
+process itself made (anonymous and shared-memory pages, and what of them is swapped out). Pages of
+files are not: 81 MB of libraries count as private or as shared, whole or in part, as other processes
+that map them come and go (the proportional set size, told beside it, has them). Growth is from the tenth of the time after the warm-up (a fifth) to the last
 tenth, by medians, because lowered steps of other lengths come and go. Fixed questions are answered
 at the start and at the end, with the cuts fixed (`--no-adapt`).
 Exits with 1 if memory grew by more than 1 % or any answer differs.
@@ -39,10 +40,13 @@ QUESTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def private_bytes() -> int:
-    """Memory that only this process maps (Linux)."""
+OWN = ("Pss_Anon:", "Pss_Shmem:", "Swap:")
+
+
+def own_bytes() -> int:
+    """Memory that is this process's and no file's (Linux)."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(OWN))
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:
@@ -77,18 +81,18 @@ def soak(llm: LLM, minutes: float) -> dict[str, Any]:
         generated += turn(llm, rng)
         turns += 1
         if now_s - start_s > 60 * minutes * WARM_UP:
-            later.append((private_bytes(), pss_bytes()))
+            later.append((own_bytes(), pss_bytes()))
     after = answers(llm)
     tenth = max(1, len(later) // 8)  # of the whole time: a fifth of it is not in the list
-    first = statistics.median(private for private, _ in later[:tenth])
-    last = statistics.median(private for private, _ in later[-tenth:])
+    first = statistics.median(own for own, _ in later[:tenth])
+    last = statistics.median(own for own, _ in later[-tenth:])
     return {
         "minutes": minutes,
         "turns": turns,
         "generated_tokens": generated,
         "warm_bytes": first,
         "last_bytes": last,
-        "largest_bytes": max(private for private, _ in later),
+        "largest_bytes": max(own for own, _ in later),
         "warm_pss_bytes": later[0][1],
         "last_pss_bytes": later[-1][1],
         "growth": last / first - 1,
