@@ -61,6 +61,7 @@ class Capabilities:
     max_allocation_bytes largest single buffer, None when it is not limited
     weight_bytes         what each weight of a prepared matmul takes in the device's own layout, by
                          format; formats that are not listed are held as they are stored
+    every_core           it computes on the control thread's core as well: who polls slows it down
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
     """
@@ -79,6 +80,7 @@ class Capabilities:
     memory_limit_bytes: int | None = None
     max_allocation_bytes: int | None = None
     weight_bytes: Mapping[WeightFormat, float] = field(default_factory=dict)
+    every_core: bool = False
     reads_panels: bool = False
 
 

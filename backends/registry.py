@@ -35,6 +35,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("opencl", "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
+        Backend("opencl-cores", "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
         Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
         Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'"),
         Backend("reference", "npu"),

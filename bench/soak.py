@@ -5,10 +5,11 @@
 Prompts of random lengths (prefilled in every size up to the context), answers of random lengths,
 sampled and greedy, with and without guesses, and a conversation now and then. Memory is what the
 process itself made (anonymous and shared-memory pages, and what of them is swapped out). Pages of
-files are not: 81 MB of libraries count as private or as shared, whole or in part, as other processes
-that map them come and go (the proportional set size, told beside it, has them). Growth is from the tenth of the time after the warm-up (a fifth) to the last
-tenth, by medians, because lowered steps of other lengths come and go. Fixed questions are answered
-at the start and at the end, with the cuts fixed (`--no-adapt`).
+files are not: 81 MB of libraries count as private or as shared, whole or in part, as other
+processes that map them come and go (the proportional set size, told beside it, has them). Growth is
+from the tenth of the time after the warm-up (a fifth) to the last tenth, by medians, because
+lowered steps of other lengths come and go. Fixed questions are answered at the start and at the
+end, with the cuts fixed (`--no-adapt`).
 Exits with 1 if memory grew by more than 1 % or any answer differs.
 """
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
+from hetero.backends.opencl import every_core_count
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.device_set import DeviceMode, backend_name
+from hetero.device_set import EVERY_CORE, DeviceMode, backend_name
 from hetero.errors import UserError
 from hetero.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
@@ -32,12 +33,14 @@ ANSWER_TOKENS: Final = 64
 class Choice:
     """Devices to open, and a plan for them (None: made by rule, `plan_on`).
 
+    `gpu` is a backend to open instead of the one that was asked for (None: that one).
     `reason` says why `auto` chose what it did; `notes` are for people to see once; `profile` is the
     one that was asked for; `solver` answers for prompt lengths that the plan does not have.
     """
 
     mode: DeviceMode
     plan: ExecutionPlan | None = None
+    gpu: str | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
     profile: DeviceProfile | None = None
@@ -70,6 +73,8 @@ def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
     if wishes.plan is not None:
         wishes.plan.check_fits(spec)
         return Choice(_mode_of(wishes.plan), wishes.plan)
+    if wishes.mode == "auto" and wishes.gpu == EVERY_CORE:
+        return Choice("gpu", reason=f"auto: gpu alone, because {EVERY_CORE} leaves no other core")
     if wishes.mode not in ("hetero", "auto"):
         if wishes.profile is not None:
             locate_profile(wishes.profile)  # a name that is wrong is said, needed or not
@@ -161,14 +166,18 @@ def _shares_every_prompt(plan: ExecutionPlan) -> bool:
 
 
 def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
-    """The plan for both devices, or one device alone where that is predicted to be as fast."""
+    """The plan for both devices, or one device alone where that is predicted to be as fast: the
+    GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
+    """
     assert both.plan is not None
     prompt = Scenario("prefill", min(PROMPT_TOKENS, planner.step_tokens or PROMPT_TOKENS))
     kinds: tuple[DeviceKind, ...] = ("gpu", "npu") if wishes.max_gpu_share >= 1 else ("npu",)
-    alone = {kind: _alone_s(planner, prompt, kind) for kind in kinds}
     level = "tensor level"
-    seconds: dict[str, float] = {kind: s for kind, s in alone.items() if s is not None}
-    seconds |= {level: sum(_step_s(both, s) * n for s, n in ((prompt, 1), (DECODE, ANSWER_TOKENS)))}
+    steps: dict[str, Steps | None] = {kind: _alone_s(planner, prompt, kind) for kind in kinds}
+    if (one := steps.get("gpu")) is not None and wishes.gpu == "auto":
+        steps[EVERY_CORE] = _every_core_s(planner, one)
+    steps[level] = Steps(_step_s(both, prompt), _step_s(both, DECODE))
+    seconds = {name: found.work_s for name, found in steps.items() if found is not None}
     # A single device is simpler: both must be faster by a margin, as a cut must be.
     best = min(seconds, key=lambda name: seconds[name] / (1 - MARGIN if name == level else 1.0))
     times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
@@ -178,17 +187,49 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     )
     if best == level:
         return replace(both, reason=reason)
+    if best == EVERY_CORE:
+        return Choice("gpu", gpu=EVERY_CORE, reason=reason, notes=both.notes)
     return Choice("gpu" if best == "gpu" else "npu", reason=reason, notes=both.notes)
 
 
-def _alone_s(planner: Planner, prompt: Scenario, kind: DeviceKind) -> float | None:
-    """Seconds of the prompt and the answer with everything on one device; None if it cannot."""
+class Steps(NamedTuple):
+    """Seconds of the prompt and of a decoding step."""
+
+    prompt_s: float
+    decode_s: float
+
+    @property
+    def work_s(self) -> float:
+        """The prompt and the answer."""
+        return self.prompt_s + ANSWER_TOKENS * self.decode_s
+
+
+def _every_core_s(planner: Planner, one: Steps) -> Steps | None:
+    """With the OpenCL device on every core, from its steps on one; None where that was not
+    measured, or on more cores than there are here.
+    """
+    spec, here = planner.spec, every_core_count()
+    found = {
+        x.phase: x
+        for x in planner.profile.every_core
+        if x.weight_format == spec.weight_format and x.cores <= here
+    }
+    if len(found) < 2:
+        return None
+    return Steps(
+        found["prefill"].seconds(one.prompt_s, spec.layers),
+        found["decode"].seconds(one.decode_s, spec.layers),
+    )
+
+
+def _alone_s(planner: Planner, prompt: Scenario, kind: DeviceKind) -> Steps | None:
+    """With everything on one device; None if it cannot."""
     prefill, decode = planner.single(prompt, kind), planner.single(DECODE, kind)
     if prefill is None or decode is None:
         return None
     if {prefill.rests.device, decode.rests.device} != {kind}:
         return None
-    return prefill.seconds + ANSWER_TOKENS * decode.seconds
+    return Steps(prefill.seconds, decode.seconds)
 
 
 def _step_s(choice: Choice, scenario: Scenario) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from hetero import hexagon
 from hetero.backends.affinity import assign_cores
@@ -15,6 +15,7 @@ from hetero.backends.registry import BACKENDS, find, open_device
 from hetero.errors import FallbackWarning, ModelError
 
 DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
+EVERY_CORE: Final = "opencl-cores"
 AUTO_BACKEND: dict[DeviceKind, str] = {"gpu": "opencl", "npu": "ort-cpu"}
 
 
@@ -66,6 +67,8 @@ def open_devices(
     if compiled and npu == "auto":
         npu = "qnn"
     names = {"gpu": backend_name("gpu", gpu), "npu": backend_name("npu", npu)}
+    if names["gpu"] == EVERY_CORE and mode != "gpu":
+        raise ModelError(f"{EVERY_CORE} leaves the NPU no core: use --device gpu")
     cores = assign_cores()
     wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else ["gpu", "npu"]
     opened: dict[DeviceKind, Device] = {}
@@ -87,7 +90,8 @@ def open_devices(
             "; ".join(str(error) for error in failures.values()),
             "run `hetero doctor`",
         )
-    result = DeviceSet(mode, mode, opened, cores.control)
+    pinned = not any(device.capabilities.every_core for device in opened.values())
+    result = DeviceSet(mode, mode, opened, cores.control if pinned else None)
     if failures:
         _note_fallback(result, failures)
     return result

@@ -116,7 +116,9 @@ class LLM:
             wishes = replace(wishes, weight_budget_bytes=max(budget - pool, 1))
         self.choice: Choice = choose(spec, wishes)
         options = {} if bundle is None else bundle.npu_options(model)
-        self.devices: DeviceSet = open_devices(self.choice.mode, gpu=gpu, npu=npu, compiled=options)
+        self.devices: DeviceSet = open_devices(
+            self.choice.mode, gpu=self.choice.gpu or gpu, npu=npu, compiled=options
+        )
         try:
             self.plan = plan_on(self.choice, spec, self.devices.devices)
             self._engine = Engine(

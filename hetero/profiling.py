@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
 from hetero.device_set import DeviceMode, open_devices
 from hetero.errors import UserError
+from hetero.every_core import can_use_every_core, measure_every_core
 from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import cached_profile_path, shipped_names
@@ -61,6 +63,7 @@ def profile_device(
         if "gpu" in opened.devices:
             with suppress(DeviceError):  # some kernel of it fails, which the profile will say
                 step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
+        alone = "gpu" in opened.devices and can_use_every_core(opened.devices["gpu"])
         with pinned(opened.control_core):
             return profile_devices(
                 opened.devices,
@@ -69,6 +72,7 @@ def profile_device(
                 resume=resume,
                 progress=progress,
                 step_s=step_s,
+                every_core=partial(measure_every_core, formats) if alone else None,
             )
     finally:
         opened.close()

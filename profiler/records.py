@@ -388,6 +388,22 @@ class HostSync(Record):
     step_s: Seconds | None = None
 
 
+class EveryCore(Record):
+    """What steps take where the GPU that is played by one core of a processor has all `cores`:
+    those of one core / speedup + layers · layer_s (`hetero.every_core`).
+    """
+
+    weight_format: WeightFormat
+    phase: Phase
+    cores: Count
+    speedup: Positive
+    layer_s: Seconds
+
+    def seconds(self, one_s: float, layers: int) -> float:
+        """Of a step that takes `one_s` on one core."""
+        return one_s / self.speedup + layers * self.layer_s
+
+
 class Power(Record):
     """Mean power while the device works, and energy source; what cannot be read is absent."""
 
@@ -462,6 +478,7 @@ class DeviceProfile(Record):
     contention: tuple[Contention, ...] = ()
     sync: dict[DeviceKind, DeviceSync] = {}
     host_sync: HostSync = HostSync()
+    every_core: tuple[EveryCore, ...] = ()
     power: Power | None = None
     predictors: tuple[MatMulPredictor, ...] = ()
     other_predictors: tuple[OtherPredictor, ...] = ()

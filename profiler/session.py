@@ -29,6 +29,7 @@ from hetero.profiler.records import (
     DeviceRecord,
     DeviceSync,
     Environment,
+    EveryCore,
     HostSync,
     MatMulRow,
     PreparationRow,
@@ -55,16 +56,24 @@ def profile_devices(
     clock: Clock | None = None,
     progress: Callable[[Event], None] | None = None,
     step_s: float | None = None,
+    every_core: Callable[[], list[EveryCore]] | None = None,
 ) -> DeviceProfile:
     """Measure open devices; the caller pins the thread. Writes `out` and its journal as it goes.
-    `step_s` is what a step of the runtime costs besides its launches, which is above this room.
+    `step_s` is what a step of the runtime costs besides its launches, which is above this room, and
+    so is what `every_core` measures while the devices are idle.
 
     Raises `ProfileError` for options that cannot be, or a journal of another run.
     """
     if not devices:
         raise ProfileError("there is no device to measure: see `hetero doctor`")
     session = Session(
-        devices, options or Options(), out=out, clock=clock, progress=progress, step_s=step_s
+        devices,
+        options or Options(),
+        out=out,
+        clock=clock,
+        progress=progress,
+        step_s=step_s,
+        every_core=every_core,
     )
     return session.run(resume=resume)
 
@@ -81,8 +90,10 @@ class Session:
         clock: Clock | None,
         progress: Callable[[Event], None] | None,
         step_s: float | None = None,
+        every_core: Callable[[], list[EveryCore]] | None = None,
     ) -> None:
         self._step_s = step_s
+        self._measure_every_core = every_core
         self.devices = dict(devices)
         self.options = options
         self.clock = clock or SystemClock()
@@ -199,6 +210,7 @@ class Session:
             )
             self._part(f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind))
         self._part("sleep", HostSync, self._host_sync)
+        self._part("every core", EveryCore, self._every_core)
         self._part("preparation", PreparationRow, around.preparation)
         self._together(1)
         self._part("power", MaybePower, around.power)
@@ -207,6 +219,15 @@ class Session:
     def _host_sync(self) -> list[HostSync]:
         (found,) = self._around.sleep()
         return [found.model_copy(update={"step_s": self._step_s})]
+
+    def _every_core(self) -> list[EveryCore]:
+        if self._measure_every_core is None:
+            return []
+        try:
+            return self._measure_every_core()
+        except DeviceError as error:  # the profile is of the devices, this is beside them
+            self.notes.append(str(error))
+            return []
 
     def _together(self, count: int) -> None:
         """Both devices at once, until so many of the stretches are measured."""
@@ -371,6 +392,13 @@ class Session:
                 )
         return checks
 
+    def _gains(self) -> list[str]:
+        found: list[EveryCore] = self.parts["every core"]
+        if not found:
+            return []
+        gains = ", ".join(f"{x.weight_format} {x.phase} {x.speedup:.2f} x" for x in found)
+        return [f"OpenCL alone on {found[0].cores} cores instead of one: {gains}"]
+
     def _report(self, what: str) -> None:
         left_s = max(self.options.budget_s - self.spent_s, 0.0)
         self.progress(Event(what, len(self.rows), self.total, left_s))
@@ -412,6 +440,7 @@ class Session:
             contention=together.contention,
             sync={kind: self.parts[f"{kind} synchronisation"][0] for kind in self.devices},
             host_sync=self.parts["sleep"][0],
+            every_core=tuple(self.parts["every core"]),
             power=power.power,
             predictors=fit.fit_all(self.records, rows, validate=finished),
             other_predictors=others[0].predictors,
@@ -421,5 +450,5 @@ class Session:
             preparation=tuple(self.parts["preparation"]),
             references=tuple(self.meter.points),
             stage_checks=tuple(self.parts.get("stage checks", ())),
-            notes=(*self.notes, *([power.note] if power.note else [])),
+            notes=(*self.notes, *self._gains(), *([power.note] if power.note else [])),
         )

@@ -14,13 +14,14 @@ from hetero import LLM, UserError
 from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError, ProfileWarning
-from hetero.profiler.records import DeviceProfile
-from hetero.solver.build import PlanRequest
+from hetero.profiler.records import DeviceProfile, EveryCore
+from hetero.solver.build import DECODE, PlanRequest
 from hetero.solver.handmade import single_device
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, PlanError
-from hetero.solver.planner import Scenario
+from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import prepare_solver
+from hetero.solver.report.units import duration
 from tests.runtime.models import tiny_model
 
 NAMES = {"gpu": "opencl", "npu": "ort-cpu"}
@@ -125,6 +126,60 @@ def test_auto_takes_what_is_predicted_fastest(spec: ModelSpec, chip: DeviceProfi
     slow = choose(spec, Wishes(mode="auto", profile=named(chip, npu_scale=100.0)))
     assert (slow.mode, slow.plan) == ("gpu", None)
     assert slow.reason.startswith("auto: gpu alone, predicted for")
+
+
+def with_every_core(profile: DeviceProfile, cores: int = 4) -> DeviceProfile:
+    """On every core prompts take half as long, and steps a little less."""
+    found = tuple(
+        EveryCore(weight_format=w, phase=phase, cores=cores, speedup=speedup, layer_s=1e-6)
+        for w in ("w4a16", "f32")
+        for phase, speedup in (("prefill", 2.0), ("decode", 1.2))
+    )
+    return profile.model_copy(update={"every_core": found})
+
+
+@pytest.mark.parametrize(
+    ("here", "wishes", "chosen"),
+    [
+        (4, {}, True),
+        (8, {}, True),
+        (3, {}, False),  # than which more were measured
+        (0, {}, False),  # OpenCL runs with one already
+        (4, {"gpu": "opencl"}, False),  # asked for by name
+        (4, {"max_gpu_share": 0.5}, False),
+        (4, {"mode": "hetero"}, False),
+    ],
+)
+def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
+    spec: ModelSpec,
+    chip: DeviceProfile,
+    monkeypatch: pytest.MonkeyPatch,
+    here: int,
+    wishes: dict[str, Any],
+    chosen: bool,
+) -> None:
+    monkeypatch.setattr("hetero.choosing.every_core_count", lambda: here)
+    slow = named(chip, npu_scale=100.0)
+    wished = Wishes(**({"mode": "auto"} | wishes), profile=None)
+    monkeypatch.setattr("hetero.choosing.locate_profile", lambda _: (with_every_core(slow), ""))
+    found = choose(spec, wished)
+    assert (found.gpu == "opencl-cores") == chosen
+    if chosen:
+        assert (found.mode, found.plan) == ("gpu", None)
+        assert found.reason.startswith("auto: opencl-cores alone, predicted for a prompt of 256")
+        one = Planner(spec, slow)
+        decode = one.single(DECODE, "gpu")
+        prompt = one.single(Scenario("prefill", 256), "gpu")
+        assert decode is not None
+        assert prompt is not None
+        both_s = prompt.seconds / 2 + 64 * decode.seconds / 1.2 + 65 * spec.layers * 1e-6
+        assert f"opencl-cores {duration(both_s)}" in found.reason
+
+
+def test_auto_with_every_core_named_needs_no_profile(spec: ModelSpec) -> None:
+    found = choose(spec, Wishes(mode="auto", gpu="opencl-cores"))
+    assert (found.mode, found.gpu, found.plan) == ("gpu", None, None)
+    assert found.reason == "auto: gpu alone, because opencl-cores leaves no other core"
 
 
 def test_hetero_is_at_least_layer_level(spec: ModelSpec, chip: DeviceProfile) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def open(
     *,
     cpu: int | None = None,
+    every_core: bool = False,
     platform: str | None = None,
     family: str | None = None,
     unified_memory: bool | None = None,
@@ -27,6 +28,7 @@ def open(
     """Open an OpenCL device. Raises `DeviceUnavailableError` with the remedy.
 
     `cpu` is the core that PoCL's worker runs on (default: the first one allowed to this process);
+    with `every_core` it has a worker for each of them (the backend `opencl-cores`).
     `platform` a part of the wanted platform's or device's name. `cache_dir` holds compiled kernels
     (default: the user's cache directory). For tests, `family` forces a tuning record,
     `unified_memory=False` makes every call copy its tensors as on a discrete GPU, and
@@ -45,12 +47,26 @@ def open(
         TABLE,
         WEIGHT_FORMATS,
         cpu=cpu,
+        every_core=every_core,
         platform=platform,
         family=family,
         unified_memory=unified_memory,
         coherent=coherent,
         cache_dir=cache_dir,
     )
+
+
+def every_core_count() -> int:
+    """Workers that a device opened with `every_core` would have; 0 if it cannot be opened, because
+    OpenCL runs in this process with another number.
+    """
+    _spare_pyopencl_cache()
+    try:
+        from hetero.backends.opencl.platform import started_workers, wanted_workers
+    except ImportError:
+        return 0
+    wanted = wanted_workers(every_core=True)
+    return wanted if started_workers() in (None, wanted) else 0
 
 
 def _spare_pyopencl_cache() -> None:

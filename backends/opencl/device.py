@@ -18,7 +18,14 @@ from hetero.backends.checks import Health, check_weights
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
-from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
+from hetero.backends.opencl.failures import (
+    BACKEND,
+    EVERY_CORE,
+    FATAL,
+    code_name,
+    decoded,
+    device_error,
+)
 from hetero.backends.opencl.flag import Flag, probe
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
 from hetero.backends.opencl.pocl_repair import known_cpu_name
@@ -54,8 +61,8 @@ class OpenCLDevice(Device):
     For kernels: `native`, `queue`, `context`, `programs` and `tuning`. `copies` counts copies
     enqueued for tensors, which stays 0 on unified memory. `coherent`: host and device see each
     other's writes without mapping (see `calls`). `specialised` lists the launches that
-    were warmed up. `worker_cpu` is the core that PoCL's worker is pinned to (a process has one
-    worker, so the device opened last decides), None if it is not pinned.
+    were warmed up. `worker_cpu` is the core that PoCL's worker is pinned to, None if it is not
+    pinned; the workers are the process's, so the device that was opened last decides.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class OpenCLDevice(Device):
         weight_formats: tuple[WeightFormat, ...],
         *,
         cpu: int | None = None,
+        every_core: bool = False,
         platform: str | None = None,
         family: str | None = None,
         unified_memory: bool | None = None,
@@ -72,11 +80,11 @@ class OpenCLDevice(Device):
     ) -> None:
         forced = find_tuning(family) if family is not None else None
         directory = cache_dir or default_cache_dir()
-        found = find_device(wanted=platform, cpu=cpu, cache_dir=directory)
+        found = find_device(wanted=platform, cpu=cpu, every_core=every_core, cache_dir=directory)
         flags = cpu_flags() if found.is_pocl else frozenset[str]()
         native = found.device
         self.tuning = forced or detect_tuning(native.platform.name, native.name, flags)
-        self.info = _info(found, self.tuning.family)
+        self.info = _info(found, self.tuning.family, every_core=every_core)
         with decoded(f"opening {native.name}"):
             self.context = cl.Context([native])
             self.queue = cl.CommandQueue(self.context)
@@ -96,6 +104,7 @@ class OpenCLDevice(Device):
             row_alignment=16,
             memory_limit_bytes=None if unified_memory else int(native.global_mem_size),
             max_allocation_bytes=int(native.max_mem_alloc_size),
+            every_core=every_core,
             reads_panels=True,
         )
         self._table = table
@@ -254,7 +263,7 @@ CLOCK_SAMPLES = 20
 CLOCK_LOOKS = 10_000
 
 
-def _info(found: Found, family: str) -> DeviceInfo:
+def _info(found: Found, family: str, *, every_core: bool) -> DeviceInfo:
     native = found.device
     details = {
         "platform": native.platform.version.strip(),
@@ -265,8 +274,10 @@ def _info(found: Found, family: str) -> DeviceInfo:
     if found.is_pocl:
         details["cpu"] = known_cpu_name(cpu_flags())
         details["repaired"] = found.compiler_cpu or "no"
+    if every_core:
+        details["cores"] = str(native.max_compute_units)
     return DeviceInfo(
-        backend=BACKEND,
+        backend=EVERY_CORE if every_core else BACKEND,
         name=native.name.strip(),
         driver=native.driver_version.strip(),
         details=details,

@@ -1,4 +1,4 @@
-"""Finding an OpenCL device, and PoCL's environment: one worker thread on one chosen core."""
+"""Finding an OpenCL device, and PoCL's workers: one thread on one chosen core, or one for each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +18,13 @@ import pyopencl as cl
 
 from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceUnavailableError
-from hetero.backends.opencl.failures import BACKEND, code_name
+from hetero.backends.opencl.failures import BACKEND, EVERY_CORE, code_name
 from hetero.backends.opencl.pocl_repair import applies, known_cpu_name, repair
 from hetero.backends.processor import cpu_flags
 
 NO_DRIVER = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
 TASKS = Path("/proc/self/task")
+WORKERS = "POCL_MAX_PTHREAD_COUNT"
 TRIVIAL = "__kernel void trivial(__global int *x) { x[0] = 1; }"
 
 
@@ -44,34 +47,58 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "opencl"
 
 
-def find_device(*, wanted: str | None, cpu: int | None, cache_dir: Path) -> Found:
+def find_device(
+    *, wanted: str | None, cpu: int | None, every_core: bool = False, cache_dir: Path
+) -> Found:
     """Set PoCL's environment, pick a device, repair and pin PoCL, and prove that it builds."""
-    prepare_environment(cache_dir)
+    count = wanted_workers(every_core=every_core)
     before = _tasks()
-    devices = _devices()
+    with pocl_environment(cache_dir, count):
+        devices = _devices()
     started = sorted(_tasks() - before)
+    if every_core:
+        devices = [device for device in devices if device.type & cl.device_type.CPU]
+        if not devices:
+            raise DeviceUnavailableError(
+                EVERY_CORE, "looking for a processor", "CL_DEVICE_NOT_FOUND", NO_DRIVER
+            )
     device = _choose(devices, wanted)
     is_pocl = device.platform.name == "Portable Computing Language"
     if not is_pocl:
         return Found(device, is_pocl=False)
-    _check_one_worker(device)
-    name = _repair(device)
-    _build_trivial(device)
     if len(started) == device.max_compute_units:
         _workers[:] = started
-    return Found(device, is_pocl=True, compiler_cpu=name, worker_cpu=_pin(cpu))
+    _check_workers(device, count)
+    name = _repair(device)
+    _build_trivial(device)
+    worker_cpu = None
+    if every_core:
+        _move_workers(allowed_cores())
+    elif _workers and count == 1:
+        worker_cpu = allowed_cores()[0] if cpu is None else cpu
+        _move_workers([worker_cpu])
+    return Found(device, is_pocl=True, compiler_cpu=name, worker_cpu=worker_cpu)
 
 
-def prepare_environment(cache_dir: Path) -> None:
-    """PoCL reads these once, when its device is first asked for; the user's own values win.
+@contextmanager
+def pocl_environment(cache_dir: Path, workers: int) -> Iterator[None]:
+    """What PoCL reads, once in a process, when its device is first asked for; the user's own values
+    win. The number of workers is taken back, for processes that are started from here.
 
     POCL_AFFINITY is left alone: it pins worker i to core i, which a container may not allow.
     """
-    os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", "1")
     if "POCL_CACHE_DIR" not in os.environ:
         # The kernels' hash may not name the CPU they were compiled for, so the folder does.
         name = known_cpu_name(cpu_flags())
         os.environ["POCL_CACHE_DIR"] = str(writable_dir(cache_dir / "pocl" / name))
+    if WORKERS in os.environ:
+        yield
+        return
+    os.environ[WORKERS] = str(workers)
+    try:
+        yield
+    finally:
+        del os.environ[WORKERS]
 
 
 def writable_dir(path: Path) -> Path:
@@ -123,18 +150,34 @@ def _choose(devices: list[cl.Device], wanted: str | None) -> cl.Device:
     return (gpus or devices)[0]
 
 
-def _check_one_worker(device: cl.Device) -> None:
-    """PoCL's thread count is fixed when its device is first asked for in the process."""
-    expected = os.environ["POCL_MAX_PTHREAD_COUNT"]
-    if str(device.max_compute_units) != expected.strip():
-        raise DeviceUnavailableError(
-            BACKEND,
-            "limiting PoCL to its worker threads",
-            f"OpenCL was already initialised with {device.max_compute_units} threads, "
-            f"{expected} wanted",
-            "open the device before any other OpenCL call of the process, or set "
-            f"POCL_MAX_PTHREAD_COUNT={expected} in its environment",
-        )
+def wanted_workers(*, every_core: bool) -> int:
+    """Threads that PoCL is to have, or as many as the user says in the environment."""
+    said = os.environ.get(WORKERS, "").strip()
+    if said.isdecimal() and int(said) > 0:
+        return int(said)
+    return len(allowed_cores()) if every_core else 1
+
+
+def started_workers() -> int | None:
+    """PoCL's threads in this process, whose number is fixed; None before its device is opened."""
+    return len(_workers) or None
+
+
+def _check_workers(device: cl.Device, count: int) -> None:
+    """PoCL's thread count is fixed when its device is first asked for in the process.
+
+    More threads than one core needs do no harm if they are known: they are held to that core.
+    """
+    units = device.max_compute_units
+    if units == count or (count == 1 and len(_workers) == units):
+        return
+    raise DeviceUnavailableError(
+        BACKEND,
+        f"giving PoCL {count} worker threads",
+        f"OpenCL was already initialised with {units} in this process",
+        "open the device before any other OpenCL call of the process, or set "
+        f"{WORKERS}={count} in its environment",
+    )
 
 
 def _repair(device: cl.Device) -> str:
@@ -183,22 +226,17 @@ def _tasks() -> set[int]:
     return {int(task.name) for task in TASKS.iterdir()} if TASKS.exists() else set()
 
 
-def _pin(cpu: int | None) -> int | None:
-    """Move PoCL's worker to one core.
-
-    None where the worker is not known, because OpenCL was in use before, or not the only one.
-    """
-    if len(_workers) != 1 or sys.platform != "linux":
-        return None
-    allowed = allowed_cores()
-    core = allowed[0] if cpu is None else cpu
+def _move_workers(cores: list[int]) -> None:
+    """Hold PoCL's workers to these cores, if they are known: nobody used OpenCL before."""
+    if sys.platform != "linux":
+        return
     try:
-        os.sched_setaffinity(_workers[0], {core})
+        for worker in _workers:
+            os.sched_setaffinity(worker, cores)
     except OSError as error:
         raise DeviceUnavailableError(
             BACKEND,
-            f"moving PoCL's worker to core {core}",
+            f"moving PoCL's worker to core {', '.join(map(str, cores))}",
             str(error.strerror),
-            f"cores allowed to this process: {allowed}",
+            f"cores allowed to this process: {allowed_cores()}",
         ) from error
-    return core

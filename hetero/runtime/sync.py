@@ -129,8 +129,9 @@ class Site:
             return 0.0
         now = time.perf_counter
         start_s = now()
-        if self.owner.crowded:
-            return self._crowded(completion, start_s)
+        if self.owner.crowded or self.kind in self.owner.unpolled:
+            self.owner.crowded = max(0, self.owner.crowded - 1)
+            return self._asleep(completion, start_s)
         late_s = self.owner.sleep.late_s
         nap_s, napped_s = self.expected_s - late_s, 0.0
         # A third of all sleeps is later than expected, and what runs next finds the core cold: in
@@ -186,11 +187,16 @@ class Site:
                 looked_s = now()
                 give_up_s += _stopped(looked_s - at_s)
 
-    def _crowded(self, completion: Completion, start_s: float) -> float:
-        """Wait on a core that others use as well: who polls there loses it for milliseconds."""
-        self.owner.crowded -= 1
+    def _asleep(self, completion: Completion, start_s: float) -> float:
+        """Wait on a core that others use as well: who polls there loses it for milliseconds, or
+        takes it from the device that is waited for.
+        """
         now, looked_s = time.perf_counter, start_s
         give_up_s = start_s + self.owner.deadline_s
+        nap_s = self.expected_s - self.owner.sleep.late_s
+        if nap_s > SHORTEST_NAP_S:
+            self._nap(completion, start_s, nap_s)
+            looked_s = now()
         while not completion.done():
             time.sleep(SHORTEST_NAP_S)
             at_s = now()
@@ -255,6 +261,7 @@ class Synchroniser:
         self.sleep = sleep or SleepTimes.measure()
         self.totals = WaitTotals()
         self.crowded = 0  # waits that are still to be slept through
+        self.unpolled = {k for k, device in devices.items() if device.capabilities.every_core}
         self._gateless = 0  # steps that are still to run without gates
         self._gaps: deque[float] = deque(maxlen=CROWDED_GAPS)  # when the core was lost
         self._queued_s: dict[int, float] = {}  # by thread, until the last loss
@@ -311,7 +318,7 @@ def find_flags(devices: Mapping[DeviceKind, Device]) -> dict[DeviceKind, BoundCa
     """Flags of the devices on which watching one is faster than asking the driver (measured)."""
     found: dict[DeviceKind, BoundCall] = {}
     for kind, device in devices.items():
-        flag = device.flag() if device.capabilities.asynchronous else None
+        flag = device.flag() if _is_polled(device) else None
         if flag is not None and _flag_is_faster(device, flag):
             found[kind] = flag
     return found
@@ -321,11 +328,15 @@ def find_bells(devices: Mapping[DeviceKind, Device]) -> dict[DeviceKind, Doorbel
     """Doorbells of the devices on which ringing is faster than submitting (measured)."""
     found: dict[DeviceKind, Doorbell] = {}
     for kind, device in devices.items():
-        flag = device.flag() if device.capabilities.asynchronous else None
+        flag = device.flag() if _is_polled(device) else None
         bell = device.doorbell() if flag is not None else None
         if flag is not None and bell is not None and _bell_is_faster(device, flag, bell):
             found[kind] = bell
     return found
+
+
+def _is_polled(device: Device) -> bool:
+    return device.capabilities.asynchronous and not device.capabilities.every_core
 
 
 def _bell_is_faster(device: Device, flag: BoundCall, bell: Doorbell) -> bool:

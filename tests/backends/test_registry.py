@@ -17,7 +17,9 @@ from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor, new_tensor
 def test_unknown_backend_gets_a_suggestion() -> None:
     with pytest.raises(ValueError, match="unknown backend 'ortcpu': did you mean 'ort-cpu'"):
         registry.find("ortcpu")
-    with pytest.raises(ValueError, match="unknown backend 'xyz': known are opencl, ort-cpu"):
+    with pytest.raises(
+        ValueError, match="unknown backend 'xyz': known are opencl, opencl-cores, ort-cpu"
+    ):
         registry.open_device("xyz")
 
 

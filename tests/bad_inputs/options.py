@@ -42,6 +42,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--device", "tpu"), "'--device'"),
     (("--gpu", "opencll"), "did you mean 'opencl'?"),
     (("--npu", "opencl"), "opencl is not a npu backend"),
+    (("--gpu", "opencl-cores"), "opencl-cores leaves the NPU no core: use --device gpu"),
     (("--npu", "tpu"), "unknown"),
     (("--weights", "w5"), "'--weights'"),
     (("--strategy", "rowcut"), "did you mean row-cut?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from hetero.backends.clock import ManualClock
+from hetero.backends.errors import DeviceError
 from hetero.backends.ops import MatMul
 from hetero.profiler import bandwidth, energy
 from hetero.profiler.cost import CostModel
@@ -17,7 +19,7 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
 from hetero.profiler.journal import Journal, journal_path, read_entries
 from hetero.profiler.options import Event, Options
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
 from tests.profiler.fakes import GRAPHS, TOKENS, W4, devices, gpu_cost, npu_cost, options
 
@@ -28,6 +30,7 @@ def take(
     resume: bool = False,
     stop_after: int | None = None,
     opts: Options | None = None,
+    every_core: Callable[[], list[EveryCore]] | None = None,
 ) -> DeviceProfile:
     """A profile of the null devices; `stop_after` rows the process is interrupted."""
     clock = ManualClock()
@@ -47,6 +50,7 @@ def take(
         resume=resume,
         clock=clock,
         progress=progress,
+        every_core=every_core,
     )
 
 
@@ -194,6 +198,31 @@ def test_an_interrupted_run_resumes_without_losing_a_row(
         assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-9)
     assert not journal_path(out).exists()
     assert DeviceProfile.load(out) == again
+
+
+def test_what_every_core_gains_is_measured_once_and_said(tmp_path: Path) -> None:
+    found = [EveryCore(weight_format=W4, phase="decode", cores=8, speedup=2.5, layer_s=1e-5)]
+    out, calls = tmp_path / "p.json", 0
+
+    def measure() -> list[EveryCore]:
+        nonlocal calls
+        calls += 1
+        return found
+
+    with pytest.raises(KeyboardInterrupt):
+        take(out, stop_after=3, every_core=measure)
+    taken = take(out, resume=True, every_core=measure)
+    assert (calls, taken.every_core) == (1, tuple(found))
+    assert "OpenCL alone on 8 cores instead of one: w4a16 decode 2.50 x" in taken.notes
+
+
+def test_without_what_every_core_gains_a_profile_says_why() -> None:
+    def broken() -> list[EveryCore]:
+        raise DeviceError("opencl-cores", "measuring it", "gone")
+
+    taken = take(every_core=broken)
+    assert taken.every_core == ()
+    assert "opencl-cores: measuring it failed: gone" in taken.notes
 
 
 @pytest.mark.parametrize("cut", [1, 200])

@@ -227,6 +227,18 @@ def test_a_core_that_others_use_is_not_polled_on(
     assert len(clock.slept) >= before + CROWDED_WAITS
 
 
+def test_a_device_on_every_core_is_not_polled(clock: FakeTime) -> None:
+    site = site_of(clock)
+    site.owner.unpolled.add(site.kind)
+    for _ in range(100):
+        wait(site, clock, 8e-3)
+        assert site.owner.totals.polling_s == 0.0
+    before, start_s = len(clock.slept), clock.now_s
+    wait(site, clock, 8e-3)
+    assert clock.now_s - start_s == pytest.approx(8e-3, abs=3 * LATE_S)
+    assert len(clock.slept) - before < 8 + 8  # a look each millisecond, and some at the end
+
+
 @pytest.mark.parametrize("lost_s", [1e-3, 20e-3])
 def test_a_core_that_a_hypervisor_takes_is_polled_on(
     clock: FakeTime, monkeypatch: pytest.MonkeyPatch, lost_s: float

@@ -336,6 +336,85 @@ class TestPinning:
         assert out.strip() == "True"
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+class TestEveryCore:
+    def test_workers_and_where_they_run(self) -> None:
+        out = in_new_process(
+            """
+            import os
+            from hetero.backends.opencl import every_core_count
+            from hetero.backends.registry import open_device
+            tasks = lambda: {int(task) for task in os.listdir("/proc/self/task")}
+            print(every_core_count())
+            before = tasks()
+            with open_device("opencl-cores") as device:
+                workers = tasks() - before
+                places = lambda: [sorted(os.sched_getaffinity(worker)) for worker in workers]
+                print(device.info.backend, device.info.details["cores"], device.worker_cpu,
+                      device.capabilities.every_core)
+                print(places())
+            with open_device("opencl") as device:
+                print(device.info.backend, device.capabilities.every_core, places())
+            with open_device("opencl-cores") as device:
+                print(places())
+            print(every_core_count())
+            """
+        ).splitlines()
+        allowed = sorted(os.sched_getaffinity(0))
+        count = len(allowed)
+        assert out == [
+            str(count),
+            f"opencl-cores {count} None True",
+            str([allowed] * count),
+            f"opencl False {[allowed[:1]] * count}",
+            str([allowed] * count),
+            str(count),
+        ]
+
+    def test_too_late(self) -> None:
+        out = in_new_process(
+            """
+            from hetero.backends.errors import DeviceUnavailableError
+            from hetero.backends.opencl import every_core_count
+            from hetero.backends.registry import open_device
+            open_device("opencl").close()
+            print(every_core_count())
+            try:
+                open_device("opencl-cores")
+            except DeviceUnavailableError as error:
+                print(error)
+            """
+        ).splitlines()
+        assert out[0] == "0"
+        assert "OpenCL was already initialised with 1 in this process; open" in out[1]
+
+    def test_the_same_numbers_as_on_one_core(self) -> None:
+        """To the last bit: cores share work-groups out, no group adds up what another does."""
+        code = """
+            import hashlib, sys
+            import numpy as np
+            from hetero import LLM
+            for weights in ("w4a16", "w4a8", "w8a16", "f16", "f32"):
+                with LLM("demo", device="gpu", gpu=sys.argv[1], weights=weights) as llm:
+                    assert llm.devices.name("gpu") == sys.argv[1]
+                    engine, random = llm.engine, np.random.default_rng(0)
+                    found = []
+                    for count in (1, 2, 7, 33, 130):
+                        engine.truncate(0)
+                        tokens = random.integers(3, llm.model.config.vocab_size, count).tolist()
+                        found.append(engine.prefill(tokens).copy())
+                        found += [engine.decode(token).copy() for token in tokens[:5]]
+                    assert np.isfinite(found).all()
+                    print(weights, hashlib.sha256(np.stack(found).tobytes()).hexdigest())
+            """
+        found = [
+            in_new_process(textwrap.dedent(code).replace("sys.argv[1]", repr(name)))
+            for name in ("opencl", "opencl-cores")
+        ]
+        assert len(found[0].splitlines()) == 5
+        assert found[0] == found[1]
+
+
 class TestTuning:
     @pytest.mark.parametrize(
         ("names", "flags", "family"),
@@ -371,14 +450,24 @@ class TestCacheFolder:
     def test_users_own_values_win(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("POCL_CACHE_DIR", "/mine")
         monkeypatch.setenv("POCL_MAX_PTHREAD_COUNT", "3")
-        platform.prepare_environment(tmp_path)
-        assert os.environ["POCL_CACHE_DIR"] == "/mine"
+        assert platform.wanted_workers(every_core=True) == 3
+        with platform.pocl_environment(tmp_path, 1):
+            assert os.environ["POCL_CACHE_DIR"] == "/mine"
+            assert os.environ["POCL_MAX_PTHREAD_COUNT"] == "3"
         assert os.environ["POCL_MAX_PTHREAD_COUNT"] == "3"
         assert not list(tmp_path.iterdir())
+
+    def test_processes_started_later_choose_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("POCL_MAX_PTHREAD_COUNT", raising=False)
+        with platform.pocl_environment(tmp_path, 2):
+            assert os.environ["POCL_MAX_PTHREAD_COUNT"] == "2"
+        assert "POCL_MAX_PTHREAD_COUNT" not in os.environ
 
     def test_default_is_named_after_the_cpu(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("POCL_CACHE_DIR", raising=False)
-        platform.prepare_environment(tmp_path)
-        assert Path(os.environ["POCL_CACHE_DIR"]).parent == tmp_path / "pocl"
+        with platform.pocl_environment(tmp_path, 1):
+            assert Path(os.environ["POCL_CACHE_DIR"]).parent == tmp_path / "pocl"
