@@ -277,11 +277,14 @@ def _prompt(llm: LLM, count: int) -> list[int]:
 
 def _row(test: str, who: Contender, llm: LLM, samples: Sequence[Sample]) -> BenchRow:
     values = [sample.tokens_per_s for sample in samples]
-    both = len(llm.plan.devices()) == 2
+    if len(llm.plan.devices()) < 2:
+        planned = f"{llm.devices.mode}-only"
+    else:  # by the solver, or by rule
+        planned = "layer" if llm.choice.solver is None else "auto"
     return BenchRow(
         test=test,
         device=who.device,
-        strategy=who.strategy or ("layer" if both else f"{llm.devices.mode}-only"),
+        strategy=who.strategy or planned,
         sync=who.sync,
         tokens_per_s_median=statistics.median(values),
         tokens_per_s_min=min(values),

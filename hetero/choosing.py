@@ -185,6 +185,8 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
         f"auto: {best if best == level else best + ' alone'}, predicted for a prompt of {prompt.m} "
         f"tokens and {ANSWER_TOKENS} more: {times} (profile {planner.profile.name})"
     )
+    if EVERY_CORE in steps and every_core_count() == 0 and planner.profile.every_core:
+        reason += f"; {EVERY_CORE} needs a process in which OpenCL does not run yet"
     if best == level:
         return replace(both, reason=reason)
     if best == EVERY_CORE:

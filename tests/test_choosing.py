@@ -164,6 +164,7 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
     monkeypatch.setattr("hetero.choosing.locate_profile", lambda _: (with_every_core(slow), ""))
     found = choose(spec, wished)
     assert (found.gpu == "opencl-cores") == chosen
+    assert ("does not run yet" in found.reason) == (here == 0)
     if chosen:
         assert (found.mode, found.plan) == ("gpu", None)
         assert found.reason.startswith("auto: opencl-cores alone, predicted for a prompt of 256")

@@ -341,7 +341,7 @@ class TestEveryCore:
     def test_workers_and_where_they_run(self) -> None:
         out = in_new_process(
             """
-            import os
+            import os, warnings
             from hetero.backends.opencl import every_core_count
             from hetero.backends.registry import open_device
             tasks = lambda: {int(task) for task in os.listdir("/proc/self/task")}
@@ -353,8 +353,11 @@ class TestEveryCore:
                 print(device.info.backend, device.info.details["cores"], device.worker_cpu,
                       device.capabilities.every_core)
                 print(places())
-            with open_device("opencl") as device:
-                print(device.info.backend, device.capabilities.every_core, places())
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                with open_device("opencl") as device:
+                    print(device.info.backend, device.capabilities.every_core, places())
+            print(*(str(warning.message)[:29] for warning in said))
             with open_device("opencl-cores") as device:
                 print(places())
             print(every_core_count())
@@ -367,6 +370,7 @@ class TestEveryCore:
             f"opencl-cores {count} None True",
             str([allowed] * count),
             f"opencl False {[allowed[:1]] * count}",
+            f"OpenCL runs with {count} threads in",
             str([allowed] * count),
             str(count),
         ]
