@@ -129,14 +129,12 @@ class Site:
             return 0.0
         now = time.perf_counter
         start_s = now()
-        if self.owner.crowded or self.kind in self.owner.unpolled:
-            self.owner.crowded = max(0, self.owner.crowded - 1)
-            return self._asleep(completion, start_s)
+        polls = self.owner.polls(self.kind)
         late_s = self.owner.sleep.late_s
         nap_s, napped_s = self.expected_s - late_s, 0.0
         # A third of all sleeps is later than expected, and what runs next finds the core cold: in
         # a short wait that costs more time than is slept.
-        worth = self.expected_s > min(WORTH * late_s, LONG_S)
+        worth = not polls or self.expected_s > min(WORTH * late_s, LONG_S)
         if worth and nap_s > SHORTEST_NAP_S:
             looked_s, napped_s = self._nap(completion, start_s, nap_s)
             if completion.done():
@@ -145,8 +143,10 @@ class Site:
                 return napped_s
         elif self.expected_s > LONG_S:
             self.owner.sleep.doubt()
-        self._poll(completion, start_s)
+        (self._poll if polls else self._doze)(completion, start_s)
         waited_s = now() - start_s
+        if not polls:
+            napped_s = waited_s
         self._learn(waited_s)
         self._count(napped_s, waited_s - napped_s)
         return napped_s
@@ -187,27 +187,19 @@ class Site:
                 looked_s = now()
                 give_up_s += _stopped(looked_s - at_s)
 
-    def _asleep(self, completion: Completion, start_s: float) -> float:
-        """Wait on a core that others use as well: who polls there loses it for milliseconds, or
+    def _doze(self, completion: Completion, start_s: float) -> None:
+        """Wait in naps: who polls on a core that others use as well loses it for milliseconds, or
         takes it from the device that is waited for.
         """
-        now, looked_s = time.perf_counter, start_s
+        looked_s = time.perf_counter()
         give_up_s = start_s + self.owner.deadline_s
-        nap_s = self.expected_s - self.owner.sleep.late_s
-        if nap_s > SHORTEST_NAP_S:
-            self._nap(completion, start_s, nap_s)
-            looked_s = now()
         while not completion.done():
             time.sleep(SHORTEST_NAP_S)
-            at_s = now()
+            at_s = time.perf_counter()
             give_up_s += _stopped(at_s - looked_s)
             looked_s = at_s
             if at_s > give_up_s:
                 raise self.owner.timeout(self.name, self.kind)
-        waited_s = now() - start_s
-        self._learn(waited_s)
-        self._count(waited_s, 0.0)
-        return waited_s
 
     def _event(self, completion: Completion) -> float:
         start_s = time.perf_counter()
@@ -274,6 +266,13 @@ class Synchroniser:
     def eager(self) -> bool:
         """See the class."""
         return self.method not in ("finish", "copy")
+
+    def polls(self, kind: DeviceKind) -> bool:
+        """Whether the wait that begins now may keep the core busy; counts those that may not."""
+        if self.crowded:
+            self.crowded -= 1
+            return False
+        return kind not in self.unpolled
 
     def preempted(self, at_s: float, lost_s: float) -> None:
         """Something else had the control core for so long, until this moment. Where that was
