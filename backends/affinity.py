@@ -21,11 +21,14 @@ _before: dict[int, set[int]] = {}  # of threads that `pinned` holds: their cores
 
 
 def allowed_cores() -> list[int]:
-    """Cores of the calling thread, ascending; all of the process where that is held to one.
+    """Cores of the calling thread, ascending; all of the process where that is held to one, and of
+    the machine where the system has no affinity.
 
     Two devices need a core each: a GPU's worker on the core of the thread that happened to open it
     would share it with what that thread drives. A process that is held to one core has one.
     """
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(os.cpu_count() or 1))
     own = _cores_of(threading.get_native_id())
     return sorted(own if len(own) > 1 else own | _cores_of(os.getpid()))
 

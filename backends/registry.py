@@ -6,10 +6,12 @@ import difflib
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.protocol import Device, DeviceKind
+
+EVERY_CORE: Final = "opencl-cores"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("opencl", "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
-        Backend("opencl-cores", "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
+        Backend(EVERY_CORE, "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
         Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
         Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'"),
         Backend("reference", "npu"),

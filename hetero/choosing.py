@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 from hetero.backends.opencl import every_core_count
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.device_set import EVERY_CORE, DeviceMode, backend_name
+from hetero.backends.registry import EVERY_CORE
+from hetero.device_set import DeviceMode, backend_name
 from hetero.errors import UserError
 from hetero.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError

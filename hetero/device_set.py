@@ -5,17 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from hetero import hexagon
 from hetero.backends.affinity import assign_cores
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.backends.registry import BACKENDS, find, open_device
+from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device
 from hetero.errors import FallbackWarning, ModelError
 
 DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
-EVERY_CORE: Final = "opencl-cores"
 AUTO_BACKEND: dict[DeviceKind, str] = {"gpu": "opencl", "npu": "ort-cpu"}
 
 

@@ -18,11 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device
-from hetero.device_set import EVERY_CORE, open_devices
+from hetero.backends.registry import EVERY_CORE
+from hetero.device_set import open_devices
 from hetero.models import open_model
 from hetero.models.random_models import RandomWeights, known_config
 from hetero.models.weights import ModelWeights
@@ -66,7 +69,10 @@ def measure_every_core(
                         found.setdefault(name, {}).setdefault(step, []).append(seconds)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise DeviceError(
-            EVERY_CORE, "measuring it in a process of its own", _reason(error), "run it by hand"
+            EVERY_CORE,
+            "measuring it in a process of its own",
+            _reason(error),
+            "try the backend with `hetero bench`",
         ) from error
     return [
         _fit(name, phase, len(cores), times[ONE_CORE][name], times[EVERY_CORE][name])
@@ -83,13 +89,16 @@ def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times)
         for times in (one, every)
     )
     # every = one / speedup + layers · layer_s, for both
-    scale = one_s["small"] * layers["large"] - one_s["large"] * layers["small"]
-    inverse = (every_s["small"] * layers["large"] - every_s["large"] * layers["small"]) / scale
-    layer_s = (every_s["large"] - one_s["large"] * inverse) / layers["large"]
+    steps = [[one_s[size], count] for size, count in layers.items()]
+    (inverse, layer_s), *_ = np.linalg.lstsq(steps, [every_s[size] for size in layers])
     if inverse <= 0 or layer_s < 0:
         inverse, layer_s = every_s["large"] / one_s["large"], 0.0
     return EveryCore(
-        weight_format=name, phase=phase, cores=cores, speedup=1 / inverse, layer_s=layer_s
+        weight_format=name,
+        phase=phase,
+        cores=cores,
+        speedup=float(1 / inverse),
+        layer_s=float(layer_s),
     )
 
 

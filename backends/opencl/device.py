@@ -18,14 +18,7 @@ from hetero.backends.checks import Health, check_weights
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
-from hetero.backends.opencl.failures import (
-    BACKEND,
-    EVERY_CORE,
-    FATAL,
-    code_name,
-    decoded,
-    device_error,
-)
+from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.flag import Flag, probe
 from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
 from hetero.backends.opencl.pocl_repair import known_cpu_name
@@ -42,6 +35,7 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
+from hetero.backends.registry import EVERY_CORE
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], Kernel]
 Accepts: TypeAlias = Callable[[Any], Acceptance]

@@ -10,7 +10,6 @@ import pyopencl as cl
 from hetero.backends.errors import DeviceError
 
 BACKEND = "opencl"
-EVERY_CORE = "opencl-cores"
 
 REMEDIES = {
     "CL_MEM_OBJECT_ALLOCATION_FAILURE": "free device memory or use a smaller model or context",

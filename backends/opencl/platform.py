@@ -18,9 +18,10 @@ import pyopencl as cl
 
 from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceUnavailableError
-from hetero.backends.opencl.failures import BACKEND, EVERY_CORE, code_name
+from hetero.backends.opencl.failures import BACKEND, code_name
 from hetero.backends.opencl.pocl_repair import applies, known_cpu_name, repair
 from hetero.backends.processor import cpu_flags
+from hetero.backends.registry import EVERY_CORE
 
 NO_DRIVER = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
 TASKS = Path("/proc/self/task")
