@@ -58,8 +58,8 @@ def plan(
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:
-    """The named profile; else this machine's from the cache; else the shipped `host`, which is said
-    on stderr. Raises `UserError` or `ProfileError`.
+    """The named profile; else this machine's from the cache; else the shipped one of a PC like
+    this, which is said on stderr. Raises `UserError` or `ProfileError`.
     """
     found, notice = locate_profile(profile)
     if notice:
@@ -86,8 +86,8 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
             return DeviceProfile.load(cached), ""
         except ProfileError as error:  # caches are disposable
             problem = str(error)
-    if "host" in shipped:
-        return DeviceProfile.load("host"), f"{problem}, so the shipped profile `host` is used"
+    if (host := files.shipped_host()) is not None:
+        return DeviceProfile.load(host), f"{problem}, so the shipped profile `{host}` is used"
     raise UserError(
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"

@@ -15,8 +15,6 @@ from hetero.device_set import DeviceMode, open_devices
 from hetero.errors import UserError
 from hetero.every_core import can_use_every_core, measure_every_core
 from hetero.models import model_spec
-from hetero.profiler.errors import ProfileError
-from hetero.profiler.files import cached_profile_path, shipped_names
 from hetero.profiler.grid import Shape
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
 from hetero.profiler.other_ops import BLOCKS, Block
@@ -92,24 +90,6 @@ def model_options(spec: ModelSpec, formats: Iterable[WeightFormat]) -> dict[str,
         "blocks": tuple(dict.fromkeys((own, *BLOCKS))),
         "cold_bytes": max((one.matmul_weight_bytes for one in stored), default=0),
     }
-
-
-def find_profile(profile: str | Path | None = None) -> tuple[DeviceProfile, str]:
-    """A profile and why it was chosen: the named one, else this machine's from the cache, else the
-    shipped `host`. Raises `ProfileError`.
-    """
-    if profile is not None:
-        return DeviceProfile.load(profile), f"profile={profile}"
-    cached = cached_profile_path()
-    if cached.exists():
-        return DeviceProfile.load(cached), f"profile={cached} because it was taken here"
-    if "host" not in shipped_names():
-        raise ProfileError("no profile is here: take one with `hetero profile`")
-    return (
-        DeviceProfile.load("host"),
-        "profile=host (shipped, of another machine) because none was taken here: "
-        "run `hetero profile`",
-    )
 
 
 def parse_budget(text: str) -> float:

@@ -14,6 +14,7 @@ from hetero import LLM, UserError
 from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError, ProfileWarning
+from hetero.profiler.files import shipped_host
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.solver.build import DECODE, PlanRequest
 from hetero.solver.handmade import single_device
@@ -117,6 +118,23 @@ def test_the_shipped_host_profile_comes_with_a_notice(
         "this machine has no profile yet (`hetero profile` takes one), so the shipped profile "
         "`host` is used",
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "shipped", "name"),
+    [
+        ({"avx2", "avx512_vnni"}, ("host", "host-avx2"), "host"),
+        ({"avx2"}, ("host", "host-avx2"), "host-avx2"),
+        (set(), ("host",), "host"),  # of another kind of processor, which the notice says
+        (set(), ("snapdragon-8-gen-3",), None),
+    ],
+)
+def test_the_shipped_profile_of_a_pc_like_this(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], shipped: tuple[str, ...], name: str | None
+) -> None:
+    monkeypatch.setattr("hetero.profiler.files.cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr("hetero.profiler.files.shipped_names", lambda: shipped)
+    assert shipped_host() == name
 
 
 def test_auto_takes_what_is_predicted_fastest(spec: ModelSpec, chip: DeviceProfile) -> None:
