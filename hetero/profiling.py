@@ -13,7 +13,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
 from hetero.device_set import DeviceMode, open_devices
 from hetero.errors import UserError
-from hetero.every_core import can_use_every_core, measure_every_core
+from hetero.every_core import ROUNDS, can_use_every_core, measure_every_core
 from hetero.models import model_spec
 from hetero.profiler.grid import Shape
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
@@ -61,7 +61,9 @@ def profile_device(
         if "gpu" in opened.devices:
             with suppress(DeviceError):  # some kernel of it fails, which the profile will say
                 step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
-        alone = "gpu" in opened.devices and can_use_every_core(opened.devices["gpu"])
+        every_core = None
+        if "gpu" in opened.devices and can_use_every_core(opened.devices["gpu"]):
+            every_core = partial(measure_every_core, formats, rounds=1 if quick else ROUNDS)
         with pinned(opened.control_core):
             return profile_devices(
                 opened.devices,
@@ -70,7 +72,7 @@ def profile_device(
                 resume=resume,
                 progress=progress,
                 step_s=step_s,
-                every_core=partial(measure_every_core, formats) if alone else None,
+                every_core=every_core,
             )
     finally:
         opened.close()
