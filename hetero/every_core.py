@@ -26,7 +26,7 @@ from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
 from hetero.device_set import open_devices
-from hetero.models import open_model
+from hetero.models import model_spec, open_model
 from hetero.models.random_models import RandomWeights, known_config
 from hetero.models.weights import ModelWeights
 from hetero.profiler.records import EveryCore, Phase
@@ -103,7 +103,7 @@ def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times)
 
 
 def _small_layers() -> int:
-    return open_model(SMALL).config.num_layers
+    return model_spec(SMALL).layers
 
 
 def _in_process(
