@@ -25,6 +25,7 @@ from hetero.backends.ops import Op, WeightFormat
 from hetero.backends.weights import PackedWeight
 
 DeviceKind: TypeAlias = Literal["gpu", "npu"]
+PerGraphSize: TypeAlias = Literal["nothing", "graph", "weights"]
 WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32]
 Operand: TypeAlias = Tensor | Panels
 
@@ -61,6 +62,8 @@ class Capabilities:
     max_allocation_bytes largest single buffer, None when it is not limited
     weight_bytes         what each weight of a prepared matmul takes in the device's own layout, by
                          format; formats that are not listed are held as they are stored
+    per_graph_size       what each graph size of a matmul has for itself: nothing (one graph serves
+                         all), a graph that shares its weights, or a graph with weights of its own
     every_core           it computes on the control thread's core as well: who polls slows it down
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
@@ -80,6 +83,7 @@ class Capabilities:
     memory_limit_bytes: int | None = None
     max_allocation_bytes: int | None = None
     weight_bytes: Mapping[WeightFormat, float] = field(default_factory=dict)
+    per_graph_size: PerGraphSize = "nothing"
     every_core: bool = False
     reads_panels: bool = False
 

@@ -14,6 +14,8 @@ from pathlib import Path
 MIB = 2**20
 # A user process on the NPU has 32-bit addresses: what all graphs of one process may hold together.
 PROCESS_LIMIT_BYTES = 4 << 30
+# Of these, what its code, stacks and I/O need.
+RESERVED_BYTES = 512 << 20
 # MatMulNBits is refused before this architecture.
 BLOCK_QUANTIZED_SINCE = 69
 

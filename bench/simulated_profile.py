@@ -147,6 +147,7 @@ def _npu(chip: Chip) -> DeviceRecord:
             row_alignment=chip.row_alignment,
             token_alignment=chip.token_alignment,
             operand_orders=("plain", "transposed"),
+            per_graph_size="graph",
         ),
     )
 

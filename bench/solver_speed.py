@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.build import PlanRequest, make_plan
+from hetero.solver.build import make_plan
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
+from hetero.solver.request import PlanRequest
 
 TEN_LENGTHS = (64, 128, 135, 256, 300, 512, 525, 600, 1000, 1024)
 PLAN_BOUND_S = 1.0

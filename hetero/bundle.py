@@ -67,7 +67,12 @@ class BundleManifest(BaseModel):
     def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Options of `hetero.backends.qnn.open` for the bundle in `directory`."""
         graphs = Path(directory).expanduser() / GRAPHS_DIRECTORY
-        return {"soc": self.soc, "graph_sizes": self.graph_sizes, "cache": graphs}
+        return {
+            "soc": self.soc,
+            "graph_sizes": self.graph_sizes,
+            "cache": graphs,
+            "shared_weights": any(len(graph.tokens) > 1 for graph in self.graphs),
+        }
 
 
 def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:

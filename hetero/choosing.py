@@ -14,13 +14,13 @@ from hetero.errors import UserError
 from hetero.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.build import DECODE, PlanRequest
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, PlanError
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration
+from hetero.solver.request import DECODE, PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
 # The work that `--device auto` compares devices by: a prompt and an answer, in tokens.

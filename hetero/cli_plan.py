@@ -1,4 +1,4 @@
-"""`hetero plan`, and plans in `hetero report`."""
+"""`hetero plan`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rich.table import Table
 
 from hetero.errors import UserError
 from hetero.models import model_spec
-from hetero.planning import find_profile, load_either, parse_size, parse_tokens
+from hetero.planning import find_profile, load_either, parse_lengths, parse_size, parse_tokens
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.build import PlanRequest, make_plan
+from hetero.solver.build import make_plan
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan
 from hetero.solver.report import content, units
 from hetero.solver.report.content import TableData
+from hetero.solver.request import PlanRequest
 
 
 class ObjectiveChoice(StrEnum):
@@ -42,9 +43,19 @@ def plan_command(
     profile: Annotated[
         str | None, typer.Option("--profile", help="A file or shipped name.")
     ] = None,
-    seq_lens: Annotated[str, typer.Option("--seq-lens", help="Prompt lengths.")] = "64,256,1024",
+    seq_lens: Annotated[
+        str, typer.Option("--seq-lens", help="Prompt lengths; LENGTH:WEIGHT says how often.")
+    ] = "64,256,1024",
     graph_sizes: Annotated[
         str | None, typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`.")
+    ] = None,
+    graph_memory: Annotated[
+        str | None,
+        typer.Option("--graph-memory", help="With auto: most that graphs hold for themselves."),
+    ] = None,
+    preparation_budget: Annotated[
+        float | None,
+        typer.Option("--preparation-budget", help="With auto: most seconds to prepare graphs."),
     ] = None,
     objective: Annotated[
         ObjectiveChoice, typer.Option("--objective", help="What is minimised.")
@@ -82,13 +93,17 @@ def plan_command(
     sizes = graph_sizes if graph_sizes in (None, "auto") else parse_tokens(
         graph_sizes, "--graph-sizes"
     )  # fmt: skip
+    lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
-        seq_lens=parse_tokens(seq_lens, "--seq-lens"),
+        seq_lens=lengths,
+        length_weights=length_weights,
         graph_sizes=sizes,  # type: ignore[arg-type]
         objective=objective.value,
         precision=precision.value,
         max_gpu_share=max_gpu_share,
         memory_budget_bytes=None if memory_budget is None else parse_size(memory_budget),
+        graph_memory_bytes=None if graph_memory is None else parse_size(graph_memory),
+        preparation_budget_s=preparation_budget,
         context=context,
         margin=margin,
         curves=report is not None,
@@ -105,11 +120,6 @@ def plan_command(
     else:
         _matching(found, explain)
         print(found.model_dump_json(), flush=True)
-
-
-def report_plan(plan: ExecutionPlan, out: Path) -> None:
-    """`hetero report PLAN --out FILE`."""
-    plan.report(out)
 
 
 def _other(name: str, spec: ModelSpec, request: PlanRequest) -> ExecutionPlan:

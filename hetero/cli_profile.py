@@ -15,6 +15,7 @@ from rich.table import Table
 
 from hetero.compiler_mode import compiled_profile, is_compiled_for
 from hetero.errors import UserError
+from hetero.planning import load_either
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import cached_profile_path
 from hetero.profiler.options import Event
@@ -86,15 +87,18 @@ def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
 
 
 def report(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile (JSON).")],
-    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile or a plan (JSON).")],
+    out: Annotated[Path, typer.Option("--out", help="File to write (.html; a plan: .md, .json).")],
 ) -> None:
-    """Draw a saved profile as one self-contained page."""
+    """Draw a saved profile or plan as one self-contained page."""
     with _as_user_error():
-        loaded = DeviceProfile.load(str(file))
-        from hetero.profiler.report import write_report  # matplotlib takes a second
+        loaded = load_either(str(file))
+        if isinstance(loaded, DeviceProfile):
+            from hetero.profiler.report import write_report  # matplotlib takes a second
 
-        write_report(loaded, out)
+            write_report(loaded, out)
+        else:
+            loaded.report(out)
     print(out)
 
 

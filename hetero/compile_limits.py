@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetero.backends.ops import Op
-from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES
+from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES, RESERVED_BYTES
 from hetero.errors import UserError
 from hetero.runtime.decoder import Node
 from hetero.runtime.groups import NodeGroup
 
-# Of the 4 GiB that a process on the NPU can address, what its code, stacks and I/O need.
-RESERVED_BYTES = 512 << 20
 # Largest constant of one graph; an ONNX file holds 2 GiB.
 LARGEST_GRAPH_BYTES = 1536 << 20
 

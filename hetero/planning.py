@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.profiler import files
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.build import GraphSizes, PlanRequest, make_plan
+from hetero.solver.build import make_plan
 from hetero.solver.kernels import Precision
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan
+from hetero.solver.request import GraphSizes, PlanRequest
 
 ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
 
@@ -25,8 +28,10 @@ def plan(
     model: str | Path | ModelSpec,
     profile: ProfileLike = None,
     *,
-    seq_lens: Sequence[int] = (64, 256, 1024),
+    seq_lens: Sequence[int] | Mapping[int, float] = (64, 256, 1024),
     graph_sizes: GraphSizes = None,
+    graph_memory: str | int | None = None,
+    preparation_budget_s: float | None = None,
     objective: Literal["latency", "energy"] = "latency",
     precision: Precision = "auto",
     max_gpu_share: float = 1.0,
@@ -39,17 +44,21 @@ def plan(
     """The best cut of every matmul of `model` on the device of `profile`.
 
     `model` is a MODEL or the name of a known one; `profile` a `DeviceProfile`, a file, a shipped
-    name, or None for this machine's. `curves` adds what a report draws (a second or so); the rest
-    is as in `hetero plan --help`. Raises `UserError`, `PlanError` or `ProfileError`.
+    name, or None for this machine's. `seq_lens` are prompt lengths, or how often a prompt of each
+    comes. `curves` adds what a report draws (a second or so); the rest is as in `hetero plan
+    --help`. Raises `UserError`, `PlanError` or `ProfileError`.
     """
     spec = model if isinstance(model, ModelSpec) else model_spec(model, weights)
     request = PlanRequest(
         seq_lens=tuple(seq_lens),
+        length_weights=tuple(seq_lens.values()) if isinstance(seq_lens, Mapping) else (),
         graph_sizes=graph_sizes,
         objective=objective,
         precision=precision,
         max_gpu_share=max_gpu_share,
         memory_budget_bytes=None if memory_budget is None else parse_size(memory_budget),
+        graph_memory_bytes=None if graph_memory is None else parse_size(graph_memory),
+        preparation_budget_s=preparation_budget_s,
         context=context,
         margin=margin,
         curves=curves,
@@ -124,15 +133,33 @@ def parse_tokens(value: str, option: str) -> tuple[int, ...]:
     return found
 
 
+def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """`64:3,256:1` as lengths and how often each comes, `64,256` as lengths alone (no weights).
+    Raises `UserError`.
+    """
+    parts = [part.partition(":") for part in value.split(",") if part.strip()]
+    lengths = parse_tokens(",".join(length for length, _, _ in parts), option)
+    if not any(colon for _, colon, _ in parts):
+        return lengths, ()
+    try:
+        weights = tuple(float(weight) if colon else 1.0 for _, colon, weight in parts)
+    except ValueError:
+        weights = ()
+    if len(weights) != len(lengths) or not all(0 < weight < math.inf for weight in weights):
+        raise UserError(
+            f"{option} {value!r}: the weight of a length is a number above 0, as in 64:3,256:1"
+        )
+    return lengths, weights
+
+
 def load_either(path: str) -> ExecutionPlan | DeviceProfile:
     """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
     if path in files.shipped_names() and not Path(path).exists():
         return DeviceProfile.load(path)
-    document = _document(path)
-    if "devices" in document:
-        return DeviceProfile.load(path)
-    return ExecutionPlan.load(path)
-
-
-def _document(path: str) -> dict[str, Any]:
-    return files.read_document(path, 1)
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        document = None  # what is wrong is said below
+    if isinstance(document, dict) and "ops" in document:
+        return ExecutionPlan.load(path)
+    return DeviceProfile.load(path)

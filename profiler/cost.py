@@ -72,6 +72,10 @@ class CostModel:
             (entry.phase, entry.weight_format): entry for entry in profile.contention
         }
 
+    def with_profile(self, profile: DeviceProfile) -> CostModel:
+        """The same for another profile, such as one with other graphs."""
+        return CostModel(profile)
+
     def device(self, device: DeviceKind) -> DeviceRecord:
         """The device's record. Raises `ProfileError` if the profile has none of that kind."""
         try:

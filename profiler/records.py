@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hetero.backends.ops import OperandOrder, WeightFormat
-from hetero.backends.protocol import Capabilities, Device, DeviceKind
+from hetero.backends.protocol import Capabilities, Device, DeviceKind, PerGraphSize
 from hetero.profiler import files
 from hetero.profiler.device_model import DeviceModel
 from hetero.profiler.errors import ProfileError, ProfileWarning
@@ -59,6 +59,7 @@ class CapabilityRecord(Record):
     early_visibility: bool | None = None
     memory_limit_bytes: int | None = None
     weight_bytes: dict[WeightFormat, Annotated[float, Field(gt=0)]] = {}
+    per_graph_size: PerGraphSize = "nothing"
 
     @classmethod
     def of(cls, capabilities: Capabilities) -> Self:

@@ -1,17 +1,40 @@
-"""Weight bytes that plans need on each device."""
+"""Weight bytes that plans need on each device, and what devices and budgets allow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.predict import weight_bytes
-from hetero.solver.options import Option
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.options import INF, Option
 from hetero.solver.plan import Memory, OpName
-from hetero.solver.planner import Planner, Solution
+
+if TYPE_CHECKING:
+    from hetero.solver.planner import Planner, Solution
 
 PARTS: dict[str, tuple[OpName, ...]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
+class Limits(NamedTuple):
+    """Most bytes of weights: of both devices together, and of each; infinite without a limit."""
+
+    together: float = INF
+    gpu: float = INF
+    npu: float = INF
+
+    def hold(self, memory: Memory) -> bool:
+        """Whether a plan with this memory fits."""
+        parts = (memory.total_bytes, memory.gpu_bytes, memory.npu_bytes)
+        return all(nbytes <= limit for nbytes, limit in zip(parts, self, strict=True))
+
+
+def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limits:
+    """A budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
+    held = {kind: x.capabilities.memory_limit_bytes for kind, x in profile.devices.items()}
+    gpu, npu = (held.get(kind) or INF for kind in ("gpu", "npu"))
+    return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu)
 
 
 class Held(NamedTuple):
@@ -50,25 +73,58 @@ def held_by_op(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, 
 
 
 def weight_memory(planner: Planner, solutions: Iterable[Solution]) -> Memory:
-    """Bytes by device; a row on both counts twice, on each as the device holds it."""
-    gpu = npu = twice = 0.0
+    """Bytes by device; a row on both counts twice, on each as the device holds it, and one of an
+    NPU whose graphs own their weights once for each graph size.
+    """
+    gpu = npu = twice = graphs = 0.0
     for name, held in held_by_op(planner, solutions).items():
-        n, _ = planner.shape(name)
-        gpu += row_bytes(planner, "gpu", name) * (n - held.gpu)
-        npu += row_bytes(planner, "npu", name) * held.npu
-        twice += row_bytes(planner, "npu", name) * max(held.npu - held.gpu, 0)
-    return Memory(gpu_bytes=round(gpu), npu_bytes=round(npu), twice_bytes=round(twice))
+        on_gpu, on_npu = held_bytes(planner, name, held)
+        once = row_bytes(planner, "npu", name)
+        gpu, npu = gpu + on_gpu, npu + on_npu
+        twice += once * max(held.npu - held.gpu, 0)
+        graphs += on_npu - once * held.npu
+    return Memory(
+        gpu_bytes=round(gpu),
+        npu_bytes=round(npu),
+        twice_bytes=round(twice),
+        graphs_bytes=round(graphs),
+    )
 
 
-def held_bytes(planner: Planner, name: OpName, held: Held) -> float:
-    """Bytes of a matmul in all layers on both devices."""
+def held_bytes(planner: Planner, name: OpName, held: Held) -> tuple[float, float]:
+    """Bytes of a matmul in all layers: on the GPU, and on the NPU."""
     n, _ = planner.shape(name)
     gpu, npu = row_bytes(planner, "gpu", name), row_bytes(planner, "npu", name)
-    return npu * held.npu + gpu * (n - held.gpu)
+    return gpu * (n - held.gpu), npu * held.npu * copies(planner, name)
+
+
+def copies(planner: Planner, name: OpName) -> int:
+    """How often the NPU holds the rows that it has of a matmul."""
+    record = planner.profile.devices.get("npu")
+    if record is None or name == "lm_head":  # which always sees one token
+        return 1
+    return max(len(planner.sizes), 1) if record.capabilities.per_graph_size == "weights" else 1
+
+
+def holds_alone(planner: Planner, device: DeviceKind) -> bool:
+    """Whether a device can hold all weights, each once."""
+    _, *limits = limits_of(planner.profile)
+    names = [x.name for x in planner.spec.matmuls]
+    nbytes = sum(row_bytes(planner, device, name) * planner.shape(name)[0] for name in names)
+    return nbytes <= limits[device == "npu"]
+
+
+def graph_bytes(planner: Planner) -> float:
+    """What one more graph size takes if the NPU has all rows of a block: 0 where graphs share."""
+    record = planner.profile.devices.get("npu")
+    if record is None or record.capabilities.per_graph_size != "weights":
+        return 0.0
+    block = [x.name for x in planner.spec.matmuls if x.name != "lm_head"]
+    return sum(row_bytes(planner, "npu", name) * planner.shape(name)[0] for name in block)
 
 
 def row_bytes(planner: Planner, device: DeviceKind, name: OpName) -> float:
-    """Bytes of one row in all layers, in the device's own layout if it has one."""
+    """Bytes of one row in all layers, held once, in the device's own layout if it has one."""
     layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)
     weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.solver.model_spec import ModelSpec
-from hetero.solver.report import markdown, page
+from hetero.solver.report import document, markdown, page
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
@@ -191,12 +192,14 @@ class FrontPoint(_Record):
 
 class Memory(_Record):
     """Weight bytes: what each device holds in its own layout, and rows that both hold (a part of
-    both numbers). `graphs_bytes` is what prepared graphs need beyond weights, where known.
+    both numbers). `graphs_bytes` is the part of `npu_bytes` that the same rows take again in
+    graphs of other sizes, where each has its own copy.
     """
 
     gpu_bytes: int
     npu_bytes: int
     twice_bytes: int
+    graphs_bytes: int = 0
     budget_bytes: int | None = None
 
     @property
@@ -318,35 +321,22 @@ class ExecutionPlan(_Record):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically. Raises `PlanError` where it cannot be written."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-            temporary.replace(target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise PlanError(
-                f"cannot write the plan {path} ({error.strerror}): choose another path"
-            ) from None
+        _write(path, self.model_dump_json(indent=1) + "\n", "plan")
 
     def report(
         self, path: str | os.PathLike[str], *, compare: Sequence[ExecutionPlan] = ()
     ) -> None:
-        """Write a report: HTML, or Markdown or JSON by the ending of `path`. Raises `PlanError`."""
+        """Write a report, atomically: HTML, or Markdown or JSON by the ending of `path`. One in
+        JSON can be loaded as the plan. Raises `PlanError`.
+        """
         match Path(path).suffix.lower():
             case ".md":
                 text = markdown.to_markdown(self, compare)
             case ".json":
-                text = self.model_dump_json(indent=1) + "\n"
+                text = document.to_json(self, compare)
             case _:
                 text = page.to_html(self, compare)
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise PlanError(
-                f"cannot write the report {path} ({error.strerror}): choose another path"
-            ) from None
+        _write(path, text, "report")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExecutionPlan:
@@ -356,11 +346,39 @@ class ExecutionPlan(_Record):
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"cannot read the plan {path}: {error}") from None
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(_without_report(text))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
+
+
+def _write(path: str | os.PathLike[str], text: str, what: str) -> None:
+    """Replace a file by its new contents. Raises `PlanError` where it cannot be written."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise PlanError(
+            f"cannot write the {what} {path} ({error.strerror}): choose another path"
+        ) from None
+
+
+def _without_report(text: str) -> str:
+    """A plan's document, without the tables that a report adds."""
+    if f'"{document.KEY}"' not in text:
+        return text
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # the model says what is wrong
+    if not isinstance(found, dict):
+        return text
+    return json.dumps({key: value for key, value in found.items() if key != document.KEY})
 
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:

@@ -16,6 +16,7 @@ from hetero.solver.chain import Chain, solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.kernels import Kernels, Precision, graph_sizes
+from hetero.solver.memory import holds_alone
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option, Power, Sync
 from hetero.solver.plan import OpName, Phase, PlanError
@@ -165,7 +166,14 @@ class Planner:
     def with_graph_sizes(self, sizes: Iterable[int]) -> Planner:
         """The same with other NPU graphs."""
         profile = with_graph_sizes(self.profile, sizes)
-        return Planner(self.spec, profile, self.settings, sync=self.sync, rows=self.rows)
+        return Planner(
+            self.spec,
+            profile,
+            self.settings,
+            cost=self.cost.with_profile(profile),
+            sync=self.sync,
+            rows=self.rows,
+        )
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
         """The same with these row cuts alone, which are prepared (`MatMulSpace`)."""
@@ -278,7 +286,11 @@ class Planner:
         return min((s for s in solved if s is not None), key=lambda s: s.chain.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
-        """All matmuls on one device, and the rest too if it can; None if it cannot."""
+        """All matmuls on one device, and the rest too if it can; None if it cannot compute or hold
+        them all.
+        """
+        if not holds_alone(self, device):
+            return None
         options: dict[OpName, Option] = {}
         for name in self.names(apart=False):
             m = 1 if name == "lm_head" else scenario.m

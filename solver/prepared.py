@@ -12,15 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
-from hetero.solver.build import (
-    DECODE,
-    PlanRequest,
-    assemble,
-    entry,
-    prepare,
-    scenarios_of,
-    solve_within,
-)
+from hetero.solver.build import assemble, entry
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
@@ -30,7 +22,10 @@ from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, OpName, Phase
 from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.request import DECODE, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
+from hetero.solver.sizing import planner_for
+from hetero.solver.together import solve_within
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs
@@ -53,7 +48,7 @@ def prepare_solver(
     lengths of the request. Raises `PlanError` or `ProfileError`.
     """
     request.check()
-    planner, notes = prepare(spec, profile, request, apart=False)
+    planner, notes = planner_for(spec, profile, request, apart=False)
     return PreparedSolver(planner, request, cuts=cuts, notes=notes)
 
 

@@ -12,13 +12,14 @@ import numpy as np
 
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import npu_sequence, online_s
-from hetero.solver.build import PlanRequest, prepare
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import ExecutionPlan, OpName, PlanError, Tile
 from hetero.solver.planner import BLOCK, Planner, Scenario
+from hetero.solver.request import PlanRequest
+from hetero.solver.sizing import planner_for
 
 
 def repredict(
@@ -31,7 +32,7 @@ def repredict(
     """
     wanted = list(steps) or [Scenario(total.phase, total.m) for total in plan.totals]
     request = PlanRequest(precision=plan.precision)
-    planner, _ = prepare(spec, profile, request, apart=False)
+    planner, _ = planner_for(spec, profile, request, apart=False)
     if plan.graph_sizes:
         planner = planner.with_graph_sizes(plan.graph_sizes)
     tiles = {

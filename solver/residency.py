@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.solver.chooser import Chooser
-from hetero.solver.memory import Held, held_bytes
+from hetero.solver.memory import Held, Limits, held_bytes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.plan import OpName, PlanError
 from hetero.solver.planner import BLOCK, Planner, Scenario, Solution
@@ -19,30 +18,23 @@ GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 STATES = (GPU, HOST)
 
 
-class Weighing(Protocol):
-    """The part of a request that says how much a decode step counts beside a prompt."""
-
-    @property
-    def decode_tokens_per_prompt(self) -> int: ...
-
-
 def solve(
     planner: Planner,
     scenarios: Sequence[Scenario],
     objective: Objective,
-    budget_bytes: float,
-    weighing: Weighing,
+    limits: Limits,
+    weight: Callable[[Scenario], float],
     *,
     places: int = GRID_ROWS,
 ) -> list[Solution]:
-    """Best plans of all scenarios together within the budget. Raises `PlanError` if none fits."""
+    """Best plans of all scenarios together within the limits; `weight` is how much a step counts.
+    Raises `PlanError` if none fits.
+    """
     names = [name for name, _ in BLOCK] + ["lm_head"]
     wanted: list[OpName] = [x for x in names if x in {y.name for y in planner.spec.matmuls}]
-    weights = [
-        float(weighing.decode_tokens_per_prompt) if s.phase == "decode" else 1.0 for s in scenarios
-    ]
+    weights = [weight(scenario) for scenario in scenarios]
     program = _Program(planner, scenarios, weights, objective, wanted, places)
-    held = program.minimise(budget_bytes)
+    held = program.minimise(limits)
     solved = []
     for scenario in scenarios:
         options: dict[OpName, list[Option]] = {
@@ -83,22 +75,38 @@ class _Program:
             )
         return self._options[key]
 
-    def minimise(self, budget_bytes: float) -> dict[OpName, Held]:
+    def minimise(self, limits: Limits) -> dict[OpName, Held]:
         """Solve the program; the rows of every matmul."""
         builder = _Builder(self)
         builder.add_all()
-        result = builder.solve(budget_bytes)
-        if result is None:
-            least = sum(
-                min(held_bytes(self.planner, name, held) for held in self.choices[name])
-                for name in self.names
-            )
+        result = builder.solve(limits)
+        if result is not None:
+            return result
+        name = self.planner.spec.name
+        least = self._least_bytes()
+        if least > limits.together:
             raise PlanError(
-                f"no plan of {self.planner.spec.name} fits {budget_bytes / 2**30:.2f} GiB of "
-                f"weights: they take {least / 2**30:.2f} GiB at least; raise --memory-budget "
-                "or choose a smaller format with --weights"
+                f"no plan of {name} fits {limits.together / 2**30:.2f} GiB of weights: they take "
+                f"{least / 2**30:.2f} GiB at least; raise --memory-budget or choose a smaller "
+                "format with --weights"
             )
-        return result
+        devices = " and ".join(
+            f"the {kind.upper()} {limit / 2**30:.2f} GiB"
+            for kind, limit in (("gpu", limits.gpu), ("npu", limits.npu))
+            if limit < np.inf
+        )
+        raise PlanError(
+            f"no plan of {name} fits its devices: its weights take {least / 2**30:.2f} GiB, and "
+            f"{devices} can be held at most; choose fewer --graph-sizes or a smaller format with "
+            "--weights"
+        )
+
+    def _least_bytes(self) -> float:
+        """Of all weights, each row where it takes least."""
+        return sum(
+            min(sum(held_bytes(self.planner, name, held)) for held in self.choices[name])
+            for name in self.names
+        )
 
     def _grid(self, name: OpName, m: int) -> Grid:
         if (name, m) not in self._grids:
@@ -152,16 +160,12 @@ class _Builder:
         for scenario, weight in zip(self.program.scenarios, self.program.weights, strict=True):
             self._add_scenario(scenario, weight)
 
-    def solve(self, budget_bytes: float) -> dict[OpName, Held] | None:
+    def solve(self, limits: Limits) -> dict[OpName, Held] | None:
         """Run `milp`; None if infeasible."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
         from scipy.sparse import coo_matrix
 
-        row = self._row(-np.inf, 1.0)
-        planner = self.program.planner
-        for (name, held), column in self.y.items():
-            nbytes = held_bytes(planner, name, held)
-            self.entries.append((row, column, nbytes / budget_bytes))
+        self._add_limits(limits)
         i, j, v = zip(*self.entries, strict=True)
         matrix = coo_matrix((v, (i, j)), shape=(len(self.low), len(self.cost))).tocsr()
         price = np.asarray(self.cost)
@@ -177,6 +181,15 @@ class _Builder:
         if result.x is None:
             return None
         return {name: held for (name, held), c in self.y.items() if result.x[c] > 0.5}
+
+    def _add_limits(self, limits: Limits) -> None:
+        """A row for each limit that there is, in parts of it."""
+        rows = [self._row(-np.inf, 1.0) if limit < np.inf else None for limit in limits]
+        for (name, held), column in self.y.items():
+            gpu, npu = held_bytes(self.program.planner, name, held)
+            for row, nbytes, limit in zip(rows, (gpu + npu, gpu, npu), limits, strict=True):
+                if row is not None:
+                    self.entries.append((row, column, nbytes / limit))
 
     def _row(self, low: float, high: float) -> int:
         self.low.append(low)

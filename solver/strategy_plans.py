@@ -7,21 +7,14 @@ from typing import get_args
 
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import chunk_tokens, force, online_s
-from hetero.solver.build import (
-    DECODE,
-    PlanRequest,
-    agree,
-    assemble,
-    cuts_of,
-    prepare,
-    scenarios_of,
-    solve_together,
-    with_used_cuts,
-)
+from hetero.solver.build import assemble
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpName, PlanError, Total
 from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.request import DECODE, PlanRequest, scenarios_of
+from hetero.solver.sizing import planner_for
+from hetero.solver.together import agree, cuts_of, solve_together, with_used_cuts
 
 CHUNKED_AT = 1 << 20  # a prompt longer than any chunk
 # Strategies that say something about one token; the others decode at layer level.
@@ -46,7 +39,7 @@ def strategy_plan(
     if not token_counts or min(token_counts) < 1:
         raise PlanError(f"prompt lengths are token counts from 1 on, got {list(token_counts)}")
     request = request or PlanRequest()
-    planner, notes = prepare(spec, profile, request, apart=False)
+    planner, notes = planner_for(spec, profile, request, apart=False)
     longest = longest_step(planner, strategy)
     steps = _steps(token_counts, longest)
     if strategy == "auto":
@@ -65,7 +58,7 @@ def whole_matmuls(
     """Layer level for every token count: each matmul whole on one device, the one that is faster in
     a chain of `tokens` tokens (and in decoding). Entries have one tile and hold for any length.
     """
-    planner, notes = prepare(spec, profile, request, apart=False)
+    planner, notes = planner_for(spec, profile, request, apart=False)
     prefill = Scenario("prefill", min(tokens, planner.step_tokens or tokens))
     objective = planner.objective(*request.weights)
     solutions = []

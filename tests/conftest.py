@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from hetero import cli
+from tests.helpers import Command
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +25,27 @@ def stories() -> Path:
         if (root / "stories260K" / "config.json").is_file():
             return root / "stories260K"
     pytest.skip("stories260K is neither in HETERO_TEST_MODELS nor beside the checkout")
+
+
+@pytest.fixture(scope="session")
+def built() -> Any:
+    """The command line, built once."""
+    return typer.main.get_command(cli.app)
+
+
+@pytest.fixture
+def command(built: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Command:
+    """`hetero ARGUMENTS` in this process."""
+    monkeypatch.setattr("warnings.showwarning", lambda *_: None)
+    monkeypatch.setattr(cli, "app", built)
+
+    def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.stdin", StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        code = ended.value.code
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(["hetero", *arguments], code, *capsys.readouterr())
+
+    return run

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]  # `hetero ARGUMENTS`
 
 
 def relative_difference(

@@ -16,13 +16,13 @@ from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.files import shipped_host
 from hetero.profiler.records import DeviceProfile, EveryCore
-from hetero.solver.build import DECODE, PlanRequest
 from hetero.solver.handmade import single_device
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, PlanError
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.report.units import duration
+from hetero.solver.request import DECODE, PlanRequest
 from tests.runtime.models import tiny_model
 
 NAMES = {"gpu": "opencl", "npu": "ort-cpu"}

@@ -8,18 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from hetero import cli
 from hetero.models import model_spec
 from hetero.solver.handmade import single_device
+from tests.helpers import Command
 
 GENERATE_KEYS = {
     "text",
@@ -47,33 +44,6 @@ ROW_KEYS = {
     "tokens_per_s_max",
     "copied_bytes",
 }
-
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="module")
-def built() -> Any:
-    """The command line, built once."""
-    return typer.main.get_command(cli.app)
-
-
-@pytest.fixture
-def command(built: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Command:
-    """`hetero ARGUMENTS` in this process."""
-    monkeypatch.setattr("warnings.showwarning", lambda *_: None)
-    monkeypatch.setattr(cli, "app", built)
-
-    def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr("sys.stdin", StringIO(stdin))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main(list(arguments))
-        code = ended.value.code
-        assert isinstance(code, int)
-        return subprocess.CompletedProcess(["hetero", *arguments], code, *capsys.readouterr())
-
-    return run
 
 
 def hetero(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ are not. `open(**options)` takes
     ahead         graphs are only compiled, for a chip that need not be here
     activations   of matmuls: "float16"; "int16", codes of 16 bits (W4A16 and W8A16 as QNN has
                   them); "int8" (W8A8), for 8-bit weights with one scale for all of them
+    shared_weights the cache has one file for all sizes of a weight, which a device opens
     htp_library   path of libQnnHtp.so, to use another than the wheel's
 
 Arithmetic is fp16 unless told, with weights of 4 bits (groups of 32), 8 bits or fp16. Nothing ever
@@ -43,6 +44,7 @@ def open(
     cache: str | Path | bool | None = True,
     ahead: bool = False,
     activations: Activations = "float16",
+    shared_weights: bool = False,
     htp_library: str | Path | None = None,
 ) -> Device:
     """Open the Hexagon; see the module's docstring for the options.
@@ -58,6 +60,7 @@ def open(
         graph_sizes=graph_sizes,
         directory=directory,
         activations=activations,
+        shared_weights=shared_weights,
     )
 
 

@@ -28,7 +28,12 @@ from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.shared_memory import SharedMemory, SharedMemoryError
 from hetero.backends.qnn.store import GraphStore
-from hetero.backends.snapdragon import BLOCK_QUANTIZED_SINCE, PROCESS_LIMIT_BYTES, Chip
+from hetero.backends.snapdragon import (
+    BLOCK_QUANTIZED_SINCE,
+    PROCESS_LIMIT_BYTES,
+    RESERVED_BYTES,
+    Chip,
+)
 
 DEFAULT_GRAPH_SIZES = (1, 32, 128, 256)
 ROW_ALIGNMENT = 256
@@ -52,6 +57,7 @@ class QnnDevice(Device):
         graph_sizes: tuple[int, ...],
         directory: Path | None,
         activations: Activations = "float16",
+        shared_weights: bool = False,
     ) -> None:
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations {activations!r} are not one of {', '.join(ACTIVATIONS)}")
@@ -73,7 +79,8 @@ class QnnDevice(Device):
             token_alignment=TOKEN_ALIGNMENT,
             early_visibility=False,
             fused_groups=FUSED_GROUPS,
-            memory_limit_bytes=PROCESS_LIMIT_BYTES,
+            memory_limit_bytes=PROCESS_LIMIT_BYTES - RESERVED_BYTES,
+            per_graph_size="graph" if shared_weights and not library.emulated else "weights",
         )
         self._activations = activations
         self.store = GraphStore(Target(library, chip), directory)

@@ -39,10 +39,12 @@ def needs_of(
     book: PlanBook,
     devices: Mapping[DeviceKind, Device],
 ) -> Needs:
-    """What the slots and the plan's weights take; a row that two devices compute counts twice."""
+    """What the slots and the plan's weights take. A row that two devices compute counts twice, and
+    one of a device whose graphs own their weights once for each graph size.
+    """
     sizes = [nbytes_of(shape) for shape in slots.values()]
     weights = sum(
-        _rows_bytes(node.op, rows, devices[kind])
+        _rows_bytes(node.op, rows, devices[kind]) * _copies(node, book, devices[kind])
         for node in nodes
         if isinstance(node.op, MatMul)
         for kind in devices
@@ -92,6 +94,14 @@ def gathered_slots(
         for node in nodes
         if isinstance(node.op, MatMul) and node.name != "lm_head" and book.cuts_rows(node)
     }
+
+
+def _copies(node: Node, book: PlanBook, device: Device) -> int:
+    """How often a device holds the weights of a matmul."""
+    capabilities = device.capabilities
+    if capabilities.per_graph_size != "weights":
+        return 1
+    return book.graph_count(node, capabilities.kind)
 
 
 def _rows_bytes(op: MatMul, rows: Span, device: Device) -> int:

@@ -122,10 +122,14 @@ def memory(plan: ExecutionPlan) -> TableData | None:
     found = plan.memory
     if found is None:
         return None
+    graphs = []
+    if found.graphs_bytes:
+        graphs = [("of these again in graphs of other sizes", units.size(found.graphs_bytes))]
     rows = [
         ("on the GPU", units.size(found.gpu_bytes)),
         ("on the NPU", units.size(found.npu_bytes)),
         ("of these on both", units.size(found.twice_bytes)),
+        *graphs,
         ("together", units.size(found.total_bytes)),
     ]
     if found.budget_bytes is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -11,9 +11,10 @@ from hetero.solver.report import units
 from hetero.solver.report.content import display, label, where
 
 if TYPE_CHECKING:
-    from hetero.solver.plan import ExecutionPlan, OpPlan, Total
+    from hetero.solver.plan import ExecutionPlan, FrontPoint, OpPlan, Total
 
 WIDTH: Final = 960
+DOTTED: Final = 6  # points of a line that are drawn one by one
 COLORS: Final = {"gpu": "var(--gpu)", "npu": "var(--npu)", "rest": "var(--rest)"}
 PALETTE: Final = (
     "#0b6e4f", "#d1495b", "#7a5195", "#e0912b", "#30638e", "#8d8741", "#5c5c5c", "#9fb8ad",
@@ -50,7 +51,6 @@ def block_bars(plan: ExecutionPlan, total: Total) -> list[Bar]:
     rest = plan.rest.prefill if total.phase == "prefill" else plan.rest.decode
     between = {"qkv": "attention", "v": "attention", "o": "norm", "gate_up": "activation",
                "up": "activation", "down": "norm"}  # fmt: skip
-    layers = plan.layers or 1
     now, bars = 0.0, []
     for op in plan.ops:
         if op.phase != total.phase or op.m != total.m or op.op == "lm_head":
@@ -64,7 +64,6 @@ def block_bars(plan: ExecutionPlan, total: Total) -> list[Bar]:
         now += whole
         part = between.get(op.op)
         seconds = total.rest_s.get(part or "", 0.0)
-        seconds = seconds / layers if part == "attention" and layers < 0 else seconds
         if seconds:
             bars.append(Bar(rest, now, now + seconds, part or "", True))
             now += seconds
@@ -198,7 +197,37 @@ def curves(plan: ExecutionPlan) -> str:
     return chart(lines, "tokens", "prefill time by length") if lines else ""
 
 
-def chart(lines: Sequence[Line], x_name: str, title: str, height: int = 400) -> str:
+def front(plan: ExecutionPlan) -> str:
+    """Energy against time of every step, both relative to its fastest plan."""
+    steps: dict[str, list[FrontPoint]] = {}
+    for point in plan.front:
+        steps.setdefault(f"{point.phase} {point.m}", []).append(point)
+    lines = [
+        Line(
+            name,
+            tuple(
+                (100 * p.seconds / points[0].seconds, 100 * p.energy_j / points[0].energy_j)
+                for p in points
+            ),
+        )
+        for name, points in steps.items()
+    ]
+    title = "energy in % of the fastest plan's, by time in % of it"
+    return chart(lines, "time, % of the fastest plan's", title, height=300, unit=_percent)
+
+
+def _percent(value: float) -> str:
+    return f"{value:g} %"
+
+
+def chart(
+    lines: Sequence[Line],
+    x_name: str,
+    title: str,
+    height: int = 400,
+    *,
+    unit: Callable[[float], str] = units.duration,
+) -> str:
     """Lines from zero, with a legend on the right in the order of their ends."""
     left, right, top, bottom = 64, 190, 12, 40
     xs = [x for line in lines for x, _ in line.points]
@@ -212,7 +241,7 @@ def chart(lines: Sequence[Line], x_name: str, title: str, height: int = 400) -> 
     def py(y: float) -> float:
         return top + tall * (1 - y / high)
 
-    parts = _grid(high, low_x, high_x, px, py, left, wide, top + tall)
+    parts = _grid(high, low_x, high_x, px, py, left, wide, top + tall, unit)
     legend = sorted(enumerate(lines), key=lambda item: -item[1].points[-1][1])
     for place, (i, line) in enumerate(legend):
         color, main = PALETTE[i % len(PALETTE)], i == 0
@@ -221,6 +250,11 @@ def chart(lines: Sequence[Line], x_name: str, title: str, height: int = 400) -> 
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{stroke}"/>'
         )
+        if len(line.points) <= DOTTED:
+            parts += [
+                f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="{1 + stroke}" fill="{color}"/>'
+                for x, y in line.points
+            ]
         y = top + 10 + place * 19
         parts.append(
             f'<line x1="{WIDTH - right + 18}" x2="{WIDTH - right + 42}" y1="{y}" y2="{y}" '
@@ -231,14 +265,14 @@ def chart(lines: Sequence[Line], x_name: str, title: str, height: int = 400) -> 
     return svg(WIDTH, height, parts, title)
 
 
-def _grid(high, low_x, high_x, px, py, left, wide, floor) -> list[str]:  # type: ignore[no-untyped-def]
+def _grid(high, low_x, high_x, px, py, left, wide, floor, unit) -> list[str]:  # type: ignore[no-untyped-def]
     step, parts = _nice(high / 8), []
     for i in range(int(high / step) + 1):
         y = py(i * step)
         parts.append(
             f'<line x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
         )
-        value = units.duration(i * step) if i else "0"
+        value = unit(i * step) if i else "0"
         parts.append(text(left - 8, y + 4, value, anchor="end", css="small"))
     step = _nice((high_x - low_x) / 8 if high_x > low_x else 1.0)
     first = math.ceil(low_x / step)
@@ -258,4 +292,4 @@ def legend() -> str:
     )
 
 
-__all__ = ["curves", "cuts", "legend", "timeline", "where"]
+__all__ = ["curves", "cuts", "front", "legend", "timeline", "where"]

@@ -59,7 +59,7 @@ def to_html(plan: ExecutionPlan, others: Sequence[ExecutionPlan] = ()) -> str:
         _cuts(plan),
         _curves(plan),
         _optional(content.memory(plan)),
-        _optional(content.front(plan)),
+        _front(plan),
         _alternatives(plan),
     ]
     title = escape(content.name(plan))
@@ -140,6 +140,17 @@ def _curves(plan: ExecutionPlan) -> str:
         return ""
     return (
         f'<h2>{table.title}</h2><p class="note">{escape(table.note)}</p>{drawings.curves(plan)}'
+        f"<details><summary>as a table</summary>{_table(table)}</details>"
+    )
+
+
+def _front(plan: ExecutionPlan) -> str:
+    table = content.front(plan)
+    if table is None:
+        return ""
+    return (
+        f'<h2>{table.title}</h2><p class="note">{escape(table.note)} Times and energies are drawn '
+        f"relative to the fastest plan of each step.</p>{drawings.front(plan)}"
         f"<details><summary>as a table</summary>{_table(table)}</details>"
     )
 

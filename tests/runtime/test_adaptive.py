@@ -16,10 +16,10 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.adaptive import Adapter, Habits, entries
 from hetero.runtime.engine import Engine
-from hetero.solver.build import PlanRequest
 from hetero.solver.options import Sync
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
+from hetero.solver.request import PlanRequest
 from tests.runtime.models import tiny_model
 from tests.runtime.test_faults import slow_down
 from tests.solver.instances import profile_of, random_instance

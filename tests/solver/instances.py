@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import PerGraphSize
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import (
     CapabilityRecord,
@@ -62,6 +63,9 @@ class TableCost(CostModel):
         super().__init__(profile)
         self.instance = instance
 
+    def with_profile(self, profile: DeviceProfile) -> CostModel:
+        return TableCost(profile, self.instance)
+
     def table_s(
         self, device: Any, weight_format: Any, ms: Any, ns: Any, k: Any, order: Any = ""
     ) -> Any:
@@ -110,11 +114,17 @@ def _table(rng: Any, ms: int, ns: int, monotone: bool, slow: float) -> np.ndarra
 
 
 def profile_of(
-    instance: Instance, *, npu: bool = True, rest_npu: bool = False, npu_bytes: float | None = None
+    instance: Instance,
+    *,
+    npu: bool = True,
+    rest_npu: bool = False,
+    npu_bytes: float | None = None,
+    per_graph_size: PerGraphSize = "nothing",
 ) -> DeviceProfile:
     """A profile with the instance's capabilities; times come from `TableCost`. A weight takes
     `npu_bytes` in the NPU's own layout.
     """
+    own = {"weight_bytes": {F32: npu_bytes} if npu_bytes else {}, "per_graph_size": per_graph_size}
     knots = Knots(tokens=(1,), coefficients=((0.0, 0.0, 0.0, 0.0),))
     shape = ShapeRange(m=(1, 99), n=(1, 99), k=(1, 99))
     kinds = ("gpu", "npu") if npu else ("gpu",)
@@ -125,7 +135,7 @@ def profile_of(
             driver="",
             fingerprint=kind,
             capabilities=_capabilities(kind, instance).model_copy(
-                update={"weight_bytes": {F32: npu_bytes} if npu_bytes and kind == "npu" else {}}
+                update=own if kind == "npu" else {}
             ),
         )
         for kind in kinds
@@ -172,7 +182,8 @@ def spec_of(instance: Instance) -> ModelSpec:
 
 def planner_of(instance: Instance, *, apart: bool = False, **changes: Any) -> Planner:
     """A planner whose shapes are the instance's."""
-    own = {key: changes.pop(key) for key in ("rest_npu", "npu_bytes") if key in changes}
+    known = ("rest_npu", "npu_bytes", "per_graph_size")
+    own = {key: changes.pop(key) for key in known if key in changes}
     profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
     settings = Settings(rules=rules, apart=apart)

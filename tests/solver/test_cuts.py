@@ -11,13 +11,14 @@ import pytest
 from hetero.backends.ops import WeightFormat
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.build import DECODE, PlanRequest, solve_together
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import EXACT, row_cuts
 from hetero.solver.options import GPU, Option
 from hetero.solver.plan import OpName
 from hetero.solver.planner import Planner, Scenario
+from hetero.solver.request import DECODE, PlanRequest
 from hetero.solver.tilings import Grid
+from hetero.solver.together import solve_together
 from tests.solver.instances import NAMES, planner_of, random_instance
 
 

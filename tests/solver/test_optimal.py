@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 
+from hetero.backends.protocol import PerGraphSize
 from hetero.solver.chain import solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
-from hetero.solver.memory import weight_memory
-from hetero.solver.options import GPU, HOST, Objective, Option
+from hetero.solver.memory import Limits, weight_memory
+from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan, PlanError
 from hetero.solver.planner import Scenario
@@ -171,29 +173,77 @@ def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
     assert thrifty.joules <= fast.joules + 1e-9
 
 
-class _Equal:
-    decode_tokens_per_prompt = 1
-
-
-@pytest.mark.parametrize("seed", range(120))
-def test_a_memory_budget_is_spent_as_well_as_possible(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(180))
+def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
+    """Under a budget for both devices, and in two thirds of the cases under limits of each; in
+    half of these every graph size of the NPU has its own weights.
+    """
     instance = random_instance(seed)
     own = 4.0 if seed % 3 else 10.0  # bytes of a weight in the NPU's layout
-    planner = planner_of(instance, margin=-99.0, npu_bytes=own)  # every cut may be chosen
+    kind: PerGraphSize = "weights" if seed % 6 >= 4 else "nothing"
+    copies = len(instance.sizes) if kind == "weights" else 1
+    planner = planner_of(  # every cut may be chosen
+        instance, margin=-99.0, npu_bytes=own, per_graph_size=kind
+    )
     scenarios = [Scenario("prefill", instance.sizes[-1]), Scenario("decode", 1)]
     once = sum(4 * k * n * instance.layers for n, k in map(planner.shape, NAMES))  # type: ignore[arg-type]
-    budget = once * (1 + (seed % 4) * 0.2)
-    expected = _brute_residency(instance, [s.m for s in scenarios], budget, own)
+    limits = Limits(once * (1 + (seed % 4) * 0.2))
+    if seed % 3:
+        limits = limits._replace(
+            gpu=once * (seed % 5) * 0.3 or INF, npu=once * 0.4 * (seed % 7 + 1)
+        )
+    expected = _brute_residency(instance, [s.m for s in scenarios], limits, own * copies)
+    solve = partial(
+        solve_residency, planner, scenarios, planner.objective(), limits, lambda _: 1.0, places=99
+    )
     if expected == np.inf:
         with pytest.raises(PlanError, match="no plan of tiny fits"):
-            solve_residency(planner, scenarios, planner.objective(), budget, _Equal(), places=99)
+            solve()
         return
-    found = solve_residency(planner, scenarios, planner.objective(), budget, _Equal(), places=99)
+    found = solve()
     assert sum(s.seconds for s in found) == pytest.approx(expected, rel=1e-5), seed
-    assert weight_memory(planner, found).total_bytes <= budget * (1 + 1e-6)
+    memory = weight_memory(planner, found)
+    assert memory.total_bytes <= limits.together * (1 + 1e-6)
+    assert memory.gpu_bytes <= limits.gpu * (1 + 1e-6)
+    assert memory.npu_bytes <= limits.npu * (1 + 1e-6)
+    assert memory.graphs_bytes == pytest.approx(memory.npu_bytes * (1 - 1 / copies), abs=2)
 
 
-def _brute_residency(instance: Instance, ms: list[int], budget: float, own: float) -> float:
+@pytest.mark.parametrize("seed", range(20))
+def test_time_falls_as_memory_rises(seed: int) -> None:
+    instance = random_instance(seed)
+    planner = planner_of(instance, margin=-99.0)
+    scenarios = [Scenario("prefill", instance.sizes[-1]), Scenario("decode", 1)]
+    once = sum(4 * k * n * instance.layers for n, k in map(planner.shape, NAMES))  # type: ignore[arg-type]
+    for name in ("together", "gpu", "npu"):
+        times = []
+        for part in (1.0, 1.2, 1.5, 2.0):
+            limits = Limits()._replace(**{name: part * once})
+            found = solve_residency(
+                planner, scenarios, planner.objective(), limits, lambda _: 1.0, places=99
+            )
+            times.append(sum(s.seconds for s in found))
+        assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(times)), (name, times)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_an_npu_of_half_or_twice_the_time_moves_the_best_time_as_far_as_it_can(seed: int) -> None:
+    """Never the other way, and never by more than the NPU itself changed."""
+    instance = random_instance(seed)
+    times = []
+    for scale in (0.5, 1.0, 2.0):
+        instance.npu_scale = scale
+        planner = planner_of(instance, margin=-99.0)  # every cut may be chosen
+        scenarios = [
+            Scenario("prefill", m) for m in (1, instance.sizes[-1], 2 * instance.sizes[-1])
+        ]
+        times.append([planner.solve(s).seconds for s in (*scenarios, Scenario("decode", 1))])
+    for faster, slower in itertools.pairwise(times):
+        for a, b in zip(faster, slower, strict=True):
+            assert a <= b * (1 + 1e-9) <= 2 * a * (1 + 1e-9)
+
+
+def _brute_residency(instance: Instance, ms: list[int], limits: Limits, own: float) -> float:
     """All rows on each device for each matmul. Every matmul is entered from the GPU, so the best
     tilings inside a residency are independent and only the bytes are shared.
     """
@@ -202,7 +252,10 @@ def _brute_residency(instance: Instance, ms: list[int], budget: float, own: floa
         n, k = instance.rows[name], instance.ks[name]
         rows = [0, *range(ALIGN, n, ALIGN), n]
         points = [
-            (k * instance.layers * (own * r + 4 * (n - s)), _best_inside(instance, name, ms, r, s))
+            (
+                k * instance.layers * np.asarray([own * r + 4 * (n - s), 4 * (n - s), own * r]),
+                _best_inside(instance, name, ms, r, s),
+            )
             for r in rows
             for s in rows
             if s <= r or (r, s) == (n, n)
@@ -212,7 +265,7 @@ def _brute_residency(instance: Instance, ms: list[int], budget: float, own: floa
     totals = [
         sum(p[1] for p in combo)
         for combo in itertools.product(*fronts)
-        if sum(p[0] for p in combo) <= budget * (1 + 1e-12)
+        if np.all(sum(p[0] for p in combo) <= np.asarray(limits) * (1 + 1e-12))
     ]
     return min(totals, default=np.inf) + fixed
 

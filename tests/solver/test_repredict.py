@@ -6,12 +6,15 @@ from typing import get_args
 
 import pytest
 
+from hetero.backends.ops import WeightFormat
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
+from hetero.solver.build import make_plan
 from hetero.solver.model_spec import ModelSpec
-from hetero.solver.plan import ExecutionPlan, NamedStrategy
-from hetero.solver.planner import Scenario
+from hetero.solver.plan import ExecutionPlan, NamedStrategy, Phase
+from hetero.solver.planner import Planner, Scenario
 from hetero.solver.repredict import repredict
+from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
 LENGTHS = (64, 135, 300)
@@ -109,3 +112,50 @@ def test_a_slower_device_makes_its_steps_slower_and_no_others(spec: ModelSpec) -
     best = {(t.phase, t.m): t.predicted_s for t in made(spec, slow, "auto").totals}
     for (phase, m, _), seconds in repredict(plan, spec, slow).items():
         assert seconds >= 0.99 * best[phase, m]  # a plan for the slower device is no worse there
+
+
+def npu_share(plan: ExecutionPlan, phase: str) -> float:
+    """The NPU's part of all multiplications of a phase."""
+    npu = whole = 0
+    for op in plan.ops:
+        if op.phase == phase and op.m is not None:
+            whole += op.m * op.n * op.k
+            npu += sum(
+                op.k * (t.tokens[1] - t.tokens[0]) * (t.rows[1] - t.rows[0])  # type: ignore[operator]
+                for t in op.tiles
+                if t.device == "npu"
+            )
+    return npu / whole
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen2.5-0.5b"])
+def test_a_profile_with_a_faster_npu_gives_it_more_and_a_slower_one_less(model: str) -> None:
+    spec, base = model_spec(model, WeightFormat.W4A8), DeviceProfile.load("host")
+    plans = [
+        make_plan(spec, slower(base, "npu", factor), PlanRequest(seq_lens=(256,), margin=0.0))
+        for factor in (0.5, 1.0, 2.0)
+    ]
+    shares = [npu_share(plan, "prefill") for plan in plans]
+    assert shares[0] > shares[1] > shares[2]
+    decode = [npu_share(plan, "decode") for plan in plans]
+    assert decode[0] >= decode[1] >= decode[2]
+    assert decode[0] > decode[2]
+    for i in (0, 1):  # prefill, decode
+        times = [plan.totals[i].predicted_s or 0.0 for plan in plans]
+        assert times[0] < times[1] <= times[2] < 2 * times[1]
+    for t in zip(*(plan.totals for plan in plans), strict=True):
+        assert len({x.single_devices["gpu"] for x in t}) == 1, "the GPU is as it was"
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_simulated_chip_with_another_npu(phase: Phase) -> None:
+    planner = Planner(model_spec("llama-3-8b"), DeviceProfile.load("snapdragon-8-gen-3"))
+    scenario = Scenario(phase, 256 if phase == "prefill" else 1)
+    rows, times = [], []
+    for factor in (0.5, 1.0, 2.0):
+        factors = dict.fromkeys([("npu", "prefill"), ("npu", "decode")], factor)
+        found = planner.drifted(factors).solve(scenario)  # type: ignore[arg-type]
+        rows.append(sum(planner.shape(x)[1] * option.rows for x, option in found.options.items()))
+        times.append(found.seconds)
+    assert rows[0] > rows[1] > rows[2]
+    assert times[0] < times[1] < times[2] < 2 * times[1]

@@ -1,0 +1,33 @@
+"""The report as JSON: the plan's document, and every table of the report in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hetero.solver.report import content
+from hetero.solver.report.content import TableData
+
+if TYPE_CHECKING:
+    from hetero.solver.plan import ExecutionPlan
+
+KEY = "report"  # of the tables, beside the plan's own keys
+
+
+def to_json(plan: ExecutionPlan, others: Sequence[ExecutionPlan] = ()) -> str:
+    """The plan with `report`: what its numbers are, the tables, and why the alternatives lost."""
+    document = plan.model_dump(mode="json")
+    document[KEY] = {
+        "title": content.name(plan),
+        "plan_id": plan.plan_id,
+        "numbers": content.kind(plan),
+        "tables": [_table(table) for table in content.tables(plan, others)],
+        "alternatives": [_table(table) for table in content.alternatives(plan)],
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _table(table: TableData) -> dict[str, Any]:
+    columns, rows = list(table.head), [list(row) for row in table.rows]
+    return {"title": table.title, "note": table.note, "columns": columns, "rows": rows}

@@ -1,0 +1,102 @@
+"""What `hetero plan` asks of the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hetero.solver.kernels import Precision
+from hetero.solver.options import INF
+from hetero.solver.plan import PlanError
+from hetero.solver.planner import Scenario
+
+GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
+DEFAULT_LENGTHS = (64, 256, 1024)
+DECODE = Scenario("decode", 1)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What `hetero plan` asks for; see INTERFACES for the meaning of each.
+
+    `length_weights`: how often prompts of each of `seq_lens` come, in any unit (empty: all alike).
+    `shared`: both devices work in every prompt (`Rules`); a memory budget comes first.
+    `preparation_budget_s` and `graph_memory_bytes` bound what `graph_sizes="auto"` may choose.
+    `decode_tokens_per_prompt` weighs decoding against prompts where both share a memory budget;
+    `curves` adds what a report draws: times by length and the latency-energy front.
+    """
+
+    seq_lens: tuple[int, ...] = DEFAULT_LENGTHS
+    length_weights: tuple[float, ...] = ()
+    graph_sizes: GraphSizes = None
+    objective: Literal["latency", "energy"] = "latency"
+    precision: Precision = "auto"
+    max_gpu_share: float = 1.0
+    shared: bool = False
+    memory_budget_bytes: int | None = None
+    preparation_budget_s: float | None = None
+    graph_memory_bytes: int | None = None
+    context: int = 256
+    margin: float = 0.03
+    decode_tokens_per_prompt: int = 64
+    explain: bool = True
+    curves: bool = False
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Of seconds and of joules in the objective."""
+        return (0.0, 1.0) if self.objective == "energy" else (1.0, 0.0)
+
+    @property
+    def distribution(self) -> dict[int, float]:
+        """How often a prompt of each length comes; 1 on average."""
+        weights = self.length_weights or (1.0,) * len(self.seq_lens)
+        found = dict.fromkeys(sorted(self.seq_lens), 0.0)
+        for m, weight in zip(self.seq_lens, weights, strict=True):
+            found[m] += weight
+        return {m: weight * len(found) / sum(weights) for m, weight in found.items()}
+
+    def weight(self, scenario: Scenario) -> float:
+        """How much a step counts where several share something."""
+        if scenario.phase == "decode":
+            return float(self.decode_tokens_per_prompt)
+        return self.distribution[scenario.m]
+
+    def check(self) -> None:
+        """Raises `PlanError` for a value that means nothing."""
+        if not self.seq_lens or min(self.seq_lens) < 1:
+            raise PlanError(
+                f"prompt lengths are token counts from 1 on, got {list(self.seq_lens)}: give "
+                "--seq-lens such as 64,256,1024"
+            )
+        if self.length_weights and (
+            len(self.length_weights) != len(self.seq_lens)
+            or not all(0 < weight < INF for weight in self.length_weights)
+        ):
+            raise PlanError(
+                f"each of {len(self.seq_lens)} prompt lengths has a weight above 0, got "
+                f"{list(self.length_weights)}: give --seq-lens such as 64:3,256:1"
+            )
+        bounds = (self.preparation_budget_s, self.graph_memory_bytes)
+        if self.graph_sizes != "auto" and any(bound is not None for bound in bounds):
+            raise PlanError(
+                "--preparation-budget and --graph-memory are for choosing graph sizes: add "
+                "--graph-sizes auto"
+            )
+        if any(bound is not None and not 0 < bound < INF for bound in bounds):
+            raise PlanError("--preparation-budget and --graph-memory are above 0")
+        if not 0 <= self.max_gpu_share <= 1:
+            raise PlanError(f"--max-gpu-share is between 0 and 1, got {self.max_gpu_share:g}")
+        if not 0 <= self.margin < 1:
+            raise PlanError(f"the margin is a fraction from 0 to 1, got {self.margin:g}")
+        if self.context < 0:
+            raise PlanError(f"--context is a number of tokens, got {self.context}")
+
+
+DEFAULT_REQUEST = PlanRequest()
+
+
+def scenarios_of(lengths: Iterable[int]) -> list[Scenario]:
+    """Prompts of these lengths, each once and rising, and decoding."""
+    return [*(Scenario("prefill", m) for m in sorted(set(lengths))), DECODE]

@@ -1,0 +1,77 @@
+"""A planner for a request: the graphs that it may use, which may be part of the question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hetero.profiler.records import DeviceProfile
+from hetero.solver import graph_sizes as sizes_module
+from hetero.solver.chooser import Rules
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.options import INF
+from hetero.solver.plan import PlanError
+from hetero.solver.planner import Planner, Settings, with_graph_sizes
+from hetero.solver.request import PlanRequest, scenarios_of
+from hetero.solver.together import solve_together
+
+
+def planner_for(
+    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, apart: bool = True
+) -> tuple[Planner, list[str]]:
+    """A planner with the graph sizes that were asked for, and what to say about it."""
+    rules = Rules(request.margin, request.max_gpu_share, request.shared)
+    settings = Settings(request.precision, rules, request.context, apart)
+    notes: list[str] = []
+    if request.graph_sizes == "auto":
+        chosen = _choose_sizes(Planner(spec, profile, settings), request)
+        profile = with_graph_sizes(profile, chosen.sizes)
+        notes.append(f"graph sizes chosen for these lengths: {chosen.describe()}")
+        notes += _budget_notes(profile, request)
+    elif request.graph_sizes is not None:
+        sizes = {*request.graph_sizes}
+        if 1 in _graphs(profile):
+            sizes.add(1)  # decoding keeps its graph
+        profile = with_graph_sizes(profile, sizes)
+    return Planner(spec, profile, settings), notes
+
+
+def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphChoice:
+    """What `graph_sizes="auto"` chooses."""
+    objective = planner.objective(*request.weights)
+    scenarios = scenarios_of(request.seq_lens)
+
+    def price(sized: Planner) -> float:
+        """Expected cost of the whole plan within its memory limits; infinite if there is none."""
+        try:
+            _, solutions = solve_together(sized, scenarios, objective, request, [])
+        except PlanError:
+            return INF
+        return sum(request.weight(s.scenario) * s.chain.cost for s in solutions)
+
+    preparation_s, memory_bytes = request.preparation_budget_s, request.graph_memory_bytes
+    budgets = sizes_module.Budgets(
+        preparation_s=INF if preparation_s is None else preparation_s,
+        memory_bytes=INF if memory_bytes is None else memory_bytes,
+    )
+    return sizes_module.choose(
+        planner,
+        request.distribution,
+        budgets,
+        budget_bytes=request.memory_budget_bytes,
+        price=price,
+    )
+
+
+def _budget_notes(profile: DeviceProfile, request: PlanRequest) -> Iterable[str]:
+    """Budgets that could not bind, and why."""
+    npu = profile.devices["npu"].capabilities
+    if request.graph_memory_bytes is not None and npu.per_graph_size != "weights":
+        yield "graphs of all sizes share their weights on this NPU: their memory limits no size"
+    known = {p.device for p in profile.preparation_predictors}
+    if request.preparation_budget_s is not None and "npu" not in known:
+        yield "the profile does not say how long graphs take to prepare: no size is limited by it"
+
+
+def _graphs(profile: DeviceProfile) -> tuple[int, ...]:
+    npu = profile.devices.get("npu")
+    return npu.capabilities.graph_sizes if npu is not None else ()
