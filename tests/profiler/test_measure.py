@@ -334,6 +334,28 @@ def test_reading_counters_cools_what_a_large_weight_would(of_model: str) -> None
     assert workload.time(runner) == pytest.approx(true_s(task) + extra_s, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("timings", "batch"),
+    [
+        ((4.1e-3, 60e-6, 30e-6, 30e-6), 64),  # the first was held up
+        ((60e-6, 4e-3, 30e-6, 30e-6), 64),
+        ((400e-6, 350e-6, 500e-6, 360e-6), 11),
+        ((50e-3,), 1),  # too long for a batch: not timed again
+    ],
+)
+def test_a_launch_that_was_held_up_does_not_choose_the_batch(
+    monkeypatch: pytest.MonkeyPatch, timings: tuple[float, ...], batch: int
+) -> None:
+    clock = ManualClock()
+    workload = Workload(devices(clock), clock=clock, cold=OF_MODEL["small"])
+    runner = workload.runner(Task("gpu", W4, "plain", 64, 256, 256))
+    left = list(timings)
+    monkeypatch.setattr(workload, "time", lambda _: left.pop(0))
+    workload.warm_up(runner)
+    assert runner.batch == batch
+    assert left == []
+
+
 def test_a_drift_of_memory_is_not_one_of_a_small_model() -> None:
     clock = ManualClock()
 
