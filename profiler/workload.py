@@ -41,8 +41,9 @@ LEAD_CALLS: Final = 2  # leads where calls block
 LATE: Final = 0.02  # of a batch's time that its start may be seen late
 POLLED_S: Final = 0.1  # after that a wait sleeps
 BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
-BATCH_LOOKS: Final = 3  # timings after which a batch's size stands
 HELD_UP_S: Final = 10 * BATCH_S  # a launch that is longer makes no batch, whatever held it up
+LOOKS: Final = 1  # further launches that are timed before a batch's length is chosen
+SMALL_LOOKS: Final = 2  # of a small model, where a look costs little
 LONGEST_BATCH: Final = 64  # so many are submitted while the leads run
 KEPT_BYTES: Final = 1 << 31  # kernels beyond this are dropped, least recently used first
 LARGEST_COLD_BYTES: Final = 1 << 29
@@ -314,20 +315,17 @@ class Workload:
     def warm_up(self, runner: Runner) -> float:
         """Launch every copy once, then choose how many launches make a batch. Returns seconds.
 
-        The choice is looked at again: a first launch that was held up (30 us, seen after 4 ms) made
-        batches of one, all of whose samples had the time to see a completion in them.
+        It is the shortest of a few single launches that chooses: where the only one was held up
+        (30 us, seen after 4 ms) batches had one launch, and each sample the time to see it end.
         """
         for copy in range(len(runner.calls)):
             runner.launch([copy])
         seconds = self.time(runner)
-        if not runner.device.capabilities.asynchronous:
-            return seconds
-        most = LONGEST_BATCH if self.small else len(runner.calls)  # there copies come again
-        for _ in range(BATCH_LOOKS):
-            if not 0 < seconds < HELD_UP_S:
-                break
+        if runner.device.capabilities.asynchronous and 0 < seconds < HELD_UP_S:
+            looks = range(SMALL_LOOKS if self.small else LOOKS)
+            seconds = min([seconds, *(self.time(runner) for _ in looks)])
+            most = LONGEST_BATCH if self.small else len(runner.calls)  # there copies come again
             runner.batch = int(min(max(BATCH_S / seconds, 1), most))
-            seconds = min(seconds, self.time(runner))
         return seconds
 
     def activation(self, name: str, rows: int, width: int) -> Tensor:

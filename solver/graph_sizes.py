@@ -126,7 +126,9 @@ class SizeProgram:
         )
 
     def _expected_s(self, chosen: set[int]) -> float:
-        """With all of them at hand each matmul may use others: never longer than the program's."""
+        """With all of them at hand each matmul may use others: the program's time or less (but for
+        the rule that a cut must beat the best single device, which more graphs can make faster).
+        """
         planner = self.with_sizes(sorted(chosen))
         solved = [planner.solve(Scenario("prefill", m)).seconds for m in self.lengths]
         return float(self.weights @ np.asarray(solved))
@@ -200,6 +202,11 @@ def _candidates(planner: Planner, lengths: Mapping[int, float]) -> list[int]:
     npu = planner.profile.devices.get("npu")
     if npu is None:
         raise PlanError(f"profile {planner.profile.name} has no NPU, so there are no graphs")
+    if not npu.capabilities.static_shapes:
+        raise PlanError(
+            f"the NPU of profile {planner.profile.name} takes any token count, so there are no "
+            "graphs to choose: leave --graph-sizes out"
+        )
     step = max(npu.capabilities.token_alignment, npu.token_stage)
     around = {step * (m // step) for m in lengths} | {step * -(-m // step) for m in lengths}
     return sorted({g for g in (*planner.sizes, *around) if g > 1})

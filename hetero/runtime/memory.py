@@ -44,7 +44,7 @@ def needs_of(
     """
     sizes = [nbytes_of(shape) for shape in slots.values()]
     weights = sum(
-        _rows_bytes(node.op, rows, devices[kind]) * _copies(node, book, devices[kind])
+        _rows_bytes(node.op, rows, devices[kind]) * _copies(node, devices[kind])
         for node in nodes
         if isinstance(node.op, MatMul)
         for kind in devices
@@ -96,12 +96,14 @@ def gathered_slots(
     }
 
 
-def _copies(node: Node, book: PlanBook, device: Device) -> int:
-    """How often a device holds the weights of a matmul."""
+def _copies(node: Node, device: Device) -> int:
+    """How often a device may come to hold the weights of a matmul: prompts of other lengths than
+    the plan lists use any graph that the device has, the output head always sees one token.
+    """
     capabilities = device.capabilities
-    if capabilities.per_graph_size != "weights":
+    if capabilities.per_graph_size != "weights" or node.name == "lm_head":
         return 1
-    return book.graph_count(node, capabilities.kind)
+    return max(len(capabilities.graph_sizes), 1)
 
 
 def _rows_bytes(op: MatMul, rows: Span, device: Device) -> int:

@@ -132,16 +132,6 @@ class PlanBook:
         edges = [r + shift for name, shift in self._names(node) for r in cuts.get(name, ())]
         return {key: _segments(spans, edges) for key, spans in tiles.items()}
 
-    def graph_count(self, node: Node, kind: DeviceKind) -> int:
-        """How many graph sizes of a matmul a device may come to hold."""
-        capabilities = self._capabilities[kind]
-        if not capabilities.static_shapes or node.name == "lm_head":  # always one token
-            return 1
-        sizes = {tile.graph_size for tile, _ in self._listed(node) if tile.device == kind}
-        if None in sizes or self._source is not None:
-            return len(capabilities.graph_sizes)
-        return len(sizes)
-
     def _listed(self, node: Node) -> Iterable[tuple[Tile, int]]:
         for name, shift in self._names(node):
             for phase in PHASES:

@@ -33,8 +33,8 @@ def make_engine(folder: str, plan: ExecutionPlan, *, panels: bool = True, **opti
     npu = open_device("reference", kind="npu", graph_sizes=GRAPHS)
     limits = options.pop("limits", {})
     gpu.capabilities = dataclasses.replace(gpu.capabilities, reads_panels=panels, **limits)
-    own = options.pop("npu_bytes", {})
-    npu.capabilities = dataclasses.replace(npu.capabilities, weight_bytes=own)
+    own, kind = options.pop("npu_bytes", {}), options.pop("per_graph_size", "nothing")
+    npu.capabilities = dataclasses.replace(npu.capabilities, weight_bytes=own, per_graph_size=kind)
     devices: Any = {"gpu": gpu, "npu": npu}
     kept = {kind: devices[kind] for kind in plan.devices()}
     weights = open_model(folder, weights="f32").weights
@@ -73,6 +73,19 @@ def test_rows_on_both_devices_count_twice(folder: str) -> None:
     with make_engine(folder, plans[0]) as both, make_engine(folder, plans[1]) as one:
         blocks = one.needs.weight_bytes - 4 * 64 * 272  # all but the head, its rows padded
         assert both.needs.weight_bytes == one.needs.weight_bytes + blocks
+
+
+def test_graphs_with_weights_of_their_own_count_once_for_each_size(folder: str) -> None:
+    plan = plan_of(folder, "layer")  # of any token count: every graph may be used
+    kinds = ("nothing", "graph", "weights")
+    found = {}
+    for kind in kinds:
+        with make_engine(folder, plan, per_graph_size=kind) as engine:
+            found[kind] = engine.needs.weight_bytes
+    with make_engine(folder, plan_of(folder, "gpu")) as one:
+        blocks = one.needs.weight_bytes - 4 * 64 * 272
+    assert found["graph"] == found["nothing"]
+    assert found["weights"] == found["nothing"] + (len(GRAPHS) - 1) * blocks
 
 
 def test_a_devices_own_layout_counts_as_it_says(folder: str) -> None:

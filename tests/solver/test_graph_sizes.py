@@ -191,6 +191,19 @@ def test_a_device_that_cannot_hold_a_model_is_no_single_device() -> None:
         assert set(plan.totals[0].single_devices) == expected
 
 
+def test_without_graphs_there_is_none_to_choose() -> None:
+    request, spec = PlanRequest(graph_sizes="auto"), model_spec("llama-3.2-1b")
+    chip = hexagon(None)
+    alone = chip.model_copy(update={"devices": {"gpu": chip.devices["gpu"]}})
+    with pytest.raises(PlanError, match="has no NPU, so there are no graphs"):
+        make_plan(spec, alone, request)
+    npu = chip.devices["npu"]
+    free = npu.capabilities.model_copy(update={"static_shapes": False, "graph_sizes": ()})
+    devices = {**chip.devices, "npu": npu.model_copy(update={"capabilities": free})}
+    with pytest.raises(PlanError, match="takes any token count"):
+        make_plan(spec, chip.model_copy(update={"devices": devices}), request)
+
+
 def test_weights_of_lengths_move_the_choice() -> None:
     spec, chip = model_spec("llama-3-8b"), DeviceProfile.load("snapdragon-8-gen-3")
     found = {}
