@@ -115,11 +115,17 @@ def plan_command(
         found.save(out)
     if report is not None:
         found.report(report, compare=others)
+    _show(found, others, explain, as_json=as_json)
+
+
+def _show(
+    plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None, *, as_json: bool
+) -> None:
     if not as_json:
-        _print_plan(found, others, explain)
+        _print_plan(plan, others, explain)
     else:
-        _matching(found, explain)
-        print(found.model_dump_json(), flush=True)
+        _matching(plan, explain)
+        print(plan.model_dump_json(), flush=True)
 
 
 def _other(name: str, spec: ModelSpec, request: PlanRequest) -> ExecutionPlan:
