@@ -213,7 +213,16 @@ def front(plan: ExecutionPlan) -> str:
         for name, points in steps.items()
     ]
     title = "energy in % of the fastest plan's, by time in % of it"
-    return chart(lines, "time, % of the fastest plan's", title, height=300, unit=_percent)
+    least = min(y for line in lines for _, y in line.points)
+    return chart(
+        lines,
+        "time, % of the fastest plan's",
+        title,
+        height=300,
+        unit=_percent,
+        low=5.0 * math.floor(least / 5 - 0.2),
+        heavy_first=False,
+    )
 
 
 def _percent(value: float) -> str:
@@ -227,8 +236,10 @@ def chart(
     height: int = 400,
     *,
     unit: Callable[[float], str] = units.duration,
+    low: float = 0.0,
+    heavy_first: bool = True,
 ) -> str:
-    """Lines from zero, with a legend on the right in the order of their ends."""
+    """Lines from `low` up, with a legend on the right in the order of their ends."""
     left, right, top, bottom = 64, 190, 12, 40
     xs = [x for line in lines for x, _ in line.points]
     high = max(y for line in lines for _, y in line.points)
@@ -239,12 +250,12 @@ def chart(
         return left + wide * (x - low_x) / max(high_x - low_x, 1e-9)
 
     def py(y: float) -> float:
-        return top + tall * (1 - y / high)
+        return top + tall * (1 - (y - low) / (high - low))
 
-    parts = _grid(high, low_x, high_x, px, py, left, wide, top + tall, unit)
+    parts = _grid(low, high, low_x, high_x, px, py, left, wide, top + tall, unit)
     legend = sorted(enumerate(lines), key=lambda item: -item[1].points[-1][1])
     for place, (i, line) in enumerate(legend):
-        color, main = PALETTE[i % len(PALETTE)], i == 0
+        color, main = PALETTE[i % len(PALETTE)], heavy_first and i == 0
         path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in line.points)
         stroke = 3.5 if main else 1.6
         parts.append(
@@ -265,9 +276,9 @@ def chart(
     return svg(WIDTH, height, parts, title)
 
 
-def _grid(high, low_x, high_x, px, py, left, wide, floor, unit) -> list[str]:  # type: ignore[no-untyped-def]
-    step, parts = _nice(high / 8), []
-    for i in range(int(high / step) + 1):
+def _grid(low, high, low_x, high_x, px, py, left, wide, floor, unit) -> list[str]:  # type: ignore[no-untyped-def]
+    step, parts = _nice((high - low) / 8), []
+    for i in range(math.ceil(low / step), int(high / step) + 1):
         y = py(i * step)
         parts.append(
             f'<line x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
