@@ -122,6 +122,11 @@ def see(completion: Completion, clock: Clock) -> None:
     completion.wait()
 
 
+def _batch(seconds: float, most: int) -> int:
+    """Launches that take `BATCH_S` together, if each takes so many seconds."""
+    return int(min(max(BATCH_S / seconds, 1), most))
+
+
 class WeightPool:
     """Random weights of any shape as views of one block of memory per storage format."""
 
@@ -315,17 +320,20 @@ class Workload:
     def warm_up(self, runner: Runner) -> float:
         """Launch every copy once, then choose how many launches make a batch. Returns seconds.
 
-        It is the shortest of a few single launches that chooses: where the only one was held up
-        (30 us, seen after 4 ms) batches had one launch, and each sample the time to see it end.
+        It is looked at more than once: where the first launch was held up (30 us, seen after 4 ms)
+        batches had one launch, and each sample the time to see it end. Of a small model a batch
+        chooses the next one's length, because one launch is mostly the time to see it end.
         """
         for copy in range(len(runner.calls)):
             runner.launch([copy])
         seconds = self.time(runner)
         if runner.device.capabilities.asynchronous and 0 < seconds < HELD_UP_S:
-            looks = range(SMALL_LOOKS if self.small else LOOKS)
-            seconds = min([seconds, *(self.time(runner) for _ in looks)])
             most = LONGEST_BATCH if self.small else len(runner.calls)  # there copies come again
-            runner.batch = int(min(max(BATCH_S / seconds, 1), most))
+            for _ in range(SMALL_LOOKS if self.small else LOOKS):
+                if self.small:
+                    runner.batch = _batch(seconds, most)
+                seconds = min(seconds, self.time(runner))
+            runner.batch = _batch(seconds, most)
         return seconds
 
     def activation(self, name: str, rows: int, width: int) -> Tensor:

@@ -335,24 +335,34 @@ def test_reading_counters_cools_what_a_large_weight_would(of_model: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("timings", "batch"),
+    ("of_model", "timings", "batches"),
     [
-        ((4.1e-3, 70e-6, 80e-6), 57),  # the first was held up
-        ((80e-6, 4e-3, 3e-3), 50),
-        ((400e-6, 350e-6, 500e-6), 11),
-        ((50e-3,), 1),  # too long for a batch: not timed again
+        ("small", (4.1e-3, 70e-6, 30e-6), (1, 1, 57, 64)),  # the first was held up
+        ("small", (80e-6, 4e-3, 3e-3), (1, 50, 50, 50)),
+        ("small", (400e-6, 350e-6, 500e-6), (1, 10, 11, 11)),
+        ("small", (50e-3,), (1, 1)),  # too long for a batch: not timed again
+        ("large", (4.1e-3, 400e-6), (1, 1, 4)),  # at most one of each copy
+        ("large", (2e-3, 8e-3), (1, 1, 2)),
     ],
 )
 def test_a_launch_that_was_held_up_does_not_choose_the_batch(
-    monkeypatch: pytest.MonkeyPatch, timings: tuple[float, ...], batch: int
+    monkeypatch: pytest.MonkeyPatch,
+    of_model: str,
+    timings: tuple[float, ...],
+    batches: tuple[int, ...],
 ) -> None:
     clock = ManualClock()
-    workload = Workload(devices(clock), clock=clock, cold=OF_MODEL["small"])
-    runner = workload.runner(Task("gpu", W4, "plain", 64, 256, 256))
-    left = list(timings)
-    monkeypatch.setattr(workload, "time", lambda _: left.pop(0))
+    workload = Workload(devices(clock), clock=clock, cold=OF_MODEL[of_model])
+    runner = workload.make_runner(Task("gpu", W4, "plain", 64, 256, 256), copies=4)
+    left, seen = list(timings), []
+
+    def timed(_: object) -> float:
+        seen.append(runner.batch)
+        return left.pop(0)
+
+    monkeypatch.setattr(workload, "time", timed)
     workload.warm_up(runner)
-    assert runner.batch == batch
+    assert (*seen, runner.batch) == batches
     assert left == []
 
 
