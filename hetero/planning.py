@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -156,10 +157,10 @@ def load_either(path: str) -> ExecutionPlan | DeviceProfile:
     """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
     if path in files.shipped_names() and not Path(path).exists():
         return DeviceProfile.load(path)
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        document = None  # what is wrong is said below
+    document = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # what is wrong is said below
+        if Path(path).stat().st_size <= files.LONGEST_FILE_BYTES:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
     if isinstance(document, dict) and "ops" in document:
         return ExecutionPlan.load(path)
     return DeviceProfile.load(path)

@@ -189,11 +189,11 @@ class SizeProgram:
                 f"no set of graphs for prompts of up to {max(self.lengths)} tokens fits the "
                 "budgets: raise them"
             )
-        allowed_sizes = [g for g, y in zip(self.sizes, result.x, strict=False) if y > 0.5]
+        chosen = [g for g, y in zip(self.sizes, result.x, strict=False) if y > 0.5]
         served = result.x[len(self.sizes) :]
         used = {g for (_, j), x in zip(pairs, served, strict=True) if x > 1e-6 for g in sets[j]}
         if 2 * max(used, default=0) < max(self.lengths):
-            used.add(min(g for g in allowed_sizes if 2 * g >= max(self.lengths)))
+            used.add(min(g for g in chosen if 2 * g >= max(self.lengths)))
         return used
 
 

@@ -100,27 +100,31 @@ def held_bytes(planner: Planner, name: OpName, held: Held) -> tuple[float, float
 
 def copies(planner: Planner, name: OpName) -> int:
     """How often the NPU holds the rows that it has of a matmul."""
-    record = planner.profile.devices.get("npu")
-    if record is None or name == "lm_head":  # which always sees one token
+    if name == "lm_head" or not _graphs_own_weights(planner):  # the head always sees one token
         return 1
-    return max(len(planner.sizes), 1) if record.capabilities.per_graph_size == "weights" else 1
+    return max(len(planner.sizes), 1)
 
 
 def holds_alone(planner: Planner, device: DeviceKind) -> bool:
     """Whether a device can hold all weights, each once."""
     _, *limits = limits_of(planner.profile)
-    names = [x.name for x in planner.spec.matmuls]
-    nbytes = sum(row_bytes(planner, device, name) * planner.shape(name)[0] for name in names)
-    return nbytes <= limits[device == "npu"]
+    return _all_rows_bytes(planner, device) <= limits[device == "npu"]
 
 
 def graph_bytes(planner: Planner) -> float:
     """What one more graph size takes if the NPU has all rows of a block: 0 where graphs share."""
+    return _all_rows_bytes(planner, "npu", head=False) if _graphs_own_weights(planner) else 0.0
+
+
+def _graphs_own_weights(planner: Planner) -> bool:
     record = planner.profile.devices.get("npu")
-    if record is None or record.capabilities.per_graph_size != "weights":
-        return 0.0
-    block = [x.name for x in planner.spec.matmuls if x.name != "lm_head"]
-    return sum(row_bytes(planner, "npu", name) * planner.shape(name)[0] for name in block)
+    return record is not None and record.capabilities.per_graph_size == "weights"
+
+
+def _all_rows_bytes(planner: Planner, device: DeviceKind, *, head: bool = True) -> float:
+    """Bytes of all matmuls, with or without the output head, each row once."""
+    names = [x.name for x in planner.spec.matmuls if head or x.name != "lm_head"]
+    return sum(row_bytes(planner, device, name) * planner.shape(name)[0] for name in names)
 
 
 def row_bytes(planner: Planner, device: DeviceKind, name: OpName) -> float:

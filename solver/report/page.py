@@ -125,32 +125,29 @@ def _blocks(plan: ExecutionPlan) -> str:
 def _cuts(plan: ExecutionPlan) -> str:
     drawn = [(t, drawings.cuts(plan, t)) for t in _pictured(plan)]
     figures = "".join(f"<h3>{escape(content.label(t))}</h3>{d}" for t, d in drawn if d)
-    table = content.operators(plan)
-    return (
-        f"<h2>{table.title}</h2>"
-        '<p class="note">Each rectangle is the output of one matmul: which rows and tokens each '
-        f"processor computes.</p>{figures}<details><summary>as a table</summary>"
-        f"{_table(table)}</details>"
+    note = (
+        "Each rectangle is the output of one matmul: which rows and tokens each processor computes."
     )
+    return _drawn(content.operators(plan), figures, note)
 
 
 def _curves(plan: ExecutionPlan) -> str:
     table = content.curves(plan)
-    if table is None:
-        return ""
-    return (
-        f'<h2>{table.title}</h2><p class="note">{escape(table.note)}</p>{drawings.curves(plan)}'
-        f"<details><summary>as a table</summary>{_table(table)}</details>"
-    )
+    return "" if table is None else _drawn(table, drawings.curves(plan), table.note)
 
 
 def _front(plan: ExecutionPlan) -> str:
     table = content.front(plan)
     if table is None:
         return ""
+    relative = "Times and energies are drawn relative to the fastest plan of each step."
+    return _drawn(table, drawings.front(plan), f"{table.note} {relative}")
+
+
+def _drawn(table: TableData, drawing: str, note: str) -> str:
+    """A section with a drawing, its table folded under it."""
     return (
-        f'<h2>{table.title}</h2><p class="note">{escape(table.note)} Times and energies are drawn '
-        f"relative to the fastest plan of each step.</p>{drawings.front(plan)}"
+        f'<h2>{table.title}</h2><p class="note">{escape(note)}</p>{drawing}'
         f"<details><summary>as a table</summary>{_table(table)}</details>"
     )
 
