@@ -33,6 +33,7 @@ from tensor_level import (
     contender,
     ideal_row,
     measure_decoding,
+    measure_layers,
     measure_prompt,
 )
 
@@ -126,6 +127,11 @@ class Row:
         else:
             measure_prompt(self.alike[0], int(self.test.removeprefix("pp")))
 
+    def finish(self) -> None:
+        """Where a prompt's time went, after a turn."""
+        if self.test != "tg":
+            measure_layers(self.alike[0], int(self.test.removeprefix("pp")))
+
     def share(self) -> None:
         """What was measured of the first holds for all."""
         first = self.alike[0]
@@ -165,6 +171,7 @@ class Turns:
             row.measure(self.tokens)
             if time.perf_counter() - start_s >= seconds:
                 break
+        row.finish()
 
     def look(self) -> None:
         """The next row, if what else runs has had as long as the last one took."""

@@ -149,18 +149,29 @@ def contender(
     return Contender(name, plan, engine)
 
 
-def measure_prompt(one: Contender, m: int) -> None:
-    """One prompt of m tokens, with the devices' own clocks."""
+def run_prompt(one: Contender, m: int) -> float:
+    """Seconds of a prompt of m tokens."""
     engine = one.engine
     prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
     engine.truncate(0)
-    for device in engine.devices.values():
-        device.set_timing(True)
     start_s = time.perf_counter()
     engine.prefill(prompt)
-    seconds = time.perf_counter() - start_s
+    return time.perf_counter() - start_s
+
+
+def measure_prompt(one: Contender, m: int) -> None:
+    """One prompt of m tokens."""
+    seconds = run_prompt(one, m)
     for found in (one.times, one.means):
         found.setdefault(f"pp{m}", []).append(seconds)
+
+
+def measure_layers(one: Contender, m: int) -> None:
+    """The layers of one more, by the devices' own clocks, which take some time themselves."""
+    engine = one.engine
+    for device in engine.devices.values():
+        device.set_timing(True)
+    run_prompt(one, m)
     for device in engine.devices.values():
         device.set_timing(False)
     if engine.last_step.tokens == m:  # not in pieces
@@ -291,6 +302,7 @@ def main() -> None:
             drift.measure(*before, one.name)
             for m in lengths:
                 measure_prompt(one, m)
+                measure_layers(one, m)
             measure_decoding(one, arguments.n, CONTEXT)
             before = (one.name,)
             if i == 0:

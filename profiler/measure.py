@@ -27,6 +27,7 @@ from hetero.profiler.stats import SMOOTHED_S, summarize
 from hetero.profiler.workload import Runner, Workload
 
 Reference: TypeAlias = tuple[DeviceKind, Phase]
+Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]
 
 REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
     "decode": (1, 2048, 2048),
@@ -35,6 +36,7 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 REFERENCE_SAMPLES: Final = 3
 FIRST_REFERENCE_SAMPLES: Final = 15
 FRESH_S: Final = 0.4
+SKEWED: Final = 5  # samples of a row that says how skewed they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +288,33 @@ class Meter:
             spread=summary.spread,
             samples=summary.samples,
             reference=float(np.median(references)),
+            skew=summary.skew,
             block=self._blocks,
             flags=tuple(flags),
         )
+
+
+def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
+    """Rows whose seconds are means instead of medians, by the skew that is typical of the rows of
+    their device, phase and format: those of few samples say little of it.
+
+    A step is a sum of a hundred kernels, so it takes the sum of their means, and almost never that
+    of their medians: where now and then a neighbour takes the memory for a millisecond, that is in
+    one sample of ten, but in every step.
+    """
+    skews: dict[Kind, list[float]] = {}
+    for row in rows:
+        if row.samples >= SKEWED:
+            skews.setdefault(_kind(row), []).append(row.skew)
+    typical = {kind: float(np.median(found)) for kind, found in skews.items()}
+    return [
+        row.model_copy(update={"seconds": row.seconds * typical.get(_kind(row), 1.0)})
+        for row in rows
+    ]
+
+
+def _kind(row: MatMulRow) -> Kind:
+    return row.device, row.phase, row.weight_format
 
 
 def _without_wait(sample: Sample) -> float:

@@ -134,7 +134,8 @@ class Stats(Record):
 
 class MatMulRow(Stats):
     """Time of one matmul kernel. `seconds` is normalised by the reference kernel: `reference` is
-    reference time during the row / its median over the run (1: no drift).
+    reference time during the row / its median over the run (1: no drift). `skew` is mean / median
+    of the samples; `seconds` contains that of all kernels of its kind (`measure.to_means`).
     """
 
     device: DeviceKind
@@ -144,6 +145,7 @@ class MatMulRow(Stats):
     n: Count
     k: Count
     reference: Positive = 1.0
+    skew: Positive = 1.0
     block: int = 0
     flags: tuple[Flag, ...] = ()
 

@@ -21,7 +21,7 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task, shape_class
 from hetero.profiler.interference import find_interference
 from hetero.profiler.journal import Journal, journal_path
-from hetero.profiler.measure import Meter, Reference, rescale
+from hetero.profiler.measure import Meter, Reference, rescale, to_means
 from hetero.profiler.options import Event, Options
 from hetero.profiler.records import (
     Coverage,
@@ -238,21 +238,23 @@ class Session:
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
-        """The grid, in the order of what teaches most, until it or the budget is used up; halfway
-        and at its end the devices together.
+        """The grid, in the order of what teaches most, until it or the budget is used up; now and
+        then and at its end the devices together.
         """
         tasks = self._tasks()
         self.total = len(tasks)
         wanted = max(1, math.ceil(self.options.share * len(tasks)))
         until_s = self._until_s()
-        halfway_s = (self.clock.now() + until_s) / 2
+        start_s, done = self.clock.now(), len(self.rows)
         open_tasks = [task for task in tasks if task.key not in self.rows]
         for turn in range(len(tasks)):
             left = min(wanted - len(self.rows), BLOCK_TASKS)
             if left <= 0 or not open_tasks or (self.rows and self.clock.now() >= until_s):
                 break
-            if len(self.rows) >= wanted / 2 or self.clock.now() >= halfway_s:
-                self._together(2)
+            passed = (len(self.rows) - done) / max(wanted - done, 1)
+            if math.isfinite(until_s) and until_s > start_s:
+                passed = max(passed, (self.clock.now() - start_s) / (until_s - start_s))
+            self._together(1 + int(passed * (len(STRETCHES) - 1)))
             block = self._choose(open_tasks, left, turn)
             gone = set(block)
             self._measure(block, until_s)
@@ -409,7 +411,7 @@ class Session:
             self._profile(finished=False).save(self.out)
 
     def _profile(self, *, finished: bool) -> DeviceProfile:
-        rows = rescale(self.rows.values(), self.meter.points, small=self.workload.small)
+        rows = to_means(rescale(self.rows.values(), self.meter.points, small=self.workload.small))
         if not rows:
             raise ProfileError(
                 f"nothing was measured in {self.options.budget_s:g} s: give a longer --budget"

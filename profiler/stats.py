@@ -11,18 +11,21 @@ import numpy as np
 
 Z95 = 1.96
 SMOOTHED_S = 1.5  # a device is as slow as the median of so long a time says
+OUTLIER = 2.0  # times the median: more is something else's doing
 FEW = 6  # below this many samples order statistics give no 95 % interval
 
 
 class Summary(NamedTuple):
     """Median, relative half-width of its 95 % confidence interval (infinite for one sample),
-    relative spread (1.4826 · median absolute deviation / median), number of samples.
+    relative spread (1.4826 · median absolute deviation / median), number of samples, and mean /
+    median, where a sample of more than twice the median counts as twice.
     """
 
     median: float
     ci: float
     spread: float
     samples: int
+    skew: float
 
 
 def summarize(samples: Sequence[float]) -> Summary:
@@ -34,15 +37,16 @@ def summarize(samples: Sequence[float]) -> Summary:
     count = len(ordered)
     middle = float(np.median(ordered))
     spread = 1.4826 * float(np.median(np.abs(ordered - middle))) / middle
+    skew = float(np.minimum(ordered / middle, OUTLIER).mean())
     if count == 1:
-        return Summary(middle, math.inf, spread, count)
+        return Summary(middle, math.inf, spread, count, skew)
     low, high = 0, count - 1
     if count >= FEW:
         reach = Z95 * math.sqrt(count) / 2
         low = max(0, math.floor(count / 2 - reach))
         high = min(count - 1, math.ceil(count / 2 + reach) - 1)
     ci = float(ordered[high] - ordered[low]) / 2 / middle
-    return Summary(middle, ci, spread, count)
+    return Summary(middle, ci, spread, count, skew)
 
 
 def drift(at_s: Sequence[float], seconds: Sequence[float]) -> float:

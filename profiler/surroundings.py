@@ -36,9 +36,9 @@ STAGE_TOKENS = 128
 STAGE_FEATURES = 2048
 STAGE_WEIGHT = (1024, 1024)
 # When both devices are measured at once: a shared machine has bursts of seconds in which its memory
-# is slow, and one stretch of rounds may lie within one.
-STRETCHES: Final = ("bandwidth", "bandwidth halfway", "bandwidth at the end")
-ROUNDS: Final = 9  # of a stretch, of a quick profile 2
+# is slow, or its two cores are threads of one, and a stretch of rounds may lie within one.
+STRETCHES: Final = tuple(f"bandwidth {turn}" for turn in range(1, 6))
+ROUNDS: Final = 5  # of a stretch, of a quick profile 2
 R = TypeVar("R", bound=Record)
 
 

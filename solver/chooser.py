@@ -159,8 +159,9 @@ class Chooser:
         return Cheapest(costs, len(spaces))
 
     def price(self, grid: Grid, m: int, mask: Bools | None = None) -> Floats:
-        """[T, R] objective of every cut of a matmul without synchronisation; infinite where it is
-        not allowed. The NPU alone (all tokens, all rows) is no cut.
+        """[T, R] objective of every cut of a matmul, without synchronisation that is the same for
+        all of a mode; infinite where it is not allowed. The NPU alone (all tokens, all rows) is no
+        cut.
         """
         allowed = np.ones(grid.gpu_s.shape, dtype=np.bool_) if mask is None else mask.copy()
         allowed[grid.cuts == m, -1] = False
@@ -179,7 +180,16 @@ class Chooser:
             both = np.minimum(gpu, npu)
             joules = power.gpu_w * (gpu - both) + power.npu_w * (npu - both) + power.both_w * both
             price = price + objective.joules * joules
+        price = price + self._idle_weight * grid.dry_s
         return np.where(possible, price, INF)
+
+    @property
+    def _idle_weight(self) -> float:
+        """Objective of a second in which no device computes."""
+        weigh = self.objective.seconds
+        if self.objective.joules and self.objective.power is not None:
+            weigh += self.objective.joules * self.objective.power.idle_w
+        return weigh
 
     def _gpu_only(self, space: MatMulSpace, m: int, sync: Sync, seconds: float) -> Option:
         into = sync.copy(ACTIVATION_BYTES * m * space.k)
@@ -210,10 +220,7 @@ class Chooser:
 
     def _copies(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
         """[2, 2, T, R] objective of `_copied_s`."""
-        weigh = self.objective.seconds
-        if self.objective.joules and self.objective.power is not None:
-            weigh += self.objective.joules * self.objective.power.idle_w
-        return weigh * self._copied_s(space, m, cuts, rows)
+        return self._idle_weight * self._copied_s(space, m, cuts, rows)
 
     def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
         """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`: the operand to the
@@ -234,9 +241,10 @@ class Chooser:
         if sync.copies:
             every = self._copied_s(space, m, grid.cuts[[i]], grid.rows[[j]])
             copied_s = every[:, MODES.index(dominant), 0, 0].tolist()
-        submit = sync.submit_s + sync.join_s if dominant else sync.join_s
-        from_gpu = sync.wait_s + submit + copied_s[GPU]
-        from_host = sync.submit_s + sync.join_s + copied_s[HOST]
+        both = sync.join_s + float(np.broadcast_to(grid.dry_s, grid.gpu_s.shape)[i, j])
+        submit = sync.submit_s if dominant and not sync.eager else 0.0
+        from_gpu = sync.wait_s + submit + both + copied_s[GPU]
+        from_host = sync.submit_s + both + copied_s[HOST]
         return Option(
             strategy_name(m, space.n, r, pieces),
             "npu-dominant" if dominant else "gpu-dominant",

@@ -85,9 +85,18 @@ class JointSpace:
         )
         gpu, npu = contend(first.kernels, m, gpu, npu)
         ahead_s = first.sync.ahead_s(m, self._launches)
-        spread, restart_s = spread_of(first.kernels, m), first.sync.restart_s
         return Grid(
-            0.0, gpu, npu, self._rows, choices, every, tokens_first, ahead_s, spread, restart_s
+            0.0,
+            gpu,
+            npu,
+            self._rows,
+            choices,
+            every,
+            tokens_first,
+            ahead_s,
+            spread_of(first.kernels, m),
+            first.sync.restart_s,
+            first.sync.starting(m),
         )
 
     def _by_smaller_graphs(self, space: MatMulSpace) -> list[tuple[Floats, Floats]]:

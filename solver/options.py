@@ -36,7 +36,8 @@ class Sync:
     ring_s      starting what was queued ahead behind a gate (decode only); None: nothing is
     busy_s      one submission behind others, made by the thread on which the NPU's calls block
     restart_s   how much longer an NPU call takes when its thread did something else before
-    copy_in_s, copy_out_s    a copy of activations to and from the NPU, per copy and per byte
+    copy_s, copy_s_per_byte    a copy of activations to or from the NPU, fixed and per byte
+    eager       the GPU's tile is queued behind its operand before the host waits for that
     """
 
     wait_s: float = 0.0
@@ -47,6 +48,7 @@ class Sync:
     restart_s: float = 0.0
     copy_s: float = 0.0
     copy_s_per_byte: float = 0.0
+    eager: bool = False
 
     @classmethod
     def of(cls, cost: CostModel, method: WaitMethod = "fast") -> Sync:
@@ -64,6 +66,7 @@ class Sync:
             restart_s=cost.restart_s(),
             copy_s=fixed,
             copy_s_per_byte=(cost.copy_s("gpu", 1 << 20) - fixed) / (1 << 20),
+            eager=True,
         )
 
     @classmethod
@@ -84,17 +87,25 @@ class Sync:
 
     def at(self, m: int) -> Sync:
         """In a step of m tokens: with gates, starting the GPU costs a ring, not a submission."""
-        if self.ring_s is None or phase_of(m) == "prefill":
-            return self
-        return replace(self, submit_s=self.ring_s)
+        return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
+
+    def gates(self, m: int) -> bool:
+        """Whether launches are queued ahead behind gates in a step of m tokens."""
+        return self.ring_s is not None and phase_of(m) == "decode"
 
     def ahead_s(self, m: int, launches: Launches) -> Launches:
         """How late an NPU tile is because its thread submits so many launches, in decoding with
         gates.
         """
-        if self.ring_s is None or phase_of(m) == "prefill":
-            return 0.0 * launches
-        return self.busy_s * launches
+        return self.busy_s * launches if self.gates(m) else 0.0 * launches
+
+    def starting(self, m: int) -> tuple[float, float]:
+        """Seconds to start the GPU on what follows a cut, if its queue has run dry, and from the
+        end of the NPU's tile until the queue has that.
+        """
+        if self.gates(m):
+            return self.ring_s or 0.0, 0.0
+        return self.submit_s, self.busy_s
 
     @property
     def copies(self) -> bool:

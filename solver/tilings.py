@@ -27,8 +27,8 @@ class Grid:
     """Costed tilings of one matmul at m tokens.
 
     `ahead_s` (of the matmul or of each column) passes on the NPU's thread before its tile, and
-    `restart_s` if the thread did something else before. `spread`
-    is how much the GPU's and the NPU's times vary, as fractions of them (standard deviations).
+    `restart_s` if the thread did something else before. `spread` is how much the GPU's and the
+    NPU's times vary, as fractions of them (standard deviations), `starting` as in `Sync`.
     """
 
     gpu_only_s: float
@@ -41,11 +41,23 @@ class Grid:
     ahead_s: Floats | float = 0.0
     spread: tuple[float, float] = (0.0, 0.0)
     restart_s: float = 0.0
+    starting: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def together_s(self) -> Floats:
         """[T, R] until both are done."""
         return longer(self.gpu_s, self.npu_thread_s, self.spread)
+
+    @cached_property
+    def dry_s(self) -> Floats | float:
+        """[T, R] what starting the GPU again is expected to cost beyond what the mode says: all of
+        it where the NPU's thread is done last, else nothing. Times that vary make that a chance.
+        """
+        start_s, behind_s = self.starting
+        if not start_s or self.spread == (0.0, 0.0):
+            return 0.0
+        chance = later(self.npu_thread_s + behind_s, self.gpu_s, self.spread[::-1])
+        return np.asarray(start_s * (chance - self.npu_dominant))
 
     @cached_property
     def npu_thread_s(self) -> Floats:
@@ -131,6 +143,7 @@ class MatMulSpace:
             self.ahead_s(m),
             spread_of(self.kernels, m),
             self.sync.restart_s,
+            self.sync.starting(m),
         )
 
     def ahead_s(self, m: int) -> float:
@@ -243,9 +256,21 @@ def longer(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
         apart = np.abs(a - b) / -deviation
     near = np.flatnonzero(apart > -FAR)  # elsewhere nothing is added that a float64 could hold
     x, deviation = apart.ravel()[near], deviation.ravel()[near]
-    # The normal distribution function to 5e-4 (numpy has none).
-    below = 0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3)
-    more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * below)
+    more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * _below(x))
     total = top.ravel()
     total[near] += np.maximum(more, 0.0)
     return total.reshape(top.shape)
+
+
+def later(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
+    """The chance that the first of two times is the longer one, as in `longer`; 0 where either is
+    infinite.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        apart = (a - b) / np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
+    return np.where(np.isfinite(a + b), _below(np.clip(apart, -FAR, FAR)), 0.0)
+
+
+def _below(x: Floats) -> Floats:
+    """The normal distribution function to 5e-4 (numpy has none)."""
+    return np.asarray(0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3))

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from hetero.backends.clock import ManualClock
 from hetero.backends.memory import PAGE_BYTES
-from hetero.backends.ops import MatMul, Op
+from hetero.backends.ops import MatMul, Op, WeightFormat
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import longest_wait_s
-from hetero.profiler.measure import Meter, Settings, rescale
+from hetero.profiler.measure import Meter, Settings, rescale, to_means
+from hetero.profiler.predict import Floats
+from hetero.profiler.records import MatMulRow
 from hetero.profiler.stats import relative_errors, summarize
 from hetero.profiler.workload import Runner, Workload, cold_bytes
 from tests.profiler.fakes import W4, Cost, devices, gpu_cost, npu_cost
@@ -208,6 +210,33 @@ def test_rows_are_rescaled_to_the_median_speed_of_the_run() -> None:
     assert prefill.reference == pytest.approx(1.0, rel=0.02)
 
 
+def test_rows_add_up_to_the_median_step_of_a_machine_that_is_disturbed_now_and_then() -> None:
+    rng = np.random.default_rng(5)
+
+    def seconds(count: int) -> Floats:
+        """Of launches of 1 ms, of which one in eight takes 1.7 times as long."""
+        return 1e-3 * rng.normal(1, 0.01, count) * np.where(rng.random(count) < 1 / 8, 1.7, 1.0)
+
+    rows = []
+    for n in range(40):
+        found = summarize(seconds(25).tolist())
+        rows.append(
+            MatMulRow(
+                device="gpu", weight_format=WeightFormat.W4A8, m=1, n=64 * n + 64, k=64,
+                seconds=found.median, spread=found.spread, samples=25, skew=found.skew,
+            )
+        )  # fmt: skip
+    few = rows[0].model_copy(update={"n": 1, "seconds": 1e-3, "samples": 3, "skew": 1.5})
+    other = few.model_copy(update={"device": "npu"})
+    *means, few_mean, other_mean = to_means([*rows, few, other])
+    step_s = float(np.median([seconds(40).sum() for _ in range(500)]))
+    assert sum(row.seconds for row in rows) < 0.93 * step_s
+    assert sum(row.seconds for row in means) == pytest.approx(step_s, rel=0.02)
+    assert few_mean.seconds == pytest.approx(step_s / 40, rel=0.02)
+    assert other_mean.seconds == 1e-3  # nothing is known of its kind
+    assert summarize([1.0] * 9 + [1000.0]).skew == pytest.approx(1.1)
+
+
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=60))
 def test_a_summary_is_inside_its_samples(samples: list[float]) -> None:
     found = summarize(samples)
@@ -229,8 +258,8 @@ def test_the_interval_covers_the_median_about_as_often_as_it_says() -> None:
 
 
 def test_summaries_of_constants_and_single_samples() -> None:
-    assert summarize([2.0]) == (2.0, math.inf, 0.0, 1)
-    assert summarize([2.0] * 5) == (2.0, 0.0, 0.0, 5)
+    assert summarize([2.0]) == (2.0, math.inf, 0.0, 1, 1.0)
+    assert summarize([2.0] * 5) == (2.0, 0.0, 0.0, 5, 1.0)
     assert relative_errors([1.1, 0.9], [1.0, 1.0]) == (pytest.approx(0.1), pytest.approx(0.1))
 
 

@@ -96,7 +96,7 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
     sync = Sync(
         wait_s=some(), submit_s=some(), join_s=some() / 4, copy_s=some() / 4 * rng.integers(2)
     )
-    sync = replace(sync, restart_s=some() / 4)
+    sync = replace(sync, restart_s=some() / 4, eager=bool(seed % 2))
     if rng.integers(2):  # gates, in steps of few tokens
         sync = replace(sync, ring_s=some() / 2, busy_s=some() / 2)
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
@@ -281,7 +281,7 @@ def _cut(
     npu_dominant = npu_s + ahead >= gpu_s
     copy = lambda count: sync.copy(4 * count)  # noqa: E731
     result = copy(m * n - t * r) if npu_dominant else copy(t * r)
-    submit = sync.submit_s if npu_dominant else 0.0
+    submit = sync.submit_s if npu_dominant and not sync.eager else 0.0
     enter = (
         sync.wait_s + sync.join_s + submit + copy(t * k) + result,
         sync.submit_s + sync.join_s + copy(m * k) + result,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Final, get_args
 
@@ -15,8 +16,11 @@ from hetero.models import model_spec
 from hetero.profiler.cost import LEAST_SAMPLES, CostModel
 from hetero.profiler.records import DeviceProfile, Phase, ReferencePoint
 from hetero.profiler.stats import SMOOTHED_S, drift
+from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.options import HOST, INF, Objective
+from hetero.solver.pieces import npu_choices
 from hetero.solver.planner import Planner, Scenario
-from hetero.solver.tilings import longer
+from hetero.solver.tilings import Grid, later, longer
 
 W4A8 = WeightFormat.W4A8
 KEYS: Final = tuple(itertools.product(get_args(DeviceKind), get_args(Phase)))
@@ -50,6 +54,55 @@ def test_what_is_left_out_of_times_far_apart_changes_no_bit(spread: tuple[float,
     more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * below)
     assert (longer(a, b, spread) == np.maximum(a, b) + np.maximum(more, 0.0)).all()
     assert 0.1 < (x < -9).mean() < 0.9
+
+
+@pytest.mark.parametrize("spread", [(0.1, 0.1), (0.2, 0.05), (0.0, 0.15)])
+@pytest.mark.parametrize("times", [(10.0, 10.0), (10.0, 9.0), (8.0, 10.0), (10.0, 1.0)])
+def test_the_chance_that_a_queue_runs_dry(
+    times: tuple[float, float], spread: tuple[float, float]
+) -> None:
+    """The NPU's thread, which has 0.5 to do until the queue has more, is done after the GPU."""
+    rng = np.random.default_rng(2)
+    gpu, npu = (
+        t * (1 + s * rng.standard_normal(400_000)) for t, s in zip(times, spread, strict=True)
+    )
+    chance = float((npu + 0.5 * (1 + spread[1] * rng.standard_normal(400_000)) > gpu).mean())
+    one, none = np.ones((1, 1)), np.zeros((1, 1), dtype=bool)
+    choices = npu_choices(8, (8,), 1)
+    grid = Grid(
+        0.0, times[0] * one, times[1] * one, np.asarray([4]), choices, one, none,
+        spread=spread, starting=(3.0, 0.5),
+    )  # fmt: skip
+    dominant = times[1] >= times[0]
+    expected = 3.0 * (chance - dominant)  # the mode says all of it or nothing
+    assert np.asarray(grid.dry_s)[0, 0] == pytest.approx(expected, abs=0.05)
+    calm = replace(grid, spread=(0.0, 0.0))
+    assert np.all(calm.dry_s == 0)
+    impossible = later(np.asarray([np.inf, 1.0, np.inf]), np.asarray([1.0, np.inf, np.inf]), spread)
+    assert impossible.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("m", [64, 135])
+def test_a_cut_that_is_balanced_to_the_microsecond_pays_for_the_queue_that_may_run_dry(
+    m: int,
+) -> None:
+    """Of the same tiles no profile may say much more than another whose times differ little."""
+    spec, profile = model_spec("llama-3.2-1b", W4A8), DeviceProfile.load("host")
+    gpu = profile.sync["gpu"].model_copy(update={"submit_empty_s": 3e-3})
+    profile = varying_by(profile, 0.05).model_copy(update={"sync": {**profile.sync, "gpu": gpu}})
+    even = Planner(spec, profile).space("down").grid(m)
+    mask = np.zeros(even.gpu_s.shape, dtype=bool)
+    mask.flat[np.argmin(np.abs(even.gpu_s / even.npu_s - 1))] = True
+    found = []
+    for factor in np.linspace(0.9, 1.1, 41):
+        planner = Planner(spec, profile).drifted({("npu", "prefill"): float(factor)})
+        chooser = Chooser(planner.sync, Rules(margin=-INF), Objective())
+        options = chooser.options(planner.space("down"), m, mask=mask)
+        (cut,) = [option for option in options if option.is_cut]
+        behind_s = planner.sync.submit_s if cut.leaves == HOST else 0.0
+        found.append(cut.seconds() + behind_s)
+    assert len(set(found)) > 30
+    assert np.abs(np.diff(found)).max() < 0.3 * 3e-3  # without that chance all of it at once
 
 
 def varying_by(profile: DeviceProfile, spread: float, drifts: float = 0.0) -> DeviceProfile:
