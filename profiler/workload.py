@@ -33,6 +33,7 @@ from hetero.profiler.interference import Interference, NoInterference, longest_w
 from hetero.profiler.predict import weight_bytes
 
 GPU_COPIES: Final = (4, 64)  # least and most distinct weights in one batch of launches,
+SCALES_SHARE: Final = 8  # bytes of 4-bit weights for each byte of their scales: as many of both
 COPIED_BYTES: Final = 1 << 25  # and their size in all
 LEAD: Final = (512, 512)  # n, k of the weight that leads
 LEAD_S: Final = 3e-3  # how long leads run in an asynchronous device's queue,
@@ -128,10 +129,12 @@ def _batch(seconds: float, most: int) -> int:
 
 
 class WeightPool:
-    """Random weights of any shape as views of one block of memory per storage format."""
+    """Random weights of any shape as views of one block of memory per storage format, and of one
+    with their scales. Weights of `nbytes` in all lie in places of their own.
+    """
 
     def __init__(self, nbytes: int, seed: int = 0) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._rng = np.random.default_rng(seed)
         self._blocks: dict[str, HostBuffer] = {}
         self._cursor: dict[str, int] = {}
@@ -146,7 +149,8 @@ class WeightPool:
 
     def _take(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        block = self._block(name, max(self._nbytes if name != "scales" else 0, nbytes))
+        share = SCALES_SHARE if name == "scales" else 1
+        block = self._block(name, max(self.nbytes // share, nbytes))
         start = self._cursor[name]
         if start + nbytes > block.nbytes:
             start = 0
@@ -396,7 +400,8 @@ class Workload:
             if device.capabilities.asynchronous:
                 least, most = GPU_COPIES
                 size = int(weight_bytes(task.weight_format, task.n, task.k))
-                copies = min(max(self._copied // size, least), most)
+                places = max(self.pool.nbytes // size, 1)  # where copies share none
+                copies = min(max(self._copied // size, least), most, places)
             self._kernels[key] = self._kernels_of(task, copies)
             self._drop_old()
         return self._kernels[key]
