@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -13,14 +14,14 @@ from hypothesis import strategies as st
 
 from hetero.backends.clock import ManualClock
 from hetero.backends.memory import PAGE_BYTES
-from hetero.backends.ops import MatMul, Op, WeightFormat
+from hetero.backends.ops import MatMul, Op, StorageFormat, WeightFormat
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import longest_wait_s
 from hetero.profiler.measure import Meter, Settings, rescale, to_means
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import MatMulRow
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.workload import Runner, Workload, cold_bytes
+from hetero.profiler.workload import Runner, WeightPool, Workload, cold_bytes
 from tests.profiler.fakes import W4, Cost, devices, gpu_cost, npu_cost
 
 SHAPES = ((1, 512, 512), (8, 1024, 512), (32, 512, 512), (256, 1024, 1024))
@@ -412,3 +413,34 @@ def test_a_drift_of_memory_is_not_one_of_a_small_model() -> None:
         assert row.flags == ()
     others = rescale(rows, found.points)
     assert all(other.seconds > 1.1 * row.seconds for other, row in zip(others, rows, strict=True))
+
+
+@pytest.mark.parametrize("storage", [StorageFormat.Q4, StorageFormat.Q8, StorageFormat.F16])
+def test_copies_of_a_weight_share_no_memory(storage: StorageFormat) -> None:
+    """In one batch they are read one after the other: shared scales, a ninth of the bytes, would be
+    in the caches, where a model's never are.
+    """
+    pool = WeightPool(1 << 22)
+    n, k = 512, 896
+    count = pool.nbytes // pool.weight(storage, n, k).nbytes
+    pool = WeightPool(1 << 22)
+    weights = [pool.weight(storage, n, k) for _ in range(count)]
+    for part in ("data", "scales"):
+        arrays = [getattr(w, part) for w in weights if getattr(w, part) is not None]
+        starts = sorted(array.ctypes.data for array in arrays)
+        assert all(b - a >= arrays[0].nbytes for a, b in itertools.pairwise(starts)), part
+
+
+def test_a_weight_larger_than_the_pool_is_not_timed_behind_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hetero.profiler.workload.cold_bytes", lambda: 1 << 24)
+    clock = ManualClock()
+    workload = Workload(devices(clock), clock=clock)
+    small, large = (workload.runner(Task("gpu", W4, "plain", 1, n, 2048)) for n in (1024, 32768))
+    for runner in (small, large):
+        workload.warm_up(runner)
+    assert len(small.calls) > 4
+    assert len({w.data.ctypes.data for w in small.weights}) == len(small.weights)
+    assert large.weights[0].nbytes > workload.cold
+    assert (len(large.calls), large.batch) == (1, 1)
