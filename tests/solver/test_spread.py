@@ -95,7 +95,8 @@ def test_a_cut_that_is_balanced_to_the_microsecond_pays_for_the_queue_that_may_r
     mask.flat[np.argmin(np.abs(even.gpu_s / even.npu_s - 1))] = True
     found = []
     for factor in np.linspace(0.9, 1.1, 41):
-        planner = Planner(spec, profile).drifted({("npu", "prefill"): float(factor)})
+        slower = {("npu", "prefill"): float(factor), ("npu", "decode"): float(factor)}
+        planner = Planner(spec, profile).drifted(slower)
         chooser = Chooser(planner.sync, Rules(margin=-INF), Objective())
         options = chooser.options(planner.space("down"), m, mask=mask)
         (cut,) = [option for option in options if option.is_cut]
