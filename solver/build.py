@@ -155,7 +155,7 @@ def entry(
         k=space.k,
         strategy=option.strategy,
         tiles=tiles,
-        predicted_s=option.seconds(),
+        predicted_s=option.seconds_alone(),
         gpu_s=option.gpu_s,
         npu_s=option.npu_s,
         energy_j=energy,

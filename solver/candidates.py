@@ -18,14 +18,17 @@ def explain(planner: Planner, name: OpName, m: int, chosen: Option) -> tuple[Can
     rules = planner.settings.rules
     chooser = Chooser(planner.sync, rules, planner.objective())
     best = {o.strategy: o for o in chooser.named(space, m) if o.together_s < INF}
-    if chosen.strategy not in best or chosen.seconds() < best[chosen.strategy].seconds():
+    if (
+        chosen.strategy not in best
+        or chosen.seconds_alone() < best[chosen.strategy].seconds_alone()
+    ):
         best[chosen.strategy] = chosen
-    single = min((o.seconds() for o in best.values() if not o.is_cut), default=INF)
+    single = min((o.seconds_alone() for o in best.values() if not o.is_cut), default=INF)
     found = []
     for strategy in ALL:
         option = chosen if strategy == chosen.strategy else best.get(strategy)
         reason = _reason(planner, option, chosen, strategy, m, single)
-        seconds = None if option is None else option.seconds()
+        seconds = None if option is None else option.seconds_alone()
         found.append(
             Candidate(
                 strategy=strategy,
@@ -53,13 +56,13 @@ def _reason(
 
 
 def _why(planner: Planner, option: Option, chosen: Option, single: float) -> str:
-    slower = option.seconds() / chosen.seconds() - 1
+    slower = option.seconds_alone() / chosen.seconds_alone() - 1
     margin = planner.settings.rules.margin
     if abs(slower) < 1e-6:
         return "as fast; the simpler one was kept"
     if slower > 0:
         return f"{100 * slower:.1f} % slower; {_limit(option)}"
-    if option.is_cut and option.seconds() > (1 - margin) * single:
+    if option.is_cut and option.seconds_alone() > (1 - margin) * single:
         return f"gains less than the margin of {100 * margin:.0f} % over one device"
     if option.gpu_s > planner.settings.rules.max_gpu_share * option.together_s:
         return "over the GPU's share"

@@ -118,9 +118,8 @@ class Chooser:
         best: dict[str, Option] = {}
         for state_only in self._every_strategy(space, grid, m):
             known = best.get(state_only.strategy)
-            if known is None or self.objective.cost(state_only, GPU) < self.objective.cost(
-                known, GPU
-            ):
+            cost = self.objective.cost_alone
+            if known is None or cost(state_only, GPU) < cost(known, GPU):
                 best[state_only.strategy] = state_only
         return list(best.values())
 
@@ -180,16 +179,8 @@ class Chooser:
             both = np.minimum(gpu, npu)
             joules = power.gpu_w * (gpu - both) + power.npu_w * (npu - both) + power.both_w * both
             price = price + objective.joules * joules
-        price = price + self._idle_weight * grid.dry_s
+        price = price + objective.idle * grid.dry_s
         return np.where(possible, price, INF)
-
-    @property
-    def _idle_weight(self) -> float:
-        """Objective of a second in which no device computes."""
-        weigh = self.objective.seconds
-        if self.objective.joules and self.objective.power is not None:
-            weigh += self.objective.joules * self.objective.power.idle_w
-        return weigh
 
     def _gpu_only(self, space: MatMulSpace, m: int, sync: Sync, seconds: float) -> Option:
         into = sync.copy(ACTIVATION_BYTES * m * space.k)
@@ -214,13 +205,14 @@ class Chooser:
             npu_s=float(grid.npu_s[place]),
             enter_s=(enter + leave + grid.behind_gpu_s(place), leave),
             leaves=HOST,
+            back_s=sync.at(m).submit_s,
             rows=space.n,
             pieces=pieces,
         )
 
     def _copies(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
         """[2, 2, T, R] objective of `_copied_s`."""
-        return self._idle_weight * self._copied_s(space, m, cuts, rows)
+        return self.objective.idle * self._copied_s(space, m, cuts, rows)
 
     def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
         """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`: the operand to the
@@ -253,6 +245,7 @@ class Chooser:
             npu_s=float(grid.npu_s[i, j]),
             enter_s=(from_gpu, from_host),
             leaves=HOST if dominant else GPU,
+            back_s=sync.submit_s if dominant else 0.0,
             rows=r,
             pieces=pieces,
             tokens_first=bool(grid.tokens_first[i, j]),
@@ -260,7 +253,7 @@ class Chooser:
 
     def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
         """Cuts, closed from each state where they do not beat the best single device enough."""
-        cost, states = self.objective.cost, (GPU, HOST)
+        cost, states = self.objective.cost_alone, (GPU, HOST)
         best = [min([cost(s, state) for s in singles], default=INF) for state in states]
         limits = [(1 - self.rules.margin) * b for b in best]
         for cut in cuts:

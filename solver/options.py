@@ -163,6 +163,16 @@ class Objective:
             value += self.joules * option.joules(self.power, state)
         return value
 
+    def cost_alone(self, option: Option, state: int) -> float:
+        """`cost` with what a GPU kernel behind it pays for the state that the option leaves."""
+        return self.cost(option, state) + self.idle * option.back_s
+
+    @property
+    def idle(self) -> float:
+        """Cost of a second in which no device computes."""
+        watts = 0.0 if self.power is None else self.power.idle_w
+        return self.seconds + self.joules * watts
+
 
 class Option(NamedTuple):
     """One tiling of one operator, with its times.
@@ -172,6 +182,7 @@ class Option(NamedTuple):
                     other synchronisation apart
     enter_s         T_sync + T_copy when entered from `GPU` and from `HOST`
     leaves          state after it
+    back_s          what that costs a GPU kernel behind it: a submission to an empty queue, or 0
     barred          states from which it may not be entered (the margin)
     """
 
@@ -182,6 +193,7 @@ class Option(NamedTuple):
     npu_s: float = 0.0
     enter_s: tuple[float, float] = (0.0, 0.0)
     leaves: int = GPU
+    back_s: float = 0.0
     rows: int = 0
     pieces: Pieces | None = None
     tokens_first: bool = False
@@ -198,8 +210,12 @@ class Option(NamedTuple):
         return BOTH if self.is_cut else frozenset({"gpu" if self.mode == "gpu" else "npu"})
 
     def seconds(self, state: int = GPU) -> float:
-        """Section 4.3's time when entered from a state."""
+        """Time in a chain when entered from a state."""
         return self.together_s + self.enter_s[state]
+
+    def seconds_alone(self, state: int = GPU) -> float:
+        """Section 4.3's time of this matmul by itself, a GPU kernel behind it."""
+        return self.seconds(state) + self.back_s
 
     def joules(self, power: Power, state: int = GPU) -> float:
         """Energy when entered from a state."""

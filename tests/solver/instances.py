@@ -201,6 +201,7 @@ class Way:
     together: float
     enter: tuple[float, float]
     leaves: int
+    back: float  # what that costs the GPU kernel behind it
     npu_rows: int = 0
     gpu_from: int = 0
 
@@ -237,7 +238,7 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
     moved = lambda count: sync.copy(4 * count)  # noqa: E731
     g = lambda mm, nn: instance.seconds("gpu", mm, nn, k)  # noqa: E731
     whole = g(m, n)
-    ways = [Way("gpu", whole, 0, whole, (0, sync.submit_s + moved(m * k)), 0)]
+    ways = [Way("gpu", whole, 0, whole, (0, sync.submit_s + moved(m * k)), 0, 0.0)]
     spans: list[tuple[int, tuple[int, ...]]] = []
     for first in instance.sizes:
         spans.append((min(first, m), (first,)))
@@ -251,7 +252,7 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
                     sync.wait_s + sync.restart_s + ahead + moved(m * k) + moved(m * n),
                     moved(m * n),
                 )
-                ways.append(Way("npu", 0, npu, npu, enter, 1, n, n))
+                ways.append(Way("npu", 0, npu, npu, enter, 1, sync.submit_s, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
             ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead + sync.restart_s))
@@ -287,17 +288,19 @@ def _cut(
         sync.submit_s + sync.join_s + copy(m * k) + result,
     )
     gpu_from = r if t == m else 0
-    leaves = 1 if npu_dominant else 0
-    return Way("cut", gpu_s, npu_s, max(gpu_s, npu_s + ahead), enter, leaves, r, gpu_from)
+    leaves, back = (1, sync.submit_s) if npu_dominant else (0, 0.0)
+    return Way("cut", gpu_s, npu_s, max(gpu_s, npu_s + ahead), enter, leaves, back, r, gpu_from)
 
 
 def allowed_costs(ways: list[Way], margin: float) -> np.ndarray:
     """[ways, 2] cost from each state, infinite where the margin forbids a cut."""
-    best = [min(w.cost(s) for w in ways if w.kind != "cut") for s in (0, 1)]
+    best = [min(w.cost(s) + w.back for w in ways if w.kind != "cut") for s in (0, 1)]
     return np.asarray(
         [
             [
-                np.inf if w.kind == "cut" and w.cost(s) > (1 - margin) * best[s] else w.cost(s)
+                np.inf
+                if w.kind == "cut" and w.cost(s) + w.back > (1 - margin) * best[s]
+                else w.cost(s)
                 for s in (0, 1)
             ]
             for w in ways
@@ -310,14 +313,14 @@ def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | No
     names = ("qkv", "o", "gate_up", "down")
     ways = ways or {x: every_way(instance, x, m) for x in names}
     costs = {x: allowed_costs(ways[x], instance.margin) for x in names}
-    rest, layers, submit = instance.rest_s["gpu"], instance.layers, sync_at(instance, m)[0].submit_s
+    rest, layers = instance.rest_s["gpu"], instance.layers
     total = np.zeros(tuple(len(ways[x]) for x in names))
     for i, x in enumerate(names):
         shape = [1] * 4
         shape[i] = len(ways[x])
         # A GPU operator lies before every matmul, so it is always entered from the GPU.
         total = total + layers * costs[x][:, 0].reshape(shape)
-        back = np.asarray([submit if w.leaves else 0.0 for w in ways[x]])
+        back = np.asarray([w.back for w in ways[x]])
         between = 2 * rest if x == "qkv" else rest
         total = total + layers * (between + back).reshape(shape)
     return float(total.min()) + 2 * rest

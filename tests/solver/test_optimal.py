@@ -27,7 +27,6 @@ from tests.solver.instances import (
     every_way,
     planner_of,
     random_instance,
-    sync_at,
 )
 
 
@@ -70,9 +69,8 @@ def test_a_prompt_that_must_be_shared_is_shared_at_the_least_cost(block: int) ->
             continue
         # All matmuls were the GPU's, each at its best; one of them now has a tile on the NPU.
         alone += 1
-        back = sync_at(instance, scenario.m)[0].submit_s
         dearer = [
-            min(w.cost(GPU) + back * w.leaves for w in ways if w.kind != "gpu")
+            min(w.cost(GPU) + w.back for w in ways if w.kind != "gpu")
             - next(w.cost(GPU) for w in ways if w.kind == "gpu")
             for ways in (every_way(instance, name, scenario.m) for name in NAMES)
         ]
@@ -274,8 +272,7 @@ def _best_inside(instance: Instance, name: str, ms: list[int], r: int, s: int) -
     total = 0.0
     for m in ms:
         inside = [w for w in every_way(instance, name, m) if _fits(w, r, s)]
-        back = sync_at(instance, m)[0].submit_s
-        total += min((w.cost(0) + back * w.leaves for w in inside), default=np.inf)
+        total += min((w.cost(0) + w.back for w in inside), default=np.inf)
     return instance.layers * total
 
 
