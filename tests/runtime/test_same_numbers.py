@@ -62,9 +62,7 @@ def test_logits_match_transformers(checkpoint: Any, device: Any, weights: str) -
             load_dequantized(model, llm.model)
         try:
             for length in LENGTHS if checked_whole(checkpoint["name"]) else FEWER:
-                vocab = llm.model.config.vocab_size  # the first tokens may be padding: all zeros
-                tokens = random.integers(3, vocab, length + DECODED).tolist()
-                expected = reference_logits(model, tokens)
+                tokens, expected = fresh_prompt(model, random, length, weights)
                 check_both_phases(llm, tokens, length, expected, TOLERANCE[weights])
                 scored = llm.logits(tokens[:length])
                 assert relative_error(scored, expected[:length]) <= TOLERANCE[weights]
@@ -86,6 +84,30 @@ def test_int8_activations_are_exact(checkpoint: Any, device: Any) -> None:
             check_both_phases(llm, tokens[:until], length, expected[:until], TOLERANCE["f32"])
         scored = llm.logits([*tokens, *tokens * 6])  # a long prompt has other kernels
         assert relative_error(scored[: len(tokens)], expected) <= TOLERANCE["f32"]
+
+
+def fresh_prompt(
+    model: Any, random: np.random.Generator, length: int, weights: str
+) -> tuple[list[int], Any]:
+    """`length + DECODED` random tokens and their logits, of `model` in float32.
+
+    At about one prompt in 2000 int8 activations by their very definition, computed by
+    `transformers`, lose twice what they lose elsewhere, all of the tolerance: such a prompt says
+    nothing of a device and is drawn again.
+    """
+    vocab = model.config.vocab_size
+    for _ in range(5):
+        tokens = random.integers(3, vocab, length + DECODED).tolist()  # 0 to 2 may be padding
+        expected = reference_logits(model, tokens)
+        if weights != "w4a8":
+            return tokens, expected
+        with int8_activations(model):
+            defined = reference_logits(model, tokens)
+        parts = (slice(length), slice(length - 1, None))  # that a device is held to
+        lost = max(relative_error(defined[part], expected[part]) for part in parts)
+        if lost <= 0.9 * TOLERANCE[weights]:
+            return tokens, expected
+    raise AssertionError(f"int8 activations lose {lost:.2g} at five prompts of five")
 
 
 def exact_logits(model: Any, llm: LLM) -> tuple[list[int], Any]:
