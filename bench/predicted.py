@@ -125,12 +125,12 @@ class Row:
         if self.test == "tg":
             measure_decoding(self.alike[0], tokens, CONTEXT)
         else:
-            measure_prompt(self.alike[0], int(self.test.removeprefix("pp")))
+            measure_prompt(self.alike[0], prompt_tokens(self.test))
 
     def finish(self) -> None:
         """Where a prompt's time went, after a turn."""
         if self.test != "tg":
-            measure_layers(self.alike[0], int(self.test.removeprefix("pp")))
+            measure_layers(self.alike[0], prompt_tokens(self.test))
 
     def share(self) -> None:
         """What was measured of the first holds for all."""
@@ -190,11 +190,16 @@ class Turns:
             self.run(self._waiting.pop(), self.seconds)
 
 
+def prompt_tokens(test: str) -> int:
+    """Of a test's name: 135 of pp135."""
+    return int(test.removeprefix("pp"))
+
+
 def steps_of(one: Contender, test: str) -> list[Scenario]:
     """The calls of a test."""
     if test == "tg":
         return [Scenario("decode", 1, CONTEXT)]
-    counts = one.engine.pieces(int(test.removeprefix("pp")))
+    counts = one.engine.pieces(prompt_tokens(test))
     return [Scenario("prefill", m, sum(counts[:i])) for i, m in enumerate(counts)]
 
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
-import os
 import statistics
 import time
 from multiprocessing.sharedctypes import Synchronized
 
 import numpy as np
 
-from hetero.backends.affinity import assign_cores
+from hetero.backends.affinity import assign_cores, pinned
 from hetero.benchmark import environment
 
 SIZE = 48  # of the matrices: three of float32 take 27 KiB, and BLAS computes them on one thread
@@ -43,10 +42,10 @@ def work_s(matrix: np.ndarray) -> float:
 
 def other(core: int, busy: Synchronized[int], running: Synchronized[int]) -> None:
     """The other core's process: works while `busy`."""
-    os.sched_setaffinity(0, {core})
     matrix = np.random.default_rng(1).random((SIZE, SIZE), dtype=np.float32)
-    while running.value:
-        work_s(matrix) if busy.value else time.sleep(1e-3)
+    with pinned(core):
+        while running.value:
+            work_s(matrix) if busy.value else time.sleep(1e-3)
 
 
 def moments(busy: Synchronized[int], seconds: float) -> list[float]:
@@ -77,8 +76,8 @@ def main() -> None:
     busy, running = mp.Value("i", 0), mp.Value("i", 1)
     process = mp.Process(target=other, args=(cores.gpu, busy, running), daemon=True)
     process.start()
-    os.sched_setaffinity(0, {cores.control})
-    found = moments(busy, arguments.seconds)
+    with pinned(cores.control):
+        found = moments(busy, arguments.seconds)
     running.value = 0
     process.join()
     low, middle, high = np.percentile(found, [10, 50, 90])

@@ -6,7 +6,7 @@ Paper section 4.3: "retrieves performance results from the profiler".
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,17 @@ from hetero.profiler.records import (
     DeviceProfile,
     DeviceRecord,
     DeviceSync,
+    Kind,
     MatMulPredictor,
     MatMulRow,
     OtherPredictor,
     Phase,
     PreparationPredictor,
+    typical,
 )
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
-LEAST_SAMPLES: Final = 5  # of a row whose spread counts
 WaitMethod: TypeAlias = Literal["fast", "flag", "event", "finish"]
 
 
@@ -67,7 +68,7 @@ class CostModel:
             row.key: row for row in profile.matmuls
         }
         self._orders: dict[Kernel, GraphOrder] = {}
-        self._spreads: dict[tuple[DeviceKind, Phase, WeightFormat], float] | None = None
+        self._spreads: dict[Kind, float] | None = None
         self._contention = {
             (entry.phase, entry.weight_format): entry for entry in profile.contention
         }
@@ -244,15 +245,10 @@ class CostModel:
         they are held against reference kernels of their moment. 0 where nothing is known.
         """
         if self._spreads is None:
-            found: dict[tuple[DeviceKind, Phase, WeightFormat], list[float]] = {}
-            for row in self.profile.matmuls:
-                if row.samples >= LEAST_SAMPLES:
-                    key = (row.device, row.phase, row.weight_format)
-                    found.setdefault(key, []).append(row.spread)
             drifts = self._drifts()
             self._spreads = {
-                key: math.hypot(float(np.median(values)), drifts.get(key[:2], 0.0))
-                for key, values in found.items()
+                kind: math.hypot(spread, drifts.get(kind[:2], 0.0))
+                for kind, spread in typical(self.profile.matmuls, lambda row: row.spread).items()
             }
         return self._spreads.get((device, phase, weight_format), 0.0)
 

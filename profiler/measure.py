@@ -22,12 +22,11 @@ from hetero.backends.clock import Clock
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.grid import Task
-from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint
+from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint, typical
 from hetero.profiler.stats import SMOOTHED_S, summarize
 from hetero.profiler.workload import Runner, Workload
 
 Reference: TypeAlias = tuple[DeviceKind, Phase]
-Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]
 
 REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
     "decode": (1, 2048, 2048),
@@ -36,7 +35,6 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 REFERENCE_SAMPLES: Final = 3
 FIRST_REFERENCE_SAMPLES: Final = 15
 FRESH_S: Final = 0.4
-SKEWED: Final = 5  # samples of a row that says how skewed they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,19 +300,10 @@ def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
     of their medians: where now and then a neighbour takes the memory for a millisecond, that is in
     one sample of ten, but in every step.
     """
-    skews: dict[Kind, list[float]] = {}
-    for row in rows:
-        if row.samples >= SKEWED:
-            skews.setdefault(_kind(row), []).append(row.skew)
-    typical = {kind: float(np.median(found)) for kind, found in skews.items()}
+    skews = typical(rows, lambda row: row.skew)
     return [
-        row.model_copy(update={"seconds": row.seconds * typical.get(_kind(row), 1.0)})
-        for row in rows
+        row.model_copy(update={"seconds": row.seconds * skews.get(row.kind, 1.0)}) for row in rows
     ]
-
-
-def _kind(row: MatMulRow) -> Kind:
-    return row.device, row.phase, row.weight_format
 
 
 def _without_wait(sample: Sample) -> float:

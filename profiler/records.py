@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeAlias
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hetero.backends.ops import OperandOrder, WeightFormat
@@ -22,10 +23,12 @@ from hetero.profiler.errors import ProfileError, ProfileWarning
 
 SCHEMA_VERSION: Final = 1
 DECODE_TOKENS: Final = 8  # largest token count of the decode phase (speculative verification)
+LEAST_SAMPLES: Final = 5  # of a row that says how its kind varies
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Numbers: TypeAlias = Literal["measured", "compiler-predicted", "simulated"]
 Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed"]
+Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]  # of matmul kernels
 Seconds = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, lt=2**53)]
@@ -158,6 +161,20 @@ class MatMulRow(Stats):
     def key(self) -> tuple[str, str, str, int, int, int]:
         """What identifies the kernel and size."""
         return (self.device, self.weight_format.value, self.order, self.m, self.n, self.k)
+
+    @property
+    def kind(self) -> Kind:
+        """Device, phase and format: rows that vary alike."""
+        return self.device, self.phase, self.weight_format
+
+
+def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict[Kind, float]:
+    """Median over a kind of what says how samples vary, without rows that have few of them."""
+    found: dict[Kind, list[float]] = {}
+    for row in rows:
+        if row.samples >= LEAST_SAMPLES:
+            found.setdefault(row.kind, []).append(of(row))
+    return {kind: float(np.median(values)) for kind, values in found.items()}
 
 
 class OtherRow(Stats):

@@ -251,8 +251,8 @@ def longer(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
     top = np.maximum(a, b)
     if spread == (0.0, 0.0):
         return top
+    deviation = _deviation(a, b, spread)
     with np.errstate(invalid="ignore", divide="ignore"):  # impossible ones, and those of no time
-        deviation = np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
         apart = np.abs(a - b) / -deviation
     near = np.flatnonzero(apart > -FAR)  # elsewhere nothing is added that a float64 could hold
     x, deviation = apart.ravel()[near], deviation.ravel()[near]
@@ -267,8 +267,14 @@ def later(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
     infinite.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        apart = (a - b) / np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
+        apart = (a - b) / _deviation(a, b, spread)
     return np.where(np.isfinite(a + b), _below(np.clip(apart, -FAR, FAR)), 0.0)
+
+
+def _deviation(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
+    """Standard deviation of the difference of two times with these relative ones."""
+    with np.errstate(invalid="ignore"):  # no spread, and a time that is infinite
+        return np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
 
 
 def _below(x: Floats) -> Floats:
