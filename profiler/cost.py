@@ -67,6 +67,7 @@ class CostModel:
         self._rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {
             row.key: row for row in profile.matmuls
         }
+        self._prepared = {(r.device, r.weight_format, r.n, r.k): r for r in profile.preparation}
         self._orders: dict[Kernel, GraphOrder] = {}
         self._spreads: dict[Kind, float] | None = None
         self._contention = {
@@ -280,10 +281,15 @@ class CostModel:
         cached: bool = False,
         m: int = 0,
     ) -> float:
-        """Time to prepare one matmul graph (of m tokens) or kernel; 0 if it was not measured."""
+        """Time to prepare one matmul graph (of m tokens) or kernel: as measured where this one was,
+        else as fitted; 0 if nothing was measured.
+        """
         entry = self._preparation(device, weight_format)
         if entry is None:
             return 0.0
+        row = self._prepared.get((device, weight_format, n, k))
+        if row is not None:
+            return (row.cached_s if cached else row.cold_s) + entry.s_per_token * m
         nbytes = float(predict.weight_bytes(weight_format, n, k))
         if cached:
             return entry.cached_fixed_s + entry.cached_s_per_byte * nbytes

@@ -26,7 +26,7 @@ from hetero.runtime.decoder import decoder_nodes
 from hetero.runtime.executor import Executor, Usage
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.groups import node_groups
-from hetero.runtime.kernels import Devices, Progress, prepare_kernels
+from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.lowering import Lowering, Step
 from hetero.runtime.memory import check_memory, gathered_slots, needs_of
 from hetero.runtime.pieces import split
@@ -110,6 +110,7 @@ class Engine:
         self._timed = False
         self._steps: OrderedDict[tuple[Phase, int, int, bool], Step] = OrderedDict()
         self._last: Step | None = None
+        self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
         self._closed = False
         self._build(plan, solver, progress)
 
@@ -120,6 +121,7 @@ class Engine:
         both = source is not None and self._adapts and len(self.devices) == 2
         self._adapter = Adapter(source, config.num_layers) if both and source is not None else None
         self._steps.clear()
+        self._online = []
         self.book = PlanBook(
             plan, {kind: d.capabilities for kind, d in self.devices.items()}, source=source
         )
@@ -235,16 +237,24 @@ class Engine:
         of an `online-prepare` plan prepare their graphs every time: that is what it compares.
         """
         gates = gates and phase == "decode" and bool(self.synchroniser.bells)
-        if self.book.online and phase == "prefill":
-            self._last = None  # with the graphs of the prompt before
-            return self._lower_step(phase, m, logit_rows, gates=gates)
         key = (phase, m, logit_rows, gates)
         if key not in self._steps:
             self._steps[key] = self._lower_step(phase, m, logit_rows, gates=gates)
             if len(self._steps) > STEPS_KEPT:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
+        if self.book.online and phase == "prefill":
+            self._prepare_online(self._steps[key])
         return self._steps[key]
+
+    def _prepare_online(self, step: Step) -> None:
+        """Prepare the graphs of a prompt, after those of the prompt before are freed."""
+        for call in self._online:
+            call.drop()
+        self._online = [c for c in (x.call for x in step.launches) if isinstance(c, OnlineCall)]
+        with memory_for(f"the graphs of {step.tokens} tokens"):
+            for call in self._online:
+                call.prepare()
 
     def _lower_step(self, phase: Phase, m: int, logit_rows: int, *, gates: bool) -> Step:
         with memory_for(f"the {phase} step of {m} tokens"):

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import MatMul, Op, OperandOrder, WeightFormat, describe, weight_names
-from hetero.backends.protocol import Device, DeviceKind, Kernel, WeightValue
+from hetero.backends.protocol import (
+    BoundCall,
+    Completion,
+    Device,
+    DeviceKind,
+    Kernel,
+    Operand,
+    WeightValue,
+)
 from hetero.backends.weights import ROW_BLOCK, PackedWeight
 from hetero.errors import memory_for
 from hetero.models.weights import BlockWeights, ModelWeights
@@ -23,14 +32,63 @@ Progress = Callable[[int, int], None]
 MatMulKey = tuple[str, DeviceKind, Span, OperandOrder, WeightFormat | None]
 
 
+class OnlineKernel(Kernel):
+    """A graph that is prepared for every prompt anew, by `OnlineCall.prepare`."""
+
+    def __init__(self, op: Op, graph: int, compiled: Callable[[], Kernel]) -> None:
+        self.op, self.graph = op, graph
+        self._compiled = compiled
+
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> OnlineCall:
+        """A call without a graph yet."""
+        return OnlineCall(f"{describe(self.op)} m={m}", m, tensors, self._compiled)
+
+
+class OnlineCall(BoundCall):
+    """A call whose graph lives from `prepare` to `drop`. Owned by the control thread."""
+
+    def __init__(
+        self, name: str, m: int, tensors: Mapping[str, Operand], compiled: Callable[[], Kernel]
+    ) -> None:
+        self.name, self.m = name, m
+        self._tensors = tensors
+        self._compiled = compiled
+        self._call: BoundCall | None = None
+
+    def prepare(self) -> None:
+        """Build the graph and bind it. Raises what preparing and binding do."""
+        self._call = self._compiled().bind(self._tensors, self.m)
+
+    def drop(self) -> None:
+        """Free the graph; idempotent."""
+        self._call = None
+
+    def run(self) -> None:
+        """See `BoundCall.run`."""
+        self._prepared().run()
+
+    def submit(self) -> Completion:
+        """See `BoundCall.submit`."""
+        return self._prepared().submit()
+
+    def enqueue(self) -> Completion:
+        """See `BoundCall.enqueue`."""
+        return self._prepared().enqueue()
+
+    def _prepared(self) -> BoundCall:
+        if self._call is None:
+            raise ValueError(f"{self.name}: prepare() comes before a run")
+        return self._call
+
+
 class KernelSet:
     """Kernels of one model on its devices. Owned by the control thread.
 
     A device with static shapes has a kernel for each segment of rows between the plan's cut points,
     prepared ahead of time, in its own layout. A device that maps the packed weights in place gets
     kernels for any run of rows when they are asked for, since they share the memory; they live as
-    long as a step that uses them, because every length of prompt may be cut elsewhere. So do
-    kernels of graphs that are prepared while a prompt waits (`PlanBook.online`).
+    long as a step that uses them, because every length of prompt may be cut elsewhere. Graphs that
+    are prepared while a prompt waits (`PlanBook.online`) are `OnlineKernel`s.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -131,7 +189,10 @@ class KernelSet:
     def _online(self, node: Node, part: Part) -> Kernel:
         """A graph of its own for a part."""
         key = (node.name, part.kind, part.rows, part.order, part.precision)
-        return self._compile(key, node, self._weights[node.name], graph=part.graph)
+        values = self._weights[node.name]
+        return OnlineKernel(
+            node.op, part.graph, partial(self._compile, key, node, values, graph=part.graph)
+        )
 
     def _compile(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -45,3 +47,24 @@ def test_preparation_is_what_a_first_run_takes_more(monkeypatch: pytest.MonkeyPa
     (found,) = fit_preparation(rows)
     assert found.fixed_s == pytest.approx(FIXED_S + PUT_OFF_S, rel=1e-3)
     assert found.s_per_byte == pytest.approx(S_PER_BYTE, rel=1e-3)
+
+
+@pytest.mark.parametrize("static_shapes", [True, False])
+def test_cold_is_typical_of_graphs_and_the_first_of_other_kernels(
+    static_shapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    npu = devices(clock)["npu"]
+    capabilities = dataclasses.replace(npu.capabilities, static_shapes=static_shapes)
+    monkeypatch.setattr(npu, "capabilities", capabilities)
+    monkeypatch.setattr(npu, "_cost", npu_cost)
+    prepare = npu.prepare
+    took_s = itertools.cycle((9e-3, 3e-3, 4e-3, 2e-3))  # three weights, then the last one again
+    monkeypatch.setattr(
+        npu, "prepare", lambda op, w: (clock.sleep(next(took_s)), prepare(op, w))[1]
+    )
+    next(took_s), next(took_s), next(took_s)  # the smallest comes once before
+    rows = measure_preparation({"npu": npu}, WeightPool(1 << 24), clock, PAIRS, [W4])
+    cold_s = 4e-3 if static_shapes else 9e-3
+    assert all(row.cold_s == pytest.approx(cold_s, rel=1e-6) for row in rows)
+    assert all(row.cached_s == pytest.approx(2e-3, rel=1e-6) for row in rows)

@@ -17,6 +17,7 @@ from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
+from hetero.runtime.kernels import OnlineCall
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, PlanError
 from tests.checkpoints import relative_error
@@ -262,6 +263,14 @@ def test_online_preparation_makes_the_graphs_of_every_prompt_anew(
         made.clear()
         engine.prefill(tokens[:30])  # a length that is not listed has exact graphs as well
         assert made == [30] * matmuls
+        calls = [launch.call for launch in engine.last_step.launches]
+        late = [call for call in calls if isinstance(call, OnlineCall)]
+        assert len(late) == matmuls
+        engine.truncate(0)
+        engine.prefill(tokens[:45])  # which frees those of the prompt before
+        for call in late:
+            with pytest.raises(ValueError, match="prepare"):
+                call.run()
 
 
 def test_a_graph_that_reaches_over_anothers_tokens_is_named(folder: Path) -> None:
