@@ -23,6 +23,12 @@ class DeviceUnavailableError(DeviceError):
     """The device cannot be opened on this machine (no driver, no library, no hardware)."""
 
 
+class DeviceOptionError(DeviceError):
+    """Something that the user asked for by name does not exist or cannot be used here: no other
+    device stands in for it.
+    """
+
+
 class DeviceLostError(DeviceError):
     """The device failed earlier, or was closed, and takes no further calls."""
 

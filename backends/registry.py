@@ -56,8 +56,19 @@ def find(name: str) -> Backend:
     raise ValueError(f"unknown backend {name!r}: {hint}known are {', '.join(BACKENDS)}")
 
 
+def split_driver(name: str) -> tuple[str, str | None]:
+    """`opencl:intel` as backend and driver; a name without a driver has None."""
+    backend, colon, driver = name.partition(":")
+    return backend, driver if colon else None
+
+
 def open_device(name: str, **options: Any) -> Device:
-    """Open a device by backend name. Raises `DeviceUnavailableError` with the remedy."""
+    """Open a device by backend name, or `opencl:DRIVER`. Raises `DeviceUnavailableError` with the
+    remedy, `DeviceOptionError` for a driver that is not there.
+    """
+    name, driver = split_driver(name)
+    if driver is not None:
+        options["platform"] = driver
     backend = find(name)
     missing = backend.missing_packages()
     if missing:

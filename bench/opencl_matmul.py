@@ -32,7 +32,7 @@ from onnx import TensorProto, helper, numpy_helper
 from hetero.backends import opencl
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.opencl.program import source, uncached
+from hetero.backends.opencl.program_source import source, uncached
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
 from hetero.backends.protocol import BoundCall
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape

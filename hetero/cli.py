@@ -176,7 +176,7 @@ def doctor(as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
     findings = diagnose()
     _print_findings(findings, as_json, ("PASS", "FAIL"))
-    if not all(finding.ok for finding in findings):
+    if not all(finding.ok for finding in findings if finding.needed):
         raise typer.Exit(1)
 
 
@@ -273,7 +273,7 @@ def _print_findings(findings: list[Finding], as_json: bool, words: tuple[str, st
         return
     for finding in findings:
         word = words[0] if finding.ok else words[1]
-        print(f"{word:8}{finding.kind:4} {finding.name:8} {finding.detail}")
+        print(f"{word:8}{finding.kind:4} {finding.name:12} {finding.detail}")
         if not finding.ok and finding.remedy:
             print(f"{'':13}remedy: {finding.remedy}")
 

@@ -11,10 +11,11 @@ from hetero import hexagon
 from hetero.backends.affinity import assign_cores
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device
+from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device, split_driver
 from hetero.errors import FallbackWarning, ModelError
 
 DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
+DRIVEN = ("opencl", EVERY_CORE)  # backends whose driver can be named
 AUTO_BACKEND: dict[DeviceKind, str] = {"gpu": "opencl", "npu": "ort-cpu"}
 
 
@@ -66,7 +67,7 @@ def open_devices(
     if compiled and npu == "auto":
         npu = "qnn"
     names = {"gpu": backend_name("gpu", gpu), "npu": backend_name("npu", npu)}
-    if names["gpu"] == EVERY_CORE and mode != "gpu":
+    if split_driver(names["gpu"])[0] == EVERY_CORE and mode != "gpu":
         raise ModelError(f"{EVERY_CORE} leaves the NPU no core: use --device gpu")
     cores = assign_cores()
     wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else ["gpu", "npu"]
@@ -99,7 +100,7 @@ def open_devices(
 def _options(
     kind: DeviceKind, name: str, gpu_core: int | None, compiled: Mapping[str, Any]
 ) -> dict[str, Any]:
-    match name:
+    match split_driver(name)[0]:
         case "opencl":
             return {"cpu": gpu_core}
         case "null" | "reference":
@@ -132,15 +133,21 @@ def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -
 
 
 def backend_name(kind: DeviceKind, name: str) -> str:
-    """Resolve `auto`. Raises `ModelError` for a backend that does not exist or cannot play `kind`.
+    """Resolve `auto`; `opencl` may name a driver behind a colon. Raises `ModelError` for a backend
+    that does not exist or cannot play `kind`.
 
     `auto` for the NPU is a real Hexagon if there is one, else the host's; the emulated Hexagon is
     used only by name.
     """
     if name == "auto":
         return "qnn" if kind == "npu" and hexagon.present() else AUTO_BACKEND[kind]
+    base, driver = split_driver(name)
+    if driver is not None and base not in DRIVEN:
+        raise ModelError(f"{name}: only {' and '.join(DRIVEN)} take a driver, as opencl:pocl")
+    if driver == "":
+        raise ModelError(f"{name} names no driver: write it like opencl:pocl")
     try:
-        backend = find(name)
+        backend = find(base)
     except ValueError as error:
         raise ModelError(str(error)) from None
     if backend.kind != kind and name not in ("reference", "null"):

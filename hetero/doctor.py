@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero import hexagon
+from hetero.backends import opencl
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Add, MatMul, StorageFormat, WeightFormat
@@ -20,18 +21,22 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Finding:
-    """State of one backend. `detail` is what was found, `remedy` what to do if it failed."""
+    """State of one backend. `detail` is what was found, `remedy` what to do if it failed; nothing
+    that a model runs on depends on one that is not `needed`.
+    """
 
     name: str
     kind: str
     ok: bool
     detail: str
     remedy: str = ""
+    needed: bool = True
 
 
 def list_devices() -> list[Finding]:
-    """Every real backend with the device and driver that it found."""
-    return [_look(BACKENDS[name]) for name in REAL_BACKENDS]
+    """Every real backend with the device and driver that it found; every OpenCL driver."""
+    found = [_look(BACKENDS[name]) for name in REAL_BACKENDS]
+    return [found[0], *opencl_drivers(), *found[1:]]
 
 
 def diagnose() -> list[Finding]:
@@ -41,11 +46,27 @@ def diagnose() -> list[Finding]:
     """
     names = [name for name in REAL_BACKENDS if name != "qnn" or hexagon.expected()]
     found = [_diagnose(BACKENDS[name]) for name in names]
+    found[1:1] = opencl_drivers()
     found += [Finding(name, "npu", *state) for name, state in hexagon.surroundings()]
     working = {finding.name for finding in found if finding.ok}
     if {"opencl", names[-1]} <= working:
         found.append(_check_together("opencl", names[-1]))
     return found
+
+
+def opencl_drivers() -> list[Finding]:
+    """Each OpenCL driver that is installed, with the verdict of its trial."""
+    return [
+        Finding(
+            f"opencl:{report.driver}",
+            "gpu",
+            report.level is not None,
+            f"{report.title}: {report.said} [{report.origin}]",
+            "" if report.level is not None else f"to try it again, delete {report.kept_in}",
+            needed=False,
+        )
+        for report in opencl.driver_reports()
+    ]
 
 
 def _check_together(gpu: str, npu: str) -> Finding:
@@ -107,7 +128,9 @@ def _failed(backend: Backend, error: DeviceError) -> Finding:
 
 
 def _describe(device: Device) -> str:
-    return f"{device.info.name} ({device.info.driver})"
+    level = device.info.details.get("level")
+    at = f", level {level}" if level else ""
+    return f"{device.info.name} ({device.info.driver}{at})"
 
 
 def _check_add(device: Device) -> str:

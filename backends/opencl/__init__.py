@@ -1,9 +1,10 @@
-"""The GPU backend: OpenCL through pyopencl (PoCL on one CPU core plays the GPU on a PC)."""
+"""The GPU backend: OpenCL through pyopencl (a CPU driver on one core plays the GPU on a PC)."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,33 +28,62 @@ def open(
 ) -> OpenCLDevice:
     """Open an OpenCL device. Raises `DeviceUnavailableError` with the remedy.
 
-    `cpu` is the core that PoCL's worker runs on (default: the first one allowed to this process);
-    with `every_core` it has a worker for each of them (the backend `opencl-cores`).
-    `platform` a part of the wanted platform's or device's name. `cache_dir` holds compiled kernels
-    (default: the user's cache directory). For tests, `family` forces a tuning record,
-    `unified_memory=False` makes every call copy its tensors as on a discrete GPU, and
-    `coherent=False` maps and unmaps them around every call as on a GPU with caches of its own.
+    `cpu` is the core that a CPU driver's worker runs on (default: the first one allowed to this
+    process); with `every_core` it has a worker for each of them (the backend `opencl-cores`).
+    `platform` is a driver's name (`pocl`, `intel`, `vendor`) or a part of the wanted platform's or
+    device's name. `cache_dir` holds verdicts and compiled kernels (default: the user's cache
+    directory). The first time on a machine, a driver's kernels are tried in a child process.
+
+    For tests, `family` forces a tuning record, `unified_memory=False` makes every call copy its
+    tensors as on a discrete GPU, and `coherent=False` maps and unmaps them around every call as on
+    a GPU with caches of its own.
     """
     _spare_pyopencl_cache()
     try:
         from hetero.backends.opencl.device import OpenCLDevice
         from hetero.backends.opencl.matmul import WEIGHT_FORMATS
+        from hetero.backends.opencl.platform import find_device, place_workers
         from hetero.backends.opencl.table import TABLE
     except ImportError as error:
         raise DeviceUnavailableError(
             "opencl", "importing pyopencl", str(error), "pip install 'pyopencl[pocl]'"
         ) from error
-    return OpenCLDevice(
+    selected = find_device(wanted=platform, cpu=cpu, every_core=every_core, cache_dir=cache_dir)
+    device = OpenCLDevice(
         TABLE,
         WEIGHT_FORMATS,
-        cpu=cpu,
+        selected,
         every_core=every_core,
-        platform=platform,
         family=family,
         unified_memory=unified_memory,
         coherent=coherent,
-        cache_dir=cache_dir,
     )
+    place_workers(selected, device)
+    return device
+
+
+@dataclass(frozen=True)
+class DriverReport:
+    """An installed driver's device and the verdict of its trial. `level` is the best that passed;
+    `said` what each level did; `kept_in` the file that remembers it.
+    """
+
+    driver: str
+    origin: str
+    title: str
+    level: str | None
+    said: str
+    kept_in: Path
+
+
+def driver_reports() -> list[DriverReport]:
+    """Every installed OpenCL driver, each tried now if it never was. Raises `DeviceOptionError`."""
+    _spare_pyopencl_cache()
+    try:
+        from hetero.backends.opencl.platform import survey
+    except ImportError:  # `open` says so
+        return []
+    return list(survey())
 
 
 def every_core_count() -> int:
@@ -62,7 +92,8 @@ def every_core_count() -> int:
     """
     _spare_pyopencl_cache()
     try:
-        from hetero.backends.opencl.platform import started_workers, wanted_workers
+        from hetero.backends.opencl.drivers.loader import wanted_workers
+        from hetero.backends.opencl.platform import started_workers
     except ImportError:
         return 0
     wanted = wanted_workers(every_core=True)

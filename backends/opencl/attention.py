@@ -10,7 +10,7 @@ import pyopencl as cl
 
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
-from hetero.backends.opencl.program import Define
+from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import Operand, WeightValue, tensors_of

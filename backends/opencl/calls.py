@@ -25,6 +25,7 @@ import pyopencl as cl
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.memory import Panels, Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
+from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
@@ -183,12 +184,10 @@ class OpenCLCall(BoundCall):
     def _bind(self, launch: Launch) -> tuple[cl.Kernel, Size, Size]:
         """A kernel object of its own with its arguments set, specialised by an empty launch."""
         kernel = cl.Kernel(launch.program, launch.name)
-        at = 0
-        for argument in launch.args:
-            for value in self._native(argument):
-                kernel.set_arg(at, value)
-                at += 1
-        _specialise(self.device, launch, kernel)
+        values = [value for argument in launch.args for value in self._native(argument)]
+        for at, value in enumerate(values):
+            kernel.set_arg(at, value)
+        _specialise(self.device, launch, kernel, argument_kinds(values))
         return kernel, launch.global_size, launch.local_size
 
     def _native(self, argument: Argument) -> tuple[cl.Buffer | np.generic, ...]:
@@ -257,15 +256,17 @@ class OpenCLCompletion(Completion):
                 time.sleep(min(waited_s / 20, LONGEST_NAP_S))
 
 
-def _specialise(device: OpenCLDevice, launch: Launch, kernel: cl.Kernel) -> None:
+def _specialise(device: OpenCLDevice, launch: Launch, kernel: cl.Kernel, kinds: str) -> None:
     """Launch with count 0, once per program, kernel and sizes."""
     key = (id(launch.program), launch.name, launch.global_size, launch.local_size)
     if key in device.specialised:
         return
     device.specialised.add(key)
     kernel.set_arg(0, np.int32(0))
-    cl.enqueue_nd_range_kernel(device.queue, kernel, launch.global_size, launch.local_size)
-    device.queue.finish()
+    variant = Variant(launch.name, launch.global_size, launch.local_size, kinds)
+    with device.programs.first_launch(launch.program, variant):
+        cl.enqueue_nd_range_kernel(device.queue, kernel, launch.global_size, launch.local_size)
+        device.queue.finish()
     kernel.set_arg(0, np.int32(launch.count))
 
 

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,16 +16,15 @@ from hetero.backends import ops
 from hetero.backends.checks import Health, check_weights
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.flag import Flag, probe
-from hetero.backends.opencl.platform import Found, default_cache_dir, find_device
-from hetero.backends.opencl.pocl_repair import known_cpu_name
 from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.transfer import TransferCall
-from hetero.backends.opencl.tuning import detect_tuning, find_tuning
+from hetero.backends.opencl.tuning import find_tuning
 from hetero.backends.ops import Op, WeightFormat, describe
-from hetero.backends.processor import cpu_flags
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,
@@ -49,45 +47,36 @@ class Entry(NamedTuple):
 
 
 class OpenCLDevice(Device):
-    """One OpenCL device. Options are those of `hetero.backends.opencl.open`; `table` holds the
-    kernels and `weight_formats` what its matmul takes.
+    """One OpenCL device, `selected` before. `family`, `unified_memory` and `coherent` are those of
+    `hetero.backends.opencl.open`; `table` holds the kernels and `weight_formats` what its matmul
+    takes.
 
-    For kernels: `native`, `queue`, `context`, `programs` and `tuning`. `copies` counts copies
-    enqueued for tensors, which stays 0 on unified memory. `coherent`: host and device see each
-    other's writes without mapping (see `calls`). `specialised` lists the launches that
-    were warmed up. `worker_cpu` is the core that PoCL's worker is pinned to, None if it is not
-    pinned; the workers are the process's, so the device that was opened last decides.
+    For kernels: `native`, `queue`, `context`, `programs`, `tuning` and `threads`. `copies` counts
+    copies enqueued for tensors, which stays 0 on unified memory. `coherent`: host and device see
+    each other's writes without mapping (see `calls`). `specialised` lists the launches that were
+    warmed up. `worker_cpu` is the core that a CPU driver's one worker is pinned to, None if it
+    is not pinned; the workers are the process's, so the device that was opened last decides.
     """
 
     def __init__(
         self,
         table: Mapping[type[Op], Entry],
         weight_formats: tuple[WeightFormat, ...],
+        selected: Selected,
         *,
-        cpu: int | None = None,
         every_core: bool = False,
-        platform: str | None = None,
         family: str | None = None,
         unified_memory: bool | None = None,
         coherent: bool | None = None,
-        cache_dir: Path | None = None,
     ) -> None:
-        forced = find_tuning(family) if family is not None else None
-        directory = cache_dir or default_cache_dir()
-        found = find_device(wanted=platform, cpu=cpu, every_core=every_core, cache_dir=directory)
-        flags = cpu_flags() if found.is_pocl else frozenset[str]()
-        native = found.device
-        self.tuning = forced or detect_tuning(native.platform.name, native.name, flags)
-        self.info = _info(found, self.tuning.family, every_core=every_core)
+        native = selected.device
+        self.tuning = find_tuning(family if family is not None else selected.family)
+        self.threads = selected.threads
+        self.info = _info(selected, self.tuning.family, every_core=every_core)
         with decoded(f"opening {native.name}"):
             self.context = cl.Context([native])
             self.queue = cl.CommandQueue(self.context)
-        self.programs = ProgramCache(
-            self.context,
-            native,
-            key=self.info.fingerprint,
-            directory=None if found.is_pocl else directory / "programs",
-        )
+        self.programs = ProgramCache(self.context, native, selected.compiler)
         if unified_memory is None:
             unified_memory = bool(native.host_unified_memory)
         self.capabilities = Capabilities(
@@ -104,14 +93,15 @@ class OpenCLDevice(Device):
         self._table = table
         is_cpu = bool(native.type & cl.device_type.CPU)
         self.coherent = is_cpu if coherent is None else coherent
-        # fp16 arithmetic: 1 where the device has it, 0 elsewhere, 2 emulated (tests set it).
-        self.half = int("cl_khr_fp16" in native.extensions.split())
+        # fp16 arithmetic: 1 where a GPU has it, 0 elsewhere (a processor's is slower than its
+        # float32), 2 emulated (tests set it).
+        self.half = int("cl_khr_fp16" in native.extensions.split() and not is_cpu)
         self.copies = 0
         self._flag: Flag | None = None
         self._doorbell: OpenCLDoorbell | None = None
         self._doorbell_tried = False
         self.clock_offset_s: float | None = None  # perf_counter less the device's clock, timing on
-        self.worker_cpu = found.worker_cpu
+        self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
         self.native = native
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
         self.specialised: set[tuple[object, ...]] = set()
@@ -221,6 +211,14 @@ class OpenCLDevice(Device):
             offsets.append(time.perf_counter() - event.profile.end * 1e-9)
         return min(offsets)
 
+    def start_threads(self) -> None:
+        """Launch work-groups that do nothing, until a driver's threads have had some each."""
+        program = self.programs.get("flag.cl", {})
+        groups = STARTING_GROUPS * self.threads
+        word = Tensor(self.allocate(64), (1,), np.dtype(np.int32))
+        launch = Launch(program, "raise_flag", (groups,), (1,), (0, word))
+        OpenCLCall(self, "starting threads", 1, [launch], {}).run()
+
     def finish(self) -> None:
         """`clFinish`."""
         self.check()
@@ -251,25 +249,26 @@ class OpenCLDevice(Device):
         return cl.Buffer(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
 
 
+STARTING_GROUPS = 1 << 12
 SHARED_SCRATCH_BYTES = 1 << 20
 REVISION = "3"  # of the kernels: another one where their times change, for profiles taken before
 CLOCK_SAMPLES = 20
 CLOCK_LOOKS = 10_000
 
 
-def _info(found: Found, family: str, *, every_core: bool) -> DeviceInfo:
-    native = found.device
+def _info(selected: Selected, family: str, *, every_core: bool) -> DeviceInfo:
+    native = selected.device
     details = {
         "platform": native.platform.version.strip(),
         "version": native.version.strip(),
         "tuning": family,
         "kernels": REVISION,
+        "level": selected.level.name,
     }
-    if found.is_pocl:
-        details["cpu"] = known_cpu_name(cpu_flags())
-        details["repaired"] = found.compiler_cpu or "no"
+    if selected.driver.computes_on_cpu:
+        details["cpu"] = selected.level.llvm_cpu or selected.level.name
     if every_core:
-        details["cores"] = str(native.max_compute_units)
+        details["cores"] = str(selected.threads)
     return DeviceInfo(
         backend=EVERY_CORE if every_core else BACKEND,
         name=native.name.strip(),

@@ -138,8 +138,7 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
 
 def work_items(device: OpenCLDevice) -> int:
     """Work-items that share a matmul's rows: several per thread, which even out their delays."""
-    threads = int(device.context.devices[0].max_compute_units)
-    return 1 if threads == 1 else 4 * threads
+    return 1 if device.threads == 1 else 4 * device.threads
 
 
 def simt_launches(

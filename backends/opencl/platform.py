@@ -1,178 +1,268 @@
-"""Finding an OpenCL device, and PoCL's workers: one thread on one chosen core, or one for each."""
+"""Choosing an OpenCL driver, device and level that were proven, and loading it."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import sys
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import platformdirs
 import pyopencl as cl
 
 from hetero.backends.affinity import allowed_cores
-from hetero.backends.errors import DeviceUnavailableError
-from hetero.backends.opencl.failures import BACKEND, code_name
-from hetero.backends.opencl.pocl_repair import applies, known_cpu_name, repair
-from hetero.backends.processor import cpu_flags
+from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
+from hetero.backends.opencl import DriverReport
+from hetero.backends.opencl.drivers import DRIVERS, loader, threads
+from hetero.backends.opencl.drivers.icd import Candidate, candidates
+from hetero.backends.opencl.drivers.levels import LEVEL_VARIABLE, Level, chosen_level
+from hetero.backends.opencl.drivers.loader import Loaded, Wanted, load, wanted_workers
+from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
+from hetero.backends.opencl.failures import BACKEND
+from hetero.backends.opencl.proving.compiler import Remote
+from hetero.backends.opencl.proving.supervisor import Supervisor
+from hetero.backends.opencl.proving.trial import Trials, passed_level
+from hetero.backends.opencl.proving.verdicts import DeviceVerdict
+from hetero.backends.opencl.selected import Selected
 from hetero.backends.registry import EVERY_CORE
 
-NO_DRIVER = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
-TASKS = Path("/proc/self/task")
-WORKERS = "POCL_MAX_PTHREAD_COUNT"
-TRIVIAL = "__kernel void trivial(__global int *x) { x[0] = 1; }"
+if TYPE_CHECKING:
+    from hetero.backends.opencl.device import OpenCLDevice
+
+NO_DRIVER: Final = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A device that builds programs. `compiler_cpu` is PoCL's `-target-cpu` if it was repaired."""
+class Proven:
+    """A device that passed its trial: its driver's candidate, its place there, its level."""
 
-    device: cl.Device
-    is_pocl: bool
-    compiler_cpu: str = ""
-    worker_cpu: int | None = None
-
-
-_workers: list[int] = []  # threads of PoCL in this process; they live as long as it
-_repaired: dict[int, str] = {}  # device struct -> CPU name
+    candidate: Candidate
+    index: int
+    device: DeviceVerdict
+    level: Level
 
 
-def default_cache_dir() -> Path:
-    """Where derived files of this backend lie."""
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "opencl"
+def cache_root(cache_dir: Path | None = None) -> Path:
+    """Where verdicts and kernels lie: the folder that is asked for, else POCL_CACHE_DIR, else the
+    user's cache. Raises `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
+    """
+    if cache_dir is not None:
+        return cache_dir
+    named = os.environ.get(CACHE)
+    if not named:
+        return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "opencl"
+    try:
+        Path(named).mkdir(parents=True, exist_ok=True)
+        writable = os.access(named, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise DeviceOptionError(
+            BACKEND, "keeping compiled kernels", f"{CACHE}={named} cannot be written",
+            "unset it or name a writable folder",
+        )  # fmt: skip
+    return Path(named) / "hetero"
 
 
 def find_device(
-    *, wanted: str | None, cpu: int | None, every_core: bool = False, cache_dir: Path
-) -> Found:
-    """Set PoCL's environment, pick a device, repair and pin PoCL, and prove that it builds."""
-    count = wanted_workers(every_core=every_core)
-    before = _tasks()
-    with pocl_environment(cache_dir, count):
-        devices = _devices()
-    started = sorted(_tasks() - before)
-    if every_core:
-        devices = [device for device in devices if device.type & cl.device_type.CPU]
-        if not devices:
-            raise DeviceUnavailableError(
-                EVERY_CORE, "looking for a processor", "CL_DEVICE_NOT_FOUND", NO_DRIVER
-            )
-    device = _choose(devices, wanted)
-    is_pocl = device.platform.name == "Portable Computing Language"
-    if not is_pocl:
-        return Found(device, is_pocl=False)
-    if len(started) == device.max_compute_units:
-        _workers[:] = started
-    _check_workers(device, count)
-    name = _repair(device)
-    _build_trivial(device)
-    worker_cpu = None
-    if every_core:
-        _move_workers(allowed_cores())
-    elif _workers and count == 1:
-        worker_cpu = allowed_cores()[0] if cpu is None else cpu
-        _move_workers([worker_cpu])
-    return Found(device, is_pocl=True, compiler_cpu=name, worker_cpu=worker_cpu)
+    *,
+    wanted: str | None,
+    cpu: int | None,
+    every_core: bool = False,
+    cache_dir: Path | None = None,
+) -> Selected:
+    """Pick a proven device, load its driver and hold its threads to their cores.
 
-
-@contextmanager
-def pocl_environment(cache_dir: Path, workers: int) -> Iterator[None]:
-    """What PoCL reads, once in a process, when its device is first asked for; the user's own values
-    win. The number of workers is taken back, for processes that are started from here.
-
-    POCL_AFFINITY is left alone: it pins worker i to core i, which a container may not allow.
+    `wanted` is a driver's name (`pocl`, `intel`) or a part of a platform's or device's name. Raises
+    `DeviceOptionError` for what was named and is not there, `DeviceUnavailableError` where nothing
+    computes right here.
     """
-    if "POCL_CACHE_DIR" not in os.environ:
-        # The kernels' hash may not name the CPU they were compiled for, so the folder does.
-        name = known_cpu_name(cpu_flags())
-        os.environ["POCL_CACHE_DIR"] = str(writable_dir(cache_dir / "pocl" / name))
-    if WORKERS in os.environ:
-        yield
+    trials = Trials(cache_root(cache_dir))
+    forced, here = chosen_level(), loader.loaded()
+    chosen = _choose(trials, wanted, forced, every_core, here)
+    count = wanted_workers(every_core=every_core)
+    loaded = here or load(_worth_loading(trials, chosen), workers=count, folder=trials.run.path)
+    driver = chosen.candidate.driver
+    native = _native(loaded, chosen)
+    if driver.computes_on_cpu:
+        _check_workers(native, loaded, count)
+    driver.prepare(native, chosen.level)
+    trials.run.use(trials.path(chosen.candidate))
+    return Selected(
+        native, driver, chosen.level,
+        _compiler(trials, chosen, loaded),
+        cores=_cores(driver.computes_on_cpu, cpu, every_core),
+        threads=loaded.asked if driver.computes_on_cpu else int(native.max_compute_units),
+    )  # fmt: skip
+
+
+def place_workers(selected: Selected, device: OpenCLDevice) -> None:
+    """Hold a CPU driver's threads to their cores, as far as they are known."""
+    state = loader.loaded()
+    if state is None or not selected.cores:
         return
-    os.environ[WORKERS] = str(workers)
-    try:
-        yield
-    finally:
-        del os.environ[WORKERS]
-
-
-def writable_dir(path: Path) -> Path:
-    """`path`, made if missing; a folder for this process and a warning where that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
-    except OSError as error:
-        other = Path(tempfile.mkdtemp(prefix="hetero-opencl-"))
-        atexit.register(shutil.rmtree, other, ignore_errors=True)
-        warnings.warn(
-            f"kernel cache {path} is not writable ({error.strerror}), using {other}", stacklevel=2
-        )
-        return other
-
-
-def _devices() -> list[cl.Device]:
-    try:
-        platforms = cl.get_platforms()
-    except cl.Error as error:
-        raise DeviceUnavailableError(
-            BACKEND, "looking for OpenCL platforms", code_name(error.code), _driver_remedy()
-        ) from error
-    found = []
-    for platform in platforms:
-        try:
-            found += platform.get_devices()
-        except cl.Error:  # a platform without devices answers with an error
-            continue
-    if not found:
-        raise DeviceUnavailableError(
-            BACKEND, "looking for OpenCL devices", "CL_DEVICE_NOT_FOUND", _driver_remedy()
-        )
-    return found
-
-
-def _choose(devices: list[cl.Device], wanted: str | None) -> cl.Device:
-    """The wanted device, else the first GPU, else the first device."""
-    names = [f"{device.platform.name} / {device.name}" for device in devices]
-    if wanted is not None:
-        for device, name in zip(devices, names, strict=True):
-            if wanted.lower() in name.lower():
-                return device
-        raise DeviceUnavailableError(
-            BACKEND, f"looking for {wanted!r}", "not found", f"there is: {'; '.join(names)}"
-        )
-    gpus = [device for device in devices if device.type & cl.device_type.GPU]
-    return (gpus or devices)[0]
-
-
-def wanted_workers(*, every_core: bool) -> int:
-    """Threads that PoCL is to have, or as many as the user says in the environment."""
-    said = os.environ.get(WORKERS, "").strip()
-    if said.isdecimal() and int(said) > 0:
-        return int(said)
-    return len(allowed_cores()) if every_core else 1
+    workers = state.workers.setdefault(selected.driver.name, [])
+    if selected.driver.starts_threads_late:
+        before = threads.tasks()
+        device.start_threads()
+        workers += sorted(threads.tasks() - before)
+    threads.hold(workers, list(selected.cores))
 
 
 def started_workers() -> int | None:
-    """PoCL's threads in this process, whose number is fixed; None before its device is opened."""
-    return len(_workers) or None
+    """Threads that OpenCL has in this process, whose number is fixed; None before it is loaded."""
+    state = loader.loaded()
+    return None if state is None else state.asked
 
 
-def _check_workers(device: cl.Device, count: int) -> None:
-    """PoCL's thread count is fixed when its device is first asked for in the process.
+def survey(cache_dir: Path | None = None) -> Iterator[DriverReport]:
+    """Every installed driver's verdict, tried now where there is none yet."""
+    trials = Trials(cache_root(cache_dir))
+    forced = chosen_level()
+    for candidate in candidates():
+        own = candidate.driver.levels()
+        levels = own if forced is None or forced not in own else (forced,)
+        verdict = trials.examine(candidate, None if levels is own else forced)
+        driver, origin, path = candidate.driver.name, candidate.origin, trials.path(candidate)
+        if verdict.problem:
+            library = Path(candidate.library).name or "the system's loader"
+            yield DriverReport(driver, origin, library, None, verdict.problem, path)
+        for device in verdict.devices:
+            level = passed_level(device, levels)
+            said = "; ".join(attempt.sentence for attempt in device.attempts)
+            name = None if level is None else level.name
+            yield DriverReport(driver, origin, device.title, name, said, path)
+
+
+def _choose(
+    trials: Trials,
+    wanted: str | None,
+    forced: Level | None,
+    every_core: bool,
+    here: Loaded | None,
+) -> Proven:
+    """The first device in order of preference. Raises as `find_device`."""
+    reasons: list[str] = []
+    names: list[str] = []
+    for candidate, kinds in _order(wanted):
+        if forced is not None and forced not in candidate.driver.levels():
+            reasons.append(f"{candidate.driver.name} has no level {forced.name}")
+            continue
+        if here is not None and candidate.library not in {w.candidate.library for w in here.wanted}:
+            reasons.append(f"OpenCL runs in this process without {candidate.origin}")
+            continue
+        verdict = trials.examine(candidate, forced)
+        names += [d.title for d in verdict.devices]
+        if verdict.problem:
+            reasons.append(f"{candidate.origin}: {verdict.problem}")
+        levels = (forced,) if forced is not None else candidate.driver.levels()
+        for i, device in enumerate(verdict.devices):
+            if device.kind not in kinds or (every_core and device.kind != "cpu"):
+                continue
+            if not _is_wanted(wanted, candidate, device):
+                continue
+            level = passed_level(device, levels)
+            if level is not None:
+                return Proven(candidate, i, device, level)
+            reasons += [f"{device.title}: {a.sentence}" for a in device.attempts]
+    return _nothing(wanted, forced, every_core, reasons, names)
+
+
+def _order(wanted: str | None) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
+    """Drivers with the kinds of device that are taken of each: GPUs first, then PoCL, then other
+    drivers of processors.
+    """
+    listed = candidates()
+    named = [d.name for d in DRIVERS]
+    if wanted in named:
+        listed = [c for c in listed if c.driver.name == wanted]
+    vendors = [c for c in listed if not c.driver.computes_on_cpu]
+    yield from ((c, ("gpu", "other")) for c in vendors)
+    yield from ((c, ("cpu", "gpu", "other")) for c in listed if c.driver.computes_on_cpu)
+    yield from ((c, ("cpu",)) for c in vendors)
+
+
+def _is_wanted(wanted: str | None, candidate: Candidate, device: DeviceVerdict) -> bool:
+    return (
+        wanted is None or wanted == candidate.driver.name or wanted.lower() in device.title.lower()
+    )
+
+
+def _nothing(
+    wanted: str | None,
+    forced: Level | None,
+    every_core: bool,
+    reasons: Sequence[str],
+    names: Sequence[str],
+) -> Proven:
+    """Raise for what was asked for."""
+    why = "; ".join(dict.fromkeys(reasons))
+    if wanted is not None:
+        there = "; ".join(dict.fromkeys([*(c.driver.name for c in candidates()), *names]))
+        raise DeviceOptionError(
+            BACKEND, f"looking for {wanted!r}", why or "not found",
+            f"there is: {there or 'no driver'} (`hetero devices`)",
+        )  # fmt: skip
+    if forced is not None and reasons:
+        raise DeviceOptionError(
+            BACKEND, f"using {LEVEL_VARIABLE}={forced.name}", why or "no device has this level",
+            "unset it",
+        )  # fmt: skip
+    raise DeviceUnavailableError(
+        EVERY_CORE if every_core else BACKEND,
+        "looking for an OpenCL device",
+        why or "CL_DEVICE_NOT_FOUND",
+        NO_DRIVER,
+    )
+
+
+def _worth_loading(trials: Trials, chosen: Proven) -> list[Wanted]:
+    """The chosen driver, and those that are proven already: what is not loaded at first cannot be
+    later.
+    """
+    found = [Wanted(chosen.candidate, chosen.level)]
+    for candidate in candidates():
+        verdict = trials.known(candidate)
+        if candidate.library == chosen.candidate.library or verdict is None:
+            continue
+        levels = candidate.driver.levels()
+        passed = [passed_level(device, levels) for device in verdict.devices]
+        if passed and all(passed) and passed[0] is not None:
+            found.append(Wanted(candidate, passed[0]))
+    return found
+
+
+def _native(loaded: Loaded, chosen: Proven) -> cl.Device:
+    """The device of this process that the verdict is about."""
+    known = chosen.device
+    for device in loaded.devices(chosen.candidate):
+        facts = (device.platform.version, device.name, device.driver_version)
+        if tuple(map(str.strip, facts)) == (
+            known.platform_version,
+            known.name,
+            known.driver_version,
+        ):
+            return device
+    raise DeviceUnavailableError(
+        BACKEND,
+        f"finding {known.title} in this process",
+        "OpenCL was already initialised with other drivers in this process",
+        "open the device before any other OpenCL call of the process",
+    )
+
+
+def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> None:
+    """The number of threads is fixed when a driver is loaded.
 
     More threads than one core needs do no harm if they are known: they are held to that core.
     """
-    units = device.max_compute_units
+    is_pocl = WORKERS if device.platform.name == "Portable Computing Language" else None
+    units = int(device.max_compute_units) if is_pocl else loaded.asked
     if units == count:
         return
-    if count == 1 and len(_workers) == units:
+    if count == 1 and units == loaded.asked:
         warnings.warn(
             f"OpenCL runs with {units} threads in this process, which now share one core: decoding "
             f"is up to a fifth slower than in a process that does not open {EVERY_CORE} first",
@@ -181,70 +271,23 @@ def _check_workers(device: cl.Device, count: int) -> None:
         return
     raise DeviceUnavailableError(
         BACKEND,
-        f"giving PoCL {count} worker threads",
+        f"giving OpenCL {count} worker threads",
         f"OpenCL was already initialised with {units} in this process",
         "open the device before any other OpenCL call of the process, or set "
         f"{WORKERS}={count} in its environment",
     )
 
 
-def _repair(device: cl.Device) -> str:
-    if not applies(device.platform.version, device.version):
-        return ""
-    if device.int_ptr not in _repaired:
-        name = known_cpu_name(cpu_flags())
-        if repair(device.int_ptr, name):
-            _repaired[device.int_ptr] = name
-    return _repaired.get(device.int_ptr, "")
+def _cores(on_cpu: bool, cpu: int | None, every_core: bool) -> tuple[int, ...]:
+    """Where a CPU driver's threads belong; empty for a device that has cores of its own."""
+    if not on_cpu:
+        return ()
+    allowed = allowed_cores()
+    return tuple(allowed) if every_core else (allowed[0] if cpu is None else cpu,)
 
 
-def _build_trivial(device: cl.Device) -> None:
-    try:
-        context = cl.Context([device])
-        program = cl.Program(context, TRIVIAL).build()
-        buffer = cl.Buffer(context, cl.mem_flags.READ_WRITE, 4)
-        program.trivial(cl.CommandQueue(context), (1,), (1,), buffer).wait()
-    except cl.Error as error:
-        raise DeviceUnavailableError(
-            BACKEND,
-            f"building a kernel with {device.platform.version.strip()} ({device.version})",
-            f"{code_name(error.code)}: {str(error)[:300]}",
-            _cache_remedy()
-            or "PoCL's compiler does not know this CPU; install a newer PoCL or another driver",
-        ) from error
-
-
-def _driver_remedy() -> str:
-    """PoCL shows no device at all where it cannot make its cache."""
-    return _cache_remedy() or NO_DRIVER
-
-
-def _cache_remedy() -> str:
-    """What to do about a cache that the user chose and PoCL cannot write; empty if it can."""
-    folder = Path(os.environ.get("POCL_CACHE_DIR", ""))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError:
-        return f"POCL_CACHE_DIR={folder} cannot be written: unset it or name a writable directory"
-
-
-def _tasks() -> set[int]:
-    return {int(task.name) for task in TASKS.iterdir()} if TASKS.exists() else set()
-
-
-def _move_workers(cores: list[int]) -> None:
-    """Hold PoCL's workers to these cores, if they are known: nobody used OpenCL before."""
-    if sys.platform != "linux":
-        return
-    try:
-        for worker in _workers:
-            os.sched_setaffinity(worker, cores)
-    except OSError as error:
-        raise DeviceUnavailableError(
-            BACKEND,
-            f"moving PoCL's worker to core {', '.join(map(str, cores))}",
-            str(error.strerror),
-            f"cores allowed to this process: {allowed_cores()}",
-        ) from error
+def _compiler(trials: Trials, chosen: Proven, loaded: Loaded) -> Remote:
+    candidate, level = chosen.candidate, chosen.level
+    supervisor = Supervisor(trials.job(candidate, level, loaded.folder), chosen.index)
+    folder = loaded.folder / "pocl" if candidate.driver.caches_kernels else None
+    return Remote(trials.store(candidate, level), folder, supervisor)

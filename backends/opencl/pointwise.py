@@ -9,7 +9,7 @@ from hetero.backends.checks import vector
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.elementwise import split_floats
-from hetero.backends.opencl.program import Define
+from hetero.backends.opencl.program_source import Define
 from hetero.backends.ops import AddPositions
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
 

@@ -13,7 +13,7 @@ from hetero.backends import rope as tables
 from hetero.backends.checks import vector
 from hetero.backends.opencl.attention import head_vector
 from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
-from hetero.backends.opencl.program import Define
+from hetero.backends.opencl.program_source import Define
 from hetero.backends.ops import Rope
 from hetero.backends.protocol import Operand, WeightValue, whole
 

@@ -50,19 +50,3 @@ def find_tuning(family: str) -> Tuning:
     near = difflib.get_close_matches(family, FAMILIES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"unknown tuning family {family!r}: {hint}known are {', '.join(FAMILIES)}")
-
-
-def detect_tuning(platform_name: str, device_name: str, cpu_flags: frozenset[str]) -> Tuning:
-    """The record for a device by its OpenCL names and, for PoCL, the flags of the host's CPU."""
-    names = f"{platform_name} {device_name}".lower()
-    if "portable computing language" in names or "pocl" in names:
-        if "avx2" not in cpu_flags:
-            # Vectors of 8 crash PoCL's compiler there; work-group kernels do not.
-            return FAMILIES["other"]
-        if "avx512bw" not in cpu_flags:
-            return FAMILIES["pocl"]
-        return FAMILIES["pocl-avx512-vnni" if "avx512_vnni" in cpu_flags else "pocl-avx512"]
-    for family, words in (("adreno", ("adreno", "qualcomm")), ("nvidia", ("nvidia",))):
-        if any(word in names for word in words):
-            return FAMILIES[family]
-    return FAMILIES["other"]

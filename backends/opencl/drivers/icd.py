@@ -1,0 +1,131 @@
+"""Which OpenCL drivers are installed: their libraries, found without loading any.
+
+pyopencl's loader (ocl-icd) loads the drivers of one vendor folder, and the PoCL that pip put beside
+pyopencl. pip's packages cannot write to the system's folder, and what Intel's package brings has a
+placeholder for a path; so hetero lists all of them itself, tries each in a child process, and gives
+the loader a folder of its own with those that passed (`loader`). Where the loader is another one
+(Windows, macOS) all drivers are one candidate: whatever the system's loader brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hetero.backends.opencl.drivers import VENDOR, driver_of_library
+from hetero.backends.opencl.drivers.base import Driver
+
+VENDOR_VARIABLES: Final = ("OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH")
+SYSTEM_VENDORS: Final = Path("/etc/OpenCL/vendors")
+LIBRARY_FOLDERS: Final = (
+    "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
+    "/usr/local/lib", "/lib64", "/lib", "/vendor/lib64", "/system/vendor/lib64",
+)  # fmt: skip
+DEVICE_NODES: Final = ("dri/*", "nvidia*", "kgsl*", "mali*", "kfd")
+INTEL_PACKAGE: Final = "intel-opencl-rt"
+HASHED_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A driver's library. `library` is empty where the system's loader decides what is loaded;
+    `origin` says where it was found.
+    """
+
+    library: str
+    driver: Driver
+    origin: str
+
+    @property
+    def path(self) -> Path | None:
+        """The library's file, None if it is not known."""
+        if not self.library:
+            return None
+        name = Path(self.library)
+        if name.is_absolute():
+            return name if name.exists() else None
+        folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *LIBRARY_FOLDERS]
+        return next((p for p in (Path(f) / name for f in folders if f) if p.exists()), None)
+
+    def fingerprint(self) -> str:
+        """Changes whenever the library does, or the devices that a GPU's driver could find."""
+        path = self.path
+        facts = [self.library, str(path)]
+        if path is not None:
+            state = path.stat()
+            facts += [str(path.resolve()), str(state.st_size), str(state.st_mtime_ns)]
+            facts.append(_sampled(path, state.st_size))
+        if not self.driver.computes_on_cpu:
+            facts += sorted(str(p) for glob in DEVICE_NODES for p in Path("/dev").glob(glob))
+        return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+def candidates() -> list[Candidate]:
+    """Every installed driver: the vendors' first (GPUs), then PoCL, then other CPU drivers."""
+    if not sys.platform.startswith("linux"):
+        return [Candidate("", VENDOR, "the system's OpenCL loader")]
+    found: dict[str, Candidate] = {}
+    for library, origin in _libraries():
+        candidate = Candidate(library, driver_of_library(library), origin)
+        real = str(candidate.path.resolve()) if candidate.path is not None else library
+        found.setdefault(real, candidate)
+    order = ("vendor", "pocl", "intel")
+    return sorted(found.values(), key=lambda c: order.index(c.driver.name))
+
+
+def _libraries() -> Iterator[tuple[str, str]]:
+    """(library, origin): the wheels' first, so that a system's link to one is left out."""
+    chosen = next((os.environ[v] for v in VENDOR_VARIABLES if os.environ.get(v)), None)
+    vendors = Path(chosen) if chosen is not None else SYSTEM_VENDORS
+    if chosen is not None and not vendors.exists():
+        return  # as the loader has it: a folder that is not there means no driver
+    if vendors.is_dir() or chosen is None:
+        yield from _bundled()
+    icds = [vendors] if vendors.is_file() else sorted(vendors.glob("*.icd"))
+    for icd in icds:
+        library = str(icd) if icd.suffix != ".icd" else _first_line(icd)
+        if library:
+            yield library, str(icd)
+
+
+def _bundled() -> Iterator[tuple[str, str]]:
+    spec = importlib.util.find_spec("pyopencl")
+    if spec is not None and spec.origin is not None:
+        folder = Path(spec.origin).parent / ".libs"
+        for icd in sorted(folder.glob("*.icd")):
+            name = _first_line(icd)
+            if name and (folder / name).exists():
+                yield str(folder / name), "pip: pyopencl[pocl]"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files(INTEL_PACKAGE) or ():
+            if file.name == "libintelocl.so":
+                yield str(Path(str(file.locate())).resolve()), f"pip: {INTEL_PACKAGE}"
+
+
+def _first_line(icd: Path) -> str:
+    """The library that an .icd file names; empty for one that cannot be read."""
+    try:
+        with icd.open(encoding="utf-8", errors="replace") as file:
+            return file.readline(4096).strip()
+    except OSError:
+        return ""
+
+
+def _sampled(path: Path, size: int) -> str:
+    """Hash of a library's first and last megabyte and of one in the middle: hashing all of a
+    driver's hundred megabytes would take longer than loading it.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for start in sorted({0, max(0, size // 2), max(0, size - HASHED_BYTES)}):
+            file.seek(start)
+            digest.update(file.read(HASHED_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,150 @@
+"""Loading OpenCL drivers into this process, once: which, at which level, with how many threads.
+
+The loader reads its vendor folder and the drivers their environment when platforms are first asked
+for, and never again. So everything is decided before: a vendor folder with the absolute paths of
+the wanted drivers, and every variable that they read. The variables are taken back afterwards, for
+processes that are started from here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import pyopencl as cl
+
+from hetero.backends.affinity import allowed_cores
+from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.opencl.drivers import driver_of_platform
+from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.levels import Level
+from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
+from hetero.backends.opencl.drivers.threads import tasks
+from hetero.backends.opencl.failures import BACKEND, code_name
+
+BUNDLED_HOME: Final = "PYOPENCL_HOME"  # where pyopencl's loader looks for the wheel's PoCL
+VENDORS: Final = "OCL_ICD_VENDORS"
+OURS: Final = frozenset({BUNDLED_HOME, VENDORS, CACHE})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A driver to load and the level that its kernels will have."""
+
+    candidate: Candidate
+    level: Level
+
+
+@dataclass
+class Loaded:
+    """What this process has loaded. `workers` are threads by driver, as far as they are known;
+    `asked` is how many were asked for.
+    """
+
+    platforms: list[cl.Platform]
+    wanted: tuple[Wanted, ...]
+    folder: Path
+    asked: int
+    workers: dict[str, list[int]] = field(default_factory=dict)
+
+    def devices(self, candidate: Candidate) -> list[cl.Device]:
+        """Devices of a candidate's driver; of all where the system's loader decides."""
+        found = []
+        for platform in self.platforms:
+            if candidate.library and driver_of_platform(platform.name) is not candidate.driver:
+                continue
+            try:
+                found += platform.get_devices()
+            except cl.Error:  # a platform without devices answers with an error
+                continue
+        return found
+
+
+_process: list[Loaded] = []  # at most one: drivers are loaded for as long as the process lives
+_lock = threading.Lock()
+
+
+def loaded() -> Loaded | None:
+    """What was loaded into this process, None if nothing was yet."""
+    return _process[0] if _process else None
+
+
+def load(wanted: Sequence[Wanted], *, workers: int, folder: Path) -> Loaded:
+    """Load drivers, the first call of a process; later calls return what the first one loaded.
+
+    `folder` is this process's own: links, and the cache that PoCL itself reads. Raises
+    `DeviceUnavailableError` if no platform appears.
+    """
+    with _lock:
+        if not _process:
+            with environment(_variables(wanted, workers, folder)):
+                before = tasks()
+                found = Loaded(_platforms(), tuple(wanted), folder, workers)
+                for one in wanted:
+                    found.devices(one.candidate)
+                    started = tasks() - before
+                    found.workers.setdefault(one.candidate.driver.name, []).extend(sorted(started))
+                    before |= started
+            _process.append(found)
+        return _process[0]
+
+
+def wanted_workers(*, every_core: bool) -> int:
+    """Threads that a CPU driver is to have, or as many as the user says in the environment."""
+    said = os.environ.get(WORKERS, "").strip()
+    if said.isdecimal() and int(said) > 0:
+        return int(said)
+    return len(allowed_cores()) if every_core else 1
+
+
+def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str, str]:
+    """Every variable that the loader and the drivers are to find."""
+    found: dict[str, str] = {}
+    vendors = folder / "vendors"
+    libraries = []
+    for i, one in enumerate(wanted):
+        driver = one.candidate.driver
+        found |= driver.environment(workers=workers, level=one.level, folder=folder)
+        if one.candidate.library:
+            path = one.candidate.path or one.candidate.library
+            libraries.append((i, driver.library(str(path), one.level, folder)))
+    if libraries:
+        vendors.mkdir(exist_ok=True)
+        for i, library in libraries:
+            (vendors / f"{i}.icd").write_text(library + "\n", encoding="utf-8")
+        found |= {VENDORS: str(vendors), BUNDLED_HOME: str(vendors)}
+    return found
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables inside. The user's own values win, but for what is this process's own: the
+    kernel cache (its files are verified by `store`) and which drivers are loaded.
+    """
+    ours = {k: v for k, v in variables.items() if k not in os.environ or k in OURS}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _platforms() -> list[cl.Platform]:
+    """Every platform once: a driver that two vendor files name appears twice."""
+    try:
+        found = {platform.int_ptr: platform for platform in cl.get_platforms()}
+    except cl.Error as error:
+        raise DeviceUnavailableError(
+            BACKEND, "looking for OpenCL platforms", code_name(error.code)
+        ) from error
+    return list(found.values())

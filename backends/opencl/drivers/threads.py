@@ -1,0 +1,34 @@
+"""The threads that a driver computes in on this host's cores: counted, and held to cores."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from hetero.backends.affinity import allowed_cores
+from hetero.backends.errors import DeviceUnavailableError
+
+TASKS = Path("/proc/self/task")
+
+
+def tasks() -> set[int]:
+    """Threads of this process; empty where the system does not tell."""
+    return {int(task.name) for task in TASKS.iterdir()} if TASKS.exists() else set()
+
+
+def hold(threads: Iterable[int], cores: list[int]) -> None:
+    """Hold threads to cores. Raises `DeviceUnavailableError`."""
+    if sys.platform != "linux":
+        return
+    try:
+        for thread in threads:
+            os.sched_setaffinity(thread, cores)
+    except OSError as error:
+        raise DeviceUnavailableError(
+            "opencl",
+            f"moving the OpenCL worker to core {', '.join(map(str, cores))}",
+            str(error.strerror),
+            f"cores allowed to this process: {allowed_cores()}",
+        ) from error

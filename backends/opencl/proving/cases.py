@@ -1,0 +1,161 @@
+"""What a trial runs: every family of kernels once, on random data, against the numpy twin.
+
+A family is one kernel source with one set of features: matmuls of each weight format for one token,
+a few and many; attention by rows and by tiles; norms, rotations, activations, sums, look-ups, and
+the flag and gate that synchronisation rests on. Shapes are small and odd, so that tails run too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.memory import Tensor, new_tensor
+from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe, weight_names
+from hetero.backends.protocol import FIXED_PORTS, WeightValue, port_dtype, port_shape
+from hetero.backends.reference.compute import program
+from hetero.backends.weights import pack
+
+SEED: Final = 20260101
+POSITION: Final = 21  # tokens before the call's first, for what depends on positions
+DEADLINE_S = 30.0
+# Tokens, and how far fp16 arithmetic or the rounding of activations may lead.
+MATMUL: Final[Mapping[WeightFormat, tuple[tuple[int, ...], float]]] = {
+    WeightFormat.W4A16: ((1, 2, 40), 2e-3),
+    WeightFormat.W4A8: ((1, 2, 40), 2e-2),
+    WeightFormat.W8A16: ((1, 40), 2e-3),
+    WeightFormat.F16: ((1, 40), 2e-3),
+    WeightFormat.F32: ((1, 40), 1e-4),
+}
+
+
+class WrongResultError(Exception):
+    """A kernel computed something else than its twin; says which and by how much."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation at some token counts. `tolerance` is the largest difference from the twin, as a
+    part of the twin's largest value: a kernel that is right differs by a hundredth of it.
+    """
+
+    op: Op
+    tokens: tuple[int, ...]
+    tolerance: float = 1e-4
+
+
+def cases() -> Iterator[Case]:
+    """Every family; those that compile fast come first, so that a fault shows soon."""
+    attention = ops.Attention(heads=4, kv_heads=2, head_dim=32, capacity=70)
+    yield Case(ops.Add(d=101), (9,))
+    yield Case(ops.RMSNorm(d=101, eps=1e-5), (1, 9))
+    yield Case(ops.RMSNorm(d=101, eps=1e-5, add=True), (9,))
+    yield Case(ops.LayerNorm(d=101, eps=1e-5), (9,))
+    yield Case(ops.GatedAct(f=101), (9,))
+    yield Case(ops.Act(f=101, activation="gelu_tanh"), (9,))
+    yield Case(ops.AddPositions(d=101, rows=64), (9,))
+    yield Case(ops.Embed(vocab=40, d=96, weight_format=WeightFormat.W4A16), (7,))
+    yield Case(ops.Rope(heads=4, kv_heads=2, head_dim=32, theta=1e4, max_position=64), (1, 9))
+    yield Case(attention, (1, 40))
+    for name in WeightFormat:
+        yield Case(ops.MatMul(n=83, k=160, weight_format=name), *MATMUL[name])
+
+
+def try_cases(device: OpenCLDevice, part: int = 0, of: int = 1) -> Iterator[tuple[int, int]]:
+    """Run every `of`-th case from `part` on; (done, of how many) after each. The last part also
+    tries the flag and the gate. Raises `WrongResultError` or `DeviceError`.
+    """
+    listed = list(cases())[part::of]
+    random = np.random.default_rng(SEED)
+    for number, case in enumerate(listed, 1):
+        _try(device, case, random)
+        yield number, len(listed)
+    if part == of - 1 and device.flag() is not None:
+        device.doorbell()
+    device.finish()
+
+
+def _try(device: OpenCLDevice, case: Case, random: np.random.Generator) -> None:
+    weights = random_weights(case.op, random)
+    kernel = device.prepare(case.op, weights)
+    for m in case.tokens:
+        tensors = random_tensors(case.op, m, random)
+        before = {port: tensor.array.copy() for port, tensor in tensors.items()}
+        wanted = _expected(case.op, weights, before, m)
+        kernel.bind(tensors, m).submit().wait(DEADLINE_S)
+        for port, tensor in tensors.items():
+            off = _difference(tensor.array, wanted[port], exact=port not in OUTPUT_PORTS)
+            limit = case.tolerance if port in OUTPUT_PORTS else 1e-6
+            if not off <= limit:
+                raise WrongResultError(
+                    f"{describe(case.op)} of {m} tokens is off by {off:.2g} of its largest {port}"
+                )
+
+
+def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue]:
+    """Weights of an operation."""
+    found: dict[str, WeightValue] = {}
+    for name in weight_names(op):
+        match op:
+            case ops.MatMul() | ops.Embed() if name == "weight":
+                n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
+                values = random.standard_normal((n, k), dtype=np.float32)
+                found[name] = pack(values, op.weight_format.storage)
+            case ops.MatMul():
+                found[name] = random.standard_normal(op.n, dtype=np.float32)
+            case ops.AddPositions():
+                found[name] = random.standard_normal(op.rows * op.d, dtype=np.float32)
+            case ops.Rope():
+                found[name] = random.standard_normal(op.head_dim, dtype=np.float32)
+            case ops.RMSNorm() | ops.LayerNorm():
+                found[name] = random.standard_normal(op.d, dtype=np.float32)
+    return found
+
+
+def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Tensor]:
+    """Inputs; outputs and cache rows that are not written yet are NaN."""
+    found = {}
+    for port in op.ports:
+        tensor = new_tensor(port_shape(op, port, m), port_dtype(port))
+        array = tensor.array
+        if port == "position":
+            array[:] = POSITION
+        elif port == "tokens":
+            assert isinstance(op, ops.Embed)
+            array[:] = random.integers(0, op.vocab, array.shape)
+        elif port in FIXED_PORTS:
+            array[:] = np.nan
+            array[:, :POSITION] = random.standard_normal(array[:, :POSITION].shape)
+        elif port in OUTPUT_PORTS:
+            array[:] = np.nan
+        else:
+            array[:] = random.standard_normal(array.shape)
+        found[port] = tensor
+    return found
+
+
+def _expected(
+    op: Op, weights: Mapping[str, WeightValue], before: Mapping[str, npt.NDArray[Any]], m: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Every tensor after the call, by `hetero.backends.reference`."""
+    after = {port: array.copy() for port, array in before.items()}
+    run, _ = program(op, weights)
+    run({port: a if port in FIXED_PORTS else a[:m] for port, a in after.items()})
+    return after
+
+
+def _difference(got: npt.NDArray[Any], wanted: npt.NDArray[Any], *, exact: bool) -> float:
+    """Largest difference as a part of the largest wanted value; infinite where one is NaN alone."""
+    same = np.isnan(got) & np.isnan(wanted) if got.dtype.kind == "f" else np.zeros(1, bool)
+    scale = np.nanmax(np.abs(wanted), initial=0.0)
+    off = np.where(same, 0.0, np.abs(got.astype(np.float64) - wanted))
+    worst = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
+    if worst == 0.0:
+        return 0.0
+    return worst if exact or scale == 0.0 else worst / float(scale)

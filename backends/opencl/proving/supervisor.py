@@ -1,0 +1,245 @@
+"""The parent's side of a child process that loads drivers, tries kernels and compiles (`worker`).
+
+Messages are lines of JSON in both directions. A child that ends, or says nothing for too long, is
+an answer too: `WorkerGoneError` has the signal and the last words of its standard error, which is
+where compilers chatter and which no user sees without `--debug`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.opencl.program_source import ProgramSource
+from hetero.backends.opencl.proving.compiler import Variant
+
+MODULE: Final = "hetero.backends.opencl.proving.worker"
+COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", MODULE)
+SILENCE_S: float = 60.0  # the longest wait for one line: one program or kernel is compiled in it
+WORDS: Final = 300
+DISK_FULL: Final = ("No space left on device", "File too large", "Disk quota exceeded")
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGoneError(Exception):
+    """A child that crashed (`outcome` crashed) or did not answer in time (hung).
+
+    `lasting`: it would happen again; a full disk or a kill from outside may not.
+    """
+
+    def __init__(self, outcome: str, detail: str, *, lasting: bool) -> None:
+        super().__init__(detail)
+        self.outcome = outcome
+        self.detail = detail
+        self.lasting = lasting
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a child is for: a library to load, its level, the folder and stores to compile into."""
+
+    library: str
+    origin: str
+    level: str
+    folder: str
+    stores: tuple[str, ...]
+
+
+class Worker:
+    """One child. Used by one thread at a time; ends with `close`, or with this process."""
+
+    def __init__(self, job: Job) -> None:
+        Path(job.folder).mkdir(parents=True, exist_ok=True)
+        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._child = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words
+        )
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        with contextlib.suppress(WorkerGoneError):  # its end is the answer to the first question
+            self.say(asdict(job))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended: the system ends it with the thread that started it."""
+        return self._child.poll() is None
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises `WorkerGoneError`."""
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(json.dumps(message).encode() + b"\n")
+            self._child.stdin.flush()
+        except OSError:
+            raise self._gone() from None
+
+    def hear(self) -> dict[str, Any]:
+        """The next message. Raises `WorkerGoneError`."""
+        try:
+            line = self._lines.get(timeout=SILENCE_S)
+        except queue.Empty:
+            words = self._last_words()
+            self._child.kill()
+            self.close()
+            raise WorkerGoneError(
+                "hung", f"no answer for {SILENCE_S:g} s{words}", lasting=True
+            ) from None
+        if line is None:
+            raise self._gone()
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._gone() from None
+        return found
+
+    def close(self) -> None:
+        """End the child."""
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            self._child.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._chatter()
+        self._words.close()
+
+    def _read(self) -> None:
+        stream = self._child.stdout
+        assert stream is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in stream:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def _gone(self) -> WorkerGoneError:
+        """Why there is no answer."""
+        try:
+            code = self._child.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            code = self._child.wait()
+        words = self._last_words()
+        self.close()
+        full = any(sign in words for sign in DISK_FULL)
+        lasting = code not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT) and not full
+        return WorkerGoneError("crashed", f"{_ended(code)}{words}", lasting=lasting)
+
+    def _last_words(self) -> str:
+        """The end of what it wrote to standard error, on one line."""
+        if self._words.closed:
+            return ""
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        told = [x.strip() for x in lines if x.strip() and "warning" not in x.lower()]
+        return f": {told[-1][:WORDS]}" if told else ""
+
+    def _chatter(self) -> None:
+        """What compilers said, for `--debug`."""
+        if self._words.closed or not log.isEnabledFor(logging.DEBUG):
+            return
+        self._words.seek(0)
+        for line in self._words.read().decode(errors="replace").splitlines():
+            log.debug("opencl worker: %s", line)
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+class Supervisor:
+    """A child that compiles what the store does not have; started when it is first needed.
+
+    It may die of a program: that is an error of the one who asked, and the next is asked of another
+    child. After `IDLE_S` without a question the child ends by itself, which costs nothing here.
+    """
+
+    def __init__(self, job: Job, device: int) -> None:
+        self._job = job
+        self._device = device
+        self._worker: Worker | None = None
+        self._pid = os.getpid()
+        self._asked_s = 0.0
+        self.builds = 0
+
+    def build(self, source: ProgramSource, variant: Variant | None) -> None:
+        """See `compiler.Builder`."""
+        self.builds += 1
+        question = {
+            "do": "build",
+            "device": self._device,
+            "source": {"name": source.name, "text": source.text, "options": source.options},
+            "variant": None if variant is None else asdict(variant),
+        }
+        try:
+            answer = self._ask(question)
+        except WorkerGoneError as gone:
+            self._worker = None
+            raise DeviceError(
+                "opencl",
+                f"building {source.name}{'' if variant is None else f' ({variant.kernel})'}",
+                f"the driver's compiler {gone.outcome} ({gone.detail})",
+                _remedy(gone),
+            ) from gone
+        if "error" in answer:
+            raise DeviceError("opencl", *answer["error"])
+
+    def close(self) -> None:
+        """End the child."""
+        if self._worker is not None and self._pid == os.getpid():
+            self._worker.close()
+        self._worker = None
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        idle = time.monotonic() - self._asked_s > IDLE_S / 2
+        if self._worker is None or idle or not self._worker.alive:
+            self.close()
+            self._worker = Worker(self._job)
+            self._worker.hear()  # its devices
+        assert self._worker is not None
+        self._asked_s = time.monotonic()
+        self._worker.say(question)
+        answer = self._worker.hear()
+        self._asked_s = time.monotonic()
+        return answer
+
+
+IDLE_S: Final = 20.0
+
+
+def _remedy(gone: WorkerGoneError) -> str:
+    if any(sign in gone.detail for sign in DISK_FULL):
+        return "make room on the disk"
+    return "use --device npu, or another level (HETERO_OPENCL_LEVEL)"
+
+
+def hello(job: Job) -> tuple[Worker, Sequence[dict[str, Any]]]:
+    """A child with its driver loaded, and its devices. Raises `WorkerGoneError`."""
+    worker = Worker(job)
+    answer = worker.hear()
+    if "error" in answer:
+        worker.close()
+        raise WorkerGoneError("failed", ": ".join(answer["error"][:2]), lasting=True)
+    return worker, answer["devices"]

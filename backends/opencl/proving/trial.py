@@ -1,0 +1,306 @@
+"""Trials: a driver and a level are used in this process only after a child has used them.
+
+For each driver the best level of this machine is tried first; a child that crashes, hangs or
+computes something else than the numpy twin costs a sentence, and the next level down is tried. What
+was found is kept with everything it depends on (`verdicts`), and the kernels that a trial compiled
+are those that the first model loads (`store`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from filelock import FileLock, Timeout
+
+from hetero.backends.affinity import allowed_cores
+from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.levels import LEVELS, Level
+from hetero.backends.opencl.proving.run_folder import run_folder
+from hetero.backends.opencl.proving.store import KernelStore
+from hetero.backends.opencl.proving.supervisor import Job, Worker, WorkerGoneError, hello
+from hetero.backends.opencl.proving.verdicts import (
+    Attempt,
+    DeviceVerdict,
+    Verdict,
+    drop_verdicts,
+    read_verdict,
+    verdict_key,
+    verdict_path,
+    write_verdict,
+)
+
+PREPARING: Final = "preparing OpenCL kernels for this processor, once"
+MOST_PARTS: Final = 4
+LOCK_S: Final = 300.0  # how long another process's trial of the same is waited for
+
+Tell: TypeAlias = Callable[[str], None]
+
+
+def tell_on_stderr(sentence: str) -> None:
+    """For people, as the command line's notices."""
+    print(f"hetero: {sentence}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Trials:
+    """Verdicts of this machine's drivers, from the cache in `root` or by trial."""
+
+    root: Path
+    tell: Tell = tell_on_stderr
+
+    def __post_init__(self) -> None:
+        self.run = run_folder(self.root)
+        drop_verdicts(self.run.suspects)
+        self.run.suspects.clear()
+        self._said_unkept = False
+
+    def known(self, candidate: Candidate) -> Verdict | None:
+        """The kept verdict, None where there is none."""
+        key = verdict_key(candidate)
+        return read_verdict(verdict_path(self.root, key), key)
+
+    def path(self, candidate: Candidate) -> Path:
+        """Where a driver's verdict is kept."""
+        return verdict_path(self.root, verdict_key(candidate))
+
+    def examine(self, candidate: Candidate, forced: Level | None = None) -> Verdict:
+        """The verdict on a driver: of its best level that holds, or of the one that is forced."""
+        key = verdict_key(candidate)
+        path = verdict_path(self.root, key)
+        levels = (forced,) if forced is not None else candidate.driver.levels()
+        found = read_verdict(path, key)
+        if found is not None and _is_complete(found, levels):
+            return found
+        with self._one_at_a_time(path):
+            found = read_verdict(path, key) or Verdict(
+                key=key, library=candidate.library, origin=candidate.origin,
+                driver=candidate.driver.name,
+            )  # fmt: skip
+            if not _is_complete(found, levels):
+                found = self._try_levels(candidate, found, levels)
+                self._keep(path, found)
+        return found
+
+    def store(self, candidate: Candidate, level: Level) -> KernelStore:
+        """Compiled kernels of a driver at a level; in this process's folder where the cache cannot
+        be written.
+        """
+        name = f"{_short(candidate.fingerprint())}-{level.name}"
+        return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)
+
+    def job(self, candidate: Candidate, level: Level, folder: Path) -> Job:
+        """What a child is told."""
+        stores = tuple(map(str, self.store(candidate, level).folders))
+        return Job(candidate.library, candidate.origin, level.name, str(folder), stores)
+
+    def _try_levels(
+        self, candidate: Candidate, verdict: Verdict, levels: tuple[Level, ...]
+    ) -> Verdict:
+        meter = _Meter(self.tell)
+        for level in levels:
+            verdict = self._try_level(candidate, verdict, level, levels, meter)
+            if verdict.problem or all(passed_level(d, levels) for d in verdict.devices):
+                break
+        meter.end()
+        for device in verdict.devices:
+            for attempt in device.attempts:
+                if attempt.outcome != "passed":
+                    self.tell(f"OpenCL by {device.title}: {attempt.sentence}")
+        return verdict
+
+    def _try_level(
+        self,
+        candidate: Candidate,
+        verdict: Verdict,
+        level: Level,
+        levels: tuple[Level, ...],
+        meter: _Meter,
+    ) -> Verdict:
+        """The verdict with an attempt of this level for each device of which none passed."""
+        store = self.store(candidate, level)
+        used = any(True for folder in store.folders for _ in folder.glob("*"))
+        child = _Child(self, candidate, level, 0)
+        try:
+            rows = child.rows()
+        except WorkerGoneError as gone:
+            problem = f"loading it {gone.outcome} ({gone.detail})"
+            return verdict.model_copy(update={"problem": problem, "lasting": gone.lasting})
+        devices = verdict.devices or tuple(DeviceVerdict.model_validate(row) for row in rows)
+        if not devices:
+            child.close()
+            return verdict.model_copy(update={"problem": "it has no devices"})
+        others = [_Child(self, candidate, level, part) for part in range(1, _parts(candidate))]
+        children = [child, *others]
+        tried = []
+        for i, device in enumerate(devices):
+            if passed_level(device, levels) or device.attempt(level):
+                tried.append(device)
+                continue
+            attempt = _attempt(children, i, meter)
+            if attempt.outcome != "passed" and used and attempt.lasting:
+                store.clear()  # kernels of an earlier run may be the cause
+                attempt = _attempt(children, i, meter)
+            attempts = (*device.attempts, attempt)
+            tried.append(device.model_copy(update={"attempts": attempts}))
+        child.close()
+        return verdict.model_copy(update={"devices": tuple(tried)})
+
+    def _one_at_a_time(self, path: Path) -> AbstractContextManager[object]:
+        """Two first starts at once: the second takes what the first has found."""
+        lock = FileLock(path.with_suffix(".lock"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=LOCK_S)
+        except (OSError, Timeout):
+            return nullcontext()
+        return _Held(lock)
+
+    def _keep(self, path: Path, verdict: Verdict) -> None:
+        if not verdict.lasting:
+            return
+        try:
+            write_verdict(path, verdict)
+        except OSError as error:
+            if not self._said_unkept:
+                self._said_unkept = True
+                self.tell(
+                    f"kernels cannot be kept in {self.root} ({error.strerror}), so they are "
+                    "prepared at every start: make it writable, or name another in XDG_CACHE_HOME"
+                )
+
+
+class _Held(AbstractContextManager[object]):
+    def __init__(self, lock: FileLock) -> None:
+        self._lock = lock
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class _Child:
+    """The child that tries one part of a level's cases, made anew after it died."""
+
+    def __init__(self, trials: Trials, candidate: Candidate, level: Level, part: int) -> None:
+        self.level = level
+        self._trials = trials
+        self._candidate = candidate
+        self._part = part
+        self._started = 0
+        self._worker: Worker | None = None
+
+    def rows(self) -> tuple[dict[str, str], ...]:
+        """The driver's devices. Raises `WorkerGoneError`.
+
+        Each process has a folder of its own: what killed one is not there for the next.
+        """
+        self._started += 1
+        name = f"trial-{_short(self._candidate.fingerprint())}-{self.level.name}"
+        folder = self._trials.run.path / f"{name}-{self._part}-{self._started}"
+        self._worker, rows = hello(self._trials.job(self._candidate, self.level, folder))
+        return tuple(rows)
+
+    def attempt(self, device: int, parts: int, meter: _Meter) -> Attempt:
+        """Try this part on a device; a child that only does parts ends with it."""
+        start_s = time.perf_counter()
+        outcome, detail, lasting = "passed", "", True
+        try:
+            if self._worker is None:
+                self.rows()
+            assert self._worker is not None
+            self._worker.say({"do": "trial", "device": device, "part": self._part, "of": parts})
+            answer = self._worker.hear()
+            while "done" in answer:
+                meter.show(self._part, answer["done"], answer["all"])
+                answer = self._worker.hear()
+            ((outcome, detail),) = answer.items()
+        except WorkerGoneError as gone:
+            self._worker = None
+            outcome, detail, lasting = gone.outcome, gone.detail, gone.lasting
+        if outcome != "passed" or self._part > 0:
+            self.close()
+        seconds = round(time.perf_counter() - start_s, 3)
+        return Attempt.model_validate(
+            {
+                "level": self.level.name, "outcome": outcome, "detail": detail,
+                "seconds": seconds, "lasting": lasting,
+            }
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the child."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def _parts(candidate: Candidate) -> int:
+    """Children that share a trial's cases: compilers take one core each."""
+    return min(MOST_PARTS, len(allowed_cores())) if candidate.driver.computes_on_cpu else 1
+
+
+def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:
+    """All parts of a trial at once; the first that did not pass speaks for all."""
+    with ThreadPoolExecutor(len(children)) as pool:
+        ends = list(pool.map(lambda c: c.attempt(device, len(children), meter), children))
+    said: Attempt = min(ends, key=lambda end: end.outcome == "passed")
+    return said.model_copy(update={"seconds": max(end.seconds for end in ends)})
+
+
+class _Meter:
+    """Progress on standard error: a line, counted on where that is a terminal."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._counts = tell is tell_on_stderr and sys.stderr.isatty()
+        self._begun = False
+        self._lock = threading.Lock()
+        self._done: dict[int, tuple[int, int]] = {}
+
+    def show(self, part: int, number: int, of: int) -> None:
+        """So many cases of a part are done."""
+        with self._lock:
+            self._done[part] = (number, of)
+            if self._counts:
+                done, all_ = (sum(column) for column in zip(*self._done.values(), strict=True))
+                text = f"\rhetero: {PREPARING} ({done} of {all_})"
+                print(text, end="", file=sys.stderr, flush=True)
+            elif not self._begun:
+                self._tell(PREPARING)
+            self._begun = True
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        if self._counts and self._begun:
+            print(file=sys.stderr)
+
+
+def _is_complete(verdict: Verdict, levels: tuple[Level, ...]) -> bool:
+    """Whether there is nothing left to try of these levels."""
+    if verdict.problem:
+        return True
+    return bool(verdict.devices) and all(
+        passed_level(device, levels) is not None or all(device.attempt(level) for level in levels)
+        for device in verdict.devices
+    )
+
+
+def passed_level(device: DeviceVerdict, levels: tuple[Level, ...]) -> Level | None:
+    """The best of these levels that passed."""
+    for level in levels:
+        attempt = device.attempt(level)
+        if attempt is not None and attempt.outcome == "passed":
+            return LEVELS[attempt.level]
+    return None
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

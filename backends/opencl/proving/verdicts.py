@@ -1,0 +1,132 @@
+"""What trials found: a small JSON file for each driver on this processor, checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import pydantic
+import pyopencl as cl
+
+from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.levels import Level
+from hetero.backends.opencl.program_source import sources_digest
+from hetero.backends.opencl.proving.store import write_whole
+from hetero.backends.processor import cpu_flags, cpu_name
+
+SCHEMA_VERSION: Final = 1
+FOLDER: Final = "verdicts"
+READ_BY_DRIVERS: Final = ("POCL_", "OCL_ICD_", "CL_CONFIG_")
+SET_BY_US: Final = ("POCL_CACHE_DIR", "POCL_MAX_PTHREAD_COUNT", "OCL_ICD_VENDORS")
+
+Outcome: TypeAlias = Literal["passed", "crashed", "hung", "wrong", "failed"]
+
+
+class _Record(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Attempt(_Record):
+    """A trial of one level. `lasting`: it would end the same way again."""
+
+    level: str
+    outcome: Outcome
+    detail: str = ""
+    seconds: float = 0.0
+    lasting: bool = True
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        verb = {"wrong": "computed wrongly", "failed": "failed"}.get(self.outcome, self.outcome)
+        return f"level {self.level} {verb}{f' ({self.detail})' if self.detail else ''}"
+
+
+class DeviceVerdict(_Record):
+    """A device as its driver describes it, and how its levels did."""
+
+    platform: str
+    platform_version: str
+    name: str
+    version: str
+    driver_version: str
+    kind: Literal["gpu", "cpu", "other"]
+    attempts: tuple[Attempt, ...] = ()
+
+    def attempt(self, level: Level) -> Attempt | None:
+        """The trial of a level, None if it was not tried."""
+        return next((a for a in self.attempts if a.level == level.name), None)
+
+    @property
+    def title(self) -> str:
+        """Platform and device, as `--gpu opencl:PART` finds them."""
+        return f"{self.platform} / {self.name}"
+
+
+class Verdict(_Record):
+    """A driver's devices. `problem` says why there is none, `lasting` that it will be so again."""
+
+    schema_version: Literal[1] = 1
+    key: str
+    library: str
+    origin: str
+    driver: str
+    problem: str = ""
+    lasting: bool = True
+    devices: tuple[DeviceVerdict, ...] = ()
+
+
+def verdict_key(candidate: Candidate) -> str:
+    """Everything that a verdict depends on."""
+    environment = sorted(
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(READ_BY_DRIVERS) and name not in SET_BY_US
+    )
+    facts = [
+        str(SCHEMA_VERSION),
+        candidate.fingerprint(),
+        cpu_name(),
+        *sorted(cpu_flags()),
+        sources_digest(),
+        importlib.metadata.version("hetero"),
+        str(cl.VERSION_TEXT),
+        *environment,
+    ]
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+def verdict_path(root: Path, key: str) -> Path:
+    """Where a verdict is kept."""
+    return root / FOLDER / f"{key[:32]}.json"
+
+
+def read_verdict(path: Path, key: str) -> Verdict | None:
+    """The verdict of this key, None where there is none that is whole."""
+    try:
+        found = Verdict.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if found.key == key else None
+
+
+def write_verdict(path: Path, verdict: Verdict) -> None:
+    """Keep what would end the same way again. Raises `OSError`."""
+    kept = [
+        device.model_copy(update={"attempts": tuple(a for a in device.attempts if a.lasting)})
+        for device in verdict.devices
+    ]
+    content = verdict.model_copy(update={"devices": tuple(kept)}).model_dump_json(indent=1)
+    write_whole(path, content.encode())
+
+
+def drop_verdicts(paths: list[Path]) -> None:
+    """Forget verdicts: what they say is tried again."""
+    for path in paths:
+        if path.parent.name == FOLDER and path.suffix == ".json":
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,31 @@
+"""A device that was found, with everything that follows from its driver and level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyopencl as cl
+
+from hetero.backends.opencl.drivers.base import Driver
+from hetero.backends.opencl.drivers.levels import Level
+from hetero.backends.opencl.proving.compiler import Compiler
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What `OpenCLDevice` is made of. `cores` are where its driver's threads are held to (empty:
+    it has cores of its own), `threads` how many compute.
+    """
+
+    device: cl.Device
+    driver: Driver
+    level: Level
+    compiler: Compiler
+    cores: tuple[int, ...] = ()
+    threads: int = 1
+
+    @property
+    def family(self) -> str:
+        """Tuning record of its kernels."""
+        names = f"{self.device.platform.name} {self.device.name}"
+        return self.driver.family(self.level, names)

@@ -1,0 +1,97 @@
+"""Kernel entries: written whole, verified when read, whatever happens to their files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("pyopencl")
+
+from hetero.backends.opencl.proving import store as store_module
+from hetero.backends.opencl.proving.store import MAGIC, SUFFIX, KernelStore, decode, encode
+
+FILES = {"AB/program.bc": b"BC\xc0\xde" * 40, "AB/add/1-1-1/add.so": b"\x7fELF" + bytes(300)}
+NAMES = st.from_regex(r"[a-zA-Z0-9_-]{1,8}(/[a-zA-Z0-9._-]{1,8}){0,3}", fullmatch=True).filter(
+    lambda name: ".." not in name.split("/") and "." not in name.split("/")
+)
+
+
+@given(st.dictionaries(NAMES, st.binary(max_size=200), max_size=5))
+def test_what_is_written_is_read(files: dict[str, bytes]) -> None:
+    assert decode(encode(files)) == files
+
+
+@given(st.data())
+def test_no_damaged_byte_passes(data: st.DataObject) -> None:
+    good = encode(FILES)
+    at = data.draw(st.integers(0, len(good) - 1))
+    bit = data.draw(st.integers(0, 7))
+    flipped = good[:at] + bytes([good[at] ^ (1 << bit)]) + good[at + 1 :]
+    assert decode(flipped) is None
+    assert decode(good[:at]) is None
+    assert decode(good + bytes([bit])) is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_behind_a_right_checksum_are_checked(body: bytes) -> None:
+    """Whoever can write an entry can also write its checksum."""
+    import hashlib
+
+    found = decode(MAGIC + hashlib.sha256(body).digest() + body)
+    assert found is None or all(isinstance(content, bytes) for content in found.values())
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../b", "", "a\\b", "a\0b", 7, None])
+def test_no_path_leads_out_of_the_folder(name: object) -> None:
+    import hashlib
+
+    body = json.dumps([[name, 1]]).encode() + b"\nx"
+    assert decode(MAGIC + hashlib.sha256(body).digest() + body) is None
+
+
+class TestStore:
+    def test_a_damaged_entry_is_removed(self, tmp_path: Path) -> None:
+        store = KernelStore(tmp_path)
+        store.put("one", FILES)
+        path = tmp_path / f"one{SUFFIX}"
+        path.write_bytes(path.read_bytes()[:-1])
+        assert store.get("one") is None
+        assert not path.exists()
+
+    def test_unpacks_into_a_folder(self, tmp_path: Path) -> None:
+        store = KernelStore(tmp_path / "store")
+        store.put("one", FILES)
+        assert store.unpack("one", tmp_path / "run")
+        assert not store.unpack("two", tmp_path / "run")
+        for name, content in FILES.items():
+            assert (tmp_path / "run" / name).read_bytes() == content
+
+    def test_a_folder_that_cannot_be_written_is_passed_over(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        store = KernelStore(tmp_path / "file" / "store", tmp_path / "second")
+        store.put("one", FILES)
+        assert store.get("one") == FILES
+        assert [path.name for path in (tmp_path / "second").iterdir()] == [f"one{SUFFIX}"]
+
+    def test_a_full_disk_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(descriptor: int, *_: object) -> object:
+            os.close(descriptor)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(store_module.os, "fdopen", full)
+        store = KernelStore(tmp_path)
+        store.put("one", FILES)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_clearing(self, tmp_path: Path) -> None:
+        store = KernelStore(tmp_path)
+        store.put("one", FILES)
+        store.clear()
+        assert store.get("one") is None

@@ -1,0 +1,254 @@
+"""Trials in child processes: faults end on the next level down, whatever the processor is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyopencl")
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.opencl.drivers import icd, levels
+from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.platform import cache_root
+from hetero.backends.opencl.program_source import ProgramSource
+from hetero.backends.opencl.proving import supervisor, trial, verdicts
+from hetero.backends.opencl.proving.compiler import Variant
+from hetero.backends.opencl.proving.trial import Trials, passed_level
+from hetero.backends.opencl.proving.verdicts import Verdict
+
+PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))
+OWN = levels.processor_levels()
+
+
+@pytest.fixture(scope="session")
+def pocl() -> Candidate:
+    """The bundled PoCL."""
+    found = [c for c in icd.candidates() if c.driver.name == "pocl"]
+    if not found:
+        pytest.skip("needs PoCL")
+    return found[0]
+
+
+@pytest.fixture(scope="session")
+def kernels(pocl: Candidate) -> Path:
+    """Kernels of every level of this machine, proven; in the cache that all tests share."""
+    root = cache_root()
+    trials = Trials(root)
+    for level in OWN:
+        verdict = trials.examine(pocl, level)
+        assert passed_level(verdict.devices[0], (level,)) is level, verdict
+    return root / "kernels"
+
+
+@pytest.fixture
+def trials(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
+    """With a cache of its own that has every kernel and no verdict."""
+    shutil.copytree(kernels, tmp_path / "kernels")
+    monkeypatch.setattr(supervisor, "COMMAND", PLANTED)
+    return Trials(tmp_path, tell=lambda _: None)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, **planted: object) -> None:
+    monkeypatch.setenv("PLANTED", json.dumps(planted))
+
+
+def has_flags(monkeypatch: pytest.MonkeyPatch, flags: frozenset[str]) -> None:
+    for module in (levels, verdicts):
+        monkeypatch.setattr(module, "cpu_flags", lambda: flags)
+
+
+def outcomes(verdict: Verdict) -> list[tuple[str, str]]:
+    return [(a.level, a.outcome) for a in verdict.devices[0].attempts]
+
+
+FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("depth", range(len(OWN)), ids=[level.name for level in OWN])
+def test_a_fault_ends_on_the_next_level_down(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, depth: int, fault: str
+) -> None:
+    """On a processor whose best level this is; it is named, and the next one is used."""
+    level, below = OWN[depth], OWN[depth + 1 : depth + 2]
+    has_flags(monkeypatch, level.flags)
+    plant(monkeypatch, faults={level.name: fault})
+    said: list[str] = []
+    trials.tell = said.append
+    verdict = trials.examine(pocl)
+    assert outcomes(verdict) == [(level.name, FAULTS[fault]), *((x.name, "passed") for x in below)]
+    assert passed_level(verdict.devices[0], OWN) is (below[0] if below else None)
+    assert [level.name in sentence for sentence in said if sentence != trial.PREPARING] == [True]
+    # What was found is kept: nothing is tried again.
+    monkeypatch.setattr(supervisor, "COMMAND", ("false",))
+    assert Trials(trials.root, tell=pytest.fail).examine(pocl) == verdict
+
+
+# LLVM 14's name for each processor, and which flags of a level it has: at most those of this one.
+V2 = "x86-64"
+PROCESSORS = [
+    ("Nehalem", "nehalem", V2), ("Westmere", "westmere", V2), ("Sandy Bridge", "sandybridge", V2),
+    ("Ivy Bridge", "ivybridge", V2), ("Haswell", "haswell", "avx2"),
+    ("Broadwell", "broadwell", "avx2"), ("Skylake", "skylake", "avx2"),
+    ("Skylake-X", "skylake-avx512", "avx512"), ("Cascade Lake", "cascadelake", "avx512-vnni"),
+    ("Cooper Lake", "cooperlake", "avx512-vnni"), ("Ice Lake", "icelake-client", "avx512-vnni"),
+    ("Ice Lake server", "icelake-server", "avx512-vnni"),
+    ("Tiger Lake", "tigerlake", "avx512-vnni"), ("Rocket Lake", "rocketlake", "avx512-vnni"),
+    ("Alder Lake", "alderlake", "avx2"), ("Alder Lake, AVX-512 on", "alderlake", "avx512-vnni"),
+    ("Raptor, Meteor, Arrow and Lunar Lake", "goldmont", "avx2"), ("N100", "goldmont", "avx2"),
+    ("Goldmont", "goldmont", V2), ("Tremont", "tremont", V2),
+    ("Sapphire Rapids", "sapphirerapids", "avx512-vnni"),
+    ("Granite Rapids", "icelake-client", "avx512-vnni"), ("Knights Landing", "knl", "avx2"),
+    ("Jaguar", "btver2", V2), ("Piledriver", "bdver2", V2), ("Excavator", "bdver4", "avx2"),
+    ("Zen", "znver1", "avx2"), ("Zen 2", "znver2", "avx2"), ("Zen 3", "znver3", "avx2"),
+    ("Zen 4", "znver3", "avx512-vnni"), ("Zen 5", "generic", "avx512-vnni"),
+    ("x86-64-v2, AMD", "k8-sse3", V2), ("x86-64-v3, AMD", "k8-sse3", "avx2"),
+    ("x86-64-v3, Intel", "nocona", "avx2"), ("x86-64-v4, AMD", "k8-sse3", "avx512"),
+    ("flags masked to nothing", "sapphirerapids", V2), ("unreadable", "generic", V2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "llvm", "level"), PROCESSORS, ids=[p[0] for p in PROCESSORS])
+def test_every_processor_computes_right(
+    trials: Trials,
+    pocl: Candidate,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    llvm: str,
+    level: str,
+) -> None:
+    """The name is repaired whatever it is, and all kernels of the level agree with numpy."""
+    flags = levels.LEVELS[level].flags
+    if not flags <= OWN[0].flags:
+        pytest.skip(f"this processor has no {level}")
+    has_flags(monkeypatch, flags)
+    plant(monkeypatch, cpu_name=llvm)
+    assert outcomes(trials.examine(pocl)) == [(level, "passed")]
+
+
+@pytest.mark.skipif(OWN[0].llvm_cpu in ("", "x86-64"), reason="needs vectors that SSE has not")
+def test_without_the_repair_such_a_processor_fails(
+    pocl: Candidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the repair is for, and that a trial finds it out."""
+    monkeypatch.setattr(supervisor, "COMMAND", PLANTED)
+    plant(monkeypatch, cpu_name="znver3", unrepaired=True)
+    verdict = Trials(tmp_path, tell=lambda _: None).examine(pocl, OWN[0])
+    assert outcomes(verdict) in ([(OWN[0].name, "crashed")], [(OWN[0].name, "failed")])
+
+
+def test_kernels_of_an_earlier_run_are_not_blamed_on_the_level(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry that is whole but wrong: it is compiled again before the level is given up."""
+    store = trials.store(pocl, OWN[0])
+    entries = sorted(store.folders[0].iterdir())
+    for path in entries:
+        files = store.get(path.stem)
+        assert files is not None
+        store.put(path.stem, dict.fromkeys(files, b"\x7fELF"))
+    plant(monkeypatch)
+    assert outcomes(trials.examine(pocl)) == [(OWN[0].name, "passed")]
+
+
+def test_a_run_that_was_killed_is_tried_again(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    trials.examine(pocl)
+    assert trials.known(pocl) is not None
+    verdicts.drop_verdicts([trials.path(pocl), trials.root / "elsewhere.json"])
+    assert trials.known(pocl) is None
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
+def test_a_broken_verdict_is_made_anew(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    path = trials.path(pocl)
+    path.parent.mkdir()
+    path.write_text(damage, encoding="utf-8")
+    plant(monkeypatch)
+    assert outcomes(trials.examine(pocl)) == [(OWN[0].name, "passed")]
+    assert trials.known(pocl) is not None
+
+
+def test_what_is_killed_from_outside_is_not_kept(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that the system ended for want of memory says nothing of the level."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(supervisor, "COMMAND", (sys.executable, "-c", code))
+    verdict = trials.examine(pocl)
+    assert "SIGKILL" in verdict.problem
+    assert trials.known(pocl) is None
+
+
+def test_a_silent_child_is_a_hang(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        supervisor, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)")
+    )
+    monkeypatch.setattr(supervisor, "SILENCE_S", 0.3)
+    assert "hung (no answer for 0.3 s" in trials.examine(pocl).problem
+
+
+class TestSupervisor:
+    """Compiling for a running model in a child."""
+
+    def build(self, trials: Trials, pocl: Candidate, text: str, kernel: str | None = None) -> None:
+        job = trials.job(pocl, OWN[0], trials.run.path / "test")
+        builder = supervisor.Supervisor(job, 0)
+        variant = None if kernel is None else Variant(kernel, (1,), (1,), "i")
+        try:
+            builder.build(ProgramSource("test.cl", text, ()), variant)
+        finally:
+            builder.close()
+
+    def test_a_wrong_program_is_an_error_with_its_log(
+        self, trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plant(monkeypatch)
+        with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE") as caught:
+            self.build(trials, pocl, "__kernel void broken( {")
+        assert "error:" in str(caught.value)
+        assert "test.cl" in caught.value.operation
+
+    def test_a_kernel_that_crashes_costs_an_error(
+        self, trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plant(monkeypatch)
+        crash = "__kernel void down(const int n) { *(volatile __global int *)(size_t)16 = n; }"
+        with pytest.raises(DeviceError, match=r"crashed.*SIGSEGV"):
+            self.build(trials, pocl, crash, "down")
+
+    def test_what_compiles_is_kept(
+        self, trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plant(monkeypatch)
+        text = "__kernel void fine(const int n) { }"
+        self.build(trials, pocl, text, "fine")
+        store = trials.store(pocl, OWN[0])
+        source = ProgramSource("test.cl", text, ())
+        assert store.get(source.digest)
+        assert store.get(Variant("fine", (1,), (1,), "i").entry(source))
+
+
+def test_progress_is_said_once(
+    trials: Trials,
+    pocl: Candidate,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    plant(monkeypatch)
+    trials.tell = trial.tell_on_stderr
+    trials.examine(pocl)
+    trials.examine(pocl)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", f"hetero: {trial.PREPARING}\n")
