@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -190,7 +191,9 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks, and what compilers say.")
+    ] = False,
     _version: Annotated[
         bool,
         typer.Option(
@@ -200,6 +203,9 @@ def options(
 ) -> None:
     """Options before the command."""
     _State.debug = debug
+    if debug:  # what compilers say, and other details, on standard error
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+        logging.getLogger("hetero").setLevel(logging.DEBUG)
 
 
 class _State:

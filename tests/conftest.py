@@ -12,7 +12,15 @@ import pytest
 import typer
 
 from hetero import cli
+from hetero.backends.opencl import driver_reports
 from tests.helpers import Command
+
+
+def pytest_sessionstart() -> None:
+    """Every OpenCL driver is tried before a test looks at what is said on standard error, and
+    before this process loads one: it can use those alone that were proven by then.
+    """
+    driver_reports()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hetero.backends.opencl.proving.trial import PREPARING
 from hetero.models import model_spec
 from hetero.solver.handmade import single_device
 from tests.helpers import Command
@@ -107,7 +108,10 @@ def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
 
 def test_devices_compute_below_a_home_that_is_no_folder(tmp_path: Path) -> None:
     result = hetero("doctor", env=without_cache("/dev/null/cache", tmp_path))
-    assert (result.returncode, result.stderr) == (0, ""), result.stdout
+    assert result.returncode == 0, result.stdout
+    progress, notice = result.stderr.splitlines()
+    assert progress.endswith(PREPARING)
+    assert "kernels cannot be kept in /dev/null/cache/hetero/opencl (Not a directory)" in notice
     assert not list(tmp_path.iterdir())
 
 
@@ -273,7 +277,31 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 def test_the_users_own_broken_pocl_cache_is_named() -> None:
     env = {"POCL_CACHE_DIR": "/proc/nope"}
     result = hetero("generate", "demo", "hi", "--max-tokens", "1", env=env)
-    assert "POCL_CACHE_DIR=/proc/nope cannot be written: unset it" in result.stderr
+    assert result.returncode == 2
+    assert "POCL_CACHE_DIR=/proc/nope cannot be written; unset it or name" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "gpu", "said"),
+    [
+        (
+            {"HETERO_OPENCL_LEVEL": "avx51"},
+            "opencl",
+            "did you mean 'avx512'? known are avx512-vnni",
+        ),
+        ({}, "opencl:nosuch", "looking for 'nosuch' failed: not found; there is: "),
+        ({}, "opencl:", "names no driver: write it like opencl:pocl"),
+        ({}, "reference:x", "only opencl and opencl-cores take a driver"),
+    ],
+)
+def test_a_level_or_driver_that_is_not_there_is_one_sentence(
+    env: dict[str, str], gpu: str, said: str
+) -> None:
+    result = hetero("generate", "demo", "hi", "--max-tokens", "1", "--gpu", gpu, env=env)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_plan_and_another_device_contradict_each_other(command: Command, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def open(
     _spare_pyopencl_cache()
     try:
         from hetero.backends.opencl.device import OpenCLDevice
+        from hetero.backends.opencl.drivers.threads import tasks
         from hetero.backends.opencl.matmul import WEIGHT_FORMATS
         from hetero.backends.opencl.platform import find_device, place_workers
         from hetero.backends.opencl.table import TABLE
@@ -49,6 +50,7 @@ def open(
             "opencl", "importing pyopencl", str(error), "pip install 'pyopencl[pocl]'"
         ) from error
     selected = find_device(wanted=platform, cpu=cpu, every_core=every_core, cache_dir=cache_dir)
+    before = tasks()
     device = OpenCLDevice(
         TABLE,
         WEIGHT_FORMATS,
@@ -58,7 +60,7 @@ def open(
         unified_memory=unified_memory,
         coherent=coherent,
     )
-    place_workers(selected, device)
+    place_workers(selected, device, before)
     return device
 
 

@@ -98,16 +98,17 @@ def find_device(
     )  # fmt: skip
 
 
-def place_workers(selected: Selected, device: OpenCLDevice) -> None:
-    """Hold a CPU driver's threads to their cores, as far as they are known."""
+def place_workers(selected: Selected, device: OpenCLDevice, before: set[int]) -> None:
+    """Hold a CPU driver's threads to their cores, as far as they are known; `before` are those that
+    this process had before the device was made.
+    """
     state = loader.loaded()
     if state is None or not selected.cores:
         return
     workers = state.workers.setdefault(selected.driver.name, [])
     if selected.driver.starts_threads_late:
-        before = threads.tasks()
         device.start_threads()
-        workers += sorted(threads.tasks() - before)
+        workers += sorted(threads.native_tasks() - before)
     threads.hold(workers, list(selected.cores))
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
 from hetero.backends.protocol import Device
 from hetero.backends.registry import find, open_device
 
@@ -25,6 +25,7 @@ COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
     "ort-cpu-split": ("ort-cpu", {"graph_sizes": GRAPH_SIZES, "w4a16": "split"}),
     "qnn": ("qnn", {"graph_sizes": GRAPH_SIZES, "cache": None}),
     "opencl": ("opencl", {}),
+    "opencl-intel": ("opencl", {"platform": "intel"}),
     "simulated": ("simulated", {"graph_sizes": GRAPH_SIZES}),
     "simulated-asynchronous": ("simulated", {"kind": "gpu"}),
 }
@@ -52,7 +53,7 @@ def _open(name: str) -> Device:
     backend, options = (COMPUTING | COMPUTING_NOTHING)[name]
     try:
         return open_device(backend, **options)
-    except DeviceUnavailableError as error:
+    except (DeviceUnavailableError, DeviceOptionError) as error:
         pytest.skip(f"needs {backend}: {error}")
 
 

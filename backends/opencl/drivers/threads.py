@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,11 @@ TASKS = Path("/proc/self/task")
 def tasks() -> set[int]:
     """Threads of this process; empty where the system does not tell."""
     return {int(task.name) for task in TASKS.iterdir()} if TASKS.exists() else set()
+
+
+def native_tasks() -> set[int]:
+    """Those that Python did not start."""
+    return tasks() - {thread.native_id for thread in threading.enumerate() if thread.native_id}
 
 
 def hold(threads: Iterable[int], cores: list[int]) -> None:

@@ -34,9 +34,9 @@ class RunFolder:
         self.pid = os.getpid()
         self.suspects: list[Path] = []
         problem = None
-        for parent in (root / RUNS, Path(tempfile.gettempdir())):
+        for parent in (lambda: root / RUNS, lambda: Path(tempfile.gettempdir())):
             try:
-                self.path = self._make(parent)
+                self.path = self._make(parent())  # a full disk has no folder for temporary files
             except (OSError, Timeout) as error:
                 problem = problem or error
                 continue
@@ -44,7 +44,7 @@ class RunFolder:
             return
         raise DeviceUnavailableError(
             "opencl",
-            f"making a folder for kernels in {root / RUNS} and in {tempfile.gettempdir()}",
+            f"making a folder for kernels in {root / RUNS} and for temporary files",
             str(problem),
             "make room, or name a writable folder in TMPDIR",
         )

@@ -15,13 +15,13 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.opencl.program_source import ProgramSource
@@ -30,8 +30,17 @@ from hetero.backends.opencl.proving.compiler import Variant
 MODULE: Final = "hetero.backends.opencl.proving.worker"
 COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", MODULE)
 SILENCE_S: float = 60.0  # the longest wait for one line: one program or kernel is compiled in it
+ENDING_S: Final = 0.2
 WORDS: Final = 300
+KEPT_LINES: Final = 200
+# Ends that say something of the code that ran, unless the last words are of a lack of room.
+FAULTS: Final = frozenset(
+    -getattr(signal, name)
+    for name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT", "SIGFPE")
+    if hasattr(signal, name)
+)
 DISK_FULL: Final = ("No space left on device", "File too large", "Disk quota exceeded")
+MEMORY_FULL: Final = ("out of memory", "bad_alloc", "Cannot allocate memory", "MemoryError")
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +74,17 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         Path(job.folder).mkdir(parents=True, exist_ok=True)
-        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self._lines: queue.Queue[bytes | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._words: deque[str] = deque(maxlen=KEPT_LINES)
+        self._readers = [
+            threading.Thread(target=self._read, daemon=True),
+            threading.Thread(target=self._read_words, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
         with contextlib.suppress(WorkerGoneError):  # its end is the answer to the first question
             self.say(asdict(job))
 
@@ -109,17 +123,20 @@ class Worker:
 
     def close(self) -> None:
         """End the child."""
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):
+            self._child.stdin.close()
         try:
-            self._child.wait(timeout=0.2)
+            self._child.wait(timeout=ENDING_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
-        self._chatter()
-        self._words.close()
+        for reader in self._readers:
+            reader.join(ENDING_S)
+        for pipe in (self._child.stdout, self._child.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def _read(self) -> None:
         stream = self._child.stdout
@@ -138,26 +155,25 @@ class Worker:
             code = self._child.wait()
         words = self._last_words()
         self.close()
-        full = any(sign in words for sign in DISK_FULL)
-        lasting = code not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT) and not full
+        full = any(sign in words for sign in (*DISK_FULL, *MEMORY_FULL))
+        lasting = code in FAULTS and not full
         return WorkerGoneError("crashed", f"{_ended(code)}{words}", lasting=lasting)
 
-    def _last_words(self) -> str:
-        """The end of what it wrote to standard error, on one line."""
-        if self._words.closed:
-            return ""
-        self._words.seek(0)
-        lines = self._words.read().decode(errors="replace").strip().splitlines()
-        told = [x.strip() for x in lines if x.strip() and "warning" not in x.lower()]
-        return f": {told[-1][:WORDS]}" if told else ""
+    def _read_words(self) -> None:
+        """Standard error: compilers' chatter for `--debug`, and the last lines for `_gone`."""
+        stream = self._child.stderr
+        assert stream is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in stream:
+                text = line.decode(errors="replace").strip()
+                self._words.append(text)
+                log.debug("worker: %s", text)
 
-    def _chatter(self) -> None:
-        """What compilers said, for `--debug`."""
-        if self._words.closed or not log.isEnabledFor(logging.DEBUG):
-            return
-        self._words.seek(0)
-        for line in self._words.read().decode(errors="replace").splitlines():
-            log.debug("opencl worker: %s", line)
+    def _last_words(self) -> str:
+        """The last thing that it wrote to standard error but warnings, on one line."""
+        self._readers[1].join(ENDING_S)
+        told = [line for line in self._words if line and "warning" not in line.lower()]
+        return f": {told[-1][:WORDS]}" if told else ""
 
 
 def _ended(code: int) -> str:
@@ -232,6 +248,8 @@ IDLE_S: Final = 20.0
 def _remedy(gone: WorkerGoneError) -> str:
     if any(sign in gone.detail for sign in DISK_FULL):
         return "make room on the disk"
+    if any(sign in gone.detail for sign in MEMORY_FULL):
+        return "free memory"
     return "use --device npu, or another level (HETERO_OPENCL_LEVEL)"
 
 
@@ -241,5 +259,7 @@ def hello(job: Job) -> tuple[Worker, Sequence[dict[str, Any]]]:
     answer = worker.hear()
     if "error" in answer:
         worker.close()
-        raise WorkerGoneError("failed", ": ".join(answer["error"][:2]), lasting=True)
+        raise WorkerGoneError(
+            "failed", ": ".join(answer["error"][:2]), lasting=answer.get("lasting", True)
+        )
     return worker, answer["devices"]

@@ -61,12 +61,11 @@ class Trials:
         self.run = run_folder(self.root)
         drop_verdicts(self.run.suspects)
         self.run.suspects.clear()
-        self._said_unkept = False
 
     def known(self, candidate: Candidate) -> Verdict | None:
         """The kept verdict, None where there is none."""
         key = verdict_key(candidate)
-        return read_verdict(verdict_path(self.root, key), key)
+        return self._read(verdict_path(self.root, key), key)
 
     def path(self, candidate: Candidate) -> Path:
         """Where a driver's verdict is kept."""
@@ -77,11 +76,11 @@ class Trials:
         key = verdict_key(candidate)
         path = verdict_path(self.root, key)
         levels = (forced,) if forced is not None else candidate.driver.levels()
-        found = read_verdict(path, key)
+        found = self._read(path, key)
         if found is not None and _is_complete(found, levels):
             return found
         with self._one_at_a_time(path):
-            found = read_verdict(path, key) or Verdict(
+            found = self._read(path, key) or Verdict(
                 key=key, library=candidate.library, origin=candidate.origin,
                 driver=candidate.driver.name,
             )  # fmt: skip
@@ -137,7 +136,7 @@ class Trials:
         devices = verdict.devices or tuple(DeviceVerdict.model_validate(row) for row in rows)
         if not devices:
             child.close()
-            return verdict.model_copy(update={"problem": "it has no devices"})
+            return verdict.model_copy(update={"problem": "CL_DEVICE_NOT_FOUND"})
         others = [_Child(self, candidate, level, part) for part in range(1, _parts(candidate))]
         children = [child, *others]
         tried = []
@@ -164,18 +163,27 @@ class Trials:
             return nullcontext()
         return _Held(lock)
 
+    def _read(self, path: Path, key: str) -> Verdict | None:
+        return read_verdict(path, key) or _UNKEPT.get(path)
+
     def _keep(self, path: Path, verdict: Verdict) -> None:
         if not verdict.lasting:
             return
         try:
             write_verdict(path, verdict)
         except OSError as error:
-            if not self._said_unkept:
-                self._said_unkept = True
+            passed = any(a.outcome == "passed" for d in verdict.devices for a in d.attempts)
+            if passed and path not in _UNKEPT:
                 self.tell(
                     f"kernels cannot be kept in {self.root} ({error.strerror}), so they are "
                     "prepared at every start: make it writable, or name another in XDG_CACHE_HOME"
                 )
+            if passed:
+                _UNKEPT[path] = verdict
+
+
+# By path, of this process: verdicts that could not be written, and those of the same file later.
+_UNKEPT: dict[Path, Verdict] = {}
 
 
 class _Held(AbstractContextManager[object]):
@@ -221,6 +229,7 @@ class _Child:
             while "done" in answer:
                 meter.show(self._part, answer["done"], answer["all"])
                 answer = self._worker.hear()
+            lasting = answer.pop("lasting", True)
             ((outcome, detail),) = answer.items()
         except WorkerGoneError as gone:
             self._worker = None

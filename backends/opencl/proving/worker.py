@@ -75,6 +75,8 @@ class Session:
             self._loaded = load(wanted, workers=1, folder=self.folder)
         except DeviceError as error:
             return {"error": [error.operation, error.code, error.remedy]}
+        except OSError as error:  # a full disk says nothing of the driver
+            return {"error": ["loading the driver", str(error), ""], "lasting": False}
         return {"devices": [_row(device) for device in self._devices()]}
 
     def trial(self, index: int, part: int, of: int) -> Iterator[dict[str, Any]]:
@@ -90,6 +92,8 @@ class Session:
             yield {"hung": f"{error.operation}: {error.code}"}
         except DeviceError as error:
             yield {"failed": f"{error.operation}: {error.code}"}
+        except OSError as error:
+            yield {"failed": str(error), "lasting": False}
 
     def build(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Build a program and, if a variant is asked for, launch it with no work."""
@@ -111,7 +115,7 @@ class Session:
             return {"built": True}
         except DeviceError as error:
             return {"error": [error.operation, error.code, error.remedy]}
-        except cl.Error as error:
+        except (cl.Error, OSError) as error:
             return {"error": ["building a kernel", str(error)[:300], ""]}
 
     def _devices(self) -> list[cl.Device]:
