@@ -49,6 +49,7 @@ from hetero.profiler.session import Session
 from hetero.profiling import model_options
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Scenario
+from hetero.solver.prompts import call_scenarios
 from hetero.solver.repredict import repredict
 from hetero.step_cost import measure_step_s
 
@@ -199,17 +200,21 @@ def steps_of(one: Contender, test: str) -> list[Scenario]:
     """The calls of a test."""
     if test == "tg":
         return [Scenario("decode", 1, CONTEXT)]
-    counts = one.engine.pieces(prompt_tokens(test))
-    return [Scenario("prefill", m, sum(counts[:i])) for i, m in enumerate(counts)]
+    return call_scenarios(one.engine.plan.steps(prompt_tokens(test)))
 
 
 def predicted_s(
     one: Contender, spec: ModelSpec, profile: DeviceProfile, tests: list[str]
 ) -> dict[str, float]:
     """Seconds of every test by a profile."""
-    steps = {test: steps_of(one, test) for test in tests}
-    told = repredict(one.plan, spec, profile, {s for found in steps.values() for s in found})
-    return {test: sum(told[s] for s in found) for test, found in steps.items()}
+    wanted = {
+        test: Scenario("decode", 1, CONTEXT)
+        if test == "tg"
+        else Scenario("prefill", prompt_tokens(test))
+        for test in tests
+    }
+    told = repredict(one.engine.plan, spec, profile, wanted.values())
+    return {test: told[scenario] for test, scenario in wanted.items()}
 
 
 def line_of(row: Row, predicted: list[float]) -> tuple[str, float]:

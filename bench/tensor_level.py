@@ -1,8 +1,12 @@
 """Tensor level against single devices and layer level, with the ideal and the prediction beside it.
 
     python bench/tensor_level.py --profile host.json [--weights w4a8] [-p 256,1024] [-n 32] [-r 5]
+        [--strategies layer] [--choices auto,opencl-cores]
 
-All engines are in one process and take turns test by test, round by round. `ideal` is
+All engines take turns test by test, round by round, in one process; but those of `--choices` have
+one each: what `--device auto` chooses for these lengths, and OpenCL on every core, which it must
+not run on one of before. A prompt may be longer than a call; `tg2000` decodes behind one of 2000
+tokens. `ideal`, of prompts in one call, is
 (T_single + T_rest) / (T_joint + T_rest): T_single the best device's matmul time, T_joint what both
 need together at their own measured speeds (1 / (1/T_gpu + 1/T_npu)), T_rest everything that is not
 split, from the driver's clock. `predicted` is the plan's own time.
@@ -21,9 +25,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from undisturbed import Layers, layers_of
@@ -35,6 +42,7 @@ from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.benchmark import environment
 from hetero.device_set import open_devices
+from hetero.llm import LLM
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.interference import find_interference
 from hetero.profiler.measure import Meter, Settings
@@ -47,6 +55,10 @@ from hetero.solver.strategy_plans import strategy_plan
 Times = dict[str, list[float]]
 KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+CHOICES: dict[str, dict[str, str]] = {
+    "auto": {"device": "auto"},
+    "opencl-cores": {"device": "gpu", "gpu": "opencl-cores"},
+}
 LOOK_S = 0.25  # that a reference kernel is timed for
 CONTEXT = 256  # of decoding
 SPACE = 128  # tokens, for decoding behind prompts
@@ -102,6 +114,43 @@ def reference_format(profile: DeviceProfile) -> WeightFormat:
     return found[0] if found else WeightFormat.W4A16
 
 
+class Worker:
+    """An `LLM` in a process of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        command = [sys.executable, __file__, "--worker", json.dumps(options), "--profile", ""]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.about = self._answer()
+
+    def ask(self, *what: int) -> Any:
+        """Seconds of a prompt of m tokens (m), or of steps behind a context (tokens, context)."""
+        assert self._process.stdin is not None
+        print(json.dumps(what), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+def be_worker(options: dict[str, Any]) -> None:
+    """Answer a `Worker` until it closes its end."""
+    with LLM(**options) as llm:
+        about = {"plan": json.loads(llm.plan.model_dump_json()), "choice": llm.choice.reason}
+        print(json.dumps(about), flush=True)
+        one = Contender("", llm.plan, llm.engine)
+        for line in sys.stdin:
+            what = json.loads(line)
+            found = run_prompt(one, *what) if len(what) == 1 else run_steps(one, *what)
+            print(json.dumps(found), flush=True)
+
+
 @dataclass
 class Contender:
     """An engine with its plan; seconds of each test (of decoding the median and the mean step of
@@ -110,7 +159,7 @@ class Contender:
 
     name: str
     plan: ExecutionPlan
-    engine: Engine
+    engine: Engine | Worker
     times: Times = field(default_factory=dict)
     means: Times = field(default_factory=dict)
     layers: dict[str, list[Layers]] = field(default_factory=dict)
@@ -149,9 +198,22 @@ def contender(
     return Contender(name, plan, engine)
 
 
+def chosen(name: str, model: str, profile: str, weights: str, lengths: list[int]) -> Contender:
+    """What a user gets who names no plan, in a process of its own."""
+    context = max(*lengths, CONTEXT) + SPACE
+    worker = Worker(
+        model=model, profile=profile, weights=weights, prompt_lengths=lengths, max_seq_len=context,
+        **CHOICES[name],
+    )  # fmt: skip
+    print(f"{name}: {worker.about['choice']}", flush=True)
+    return Contender(name, ExecutionPlan.model_validate(worker.about["plan"]), worker)
+
+
 def run_prompt(one: Contender, m: int) -> float:
     """Seconds of a prompt of m tokens."""
     engine = one.engine
+    if isinstance(engine, Worker):
+        return float(engine.ask(m))
     prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
     engine.truncate(0)
     start_s = time.perf_counter()
@@ -169,18 +231,28 @@ def measure_prompt(one: Contender, m: int) -> None:
 def measure_layers(one: Contender, m: int) -> None:
     """The layers of one more, by the devices' own clocks, which take some time themselves."""
     engine = one.engine
+    if isinstance(engine, Worker) or engine.plan.steps(m) != (m,):
+        return
     for device in engine.devices.values():
         device.set_timing(True)
     run_prompt(one, m)
     for device in engine.devices.values():
         device.set_timing(False)
-    if engine.last_step.tokens == m:  # not in pieces
-        one.layers.setdefault(f"pp{m}", []).append(layers_of(engine))
+    one.layers.setdefault(f"pp{m}", []).append(layers_of(engine))
 
 
-def measure_decoding(one: Contender, tokens: int, context: int) -> None:
+def measure_decoding(one: Contender, tokens: int, context: int, test: str = "tg") -> None:
     """The median step of some after `context` tokens."""
+    steps = run_steps(one, tokens, context)
+    one.times.setdefault(test, []).append(statistics.median(steps))
+    one.means.setdefault(test, []).append(statistics.mean(steps))
+
+
+def run_steps(one: Contender, tokens: int, context: int) -> list[float]:
+    """Seconds of each of so many steps after `context` tokens."""
     engine = one.engine
+    if isinstance(engine, Worker):
+        return list(engine.ask(tokens, context))
     engine.truncate(min(context, engine.position))
     if engine.position < context:
         engine.prefill([5] * (context - engine.position))
@@ -189,13 +261,13 @@ def measure_decoding(one: Contender, tokens: int, context: int) -> None:
         start_s = time.perf_counter()
         engine.decode(int(token))
         steps.append(time.perf_counter() - start_s)
-    one.times.setdefault("tg", []).append(statistics.median(steps))
-    one.means.setdefault("tg", []).append(statistics.mean(steps))
+    return steps
 
 
 def rest_s(one: Contender, phase: str, m: int) -> float:
     """Seconds of everything but the matmuls in a step on the GPU, by the driver's clock."""
     engine = one.engine
+    assert isinstance(engine, Engine)
     gpu = engine.devices["gpu"]
     gpu.set_timing(True)
     sums = []
@@ -231,10 +303,16 @@ IDEAL_HEAD = (
 def report(found: dict[str, Contender], lengths: list[int], drift: Drift) -> list[str]:
     """Markdown rows: every contender and test, then the ideal."""
     tests: list[tuple[str, Phase, int]] = [(f"pp{m}", "prefill", m) for m in lengths]
-    tests.append(("tg", "decode", 1))
+    tests += [(test, "decode", 1) for test in decode_tests(lengths)]
     lines = [row(found, one, test, drift) for test in tests for one in found.values()]
-    ideals = [ideal_row(found, *test) for test in tests]
+    whole = [t for t in tests if t[0] == "tg" or found["gpu"].plan.steps(t[2]) == (t[2],)]
+    ideals = [ideal_row(found, *test) for test in whole if test[0] == "tg" or test[1] == "prefill"]
     return [*HEAD, *lines, *IDEAL_HEAD, *ideals]
+
+
+def decode_tests(lengths: list[int]) -> dict[str, int]:
+    """Tests of decoding, with the context of each."""
+    return {f"tg{m}": m for m in lengths if m > CONTEXT} | {"tg": CONTEXT}
 
 
 def row(
@@ -244,7 +322,8 @@ def row(
     test, phase, m = of
     seconds, times, calm_s = one.median(test), one.times[test], one.undisturbed(test)
     single = min(found["gpu"].median(test), found["npu"].median(test))
-    wanted = next((t.predicted_s for t in one.plan.totals if (t.phase, t.m) == (phase, m)), 0.0)
+    told = one.plan.totals if test in ("tg", f"pp{m}") else ()
+    wanted = next((t.predicted_s for t in told if (t.phase, t.m) == (phase, m)), 0.0)
     shown = [1e3 * s for s in (seconds, min(times), max(times), calm_s)]
     ratios = ("", "", "")
     if wanted:
@@ -274,6 +353,27 @@ def ideal_row(found: dict[str, Contender], test: str, phase: Phase, m: int) -> s
     )
 
 
+def against_the_best(found: dict[str, Contender], lengths: list[int]) -> list[str]:
+    """What `auto` reaches of the best choice: in prompts, decoding, and both as it compares."""
+    if "auto" not in found:
+        return []
+    lines = ["", "| test | auto s | best | s | auto reaches |", "|---|---:|---|---:|---:|"]
+    for m in lengths:
+        prompt, step = f"pp{m}", f"tg{m}" if m > CONTEXT else "tg"
+        for counts in ({prompt: 1}, {step: 1}, {prompt: 1, step: 64}):
+            seconds = {
+                name: sum(count * one.median(test) for test, count in counts.items())
+                for name, one in found.items()
+            }
+            best = min(seconds, key=lambda name, of=seconds: of[name])
+            test = " + ".join(f"{n} {x}" if n > 1 else x for x, n in counts.items())
+            lines.append(
+                f"| {test} | {seconds['auto']:.4f} | {best} | {seconds[best]:.4f} | "
+                f"{seconds[best] / seconds['auto']:.3f} |"
+            )
+    return lines
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -284,8 +384,13 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=32)
     parser.add_argument("-r", type=int, default=5)
     parser.add_argument("--strategies", default="", help="others, such as layer,pipe,padding")
+    parser.add_argument("--choices", default="", help=", ".join(CHOICES))
     parser.add_argument("--save-plan")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.worker:
+        be_worker(json.loads(arguments.worker))
+        return
     lengths = [int(m) for m in arguments.p.split(",")]
     profile = DeviceProfile.load(arguments.profile)
     loaded = open_model(arguments.model, weights=arguments.weights)
@@ -293,6 +398,9 @@ def main() -> None:
     strategies = {"gpu": "gpu-only", "npu": "npu-only", "tensor": "auto"}
     strategies |= {name: name for name in arguments.strategies.split(",") if name}
     found = {n: contender(n, loaded, profile, s, lengths) for n, s in strategies.items()}
+    for name in filter(None, arguments.choices.split(",")):
+        about = (arguments.model, arguments.profile, arguments.weights, lengths)
+        found[name] = chosen(name, *about)
     if arguments.save_plan:
         found["tensor"].plan.save(arguments.save_plan)
     drift = Drift(profile)
@@ -302,6 +410,8 @@ def main() -> None:
             drift.measure(*before, one.name)
             for m in lengths:
                 measure_prompt(one, m)
+                if f"tg{m}" in decode_tests(lengths):
+                    measure_decoding(one, arguments.n, m, f"tg{m}")
                 measure_layers(one, m)
             measure_decoding(one, arguments.n, CONTEXT)
             before = (one.name,)
@@ -310,6 +420,7 @@ def main() -> None:
         drift.measure(*before)
     print(f"measured; {arguments.model} {arguments.weights}, medians of {arguments.r} rounds")
     print("\n".join(report(found, lengths, drift)))
+    print("\n".join(against_the_best(found, lengths)))
     for (kind, phase), ratio in drift.all().items():
         print(f"reference kernel, {kind} {phase}: {ratio:.3f} x the profile's")
     print(json.dumps(environment()))

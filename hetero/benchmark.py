@@ -43,7 +43,9 @@ class BenchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """Everything `hetero bench` measured, with the machine it was measured on."""
+    """Everything `hetero bench` measured, with the machine it was measured on; `choices` says what
+    each contender was and why.
+    """
 
     model: str
     rows: tuple[BenchRow, ...]
@@ -51,6 +53,7 @@ class BenchReport:
     load_warm_s: float
     peak_rss_bytes: int
     environment: dict[str, Any]
+    choices: dict[str, str]
 
     def to_json(self) -> str:
         """One line with the keys of INTERFACES."""
@@ -82,6 +85,7 @@ class BenchReport:
             "",
             f"load {self.load_cold_s:.2f} s cold, {self.load_warm_s:.2f} s warm; "
             f"peak memory {peak_mib:.0f} MiB (all devices of the run together)",
+            *(f"{who}: {why}" for who, why in self.choices.items()),
         ]
         return "\n".join(lines)
 
@@ -161,6 +165,7 @@ def run_benchmark(
         peak_rss_bytes=peak_rss_bytes(),
         environment=environment(models[first])
         | {"weights": options.weights, "numbers": _numbers(models.values())},
+        choices={str(who): llm.choice.reason for who, llm in models.items()},
     )
 
 

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from hetero.backends.opencl import every_core_count
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE
-from hetero.device_set import DeviceMode, backend_name
+from hetero.comparing import TENSOR_LEVEL, Work, compare, fastest
+from hetero.device_set import DeviceMode, backend_name, graphs_of
 from hetero.errors import UserError
 from hetero.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.model_spec import ModelSpec
-from hetero.solver.plan import ExecutionPlan, NamedStrategy, PlanError
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy, PlanError
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration
-from hetero.solver.request import DECODE, PlanRequest
+from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
-# The work that `--device auto` compares devices by: a prompt and an answer, in tokens.
-PROMPT_TOKENS: Final = 256
-MARGIN: Final = 0.03
 SHORT_PROMPTS: Final = (2, 5, 12, 24)  # that both devices must share as well, for `hetero`
-ANSWER_TOKENS: Final = 64
 
 
 @dataclass(frozen=True)
 class Choice:
     """Devices to open, and a plan for them (None: made by rule, `plan_on`).
 
-    `gpu` is a backend to open instead of the one that was asked for (None: that one).
-    `reason` says why `auto` chose what it did; `notes` are for people to see once; `profile` is the
-    one that was asked for; `solver` answers for prompt lengths that the plan does not have.
+    `gpu` is a backend to open instead of the one that was asked for (None: that one). `reason` says
+    what was chosen and why, also where that is layer level for want of a plan; `notes` are for
+    people to see once; `profile` is the one that was asked for; `solver` answers for prompt lengths
+    that the plan does not have; `seconds` are what `auto` compared, by name.
     """
 
     mode: DeviceMode
@@ -46,12 +44,26 @@ class Choice:
     notes: tuple[str, ...] = ()
     profile: DeviceProfile | None = None
     solver: PreparedSolver | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def plan_on(self, kinds: Collection[DeviceKind]) -> ExecutionPlan | None:
+        """The plan, if there is one and these devices are all that it needs."""
+        fits = self.plan is not None and self.plan.devices() <= set(kinds)
+        return self.plan if fits else None
+
+    def solver_on(self, kinds: Collection[DeviceKind]) -> PreparedSolver | None:
+        """The solver of the plan that runs on these devices."""
+        return self.solver if self.plan_on(kinds) is not None else None
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asked for; see `LLM`. `longest` is the longest call of the engine, tokens;
-    `weight_budget_bytes` what the weights may take, None for no limit.
+    """What the user asked for; see `LLM`.
+
+    `seq_lens` are prompt lengths to plan for, and to compare devices by; without them plans are for
+    any length, and devices are compared by the `expected` lengths, else by those that a `context`
+    of so many tokens holds. `step_tokens` is the longest call; `weight_budget_bytes` what the
+    weights may take, None for no limit.
     """
 
     mode: DeviceMode = "hetero"
@@ -61,7 +73,9 @@ class Wishes:
     plan: ExecutionPlan | None = None
     strategy: NamedStrategy = "auto"
     seq_lens: Sequence[int] = ()
-    longest: int = 1024
+    expected: Sequence[int] = ()
+    context: int | None = None
+    step_tokens: int = STEP_TOKENS
     max_gpu_share: float = 1.0
     weight_budget_bytes: int | None = None
 
@@ -73,13 +87,14 @@ def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
     _check_share(wishes)
     if wishes.plan is not None:
         wishes.plan.check_fits(spec)
-        return Choice(_mode_of(wishes.plan), wishes.plan)
+        reason = f"plan {wishes.plan.plan_id}, as given"
+        return Choice(_mode_of(wishes.plan), wishes.plan, reason=reason)
     if wishes.mode == "auto" and wishes.gpu == EVERY_CORE:
         return Choice("gpu", reason=f"auto: gpu alone, because {EVERY_CORE} leaves no other core")
     if wishes.mode not in ("hetero", "auto"):
         if wishes.profile is not None:
             locate_profile(wishes.profile)  # a name that is wrong is said, needed or not
-        return Choice(wishes.mode)
+        return Choice(wishes.mode, reason=f"{wishes.mode} alone, as asked for")
     try:
         profile, notice = _find_profile(wishes)
         found = _choose_by(spec, profile, wishes, (notice,) if notice else ())
@@ -88,25 +103,30 @@ def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
         named = wishes.profile is not None or wishes.strategy not in ("auto", "layer")
         if named or wishes.max_gpu_share < 1 or wishes.weight_budget_bytes is not None:
             raise
-        auto = wishes.mode == "auto"
-        return Choice("hetero", reason=f"auto: layer level, because {error}" if auto else "")
+        return _by_rule(wishes, str(error))
 
 
 def plan_on(choice: Choice, spec: ModelSpec, devices: Mapping[DeviceKind, Device]) -> ExecutionPlan:
-    """The choice's plan on the devices that could be opened; by rule where it needs another.
+    """The choice's plan on the devices that could be opened, in calls that they can run; by rule
+    where it needs another.
 
     Warns (`ProfileWarning`) if the profile that was asked for was taken elsewhere.
     """
     kinds = frozenset(devices)
     if choice.profile is not None:
         choice.profile.warn_if_foreign(devices.values())
-    if choice.plan is not None and choice.plan.devices() <= kinds:
-        _check_graphs(choice.plan, devices)
-        return choice.plan
-    if kinds == {"gpu", "npu"}:
-        return layer_level(spec)
-    (only,) = kinds
-    return single_device(spec, only)
+    if (planned := choice.plan_on(kinds)) is not None:
+        _check_graphs(planned, devices)
+        return planned.for_graphs(graphs_of(devices), solved=choice.solver is not None)
+    both = kinds == {"gpu", "npu"}
+    plan = layer_level(spec) if both else single_device(spec, next(iter(kinds)))
+    return plan.for_graphs(graphs_of(devices))
+
+
+def _by_rule(wishes: Wishes, why: str, notes: tuple[str, ...] = ()) -> Choice:
+    """Layer level, and why there is no plan: people are told, whatever they asked for."""
+    reason = f"{wishes.mode}: layer level, because {why}"
+    return Choice("hetero", reason=reason, notes=(*notes, reason))
 
 
 def _choose_by(
@@ -114,26 +134,30 @@ def _choose_by(
 ) -> Choice:
     npu = profile.devices.get("npu")
     sizes = npu.capabilities.graph_sizes if npu is not None else ()
-    lengths = tuple(wishes.seq_lens) or spread_lengths(sizes, wishes.longest)
+    lengths = tuple(wishes.seq_lens) or spread_lengths(sizes, wishes.step_tokens)
     request = PlanRequest(
         seq_lens=lengths,
+        step_tokens=wishes.step_tokens,
         explain=False,
         max_gpu_share=wishes.max_gpu_share,
         memory_budget_bytes=wishes.weight_budget_bytes,
     )
     if wishes.strategy != "auto":
+        if wishes.weight_budget_bytes is None:  # compared in the calls that the graphs hold
+            request = replace(request, step_tokens=None)
         plan = strategy_plan(spec, profile, wishes.strategy, lengths, request)
-        return Choice(_mode_of(plan), plan, notes=notes)
+        reason = f"strategy {wishes.strategy}, as asked for (profile {profile.name})"
+        return Choice(_mode_of(plan), plan, notes=notes, reason=reason)
     promised = wishes.mode == "hetero" and wishes.max_gpu_share >= 1
     solver = prepare_solver(spec, profile, replace(request, shared=promised))
     plan = solver.plan
-    both = Choice("hetero", plan, notes=notes, solver=solver)
+    reason = f"hetero: {TENSOR_LEVEL} (profile {profile.name})"
+    both = Choice("hetero", plan, notes=notes, solver=solver, reason=reason)
     if wishes.mode == "auto":
         return _fastest(Planner(spec, profile), both, wishes)
-    if promised and not all(
-        _shares_every_prompt(p) for p in (plan, *map(solver.plan_for, SHORT_PROMPTS))
-    ):
-        return Choice("hetero", notes=notes)  # at least layer level, which is made by rule
+    if promised and not _shares_every_prompt(solver):
+        why = f"by profile {profile.name} no plan has both devices in every prompt"
+        return _by_rule(wishes, why, notes)  # at least layer level, as `hetero` promises
     return both
 
 
@@ -156,90 +180,55 @@ def _check_share(wishes: Wishes) -> None:
         )
 
 
-def _shares_every_prompt(plan: ExecutionPlan) -> bool:
-    """Whether both devices work in prompts of every length, as `hetero` promises."""
-    kinds: dict[int | None, set[DeviceKind]] = {}
+def _shares_every_prompt(solver: PreparedSolver) -> bool:
+    """Whether both devices work in prompts of every length, as `hetero` promises: in one call of
+    each at least, for a rest of a token or two is no matter for two devices.
+    """
+    plan = solver.plan
+    working = _devices_by_call(plan)
+    prompts = [total.steps for total in plan.totals if total.phase == "prefill"]
+    for m in SHORT_PROMPTS:
+        working.update(_devices_by_call(solver.plan_for(m)))
+        prompts.append((m,))
+    return all(len(set().union(*(working[m] for m in steps))) == 2 for steps in prompts)
+
+
+def _devices_by_call(plan: ExecutionPlan) -> dict[int, set[DeviceKind]]:
+    """Devices that work in the calls of prompts that a plan lists, by their token counts."""
+    found: dict[int, set[DeviceKind]] = {m: {plan.rest.prefill} for m in plan.listed_tokens}
     for entry in plan.ops:
-        if entry.phase == "prefill" and entry.op != "lm_head":
-            found = kinds.setdefault(entry.m, {plan.rest.prefill})
-            found.update(tile.device for tile in entry.tiles)
-    return all(len(found) == 2 for found in kinds.values())
+        if entry.phase == "prefill" and entry.m is not None:
+            found[entry.m].update(tile.device for tile in entry.tiles)
+    return found
 
 
 def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     """The plan for both devices, or one device alone where that is predicted to be as fast: the
     GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
     """
-    assert both.plan is not None
-    prompt = Scenario("prefill", min(PROMPT_TOKENS, planner.step_tokens or PROMPT_TOKENS))
-    kinds: tuple[DeviceKind, ...] = ("gpu", "npu") if wishes.max_gpu_share >= 1 else ("npu",)
-    level = "tensor level"
-    steps: dict[str, Steps | None] = {kind: _alone_s(planner, prompt, kind) for kind in kinds}
-    if (one := steps.get("gpu")) is not None and wishes.gpu == "auto":
-        steps[EVERY_CORE] = _every_core_s(planner, one)
-    steps[level] = Steps(_step_s(both, prompt), _step_s(both, DECODE))
-    seconds = {name: found.work_s for name, found in steps.items() if found is not None}
-    # A single device is simpler: both must be faster by a margin, as a cut must be.
-    best = min(seconds, key=lambda name: seconds[name] / (1 - MARGIN if name == level else 1.0))
+    assert both.solver is not None
+    kinds = ("gpu", "npu") if wishes.max_gpu_share >= 1 else ("npu",)
+    every_core = wishes.gpu == "auto" and "gpu" in kinds
+    cores = every_core_count() if every_core else 0
+    work = Work.of(wishes.seq_lens or wishes.expected, wishes.context)
+    seconds = compare(planner, both.solver, work, kinds=(*kinds, EVERY_CORE), cores=cores)
+    best = fastest(seconds)
     times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
     reason = (
-        f"auto: {best if best == level else best + ' alone'}, predicted for a prompt of {prompt.m} "
-        f"tokens and {ANSWER_TOKENS} more: {times} (profile {planner.profile.name})"
+        f"auto: {best if best == TENSOR_LEVEL else best + ' alone'}, predicted for {work}: {times} "
+        f"(profile {planner.profile.name})"
     )
-    if EVERY_CORE in steps and every_core_count() == 0 and planner.profile.every_core:
+    if every_core and cores == 0 and planner.profile.every_core:
         reason += f"; {EVERY_CORE} needs a process in which OpenCL does not run yet"
-    if best == level:
-        return replace(both, reason=reason)
-    if best == EVERY_CORE:
-        return Choice("gpu", gpu=EVERY_CORE, reason=reason, notes=both.notes)
-    return Choice("gpu" if best == "gpu" else "npu", reason=reason, notes=both.notes)
-
-
-class Steps(NamedTuple):
-    """Seconds of the prompt and of a decoding step."""
-
-    prompt_s: float
-    decode_s: float
-
-    @property
-    def work_s(self) -> float:
-        """The prompt and the answer."""
-        return self.prompt_s + ANSWER_TOKENS * self.decode_s
-
-
-def _every_core_s(planner: Planner, one: Steps) -> Steps | None:
-    """With the OpenCL device on every core, from its steps on one; None where that was not
-    measured, or on more cores than there are here.
-    """
-    spec, here = planner.spec, every_core_count()
-    found = {
-        x.phase: x
-        for x in planner.profile.every_core
-        if x.weight_format == spec.weight_format and x.cores <= here
-    }
-    if len(found) < 2:
-        return None
-    return Steps(
-        found["prefill"].seconds(one.prompt_s, spec.layers),
-        found["decode"].seconds(one.decode_s, spec.layers),
+    if best == TENSOR_LEVEL:
+        return replace(both, reason=reason, seconds=seconds)
+    return Choice(
+        "npu" if best == "npu" else "gpu",
+        gpu=EVERY_CORE if best == EVERY_CORE else None,
+        reason=reason,
+        notes=both.notes,
+        seconds=seconds,
     )
-
-
-def _alone_s(planner: Planner, prompt: Scenario, kind: DeviceKind) -> Steps | None:
-    """With everything on one device; None if it cannot."""
-    prefill, decode = planner.single(prompt, kind), planner.single(DECODE, kind)
-    if prefill is None or decode is None:
-        return None
-    if {prefill.rests.device, decode.rests.device} != {kind}:
-        return None
-    return Steps(prefill.seconds, decode.seconds)
-
-
-def _step_s(choice: Choice, scenario: Scenario) -> float:
-    if choice.solver is not None:
-        return choice.solver.solution_for(scenario).seconds
-    assert choice.plan is not None
-    return next(t.predicted_s for t in choice.plan.totals if t.phase == scenario.phase)
 
 
 def _find_profile(wishes: Wishes) -> tuple[DeviceProfile, str]:

@@ -111,9 +111,7 @@ def generate_command(
         "seed": seed,
         "speculative": speculative,
     }
-    if logprobs is not None and not as_json:
-        raise UserError("--logprobs are shown in the JSON only: add --json")
-    _check_early(prompt, options)
+    _check_early(prompt, options, as_json=as_json)
     with (
         open_llm(
             model,
@@ -129,6 +127,7 @@ def generate_command(
             max_gpu_share=max_gpu_share,
             memory_budget=memory_budget,
             adapt=adapt,
+            first_prompt=prompt,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
@@ -194,8 +193,10 @@ def chat_command(
             conversation.save(session)
 
 
-def _check_early(prompt: str, options: GenerateOptions) -> None:
+def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> None:
     """Refuse what no model can do before one is opened, which may take long."""
+    if options["logprobs"] is not None and not as_json:
+        raise UserError("--logprobs are shown in the JSON only: add --json")
     read_options(options)
     if not prompt:
         raise UserError("the prompt is empty: give some text to go on from")
@@ -242,6 +243,7 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         },
         "device": llm.devices.mode,
         "choice": stats.choice,
+        "notes": list(llm.choice.notes),
         "gpu_share": stats.gpu_share,
         "adaptations": list(stats.adaptations),
         "gpu": llm.devices.name("gpu"),
@@ -278,6 +280,9 @@ def _print_stats(llm: LLM, result: GenerationResult) -> None:
         table.add_row("adapted", Text(reason))
     if stats.choice:
         table.add_row("chosen", Text(stats.choice))
+    for note in llm.choice.notes:
+        if note != stats.choice:
+            table.add_row("note", Text(note))
     if stats.speculation is not None:
         table.add_row(
             "speculation",

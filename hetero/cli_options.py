@@ -136,9 +136,9 @@ def open_llm(
             progress=advance,
             **options,
         )
-    for said in (*llm.choice.notes, llm.choice.reason):
-        if said:
-            print(f"hetero: {said}", file=sys.stderr)
+    why = (llm.choice.reason,) if device is DeviceChoice.AUTO else ()
+    for said in dict.fromkeys((*llm.choice.notes, *why)):
+        print(f"hetero: {said}", file=sys.stderr)
     return llm
 
 

@@ -19,7 +19,7 @@ from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan
 from hetero.solver.report import content, units
 from hetero.solver.report.content import TableData
-from hetero.solver.request import PlanRequest
+from hetero.solver.request import GraphSizes, PlanRequest
 
 
 class ObjectiveChoice(StrEnum):
@@ -73,6 +73,9 @@ def plan_command(
     context: Annotated[
         int, typer.Option("--context", min=0, help="Tokens before a decode step.")
     ] = 256,
+    step_tokens: Annotated[
+        int | None, typer.Option("--step-tokens", min=1, help="Longest call of a long prompt.")
+    ] = None,
     margin: Annotated[
         float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
     ] = 0.03,
@@ -90,14 +93,11 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
-    sizes = graph_sizes if graph_sizes in (None, "auto") else parse_tokens(
-        graph_sizes, "--graph-sizes"
-    )  # fmt: skip
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         seq_lens=lengths,
         length_weights=length_weights,
-        graph_sizes=sizes,  # type: ignore[arg-type]
+        graph_sizes=_parse_sizes(graph_sizes),
         objective=objective.value,
         precision=precision.value,
         max_gpu_share=max_gpu_share,
@@ -105,6 +105,7 @@ def plan_command(
         graph_memory_bytes=None if graph_memory is None else parse_size(graph_memory),
         preparation_budget_s=preparation_budget,
         context=context,
+        step_tokens=step_tokens,
         margin=margin,
         curves=report is not None,
     )
@@ -116,6 +117,13 @@ def plan_command(
     if report is not None:
         found.report(report, compare=others)
     _show(found, others, explain, as_json=as_json)
+
+
+def _parse_sizes(value: str | None) -> GraphSizes:
+    """`auto`, token counts, or nothing. Raises `UserError`."""
+    if value is None or value == "auto":
+        return value  # type: ignore[return-value]
+    return parse_tokens(value, "--graph-sizes")
 
 
 def _show(

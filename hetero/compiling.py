@@ -31,10 +31,10 @@ from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.decoder import Node, decoder_nodes
-from hetero.runtime.engine import LONGEST_PIECE, SCORING_PIECE
+from hetero.runtime.engine import SCORING_PIECE
 from hetero.runtime.groups import NodeGroup, node_groups
 from hetero.runtime.kernels import node_weights
-from hetero.runtime.pieces import padded_size
+from hetero.solver.calls import padded_size
 from hetero.solver.handmade import layer_level
 from hetero.solver.plan import PHASES, ExecutionPlan, Phase
 
@@ -90,7 +90,8 @@ def prepare(request: CompileRequest) -> Compilation:
     plan = request.plan or layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
-    capacity = length + min(LONGEST_PIECE, max(sizes))
+    longest = plan.for_graphs({"npu": sizes, "gpu": ()}).step_tokens or max(sizes)
+    capacity = length + padded_size(longest, [*sizes, longest])  # as the engine's caches
     nodes = decoder_nodes(loaded.config, WeightFormat(request.weights), capacity)
     jobs = tuple(all_jobs(plan, nodes, sizes))
     if not jobs:

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -32,10 +31,10 @@ from hetero.generate_options import GenerateOptions, read_options
 from hetero.generation import Generation, GenerationResult, Piece
 from hetero.models import LoadedModel, open_model
 from hetero.planning import ProfileLike, parse_size
-from hetero.runtime.engine import LONGEST_PIECE, ContextFullError, Engine, pool_bytes
+from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
 from hetero.runtime.sync import SyncMethod
-from hetero.solver.plan import ExecutionPlan, NamedStrategy
+from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
 
 DEFAULT_CONTEXT = 4096
 
@@ -48,7 +47,9 @@ class LLM:
     and `npu` name backends. `plan` is an `ExecutionPlan` or a path to one; the devices are then
     those of the plan, and naming others is an error. `profile` is a `DeviceProfile`, a file or a
     shipped name that the plan is made from (default: this machine's); `strategy` forces one, and
-    `choice` says what was chosen and why. `weights` is one of w4a16, w4a8, w8a16, f16, f32
+    `choice` says what was chosen and why. `prompt_lengths` are those to plan for, and to compare
+    devices by; where they are not known `first_prompt` (a text or token ids) tells `auto` what will
+    be asked first. `weights` is one of w4a16, w4a8, w8a16, f16, f32
     (default: what a quantised directory holds, else w4a16). `max_seq_len` bounds prompt and answer
     together (default: the model's, at most 4096). `max_gpu_share` (0 to 1) leaves the rest of the
     GPU's time to others, in the plan and in every step; `memory_budget` (`4GiB`, or bytes) bounds
@@ -75,6 +76,7 @@ class LLM:
         sync: SyncMethod = "fast",
         strategy: NamedStrategy | None = None,
         prompt_lengths: Sequence[int] = (),
+        first_prompt: str | Sequence[int] | None = None,
         max_gpu_share: float = 1.0,
         memory_budget: str | int | None = None,
         adapt: bool = True,
@@ -99,6 +101,7 @@ class LLM:
             given.check_fits(spec)
             device = _device_of(given, device)
         self._context: list[int] = []  # tokens that the KV cache holds
+        budget = None if memory_budget is None else parse_size(memory_budget)
         wishes = Wishes(
             mode=device or "hetero",
             gpu=gpu,
@@ -107,13 +110,11 @@ class LLM:
             plan=given,
             strategy=strategy or "auto",
             seq_lens=prompt_lengths,
-            longest=LONGEST_PIECE,
+            expected=() if first_prompt is None or device != "auto" else self._count(first_prompt),
+            context=self.max_seq_len,
             max_gpu_share=max_gpu_share,
+            weight_budget_bytes=self._weight_budget(budget),
         )
-        budget = None if memory_budget is None else parse_size(memory_budget)
-        if budget is not None:
-            pool = pool_bytes(self._loaded.config, self.max_seq_len, LONGEST_PIECE)
-            wishes = replace(wishes, weight_budget_bytes=max(budget - pool, 1))
         self.choice: Choice = choose(spec, wishes)
         options = {} if bundle is None else bundle.npu_options(model)
         self.devices: DeviceSet = open_devices(
@@ -128,7 +129,7 @@ class LLM:
                 max_seq_len=self.max_seq_len,
                 control_core=self.devices.control_core,
                 sync=sync,
-                solver=self.choice.solver if self.plan is self.choice.plan else None,
+                solver=self.choice.solver_on(self.devices.devices),
                 progress=progress,
                 memory_budget_bytes=budget,
                 max_gpu_share=max_gpu_share,
@@ -349,6 +350,17 @@ class LLM:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
         return self._loaded.encode_chat(check_messages(messages))
+
+    def _count(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """The length of a prompt that will be asked, as far as the context holds it."""
+        tokens = self._loaded.encode(prompt) if isinstance(prompt, str) else prompt
+        return (max(min(len(tokens), self.max_seq_len), 1),)
+
+    def _weight_budget(self, budget: int | None) -> int | None:
+        """What of a memory budget is left for weights, bytes."""
+        if budget is None:
+            return None
+        return max(budget - pool_bytes(self._loaded.config, self.max_seq_len, STEP_TOKENS), 1)
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position

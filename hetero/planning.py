@@ -38,6 +38,7 @@ def plan(
     max_gpu_share: float = 1.0,
     memory_budget: str | int | None = None,
     context: int = 256,
+    step_tokens: int | None = None,
     margin: float = 0.03,
     weights: str = "w4a16",
     curves: bool = True,
@@ -61,6 +62,7 @@ def plan(
         graph_memory_bytes=None if graph_memory is None else parse_size(graph_memory),
         preparation_budget_s=preparation_budget_s,
         context=context,
+        step_tokens=step_tokens,
         margin=margin,
         curves=curves,
     )

@@ -13,13 +13,14 @@ from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.options import HOST, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import OpName, PlanError, Strategy
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.planner import Planner, Scenario, Solution, shortest
 from hetero.solver.tilings import MatMulSpace
 
 NPU_NAMES: Final = ("padding", "pipe", "chunked", "online-prepare")
 CUT_NAMES: Final = ("row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut")
 STRATEGIES: Final = ("auto", "gpu-only", "npu-only", "layer", *NPU_NAMES, *CUT_NAMES)
 CHUNK_TOKENS: Final = 256  # mllm-NPU's fixed chunk, or the graph next to it
+CHUNKED_AT: Final = 1 << 20  # a prompt longer than any chunk
 
 
 def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
@@ -153,6 +154,15 @@ def chunk_tokens(planner: Planner, m: int) -> int:
     """Tokens of one chunk of a prompt of m tokens (mllm-NPU)."""
     sizes = [g for g in planner.sizes if g > 1]
     return min(sizes, key=lambda g: abs(g - CHUNK_TOKENS)) if sizes else min(m, CHUNK_TOKENS)
+
+
+def longest_step(planner: Planner, strategy: str) -> int | None:
+    """Tokens of the longest call under a strategy: a chunk, or what the planner's calls hold; what
+    one graph holds where the NPU runs everything in graphs. None where nothing limits it.
+    """
+    chunk = chunk_tokens(planner, CHUNKED_AT) if strategy == "chunked" else None
+    in_graphs = strategy == "npu-only" and "npu" in planner.rest_devices(1)
+    return shortest(planner.step_tokens, chunk, planner.longest_with("npu") if in_graphs else None)
 
 
 def _chunks(planner: Planner, m: int) -> tuple[int, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.calls import split
 from hetero.solver.candidates import explain
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.memory import held_by_op, weight_memory
@@ -24,12 +25,14 @@ from hetero.solver.plan import (
     Total,
 )
 from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_of, steps_alone
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.together import cuts_of, solve_together
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
 Clock = Callable[[], float]
+KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
 def make_plan(
@@ -43,9 +46,11 @@ def make_plan(
     request.check()
     start_s = clock()
     planner, notes = planner_for(spec, profile, request)
-    scenarios = scenarios_of(request.seq_lens)
+    calls = request.in_calls(planner.step_tokens)
     objective = planner.objective(*request.weights)
-    planner, solutions = solve_together(planner, scenarios, objective, request, notes)
+    planner, solutions = solve_together(
+        planner, scenarios_of(calls.seq_lens), objective, calls, notes
+    )
     notes += _share_notes(request, solutions)
     found = assemble(planner, solutions, request, notes)
     drawn = _drawn(planner.whole, request)
@@ -59,20 +64,23 @@ def assemble(
     notes: Sequence[str] = (),
     *,
     strategy: NamedStrategy = "auto",
+    longest: int | None = None,
 ) -> ExecutionPlan:
-    """The document of these solutions."""
+    """The document of solutions for the request's prompts, which run in calls of at most `longest`
+    tokens (None: of the planner's).
+    """
     spec, profile = planner.spec, planner.profile
     memory = weight_memory(planner, solutions)
     candidates, pipe = request.explain and strategy == "auto", strategy == "pipe"
     return ExecutionPlan(
         model=spec.name,
         strategy=strategy,
-        step_tokens=planner.step_tokens,
+        step_tokens=max(s.scenario.m for s in solutions if s.scenario.phase == "prefill"),
         profile=profile.name,
         objective=request.objective,
         ops=tuple(entries(planner, solutions, with_candidates=candidates, pipe=pipe)),
         rest=rest_of(solutions),
-        totals=tuple(total(planner, s) for s in solutions),
+        totals=totals_of(planner, solutions, request.seq_lens, longest or planner.step_tokens),
         graph_sizes=planner.sizes,
         memory_bytes=memory.total_bytes,
         memory=memory.model_copy(update={"budget_bytes": request.memory_budget_bytes}),
@@ -93,7 +101,7 @@ def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:
     """What only a report needs."""
     if not request.curves:
         return {}
-    scenarios = scenarios_of(request.seq_lens)
+    scenarios = scenarios_of(request.in_calls(planner.step_tokens).seq_lens)
     found: dict[str, object] = {"curves": strategy_curves(planner, request.seq_lens)}
     if planner.power is not None:
         found["front"] = front(planner, scenarios)
@@ -164,27 +172,61 @@ def entry(
     )
 
 
-def total(planner: Planner, solution: Solution) -> Total:
-    """Time of a step beside the best single device's."""
-    scenario = solution.scenario
-    kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
-    singles = {kind: s for kind in kinds if (s := planner.uncut.single(scenario, kind)) is not None}
-    best = min(singles.values(), key=lambda s: s.seconds) if singles else solution
+def totals_of(
+    planner: Planner, solutions: Iterable[Solution], prompts: Iterable[int], longest: int | None
+) -> tuple[Total, ...]:
+    """Prompts of these lengths, rising, in calls that are solved; then decoding."""
+    solved = {s.scenario: s for s in solutions}
+    calls = {s.scenario.m: s for s in solved.values() if s.scenario.phase == "prefill"}
+    found = [
+        _prompt_total(planner, tokens, split(tokens, (), longest or tokens), calls)
+        for tokens in sorted(set(prompts))
+    ]
+    decode = [s for s in solved.values() if s.scenario.phase == "decode"]
+    return (*found, *(_decode_total(planner, s) for s in decode))
+
+
+def _prompt_total(
+    planner: Planner, tokens: int, steps: Sequence[int], solved: Mapping[int, Solution]
+) -> Total:
+    """A prompt in calls that are solved as if each came first."""
+    done = prompt_of(
+        planner.evaluate(scenario, solved[scenario.m].options, solved[scenario.m].rests.device)
+        for scenario in call_scenarios(steps)
+    )
+    singles = {
+        kind: prompt_alone(planner.uncut, steps_alone(planner, tokens, kind), kind)
+        for kind in KINDS
+    }
+    return _total(done, singles).model_copy(update={"steps": done.steps})
+
+
+def _decode_total(planner: Planner, solution: Solution) -> Total:
+    alone = {kind: planner.uncut.single(solution.scenario, kind) for kind in KINDS}
+    singles = {kind: s and Prompt((s,)) for kind, s in alone.items()}
+    found = _total(Prompt((solution,)), singles)
+    return found.model_copy(update={"context": planner.settings.context})
+
+
+def _total(done: Prompt, singles: Mapping[DeviceKind, Prompt | None]) -> Total:
+    """Time of a prompt or of a decode step beside the best single device's."""
+    alone = {kind: found for kind, found in singles.items() if found is not None}
+    best = min(alone.values(), key=lambda found: found.seconds, default=done)
+    first, tokens = done.calls[0], sum(done.steps)
     return Total(
-        phase=scenario.phase,
-        m=scenario.m,
-        predicted_s=solution.seconds,
-        tokens_per_s=scenario.m / solution.seconds,
+        phase=first.scenario.phase,
+        m=tokens,
+        predicted_s=done.seconds,
+        tokens_per_s=tokens / done.seconds,
         best_single_device_s=best.seconds,
-        single_devices={kind: s.seconds for kind, s in singles.items()},
-        context=0 if scenario.phase == "prefill" else planner.settings.context,
-        energy_j=solution.joules,
+        single_devices={kind: found.seconds for kind, found in alone.items()},
+        energy_j=done.joules,
         best_single_device_j=best.joules,
         rest_s={
-            "head": solution.rests.head.together_s,
-            "attention": solution.rests.attention.together_s,
-            "norm": solution.rests.norm.together_s,
-            "activation": solution.rests.activation.together_s,
+            "head": first.rests.head.together_s,
+            "attention": first.rests.attention.together_s,
+            "norm": first.rests.norm.together_s,
+            "activation": first.rests.activation.together_s,
         },
     )
 

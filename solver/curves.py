@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from hetero.solver.baselines import force, online_s
+from hetero.solver.baselines import force, longest_step, online_s
+from hetero.solver.calls import split
 from hetero.solver.plan import Curve, CurvePoint, FrontPoint, PlanError
 from hetero.solver.planner import Planner, Scenario
+from hetero.solver.prompts import solve_prompt
 
 DRAWN: Final = (
     "auto", "gpu-only", "layer", "padding", "pipe", "chunked", "online-prepare", "row-cut",
@@ -19,7 +21,7 @@ WEIGHTS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 def curve_lengths(planner: Planner, seq_lens: Iterable[int]) -> tuple[int, ...]:
     """The asked lengths, graph sizes, and lengths between and just above those."""
     wanted = set(seq_lens)
-    longest = min(max(*wanted, 64), 2 * planner.sizes[-1]) if planner.sizes else max(wanted)
+    longest = max(*wanted, 64) if planner.sizes else max(wanted)
     for g in planner.sizes:
         wanted |= {g, g + 13, g + g // 2}
     return tuple(sorted(m for m in wanted if 1 < m <= longest))
@@ -38,10 +40,11 @@ def strategy_curves(planner: Planner, seq_lens: Iterable[int]) -> tuple[Curve, .
 
 def _point(planner: Planner, strategy: str, m: int) -> CurvePoint:
     try:
-        found = force(planner, Scenario("prefill", m), strategy)
+        steps = split(m, (), longest_step(planner, strategy) or m)
+        found = solve_prompt(steps, lambda scenario: force(planner, scenario, strategy))
     except PlanError:
         return CurvePoint(m=m, seconds=None)
-    seconds = found.seconds + online_s(planner, m, strategy)
+    seconds = found.seconds + sum(online_s(planner, step, strategy) for step in steps)
     return CurvePoint(m=m, seconds=seconds, energy_j=found.joules)
 
 

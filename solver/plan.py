@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
+from hetero.solver.calls import split
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.report import document, markdown, page
 
@@ -33,6 +34,7 @@ NamedStrategy: TypeAlias = Literal[
 ]  # fmt: skip
 FusedGroup: TypeAlias = Literal["feed_forward", "block"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+STEP_TOKENS = 512  # of a call, where a plan holds for any token count
 Start = Annotated[int, Field(ge=0)]
 Stop = Annotated[int, Field(ge=1)]
 
@@ -140,10 +142,13 @@ class OpPlan(_Record):
 
 
 class Total(_Record):
-    """Predicted time of a whole step: every layer, attention, norms and the output head.
+    """Predicted time of a prompt, or of a decode step: every layer, attention, norms and the output
+    head.
 
-    `single_devices` are the times of the plans with all matmuls on one device, by its kind;
-    `rest_s` those of the other operators: head, attention, norm, activation.
+    `steps` are the token counts of the calls that a prompt of m tokens runs in, each behind the
+    tokens of those before it. `single_devices` are the times of the plans with all matmuls on one
+    device, by its kind; `rest_s` those of the other operators in the first call, each time: head,
+    attention, norm, activation.
     """
 
     phase: Phase
@@ -153,6 +158,7 @@ class Total(_Record):
     best_single_device_s: float
     single_devices: dict[DeviceKind, float] = {}
     context: int = 0
+    steps: tuple[int, ...] = ()
     energy_j: float | None = None
     best_single_device_j: float | None = None
     rest_s: dict[str, float] = {}
@@ -225,15 +231,17 @@ class ExecutionPlan(_Record):
     `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
     `graph_sizes` are the token counts whose NPU graphs are prepared ahead; a tile with another
     `graph_size` is prepared while the prompt waits (`online-prepare`). `step_tokens` is the longest
-    call that the plan is meant for; longer prompts run in several (`steps`). `fused` are groups of
-    operations that run as one graph where the plan has all of them, whole, on an NPU that can:
-    gate, up, activation and product (`feed_forward`), or a whole block.
+    call that the plan is meant for; longer prompts run in several (`steps`). `step_sizes` are token
+    counts that calls should have because others are padded to them (None: those of the entries).
+    `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
+    an NPU that can: gate, up, activation and product (`feed_forward`), or a whole block.
     """
 
     schema_version: Literal[1] = 1
     model: str
     strategy: NamedStrategy = "auto"
     step_tokens: Annotated[int, Field(ge=1)] | None = None
+    step_sizes: tuple[Stop, ...] | None = None
     profile: str | None = None
     objective: Literal["latency", "energy"] = "latency"
     solve_s: float | None = None
@@ -293,12 +301,48 @@ class ExecutionPlan(_Record):
         return group not in exact and exact.issuperset(members)
 
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
-        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each."""
-        limits = [x for x in (self.step_tokens, longest) if x is not None]
-        if not limits:
-            return (tokens,)
-        full, rest = divmod(tokens, min(limits))
-        return (min(limits),) * full + ((rest,) if rest else ())
+        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each: as
+        `totals` name them, else as many of the longest as fit and a rest (`calls.split`).
+        """
+        limit = min([x for x in (self.step_tokens, longest) if x is not None], default=tokens)
+        named = [t.steps or (t.m,) for t in self.totals if (t.phase, t.m) == ("prefill", tokens)]
+        if named and max(named[0]) <= limit:
+            return named[0]
+        sizes = self.listed_tokens if self.step_sizes is None else self.step_sizes
+        return split(tokens, sizes, limit)
+
+    @property
+    def listed_tokens(self) -> tuple[int, ...]:
+        """Token counts of prompts' calls that have entries of their own, rising."""
+        return tuple(sorted({o.m for o in self.ops if o.phase == "prefill" and o.m is not None}))
+
+    def for_graphs(
+        self, graphs: Mapping[DeviceKind, Sequence[int]], *, solved: bool = False
+    ) -> ExecutionPlan:
+        """The same with `steps` that devices with these NPU graphs can run (none: any token count).
+
+        `solved`: a solver answers for token counts that the plan does not list. Where the plan says
+        nothing itself, calls are of up to `STEP_TOKENS` (of the longest entry, where all entries
+        are for exact counts), and whole matmuls on an NPU make them fit its graphs.
+        """
+        listed = () if solved else self.listed_tokens
+        limits = [self.step_tokens or (listed[-1] if listed else STEP_TOKENS), *listed[-1:]]
+        if not listed and not solved:  # a tile of all tokens is one graph
+            limits += [max(sizes) for sizes in graphs.values() if sizes]
+        limits += sorted(graphs.get(self.rest.prefill, ()))[-1:]
+        longest = min(limits)
+        sizes = self.step_sizes
+        if sizes is None:
+            sizes = listed or (() if solved else self._graphs_of_all(graphs))
+        if (longest, sizes) == (self.step_tokens, self.step_sizes):
+            return self
+        return self.model_copy(update={"step_tokens": longest, "step_sizes": sizes})
+
+    def _graphs_of_all(self, graphs: Mapping[DeviceKind, Sequence[int]]) -> tuple[int, ...]:
+        """Graphs that every device of a prompt's matmuls has; none where one takes any count."""
+        tiles = (t for o in self.ops if o.phase == "prefill" and o.op != "lm_head" for t in o.tiles)
+        kinds = {tile.device for tile in tiles} & set(graphs)
+        return tuple(sorted(set.intersection(*(set(graphs[k]) for k in kinds)))) if kinds else ()
 
     def devices(self) -> frozenset[DeviceKind]:
         """Device kinds that the plan uses."""

@@ -40,6 +40,7 @@ class Settings:
     context         tokens in the KV cache before a decode step
     row_steps       at most this many row cuts for each matmul; None: every alignment step
     apart           try q, k, v and gate, up apart
+    step_tokens     tokens of the longest call; None: what two graphs hold
     """
 
     precision: Precision = "auto"
@@ -47,6 +48,7 @@ class Settings:
     context: int = 256
     apart: bool = True
     row_steps: int | None = None
+    step_tokens: int | None = None
 
 
 class Scenario(NamedTuple):
@@ -79,6 +81,12 @@ class Solution(NamedTuple):
         """Devices that work in the step; the output head of a prompt, one token, does not count."""
         block = (option.devices for name, option in self.options.items() if name != "lm_head")
         return frozenset({self.rests.device}).union(*block)
+
+    def without_head(self) -> Solution:
+        """The same step without logits: a call that is not the last one of its prompt."""
+        options = dict(self.options)
+        options.pop("lm_head", None)
+        return self._replace(options=options, chain=self.chain._replace(tail=()))
 
     @property
     def seconds(self) -> float:
@@ -259,17 +267,37 @@ class Planner:
 
     @property
     def step_tokens(self) -> int | None:
-        """Tokens of the longest call: what two graphs hold; None where the NPU takes any."""
-        return 2 * self.sizes[-1] if self.sizes else None
+        """Tokens of the longest call: what the graphs hold, or less where the settings say so; None
+        where the NPU takes any number.
+        """
+        return shortest(self._holds, self.settings.step_tokens)
+
+    @property
+    def _holds(self) -> int | None:
+        return self.longest_with("gpu" if "gpu" in self._rest_costs.devices else "npu")
+
+    def longest_with(self, rest: DeviceKind) -> int | None:
+        """Most tokens of a call whose other operators run on a device: what two graphs hold, what
+        one does where they run in graphs as well; None without graphs.
+        """
+        return self.sizes[-1] * (1 if rest == "npu" else 2) if self.sizes else None
+
+    def rest_devices(self, m: int) -> tuple[DeviceKind, ...]:
+        """Devices that can run all other operators of a call of m tokens."""
+        return tuple(
+            kind
+            for kind in self._rest_costs.devices
+            if kind == "gpu" or not self.sizes or m <= self.sizes[-1]
+        )
 
     def rests(self, scenario: Scenario, only: DeviceKind | None = None) -> dict[DeviceKind, Rests]:
         """Times of all other operators by device; of one device alone if it can run them."""
         context = 0 if scenario.phase == "prefill" else self.settings.context
         if scenario.context is not None:
             context = scenario.context
-        costs = self._rest_costs
-        kinds = (only,) if only is not None and only in costs.devices else costs.devices
-        return {kind: costs.on(kind, scenario.m, context) for kind in kinds}
+        able = self.rest_devices(scenario.m)
+        kinds = (only,) if only is not None and only in able else able
+        return {kind: self._rest_costs.on(kind, scenario.m, context) for kind in kinds}
 
     def evaluate(
         self,
@@ -426,10 +454,10 @@ class Planner:
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:
             raise PlanError(f"a step has at least one token, got {scenario.m}")
-        if self.sizes and scenario.m > 2 * self.sizes[-1]:
+        if self._holds is not None and scenario.m > self._holds:
             raise PlanError(
-                f"{scenario.m} tokens are more than two of the largest graph ({self.sizes[-1]}): "
-                f"longer prompts run in chunks, so plan lengths up to {2 * self.sizes[-1]}"
+                f"one call takes at most {self._holds} tokens (graphs of up to {self.sizes[-1]}), "
+                f"got {scenario.m}: cut the prompt as `ExecutionPlan.steps` does"
             )
 
     def _refuse_foreign_formats(self) -> None:
@@ -440,6 +468,11 @@ class Planner:
                 f"(precision {self.settings.precision}), only of {', '.join(known) or 'nothing'}: "
                 "choose another --weights or --precision, or measure it with `hetero profile`"
             )
+
+
+def shortest(*limits: int | None) -> int | None:
+    """The least of some limits, of which None is no limit."""
+    return min([x for x in limits if x is not None], default=None)
 
 
 def with_graph_sizes(profile: DeviceProfile, sizes: Iterable[int]) -> DeviceProfile:

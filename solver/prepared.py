@@ -21,7 +21,8 @@ from hetero.solver.memory import Held, held_by_op
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, OpName, Phase
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.planner import Planner, Scenario, Solution, shortest
+from hetero.solver.prompts import Prompt, solve_prompt
 from hetero.solver.request import DECODE, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
@@ -69,13 +70,14 @@ class PreparedSolver:
         notes: Sequence[str] = (),
     ) -> None:
         said = list(notes)
-        scenarios = scenarios_of(request.seq_lens)
+        calls = request.in_calls(planner.step_tokens)
+        scenarios = scenarios_of(calls.seq_lens)
         self._objective = planner.objective(*request.weights)
         names: list[OpName] = [x.name for x in planner.spec.matmuls]
         rows = {x: row_cuts(planner, x, scenarios, self._objective, cuts) for x in names}
         self.rows = rows
         self._planner = planner.with_rows(rows)
-        solutions = solve_within(self._planner, scenarios, self._objective, request, said)
+        solutions = solve_within(self._planner, scenarios, self._objective, calls, said)
         self.held = held_by_op(self._planner, solutions)
         self._chooser = Chooser(planner.sync, planner.settings.rules, self._objective)
         self._rest = {s.scenario.phase: s.rests.device for s in solutions}
@@ -84,13 +86,15 @@ class PreparedSolver:
         heads = {s.scenario.phase: s.options.get("lm_head") for s in solutions}
         self._heads = {phase: x and x.open() for phase, x in heads.items()}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
-        self.plan = assemble(self._planner, solutions, request, said)
+        longest = shortest(planner.step_tokens, planner.longest_with(self._rest["prefill"]))
+        found = assemble(self._planner, solutions, request, said)
+        self.plan = found.model_copy(update={"step_tokens": longest, "step_sizes": ()})
         self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
 
     def plan_for(self, m: int, phase: Phase = "prefill") -> ExecutionPlan:
         """The plan of one call of m tokens, in at most 2 ms (Llama-3-8B, one core of a PC).
 
-        Raises `PlanError` for more tokens than two graphs hold (`plan.steps` cuts such prompts).
+        Raises `PlanError` for more tokens than two graphs hold: `plan.steps` cuts such prompts.
         """
         if (phase, m) not in self._plans:
             if len(self._plans) >= KEPT:
@@ -143,6 +147,10 @@ class PreparedSolver:
         ]
         return self.plan.model_copy(update={"ops": (*ops, *self._head_entries), "totals": ()})
 
+    def prompt(self, tokens: int, context: int = 0) -> Prompt:
+        """A prompt of any length behind `context` tokens, in the plan's calls."""
+        return solve_prompt(self.plan.steps(tokens), self.solution_for, context)
+
     def solution_for(self, scenario: Scenario) -> Solution:
         """The best options of one call and its predicted seconds."""
         if self._joint is not None and scenario.m <= self._joint.longest:
@@ -162,7 +170,8 @@ class PreparedSolver:
             return None
         for space in spaces.values():
             space.kernels.remember("npu", space.sizes, space.rows.tolist(), space.k)
-        return JointSpace(spaces, self.held, self._planner.step_tokens or LONGEST)
+        longest = self._planner.longest_with("gpu")
+        return JointSpace(spaces, self.held, longest or LONGEST)
 
     def _options(self, name: OpName, m: int) -> list[Option]:
         held = self.held[name]

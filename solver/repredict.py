@@ -17,7 +17,8 @@ from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import ExecutionPlan, OpName, PlanError, Tile
-from hetero.solver.planner import BLOCK, Planner, Scenario
+from hetero.solver.planner import BLOCK, Planner, Scenario, Solution
+from hetero.solver.prompts import call_scenarios, prompt_of
 from hetero.solver.request import PlanRequest
 from hetero.solver.sizing import planner_for
 
@@ -25,19 +26,21 @@ from hetero.solver.sizing import planner_for
 def repredict(
     plan: ExecutionPlan, spec: ModelSpec, profile: DeviceProfile, steps: Iterable[Scenario] = ()
 ) -> dict[Scenario, float]:
-    """Seconds of steps by this profile; of the plan's own by default. Prompts of `online-prepare`
-    contain preparing their graphs.
+    """Seconds of prompts and steps by this profile; of the plan's own by default. Prompts run in
+    the plan's calls; those of `online-prepare` contain preparing their graphs.
 
     Raises `PlanError` where the plan says nothing of a step or the devices cannot run a tile.
     """
-    wanted = list(steps) or [Scenario(total.phase, total.m) for total in plan.totals]
+    asked = list(steps) or [Scenario(total.phase, total.m) for total in plan.totals]
+    calls = {step: _calls(plan, step) for step in asked}
     request = PlanRequest(precision=plan.precision)
     planner, _ = planner_for(spec, profile, request, apart=False)
     if plan.graph_sizes:
         planner = planner.with_graph_sizes(plan.graph_sizes)
     tiles = {
         (step, name): plan.partition(step.phase, _tokens(step, name), name)
-        for step in wanted
+        for found in calls.values()
+        for step in found
         for name in _names(plan, spec, step)
     }
     rows: dict[OpName, set[int]] = {}
@@ -46,18 +49,30 @@ def repredict(
     prepared = planner
     planner = _with_graphs_of(planner, tiles.values())
     planner = planner.with_rows({name: sorted(cuts) for name, cuts in rows.items()})
-    found: dict[Scenario, float] = {}
-    for step in wanted:
+
+    def solve(step: Scenario) -> Solution:
         options = {
             name: _option(planner, name, _tokens(step, name), parts)
             for (of, name), parts in tiles.items()
             if of == step
         }
         rest = plan.rest.prefill if step.phase == "prefill" else plan.rest.decode
-        found[step] = planner.evaluate(step, options, rest).seconds
-        if step.phase == "prefill":
-            found[step] += online_s(prepared, step.m, plan.strategy)
-    return found
+        return planner.evaluate(step, options, rest)
+
+    def preparation_s(step: Scenario) -> float:
+        return online_s(prepared, step.m, plan.strategy) if step.phase == "prefill" else 0.0
+
+    return {
+        step: prompt_of(map(solve, found)).seconds + sum(map(preparation_s, found))
+        for step, found in calls.items()
+    }
+
+
+def _calls(plan: ExecutionPlan, step: Scenario) -> list[Scenario]:
+    """The calls of a step: several of a prompt that is longer than one."""
+    if step.phase == "decode":
+        return [step]
+    return call_scenarios(plan.steps(step.m), step.context or 0)
 
 
 def _with_graphs_of(planner: Planner, partitions: Iterable[Sequence[Tile]]) -> Planner:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from hetero.solver.calls import split
 from hetero.solver.kernels import Precision
 from hetero.solver.options import INF
 from hetero.solver.plan import PlanError
@@ -20,6 +21,8 @@ DECODE = Scenario("decode", 1)
 class PlanRequest:
     """What `hetero plan` asks for; see INTERFACES for the meaning of each.
 
+    `step_tokens`: the longest call, which longer prompts run in several of (None: as many tokens
+    as two NPU graphs hold).
     `length_weights`: how often prompts of each of `seq_lens` come, in any unit (empty: all alike).
     `shared`: both devices work in every prompt (`Rules`); a memory budget comes first.
     `preparation_budget_s` and `graph_memory_bytes` bound what `graph_sizes="auto"` may choose.
@@ -28,6 +31,7 @@ class PlanRequest:
     """
 
     seq_lens: tuple[int, ...] = DEFAULT_LENGTHS
+    step_tokens: int | None = None
     length_weights: tuple[float, ...] = ()
     graph_sizes: GraphSizes = None
     objective: Literal["latency", "energy"] = "latency"
@@ -57,6 +61,20 @@ class PlanRequest:
             found[m] += weight
         return {m: weight * len(found) / sum(weights) for m, weight in found.items()}
 
+    def in_calls(self, longest: int | None) -> PlanRequest:
+        """The same for the calls of at most `longest` tokens that the prompts run in: `seq_lens`
+        are their lengths, and each comes as often as the prompts have it.
+        """
+        if longest is None or max(self.seq_lens) <= longest:
+            return self
+        counts: dict[int, float] = {}
+        weights = self.length_weights or (1.0,) * len(self.seq_lens)
+        for tokens, weight in zip(self.seq_lens, weights, strict=True):
+            for m in split(tokens, (), longest):
+                counts[m] = counts.get(m, 0.0) + weight
+        lengths = tuple(sorted(counts))
+        return replace(self, seq_lens=lengths, length_weights=tuple(counts[m] for m in lengths))
+
     def weight(self, scenario: Scenario) -> float:
         """How much a step counts where several share something."""
         if scenario.phase == "decode":
@@ -70,6 +88,8 @@ class PlanRequest:
                 f"prompt lengths are token counts from 1 on, got {list(self.seq_lens)}: give "
                 "--seq-lens such as 64,256,1024"
             )
+        if self.step_tokens is not None and self.step_tokens < 1:
+            raise PlanError(f"a call has at least one token, got step_tokens={self.step_tokens}")
         if self.length_weights and (
             len(self.length_weights) != len(self.seq_lens)
             or not all(0 < weight < INF for weight in self.length_weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hetero.profiler.records import DeviceProfile
 from hetero.solver import graph_sizes as sizes_module
@@ -20,10 +21,13 @@ def planner_for(
 ) -> tuple[Planner, list[str]]:
     """A planner with the graph sizes that were asked for, and what to say about it."""
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
-    settings = Settings(request.precision, rules, request.context, apart)
+    step = request.step_tokens
+    settings = Settings(request.precision, rules, request.context, apart, step_tokens=step)
     notes: list[str] = []
     if request.graph_sizes == "auto":
-        chosen = _choose_sizes(Planner(spec, profile, settings), request)
+        planner = Planner(spec, profile, settings)
+        settings = replace(settings, step_tokens=planner.step_tokens)
+        chosen = _choose_sizes(planner, request.in_calls(planner.step_tokens))
         profile = with_graph_sizes(profile, chosen.sizes)
         notes.append(f"graph sizes chosen for these lengths: {chosen.describe()}")
         notes += _budget_notes(profile, request)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.baselines import chunk_tokens, force, online_s
+from hetero.solver.baselines import force, longest_step, online_s
 from hetero.solver.build import assemble
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
@@ -16,7 +17,6 @@ from hetero.solver.request import DECODE, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.together import agree, cuts_of, solve_together, with_used_cuts
 
-CHUNKED_AT = 1 << 20  # a prompt longer than any chunk
 # Strategies that say something about one token; the others decode at layer level.
 _DECODES = {"auto": "auto", "gpu-only": "gpu-only", "npu-only": "npu-only", "row-cut": "row-cut",
             "hybrid-cut": "row-cut"}  # fmt: skip
@@ -38,18 +38,19 @@ def strategy_plan(
         raise PlanError(f"unknown strategy {strategy!r}: choose one of {known}")
     if not token_counts or min(token_counts) < 1:
         raise PlanError(f"prompt lengths are token counts from 1 on, got {list(token_counts)}")
-    request = request or PlanRequest()
+    request = replace(request or PlanRequest(), seq_lens=tuple(token_counts), length_weights=())
     planner, notes = planner_for(spec, profile, request, apart=False)
     longest = longest_step(planner, strategy)
-    steps = _steps(token_counts, longest)
+    calls = request.in_calls(longest)
     if strategy == "auto":
-        wanted, objective = scenarios_of(steps), planner.objective(*request.weights)
-        planner, solutions = solve_together(planner, wanted, objective, request, notes)
+        wanted, objective = scenarios_of(calls.seq_lens), planner.objective(*request.weights)
+        planner, solutions = solve_together(planner, wanted, objective, calls, notes)
     else:
-        planner, solutions = solve_strategy(planner, strategy, steps)
-    plan = assemble(planner, solutions, request, notes, strategy=strategy)
+        planner, solutions = solve_strategy(planner, strategy, sorted(set(calls.seq_lens)))
+    plan = assemble(planner, solutions, request, notes, strategy=strategy, longest=longest)
     totals = tuple(_with_preparation(planner, t, strategy) for t in plan.totals)
-    return plan.model_copy(update={"totals": totals, "step_tokens": longest})
+    fixed = {"step_sizes": ()} if strategy == "chunked" else {}  # all but the last are alike
+    return plan.model_copy(update={"totals": totals} | fixed)
 
 
 def whole_matmuls(
@@ -75,21 +76,6 @@ def whole_matmuls(
     plan = assemble(planner, solutions, request, notes, strategy="layer")
     ops = tuple(op.for_any_length() for op in plan.ops)
     return plan.model_copy(update={"ops": ops, "step_tokens": None})
-
-
-def longest_step(planner: Planner, strategy: NamedStrategy) -> int | None:
-    """Tokens of the longest call under a strategy: a chunk, or what two graphs hold."""
-    if strategy == "chunked":
-        return chunk_tokens(planner, CHUNKED_AT)
-    return planner.step_tokens
-
-
-def _steps(token_counts: Sequence[int], longest: int | None) -> list[int]:
-    """Distinct call lengths of these prompts."""
-    if longest is None:
-        return sorted(set(token_counts))
-    full = {longest} if max(token_counts) >= longest else set()
-    return sorted(full | {m % longest for m in token_counts if m % longest})
 
 
 def solve_strategy(
@@ -120,5 +106,5 @@ def _with_preparation(planner: Planner, total: Total, strategy: NamedStrategy) -
     """Prompts of `online-prepare` pay for preparing their graphs too."""
     if total.phase == "decode":
         return total
-    seconds = total.predicted_s + online_s(planner, total.m, strategy)
+    seconds = total.predicted_s + sum(online_s(planner, m, strategy) for m in total.steps)
     return total.model_copy(update={"predicted_s": seconds, "tokens_per_s": total.m / seconds})

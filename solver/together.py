@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from hetero.backends.protocol import DeviceKind
 from hetero.solver import residency
 from hetero.solver.cuts import row_cuts
 from hetero.solver.memory import Limits, limits_of, weight_memory
@@ -113,12 +114,21 @@ def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[s
 def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution]) -> list[Solution]:
     """All lengths of a phase with one device for the rest, as a plan has it: the best together."""
     prefill = [s for s in solutions if s.scenario.phase == "prefill"]
-    kinds = sorted({s.rests.device for s in prefill})
-    if len(kinds) < 2:
+    kinds = _able(planner, prefill)
+    if len({s.rests.device for s in prefill}) < 2:
         return solutions
     tried = [[planner.solve(s.scenario, objective, rest=k) for s in prefill] for k in kinds]
     best = min(tried, key=lambda found: sum(s.chain.cost for s in found))
     return [*best, *(s for s in solutions if s.scenario.phase == "decode")]
+
+
+def _able(planner: Planner, solutions: Sequence[Solution]) -> list[DeviceKind]:
+    """Devices that some of the solutions have for the other operators, and all could have."""
+    return [
+        kind
+        for kind in sorted({s.rests.device for s in solutions})
+        if all(kind in planner.rest_devices(s.scenario.m) for s in solutions)
+    ]
 
 
 def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective) -> list[Solution]:
@@ -126,7 +136,7 @@ def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective)
     found: list[Solution] = []
     for phase in PHASES:
         members = [s for s in solutions if s.scenario.phase == phase]
-        kinds = sorted({s.rests.device for s in members})
+        kinds = _able(planner, members)
         tried = [
             [planner.evaluate(s.scenario, s.options, k, objective) for s in members] for k in kinds
         ]

@@ -22,7 +22,7 @@ from hetero.solver.plan import ExecutionPlan, PlanError
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.report.units import duration
-from hetero.solver.request import DECODE, PlanRequest
+from hetero.solver.request import PlanRequest
 from tests.runtime.models import tiny_model
 
 NAMES = {"gpu": "opencl", "npu": "ort-cpu"}
@@ -66,17 +66,17 @@ def named(chip: DeviceProfile, *, npu_scale: float = 1.0, **backends: str) -> De
 
 @pytest.mark.parametrize("mode", ["gpu", "npu"])
 def test_one_device_needs_no_profile(spec: ModelSpec, mode: Any) -> None:
-    assert choose(spec, Wishes(mode=mode)) == Choice(mode)
+    assert choose(spec, Wishes(mode=mode)) == Choice(mode, reason=f"{mode} alone, as asked for")
     with pytest.raises(UserError, match="profile 'nowhere': there is no such file"):
         choose(spec, Wishes(mode=mode, profile="nowhere"))
 
 
-def test_without_any_profile_it_is_layer_level_and_auto_says_why(spec: ModelSpec) -> None:
-    quiet = choose(spec, Wishes(mode="hetero"))
-    assert (quiet.mode, quiet.plan, quiet.reason) == ("hetero", None, "")
-    auto = choose(spec, Wishes(mode="auto"))
-    assert auto.mode == "hetero"
-    assert auto.reason.startswith("auto: layer level, because this machine has no profile")
+@pytest.mark.parametrize("mode", ["hetero", "auto"])
+def test_without_any_profile_it_is_layer_level_and_says_why(spec: ModelSpec, mode: Any) -> None:
+    found = choose(spec, Wishes(mode=mode))
+    assert (found.mode, found.plan) == ("hetero", None)
+    assert found.reason.startswith(f"{mode}: layer level, because this machine has no profile")
+    assert found.notes == (found.reason,)
 
 
 def test_this_machines_profile_is_found_in_the_cache(
@@ -140,7 +140,9 @@ def test_the_shipped_profile_of_a_pc_like_this(
 def test_auto_takes_what_is_predicted_fastest(spec: ModelSpec, chip: DeviceProfile) -> None:
     both = choose(spec, Wishes(mode="auto", profile=named(chip)))
     assert both.mode == "hetero"
-    assert both.reason.startswith("auto: tensor level, predicted for a prompt of 256 tokens and 64")
+    assert both.reason.startswith(
+        "auto: tensor level, predicted for prompts of 64, 256 and 1024 tokens and 64 more each: gpu"
+    )
     slow = choose(spec, Wishes(mode="auto", profile=named(chip, npu_scale=100.0)))
     assert (slow.mode, slow.plan) == ("gpu", None)
     assert slow.reason.startswith("auto: gpu alone, predicted for")
@@ -178,20 +180,22 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
 ) -> None:
     monkeypatch.setattr("hetero.choosing.every_core_count", lambda: here)
     slow = named(chip, npu_scale=100.0)
-    wished = Wishes(**({"mode": "auto"} | wishes), profile=None)
+    wished = Wishes(**({"mode": "auto", "expected": (600,)} | wishes), profile=None)
     monkeypatch.setattr("hetero.choosing.locate_profile", lambda _: (with_every_core(slow), ""))
     found = choose(spec, wished)
     assert (found.gpu == "opencl-cores") == chosen
     assert ("does not run yet" in found.reason) == (here == 0)
     if chosen:
         assert (found.mode, found.plan) == ("gpu", None)
-        assert found.reason.startswith("auto: opencl-cores alone, predicted for a prompt of 256")
+        assert found.reason.startswith("auto: opencl-cores alone, predicted for a prompt of 600")
         one = Planner(spec, slow)
-        decode = one.single(DECODE, "gpu")
-        prompt = one.single(Scenario("prefill", 256), "gpu")
+        decode = one.single(Scenario("decode", 1, 632), "gpu")
+        calls = [one.single(Scenario("prefill", m, at), "gpu") for m, at in ((512, 0), (88, 512))]
         assert decode is not None
-        assert prompt is not None
-        both_s = prompt.seconds / 2 + 64 * decode.seconds / 1.2 + 65 * spec.layers * 1e-6
+        assert calls[0] is not None
+        assert calls[1] is not None
+        prompt_s = calls[0].without_head().seconds + calls[1].seconds
+        both_s = prompt_s / 2 + 64 * decode.seconds / 1.2 + 66 * spec.layers * 1e-6
         assert f"opencl-cores {duration(both_s)}" in found.reason
 
 
@@ -229,7 +233,7 @@ def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
 
 
 def test_plans_are_tensor_level_for_any_length(spec: ModelSpec, chip: DeviceProfile) -> None:
-    found = choose(spec, Wishes(mode="auto", profile=named(chip), longest=512))
+    found = choose(spec, Wishes(mode="auto", profile=named(chip), step_tokens=512))
     assert found.reason.startswith("auto: tensor level, predicted for")
     assert found.plan is not None
     assert max(len(op.tiles) for op in found.plan.ops) > 1
@@ -268,7 +272,8 @@ def test_plans_follow_the_devices_that_could_be_opened(spec: ModelSpec) -> None:
     npu: Any = _Device((1, 32))
     gpu: Any = _Device(())
     plan = single_device(spec, "npu")
-    assert plan_on(Choice("npu", plan), spec, {"npu": npu}) is plan
+    found = plan_on(Choice("npu", plan), spec, {"npu": npu})
+    assert (found.plan_id, found.step_tokens) == (plan.plan_id, 32)
     assert plan_on(Choice("npu", plan), spec, {"gpu": gpu}).devices() == {"gpu"}
     assert plan_on(Choice("hetero"), spec, {"gpu": gpu, "npu": npu}).devices() == {"gpu", "npu"}
 

@@ -34,7 +34,9 @@ GENERATE_KEYS = {
     "plan_id",
     "peak_rss_bytes",
 }
-BENCH_KEYS = {"model", "rows", "load_cold_s", "load_warm_s", "peak_rss_bytes", "environment"}
+BENCH_KEYS = {
+    "model", "rows", "load_cold_s", "load_warm_s", "peak_rss_bytes", "environment", "choices",
+}  # fmt: skip
 ROW_KEYS = {
     "test",
     "device",
@@ -123,6 +125,8 @@ def test_bench_shows_three_devices_side_by_side(command: Command) -> None:
     report = json.loads(line)
     assert set(report) == BENCH_KEYS
     assert all(set(row) == ROW_KEYS for row in report["rows"])
+    assert report["choices"]["gpu fast"] == "gpu alone, as asked for"
+    assert report["choices"]["hetero fast"].startswith("hetero: tensor level (profile ")
     assert {(row["test"], row["device"]) for row in report["rows"]} == {
         (test, device) for test in ("pp32", "tg4") for device in ("gpu", "npu", "hetero")
     }

@@ -17,6 +17,7 @@ from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutErro
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
+from hetero.device_set import graphs_of
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.weights import ModelWeights
@@ -29,7 +30,6 @@ from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.lowering import Lowering, Step
 from hetero.runtime.memory import check_memory, gathered_slots, needs_of
-from hetero.runtime.pieces import split
 from hetero.runtime.plan_book import PlanBook
 from hetero.runtime.pool import ActivationPool, nbytes_of, slot_shapes
 from hetero.runtime.sync import Synchroniser, SyncMethod
@@ -37,7 +37,6 @@ from hetero.runtime.trace import Trace
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, Phase
 
-LONGEST_PIECE = 512  # of a plan that does not list token counts
 SCORING_PIECE = 32
 LONGEST_VERIFIED = 8
 STEPS_KEPT = 24
@@ -60,12 +59,14 @@ class ContextFullError(UserError):
 class Engine:
     """One model, its KV cache and its lowered steps. Used by one thread at a time.
 
-    A phase and token count is lowered once to a `Step`; the last `STEPS_KEPT` are kept. Tokens are
-    given by `prefill` and `decode`, which return float32 logits [vocab] of the last token as a view
-    that the next call overwrites. `position` is the number of tokens in the cache. `solver` gives a
-    plan for prompts of a length that `plan` does not list. A device that fails is dropped with one
-    warning and `fallback` says why; the other goes on from the same state. With `adapt` and a
-    solver the cuts follow the devices' measured speeds; `adaptations` says when and why.
+    A prompt runs in the calls that `plan.steps` names; `plan` is the one that was given, fitted to
+    the devices' graphs. A phase and token count is lowered once to a `Step`; the last `STEPS_KEPT`
+    are kept. Tokens are given by `prefill` and `decode`, which return float32 logits [vocab] of the
+    last token as a view that the next call overwrites. `position` is the number of tokens in the
+    cache. `solver` gives a plan for prompts of a length that `plan` does not list. A device that
+    fails is dropped with one warning and `fallback` says why; the other goes on from the same
+    state. With `adapt` and a solver the cuts follow the devices' measured speeds; `adaptations`
+    says when and why.
 
     `needs` is the memory of pool and weights, computed before any is allocated; more than
     `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
@@ -117,7 +118,7 @@ class Engine:
     def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Everything that depends on the plan and the devices."""
         config, weights = self.config, self._weights
-        self.plan = plan
+        self.plan = plan = self._fitted(plan, source)
         both = source is not None and self._adapts and len(self.devices) == 2
         self._adapter = Adapter(source, config.num_layers) if both and source is not None else None
         self._steps.clear()
@@ -125,7 +126,8 @@ class Engine:
         self.book = PlanBook(
             plan, {kind: d.capabilities for kind, d in self.devices.items()}, source=source
         )
-        self._longest = self._longest_piece()
+        assert plan.step_tokens is not None
+        self._longest = plan.step_tokens
         # A padded last piece writes rows behind the last token; they lie beyond every context.
         covering = self._covering(self._longest)
         capacity = self.max_seq_len + covering
@@ -174,19 +176,10 @@ class Engine:
         )
 
     def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Append a prompt to the context, in pieces; logits [vocab] after its last token."""
+        """Append a prompt to the context, in the plan's calls; logits [vocab] after its last."""
         self.check(tokens)
-        pieces = self.pieces(len(tokens))
-        start = 0
-        for i, count in enumerate(pieces):
-            rows = 1 if i == len(pieces) - 1 else 0
-            self._run("prefill", tokens[start : start + count], rows)
-            start += count
+        self._run_prompt(tokens)
         return self._last_logits()
-
-    def pieces(self, tokens: int) -> list[int]:
-        """Token counts of the calls that a prompt of so many tokens runs in."""
-        return split(tokens, self._piece_sizes("prefill"), self._longest)
 
     def decode(self, token: int) -> npt.NDArray[np.float32]:
         """Append one token to the context; logits [vocab] after it."""
@@ -208,7 +201,7 @@ class Engine:
         parts = []
         for start in range(0, len(tokens), SCORING_PIECE):
             piece = tokens[start : start + SCORING_PIECE]
-            for count in split(len(piece), self._piece_sizes("prefill"), SCORING_PIECE):
+            for count in self.plan.steps(len(piece), SCORING_PIECE):
                 self._run("prefill", piece[:count], count)
                 parts.append(self._logits(count).copy())
                 piece = piece[count:]
@@ -305,11 +298,24 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _run_prompt(self, tokens: Sequence[int]) -> None:
+        """Call after call; what is left is cut anew where the plan has changed meanwhile."""
+        plan, steps, start = self.plan, list(self.plan.steps(len(tokens))), 0
+        while steps:
+            count = steps.pop(0)
+            self._run("prefill", tokens[start : start + count], 0 if steps else 1)
+            start += count
+            if steps and self.plan is not plan:
+                plan, steps = self.plan, list(self.plan.steps(len(tokens) - start))
+
     def _run(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> None:
         try:
             self._last = self._attempt(phase, tokens, logit_rows)
         except DeviceError as error:
             self._drop(error)
+            if len(tokens) > self._longest:  # the other device has shorter calls
+                self._run_prompt(tokens)
+                return
             self._last = self._attempt(phase, tokens, logit_rows)
         self.position += len(tokens)
         if self._adapter is not None and (change := self._adapter.proposal()) is not None:
@@ -318,8 +324,8 @@ class Engine:
     def _change_cuts(self, change: Adaptation) -> None:
         """Go on with other cuts of the same kernels."""
         self.adaptations.append(change.reason)
-        self.plan = change.solver.plan
-        self.book = self.book.with_plan(change.solver.plan, change.solver)
+        self.plan = self._fitted(change.solver.plan, change.solver)
+        self.book = self.book.with_plan(self.plan, change.solver)
         self._lower()
 
     def _attempt(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
@@ -419,14 +425,9 @@ class Engine:
         if bad is not None:
             raise UserError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
-    def _longest_piece(self) -> int:
-        listed = self.book.token_counts
-        if listed:
-            rest = self.devices[self.book.rest("prefill")].capabilities
-            return min([max(listed), *([max(rest.graph_sizes)] if rest.static_shapes else [])])
-        capabilities = [device.capabilities for device in self.devices.values()]
-        graphs = [max(c.graph_sizes) for c in capabilities if c.static_shapes]
-        return min([LONGEST_PIECE, *graphs])
+    def _fitted(self, plan: ExecutionPlan, source: Solver | None) -> ExecutionPlan:
+        """The plan with calls that these devices can run."""
+        return plan.for_graphs(graphs_of(self.devices), solved=source is not None)
 
     def _covering(self, tokens: int) -> int:
         """The largest padding of a call of so many tokens, on any device."""
@@ -435,19 +436,3 @@ class Engine:
             sizes = device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
             found += [min((size for size in sizes if size >= tokens), default=tokens)]
         return max(found)
-
-    def _piece_sizes(self, phase: Phase) -> tuple[int, ...]:
-        """Token counts that pieces should have: the plan's, else the graphs of a device that has
-        all matmuls of the phase alone.
-        """
-        if self.book.token_counts:
-            return self.book.token_counts
-        kinds = {
-            part.kind
-            for node in self.nodes
-            if node.layer == 0 and node.plan_op is not None
-            for part in self.book.parts(node, phase, 1)
-        }
-        capabilities = [self.devices[kind].capabilities for kind in kinds]
-        sizes = [set(c.graph_sizes) for c in capabilities if c.static_shapes]
-        return tuple(sorted(set.intersection(*sizes))) if sizes else ()

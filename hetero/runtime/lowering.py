@@ -37,7 +37,6 @@ from hetero.runtime.decoder import Node
 from hetero.runtime.groups import NodeGroup
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices, KernelSet
-from hetero.runtime.pieces import padded_size
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.program import (
@@ -51,6 +50,7 @@ from hetero.runtime.program import (
     raise_flags,
 )
 from hetero.runtime.sync import Site, Synchroniser
+from hetero.solver.calls import padded_size
 from hetero.solver.plan import Phase, PlanError
 
 

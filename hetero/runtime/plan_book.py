@@ -10,7 +10,7 @@ from typing import Protocol
 from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.runtime.decoder import Node
-from hetero.runtime.pieces import padded_size
+from hetero.solver.calls import padded_size
 from hetero.solver.plan import PHASES, ExecutionPlan, OpName, OpPlan, Phase, PlanError, Tile
 
 Span = tuple[int, int]
@@ -80,15 +80,6 @@ class PlanBook:
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> PlanBook:
         """The same devices with another plan within the same cuts."""
         return PlanBook(plan, self._capabilities, source=source)
-
-    @property
-    def token_counts(self) -> tuple[int, ...]:
-        """Prefill token counts that the plan lists; empty if it holds for any."""
-        counts = {
-            m for (phase, _), known in self._entries.items() if phase == "prefill" for m in known
-        }
-        listed = tuple(sorted(m for m in counts if m is not None))
-        return listed if listed and self._source is None else ()
 
     @property
     def online(self) -> bool:

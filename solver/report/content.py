@@ -32,8 +32,15 @@ def _kind(plan: ExecutionPlan) -> str:
 def label(total: Total) -> str:
     """`prefill 256` or `decode`."""
     if total.phase == "prefill":
-        return f"prefill, {total.m} tokens"
+        calls = len(total.steps)
+        cut = f" in {calls} calls of up to {max(total.steps)}" if calls > 1 else ""
+        return f"prefill, {total.m} tokens{cut}"
     return f"decode after {total.context} tokens" + (f", {total.m} at once" if total.m > 1 else "")
+
+
+def drawn_tokens(total: Total) -> int:
+    """Of the call that a drawing of a step shows: of a prompt its first one."""
+    return total.steps[0] if total.steps else total.m
 
 
 def gains(plan: ExecutionPlan) -> TableData:

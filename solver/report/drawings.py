@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hetero.solver.report import units
-from hetero.solver.report.content import display, label, where
+from hetero.solver.report.content import display, drawn_tokens, label, where
 
 if TYPE_CHECKING:
     from hetero.solver.plan import ExecutionPlan, FrontPoint, OpPlan, Total
@@ -53,7 +53,7 @@ def block_bars(plan: ExecutionPlan, total: Total) -> list[Bar]:
                "up": "activation", "down": "norm"}  # fmt: skip
     now, bars = 0.0, []
     for op in plan.ops:
-        if op.phase != total.phase or op.m != total.m or op.op == "lm_head":
+        if op.phase != total.phase or op.m != drawn_tokens(total) or op.op == "lm_head":
             continue
         gpu, npu, whole = op.gpu_s or 0.0, op.npu_s or 0.0, op.predicted_s or 0.0
         start = now + whole - max(gpu, npu)  # synchronisation comes first
@@ -128,7 +128,8 @@ def _nice(step: float) -> float:
 
 def cuts(plan: ExecutionPlan, total: Total) -> str:
     """The tiles of every matmul of a step: rows to the right, tokens down, to scale."""
-    ops = [o for o in plan.ops if o.phase == total.phase and o.m == total.m]
+    drawn = drawn_tokens(total)
+    ops = [o for o in plan.ops if o.phase == total.phase and o.m == drawn]
     if not ops:
         return ""
     gap, top = 26, 34
@@ -139,9 +140,9 @@ def cuts(plan: ExecutionPlan, total: Total) -> str:
         width = op.n * scale
         parts.append(text(x, 13, op.op, css="lane"))
         parts.append(text(x, 28, _narrow(op, width), css="small"))
-        parts += _tiles(op, total.m, x, top, width, height)
+        parts += _tiles(op, drawn, x, top, width, height)
         x += width + gap
-    tokens = f"{total.m} token{'s' if total.m > 1 else ''}"
+    tokens = f"{drawn} token{'s' if drawn > 1 else ''}"
     axes = f"rows of the weight to the right (n), {tokens} downwards; n to one scale"
     parts.append(text(0, top + height + 16, axes, css="small"))
     return svg(WIDTH, top + height + 24, parts, f"cuts of {label(total)}")

@@ -1,0 +1,127 @@
+"""What `--device auto` compares devices by: predicted seconds of prompts with their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from hetero.backends.protocol import DeviceKind
+from hetero.backends.registry import EVERY_CORE
+from hetero.solver.handmade import single_device
+from hetero.solver.planner import Planner, Scenario
+from hetero.solver.prepared import PreparedSolver
+from hetero.solver.prompts import prompt_alone
+
+PROMPTS: Final = (64, 256, 1024)  # tokens, where nobody says what prompts will come
+ANSWER_TOKENS: Final = 64
+TENSOR_LEVEL: Final = "tensor level"
+MARGIN: Final = 0.03
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts of these token counts, each once, with an answer of `ANSWER_TOKENS`."""
+
+    prompts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, asked: Sequence[int], context: int | None = None) -> Work:
+        """The lengths that are asked for, else those of `PROMPTS` that a context holds."""
+        room = max(context - ANSWER_TOKENS, 1) if context is not None else max(PROMPTS)
+        return cls(tuple(asked) or tuple(m for m in PROMPTS if m <= room) or (room,))
+
+    def __str__(self) -> str:
+        *most, last = map(str, self.prompts)
+        if not most:
+            return f"a prompt of {last} token{'' if last == '1' else 's'} and {ANSWER_TOKENS} more"
+        return f"prompts of {', '.join(most)} and {last} tokens and {ANSWER_TOKENS} more each"
+
+
+class Seconds(NamedTuple):
+    """Of a prompt, of the calls that it runs in, and of a decode step in the middle of the answer,
+    which attends to the prompt too.
+    """
+
+    prompt_s: float
+    calls: int
+    decode_s: float
+
+    @property
+    def work_s(self) -> float:
+        """The prompt and the answer."""
+        return self.prompt_s + ANSWER_TOKENS * self.decode_s
+
+
+def compare(
+    planner: Planner, solver: PreparedSolver, work: Work, *, kinds: Sequence[str], cores: int = 0
+) -> dict[str, float]:
+    """Predicted seconds of the work on each of `kinds` alone that can do it (`gpu`, `npu`,
+    `EVERY_CORE` where there are so many `cores`), and on both devices.
+    """
+    found: dict[str, float] = {}
+    for name in (*kinds, TENSOR_LEVEL):
+        parts = [_seconds(planner, solver, name, tokens, cores) for tokens in work.prompts]
+        known = [part.work_s for part in parts if part is not None]
+        if len(known) == len(parts):
+            found[name] = sum(known)
+    return found
+
+
+def fastest(seconds: dict[str, float]) -> str:
+    """The name of the fastest; a single device is simpler, so both must be faster by a margin, as a
+    cut must be.
+    """
+    return min(seconds, key=lambda x: seconds[x] / (1 - MARGIN if x == TENSOR_LEVEL else 1.0))
+
+
+def _seconds(
+    planner: Planner, solver: PreparedSolver, name: str, tokens: int, cores: int
+) -> Seconds | None:
+    match name:
+        case "gpu" | "npu":
+            return _alone(planner, "gpu" if name == "gpu" else "npu", tokens)
+        case _ if name == EVERY_CORE:
+            return _on_every_core(planner, tokens, cores)
+    prompt, decode = solver.prompt(tokens), solver.solution_for(answering(tokens))
+    return Seconds(prompt.seconds, len(prompt.calls), decode.seconds)
+
+
+def answering(tokens: int) -> Scenario:
+    """A decode step in the middle of the answer to a prompt."""
+    return Scenario("decode", 1, tokens + ANSWER_TOKENS // 2)
+
+
+def _alone(planner: Planner, kind: DeviceKind, tokens: int) -> Seconds | None:
+    """With everything on one device, in the calls of the plan that is made for it by rule; None if
+    the device cannot do all.
+    """
+    plan = single_device(planner.spec, kind)
+    steps = plan.for_graphs({kind: planner.sizes if kind == "npu" else ()}).steps(tokens)
+    prompt = prompt_alone(planner, steps, kind)
+    decode = planner.single(answering(tokens), kind)
+    if prompt is None or decode is None:
+        return None
+    if {call.rests.device for call in (*prompt.calls, decode)} != {kind}:
+        return None
+    return Seconds(prompt.seconds, len(steps), decode.seconds)
+
+
+def _on_every_core(planner: Planner, tokens: int, cores: int) -> Seconds | None:
+    """With the OpenCL device on every core, from its seconds on one; None where that was not
+    measured, or on more cores than there are here.
+    """
+    spec = planner.spec
+    found = {
+        x.phase: x
+        for x in planner.profile.every_core
+        if x.weight_format == spec.weight_format and x.cores <= cores
+    }
+    one = _alone(planner, "gpu", tokens) if len(found) == 2 else None
+    if one is None:
+        return None
+    return Seconds(
+        found["prefill"].seconds(one.prompt_s, one.calls * spec.layers),
+        one.calls,
+        found["decode"].seconds(one.decode_s, spec.layers),
+    )
