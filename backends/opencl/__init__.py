@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from hetero.backends.errors import DeviceUnavailableError
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
+    from hetero.backends.opencl.reports import DriverReport
 
 
 def open(
@@ -62,20 +62,6 @@ def open(
     )
     place_workers(selected, device, before)
     return device
-
-
-@dataclass(frozen=True)
-class DriverReport:
-    """An installed driver's device and the verdict of its trial. `level` is the best that passed;
-    `said` what each level did; `kept_in` the file that remembers it.
-    """
-
-    driver: str
-    origin: str
-    title: str
-    level: str | None
-    said: str
-    kept_in: Path
 
 
 def driver_reports() -> list[DriverReport]:

@@ -14,7 +14,6 @@ import pyopencl as cl
 
 from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
-from hetero.backends.opencl import DriverReport
 from hetero.backends.opencl.drivers import DRIVERS, loader, threads
 from hetero.backends.opencl.drivers.icd import Candidate, candidates
 from hetero.backends.opencl.drivers.levels import LEVEL_VARIABLE, Level, chosen_level
@@ -25,6 +24,7 @@ from hetero.backends.opencl.proving.compiler import Remote
 from hetero.backends.opencl.proving.supervisor import Supervisor
 from hetero.backends.opencl.proving.trial import Trials, passed_level
 from hetero.backends.opencl.proving.verdicts import DeviceVerdict
+from hetero.backends.opencl.reports import DriverReport
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.registry import EVERY_CORE
 

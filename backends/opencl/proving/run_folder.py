@@ -34,9 +34,9 @@ class RunFolder:
         self.pid = os.getpid()
         self.suspects: list[Path] = []
         problem = None
-        for parent in (lambda: root / RUNS, lambda: Path(tempfile.gettempdir())):
-            try:
-                self.path = self._make(parent())  # a full disk has no folder for temporary files
+        for elsewhere in (False, True):
+            try:  # a full disk has no folder for temporary files either
+                self.path = self._make(Path(tempfile.gettempdir()) if elsewhere else root / RUNS)
             except (OSError, Timeout) as error:
                 problem = problem or error
                 continue
