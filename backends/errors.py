@@ -23,6 +23,12 @@ class DeviceUnavailableError(DeviceError):
     """The device cannot be opened on this machine (no driver, no library, no hardware)."""
 
 
+class KernelBuildError(DeviceError):
+    """A driver's compiler refused a program, crashed or hung: the device is of no use to the model
+    that needs it, another one may be.
+    """
+
+
 class DeviceOptionError(DeviceError):
     """Something that the user asked for by name does not exist or cannot be used here: no other
     device stands in for it.

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from hetero.backends.opencl import every_core_count
+from hetero.backends.opencl import driver_here, driver_of, every_core_count
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.backends.registry import EVERY_CORE
+from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.comparing import TENSOR_LEVEL, Work, compare, fastest
-from hetero.device_set import DeviceMode, backend_name, graphs_of
+from hetero.device_set import DRIVEN, DeviceMode, backend_name, graphs_of
 from hetero.errors import UserError
 from hetero.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
@@ -241,12 +241,29 @@ def _find_profile(wishes: Wishes) -> tuple[DeviceProfile, str]:
         }
         for kind, name in wanted.items():
             record = profile.devices.get(kind)
-            if record is None or record.backend != name:
+            if record is None or record.backend != split_driver(name)[0]:
                 raise ProfileError(
                     f"profile {profile.name} says nothing of {name} as {kind.upper()}: take one "
                     "with `hetero profile`, or name another with --profile"
                 )
+        _check_driver(profile, split_driver(wanted["gpu"]))
     return profile, notice
+
+
+def _check_driver(profile: DeviceProfile, gpu: tuple[str, str | None]) -> None:
+    """Raise `ProfileError` where OpenCL here is another driver than the profile's: PoCL's times say
+    nothing of a graphics card, nor of Intel's runtime.
+    """
+    backend, named = gpu
+    record = profile.devices.get("gpu")
+    if backend not in DRIVEN or record is None or "platform" not in record.details:
+        return
+    taken, here = driver_of(record.details["platform"]), driver_here(named)
+    if here is not None and taken != here:
+        raise ProfileError(
+            f"profile {profile.name} is of the OpenCL driver {taken}, here it is {here}: take one "
+            "with `hetero profile`, or name another with --profile"
+        )
 
 
 def _check_graphs(plan: ExecutionPlan, devices: Mapping[DeviceKind, Device]) -> None:

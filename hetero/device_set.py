@@ -39,6 +39,17 @@ class DeviceSet:
         for device in self.devices.values():
             device.close()
 
+    def without_gpu(self, why: str, npu: str = "auto") -> None:
+        """Go on without the GPU, which cannot compute this model: with the NPU, which is opened if
+        it is not. Warns once. Raises `DeviceUnavailableError` if that cannot be opened either.
+        """
+        self.devices.pop("gpu").close()
+        if "npu" not in self.devices:
+            self.devices["npu"] = open_device(backend_name("npu", npu))
+        self.mode, self.control_core = "npu", assign_cores().control
+        self.fallback = f"running on npu ({self.name('npu')}) alone because {why}"
+        warnings.warn(self.fallback, FallbackWarning, stacklevel=4)
+
     @property
     def numbers(self) -> Literal["measured", "emulated"]:
         """What times of these devices are; emulated ones say nothing of the chip's speed."""

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -21,6 +22,7 @@ from hetero.arguments import (
     check_messages,
     check_prompt,
 )
+from hetero.backends.errors import KernelBuildError
 from hetero.backends.protocol import DeviceKind
 from hetero.bundle import PLAN_FILE, find_bundle
 from hetero.choosing import Choice, Wishes, choose, plan_on
@@ -34,6 +36,7 @@ from hetero.planning import ProfileLike, parse_size
 from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
 from hetero.runtime.sync import SyncMethod
+from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
 
 DEFAULT_CONTEXT = 4096
@@ -120,24 +123,39 @@ class LLM:
         self.devices: DeviceSet = open_devices(
             self.choice.mode, gpu=self.choice.gpu or gpu, npu=npu, compiled=options
         )
+        make = partial(
+            self._make_engine,
+            spec,
+            sync=sync,
+            progress=progress,
+            memory_budget_bytes=budget,
+            max_gpu_share=max_gpu_share,
+            adapt=adapt,
+        )
         try:
-            self.plan = plan_on(self.choice, spec, self.devices.devices)
-            self._engine = Engine(
-                self._loaded.weights,
-                self.plan,
-                self.devices.devices,
-                max_seq_len=self.max_seq_len,
-                control_core=self.devices.control_core,
-                sync=sync,
-                solver=self.choice.solver_on(self.devices.devices),
-                progress=progress,
-                memory_budget_bytes=budget,
-                max_gpu_share=max_gpu_share,
-                adapt=adapt and self.devices.numbers == "measured",
-            )
+            try:
+                self._engine = make()
+            except KernelBuildError as error:
+                self.devices.without_gpu(str(error), npu)
+                self._engine = make()
         except BaseException:
             self.devices.close()
             raise
+
+    def _make_engine(self, spec: ModelSpec, *, adapt: bool, **options: Any) -> Engine:
+        """The engine of the plan on the devices that are open."""
+        devices = self.devices.devices
+        self.plan = plan_on(self.choice, spec, devices)
+        return Engine(
+            self._loaded.weights,
+            self.plan,
+            devices,
+            max_seq_len=self.max_seq_len,
+            control_core=self.devices.control_core,
+            solver=self.choice.solver_on(devices),
+            adapt=adapt and self.devices.numbers == "measured",
+            **options,
+        )
 
     @property
     def engine(self) -> Engine:

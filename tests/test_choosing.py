@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hetero import LLM, UserError
+from hetero.backends.opencl import driver_of
 from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError, ProfileWarning
@@ -311,3 +312,24 @@ def test_the_command_says_its_choice_once(chip: DeviceProfile, tmp_path: Path) -
     assert said.stderr.count("hetero: auto: ") == 1
     assert said.stderr.count("was taken elsewhere") == 1
     assert json.loads(said.stdout.splitlines()[-1])["choice"].startswith("auto: ")
+
+
+@pytest.mark.parametrize(("here", "fits"), [("pocl", True), ("intel", False), ("vendor", False)])
+def test_a_profile_of_another_opencl_driver_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, here: str, fits: bool
+) -> None:
+    """Times of PoCL say nothing of a graphics card; a profile that is asked for is taken."""
+    monkeypatch.setattr("hetero.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.choosing.driver_here", lambda _wanted: here)
+    spec = model_spec("llama-3.2-1b")
+    choice = choose(spec, Wishes(mode="auto"))
+    assert ("the OpenCL driver pocl, here it is" in choice.reason) != fits
+    named = choose(spec, Wishes(mode="auto", profile="host"))
+    assert "OpenCL driver" not in named.reason
+
+
+def test_drivers_are_told_apart_by_what_profiles_have() -> None:
+    assert driver_of("OpenCL 3.0 PoCL 3.0-rc2  Linux, Release, RELOC") == "pocl"
+    assert driver_of("OpenCL 3.1 LINUX") == "intel"
+    assert driver_of("OpenCL 3.0 CUDA 12.4.131") == "vendor"
+    assert driver_of("OpenCL 3.0 QUALCOMM build: commit #1") == "vendor"

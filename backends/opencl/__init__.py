@@ -74,6 +74,26 @@ def driver_reports() -> list[DriverReport]:
     return list(survey())
 
 
+def driver_here(wanted: str | None = None) -> str | None:
+    """Name of the driver that `open` would use (`pocl`, `intel`, `vendor`), None if there is none.
+
+    Tries drivers that never were tried. Raises `DeviceOptionError` for one that is not there.
+    """
+    _spare_pyopencl_cache()
+    try:
+        from hetero.backends.opencl.platform import choose_driver
+    except ImportError:
+        return None
+    return choose_driver(wanted)
+
+
+def driver_of(platform_version: str) -> str:
+    """Name of the driver that reports this platform version, as profiles have it."""
+    if "PoCL" in platform_version:
+        return "pocl"
+    return "intel" if platform_version.endswith(" LINUX") else "vendor"
+
+
 def every_core_count() -> int:
     """Workers that a device opened with `every_core` would have; 0 if it cannot be opened, because
     OpenCL runs in this process with another number.

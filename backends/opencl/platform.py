@@ -98,6 +98,16 @@ def find_device(
     )  # fmt: skip
 
 
+def choose_driver(wanted: str | None) -> str | None:
+    """Name of the driver that `find_device` would take, None where nothing computes right here."""
+    trials = Trials(cache_root())
+    try:
+        chosen = _choose(trials, wanted, chosen_level(), False, loader.loaded())
+    except DeviceUnavailableError:
+        return None
+    return chosen.candidate.driver.name
+
+
 def place_workers(selected: Selected, device: OpenCLDevice, before: set[int]) -> None:
     """Hold a CPU driver's threads to their cores, as far as they are known; `before` are those that
     this process had before the device was made.

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hetero.backends.errors import DeviceError
+from hetero.backends.errors import KernelBuildError
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.proving.compiler import Variant
 
@@ -201,7 +201,7 @@ class Supervisor:
         self.builds = 0
 
     def build(self, source: ProgramSource, variant: Variant | None) -> None:
-        """See `compiler.Builder`."""
+        """See `compiler.Builder`. Raises `KernelBuildError`."""
         self.builds += 1
         question = {
             "do": "build",
@@ -213,14 +213,14 @@ class Supervisor:
             answer = self._ask(question)
         except WorkerGoneError as gone:
             self._worker = None
-            raise DeviceError(
+            raise KernelBuildError(
                 "opencl",
                 f"building {source.name}{'' if variant is None else f' ({variant.kernel})'}",
                 f"the driver's compiler {gone.outcome} ({gone.detail})",
                 _remedy(gone),
             ) from gone
         if "error" in answer:
-            raise DeviceError("opencl", *answer["error"])
+            raise KernelBuildError("opencl", *answer["error"])
 
     def close(self) -> None:
         """End the child."""
