@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import platformdirs
 
-from hetero.backends.processor import cpu_flags
+from hetero.backends.opencl.drivers.levels import chosen_level, processor_levels
 from hetero.profiler.errors import ProfileError
 
 Document: TypeAlias = dict[str, Any]
@@ -146,7 +146,8 @@ def shipped_host() -> str | None:
     is none: 8-bit dot products (AVX-512 VNNI) make the OpenCL kernels 1.5 to 2.5 times as fast.
     """
     names = shipped_names()
-    wanted = ("host",) if "avx512_vnni" in cpu_flags() else ("host-avx2", "host")
+    best = chosen_level() or processor_levels()[0]
+    wanted = ("host",) if best.name == "avx512-vnni" else ("host-avx2", "host")
     return next((name for name in wanted if name in names), None)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hetero import LLM, UserError
 from hetero.backends.opencl import driver_of
+from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError, ProfileWarning
@@ -122,18 +123,19 @@ def test_the_shipped_host_profile_comes_with_a_notice(
 
 
 @pytest.mark.parametrize(
-    ("flags", "shipped", "name"),
+    ("level", "shipped", "name"),
     [
-        ({"avx2", "avx512_vnni"}, ("host", "host-avx2"), "host"),
-        ({"avx2"}, ("host", "host-avx2"), "host-avx2"),
-        (set(), ("host",), "host"),  # of another kind of processor, which the notice says
-        (set(), ("snapdragon-8-gen-3",), None),
+        ("avx512-vnni", ("host", "host-avx2"), "host"),
+        ("avx512", ("host", "host-avx2"), "host-avx2"),
+        ("avx2", ("host", "host-avx2"), "host-avx2"),
+        ("x86-64", ("host",), "host"),  # of another kind of processor, which the notice says
+        ("x86-64", ("snapdragon-8-gen-3",), None),
     ],
 )
 def test_the_shipped_profile_of_a_pc_like_this(
-    monkeypatch: pytest.MonkeyPatch, flags: set[str], shipped: tuple[str, ...], name: str | None
+    monkeypatch: pytest.MonkeyPatch, level: str, shipped: tuple[str, ...], name: str | None
 ) -> None:
-    monkeypatch.setattr("hetero.profiler.files.cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr("hetero.profiler.files.processor_levels", lambda: (LEVELS[level],))
     monkeypatch.setattr("hetero.profiler.files.shipped_names", lambda: shipped)
     assert shipped_host() == name
 
