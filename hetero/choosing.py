@@ -11,6 +11,7 @@ from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE
 from hetero.device_set import DeviceMode, backend_name
 from hetero.errors import UserError
+from hetero.first_start import forget_if_other, scaled_here
 from hetero.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
@@ -100,6 +101,8 @@ def plan_on(choice: Choice, spec: ModelSpec, devices: Mapping[DeviceKind, Device
     kinds = frozenset(devices)
     if choice.profile is not None:
         choice.profile.warn_if_foreign(devices.values())
+    else:
+        forget_if_other(devices.values())
     if choice.plan is not None and choice.plan.devices() <= kinds:
         _check_graphs(choice.plan, devices)
         return choice.plan
@@ -257,7 +260,7 @@ def _find_profile(wishes: Wishes) -> tuple[DeviceProfile, str]:
                     f"profile {profile.name} says nothing of {name} as {kind.upper()}: take one "
                     "with `hetero profile`, or name another with --profile"
                 )
-    return profile, notice
+    return scaled_here(profile, notice)
 
 
 def _check_graphs(plan: ExecutionPlan, devices: Mapping[DeviceKind, Device]) -> None:
