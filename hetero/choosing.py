@@ -12,6 +12,7 @@ from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.comparing import TENSOR_LEVEL, Work, compare, fastest
 from hetero.device_set import DRIVEN, DeviceMode, backend_name, graphs_of
 from hetero.errors import UserError
+from hetero.first_start import forget_if_other, scaled_here
 from hetero.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
@@ -115,6 +116,8 @@ def plan_on(choice: Choice, spec: ModelSpec, devices: Mapping[DeviceKind, Device
     kinds = frozenset(devices)
     if choice.profile is not None:
         choice.profile.warn_if_foreign(devices.values())
+    else:
+        forget_if_other(devices.values())
     if (planned := choice.plan_on(kinds)) is not None:
         _check_graphs(planned, devices)
         return planned.for_graphs(graphs_of(devices), solved=choice.solver is not None)
@@ -247,7 +250,7 @@ def _find_profile(wishes: Wishes) -> tuple[DeviceProfile, str]:
                     "with `hetero profile`, or name another with --profile"
                 )
         _check_driver(profile, split_driver(wanted["gpu"]))
-    return profile, notice
+    return scaled_here(profile, notice)
 
 
 def _check_driver(profile: DeviceProfile, gpu: tuple[str, str | None]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from hetero.errors import UserError
+from hetero.first_start import scaled_here
 from hetero.models import model_spec
 from hetero.profiler import files
 from hetero.profiler.errors import ProfileError
@@ -71,16 +72,16 @@ def plan(
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:
     """The named profile; else this machine's from the cache; else the shipped one of a PC like
-    this, which is said on stderr. Raises `UserError` or `ProfileError`.
+    this, scaled to this machine, which is said on stderr. Raises `UserError` or `ProfileError`.
     """
-    found, notice = locate_profile(profile)
+    found, notice = scaled_here(*locate_profile(profile))
     if notice:
         print(f"hetero: {notice}", file=sys.stderr)
     return found
 
 
 def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
-    """As `find_profile`, with what is to be said (empty if nothing)."""
+    """As `find_profile`, the shipped one as it is, with what is to be said (empty if nothing)."""
     if isinstance(profile, DeviceProfile):
         return profile, ""
     shipped = files.shipped_names()

@@ -202,12 +202,13 @@ def predict(
     """[S] seconds of one kernel."""
     tokens, rows = padded_tokens(device, m), padded_rows(device, n)
     if predictor.model is not None:
-        return predictor.model.seconds(tokens, rows, k)
-    seconds = evaluate_knots(predictor.knots, tokens, rows, k)
-    if predictor.trees:
+        seconds = predictor.model.seconds(tokens, rows, k)
+    else:
+        seconds = evaluate_knots(predictor.knots, tokens, rows, k)
+    if predictor.trees and predictor.model is None:
         columns = features(device, predictor.weight_format, m, n, k)
         seconds = seconds * np.exp(evaluate_trees(predictor.trees, columns))
-    return seconds
+    return seconds * _scale(predictor, tokens) if predictor.scale else seconds
 
 
 def predict_table(
@@ -216,14 +217,21 @@ def predict_table(
     """[M, N] seconds of one kernel for all pairs of token counts m [M] and rows n [N]."""
     tokens, rows = padded_tokens(device, m), padded_rows(device, n)
     if predictor.model is not None:
-        return predictor.model.seconds(tokens[:, None], rows, np.asarray(k))
-    seconds = knots_table(predictor.knots, tokens, rows, k)
-    if predictor.trees:
+        seconds = predictor.model.seconds(tokens[:, None], rows, np.asarray(k))
+    else:
+        seconds = knots_table(predictor.knots, tokens, rows, k)
+    if predictor.trees and predictor.model is None:
         every_m, every_n = (x.ravel() for x in np.meshgrid(m, n, indexing="ij"))
         ks = np.full(len(every_m), k)
         columns = features(device, predictor.weight_format, every_m, every_n, ks)
         seconds *= np.exp(evaluate_trees(predictor.trees, columns)).reshape(seconds.shape)
-    return seconds
+    return seconds * _scale(predictor, tokens)[:, None] if predictor.scale else seconds
+
+
+def _scale(predictor: MatMulPredictor, tokens: Floats) -> Floats:
+    """[S] what the seconds of these token counts, as the device pads them, are multiplied by."""
+    of = predictor.scale
+    return np.where(tokens <= DECODE_TOKENS, of.get("decode", 1.0), of.get("prefill", 1.0))
 
 
 def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k: Floats) -> Bools:

@@ -282,7 +282,9 @@ class MatMulPredictor(Record):
 
     `features` names the trees' columns (`hetero.profiler.predict.FEATURES`); without trees the
     knots are the whole answer (piecewise linear, the GPU). A `model`, where there is one, answers
-    instead of both (simulated chips).
+    instead of both (simulated chips). `scale` multiplies the answers of a phase where a machine is
+    slower or faster than the one that was measured (`hetero.profiler.scaling`; 1 where it is not
+    there).
     """
 
     device: DeviceKind
@@ -292,6 +294,7 @@ class MatMulPredictor(Record):
     model: DeviceModel | None = None
     features: tuple[str, ...] = ()
     trees: tuple[Tree, ...] = ()
+    scale: dict[Phase, Positive] = {}
     measured: ShapeRange
     regimes: Regimes = Regimes()
     validation: tuple[Validation, ...] = ()

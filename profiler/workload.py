@@ -43,7 +43,7 @@ LATE: Final = 0.02  # of a batch's time that its start may be seen late
 POLLED_S: Final = 0.1  # after that a wait sleeps
 BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
 HELD_UP_S: Final = 10 * BATCH_S  # a launch that is longer makes no batch, whatever held it up
-LOOKS: Final = 1  # further launches that are timed before a batch's length is chosen
+LOOKS: Final = 1  # further launches that are timed at least before a batch's length is chosen
 SMALL_LOOKS: Final = 2  # of a small model, where a look costs little
 LONGEST_BATCH: Final = 64  # so many are submitted while the leads run
 KEPT_BYTES: Final = 1 << 31  # kernels beyond this are dropped, least recently used first
@@ -321,7 +321,7 @@ class Workload:
         self.evict(runner, copies)
         return None
 
-    def warm_up(self, runner: Runner) -> float:
+    def warm_up(self, runner: Runner, looks: int = LOOKS) -> float:
         """Launch every copy once, then choose how many launches make a batch. Returns seconds.
 
         It is looked at more than once: where the first launch was held up (30 us, seen after 4 ms)
@@ -333,7 +333,7 @@ class Workload:
         seconds = self.time(runner)
         if runner.device.capabilities.asynchronous and 0 < seconds < HELD_UP_S:
             most = LONGEST_BATCH if self.small else len(runner.calls)  # there copies come again
-            for _ in range(SMALL_LOOKS if self.small else LOOKS):
+            for _ in range(SMALL_LOOKS if self.small else looks):
                 if self.small:
                     runner.batch = _batch(seconds, most)
                 seconds = min(seconds, self.time(runner))

@@ -118,7 +118,8 @@ def test_the_shipped_host_profile_comes_with_a_notice(
     found = choose(spec, Wishes(mode="auto"))
     assert found.notes == (
         "this machine has no profile yet (`hetero profile` takes one), so the shipped profile "
-        "`host` is used",
+        "`host` is used, its times not scaled to this machine because profile here has no times of "
+        "kernels that ran",
     )
 
 

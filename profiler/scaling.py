@@ -1,0 +1,231 @@
+"""A profile for a machine that is slower or faster than the one it was taken on.
+
+The profile's reference kernels are timed here for a second or so, in every weight format of the
+profile. What each took, over what the profile says, is a *factor* of its device, phase and format,
+and `scaled` multiplies the profile's times by the factors.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.cost import CostModel
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.grid import Task
+from hetero.profiler.measure import REFERENCE_SIZES, Settings
+from hetero.profiler.records import (
+    Bandwidth,
+    DeviceProfile,
+    EveryCore,
+    Kind,
+    MatMulPredictor,
+    OtherPredictor,
+    Phase,
+    Regimes,
+    phase_of,
+    typical,
+)
+from hetero.profiler.workload import Runner, Workload
+
+# Seconds here over a profile's, by device, phase and weight format; 1 where nothing is known.
+Factors: TypeAlias = Mapping[Kind, float]
+
+LEAST_SAMPLES: Final = 3  # undisturbed ones of a kernel
+LOOKS: Final = 4  # at a launch, so that one that is held up does not choose the batch
+BATCH_S: Final = 1e-3  # of launches in a queue: of 4 ms as in a profile few were undisturbed
+MOST: Final = 1000.0  # factor that can be: by more no machine differs from another
+PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+
+
+def scaled(profile: DeviceProfile, factors: Factors) -> DeviceProfile:
+    """The profile with the times of every device and phase multiplied.
+
+    A matmul's factor is that of its format. What has no format (the other operators, bandwidths,
+    the reference kernels) has that of the format in which the profile's reference kernels ran,
+    which is its first. Times on every core are the GPU's: they follow it, and so does what they
+    cost besides. Preparation, synchronisation, and how much the devices disturb each other (a
+    ratio) stay as they are.
+    """
+    own = _Own(profile, factors)
+    return profile.model_copy(
+        update={
+            "predictors": tuple(_predictor(p, own) for p in profile.predictors),
+            "matmuls": tuple(
+                row.model_copy(update={"seconds": row.seconds * own.matmul(*row.kind)})
+                for row in profile.matmuls
+            ),
+            "other_predictors": tuple(_other(p, own) for p in profile.other_predictors),
+            "others": tuple(
+                row.model_copy(
+                    update={"seconds": row.seconds * own.rest(row.device, phase_of(row.m))}
+                )
+                for row in profile.others
+            ),
+            "references": tuple(
+                point.model_copy(
+                    update={"seconds": point.seconds * own.rest(point.device, point.phase)}
+                )
+                for point in profile.references
+            ),
+            "bandwidth": _bandwidth(profile.bandwidth, own),
+            "every_core": tuple(_every_core(entry, own) for entry in profile.every_core),
+        }
+    )
+
+
+class _Own:
+    """Factors of one profile's times."""
+
+    def __init__(self, profile: DeviceProfile, factors: Factors) -> None:
+        self._factors = factors
+        self._first = {p.device: p.weight_format for p in reversed(profile.predictors)}
+
+    def matmul(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
+        """Of a format."""
+        return self._factors.get((device, phase, weight_format), 1.0)
+
+    def rest(self, device: DeviceKind, phase: Phase) -> float:
+        """Of what has no format."""
+        first = self._first.get(device)
+        return 1.0 if first is None else self.matmul(device, phase, first)
+
+
+def _predictor(predictor: MatMulPredictor, own: _Own) -> MatMulPredictor:
+    of = {phase: own.matmul(predictor.device, phase, predictor.weight_format) for phase in PHASES}
+    if set(of.values()) == {1.0}:
+        return predictor
+    before = predictor.scale
+    regimes = predictor.regimes
+    return predictor.model_copy(
+        update={
+            "scale": {phase: before.get(phase, 1.0) * of[phase] for phase in PHASES},
+            "regimes": Regimes(
+                bytes_per_s=_times(regimes.bytes_per_s, 1 / of["decode"]),
+                flops_per_s=_times(regimes.flops_per_s, 1 / of["prefill"]),
+                knee_m=_times(regimes.knee_m, of["decode"] / of["prefill"]),
+            ),
+        }
+    )
+
+
+def _other(predictor: OtherPredictor, own: _Own) -> OtherPredictor:
+    prefill, decode = (own.rest(predictor.device, phase) for phase in PHASES)
+    if prefill == decode == 1.0:
+        return predictor
+    few = predictor.coefficients if predictor.decode is None else predictor.decode
+    return predictor.model_copy(
+        update={
+            "coefficients": {
+                name: value * prefill for name, value in predictor.coefficients.items()
+            },
+            "decode": {name: value * decode for name, value in few.items()},
+        }
+    )
+
+
+def _bandwidth(bandwidth: Bandwidth, own: _Own) -> Bandwidth:
+    gpu, npu = (1 / own.rest(kind, "decode") for kind in ("gpu", "npu"))
+    return Bandwidth(
+        gpu_alone_bytes_per_s=_times(bandwidth.gpu_alone_bytes_per_s, gpu),
+        npu_alone_bytes_per_s=_times(bandwidth.npu_alone_bytes_per_s, npu),
+        gpu_together_bytes_per_s=_times(bandwidth.gpu_together_bytes_per_s, gpu),
+        npu_together_bytes_per_s=_times(bandwidth.npu_together_bytes_per_s, npu),
+    )
+
+
+def _every_core(entry: EveryCore, own: _Own) -> EveryCore:
+    factor = own.matmul("gpu", entry.phase, entry.weight_format)
+    return entry.model_copy(update={"layer_s": entry.layer_s * factor})
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def reference_tasks(profile: DeviceProfile) -> tuple[Task, ...]:
+    """The reference kernels of every device and phase, in every format that the profile has of it.
+
+    Raises `ProfileError` for a profile that measured no kernels (of a simulated chip).
+    """
+    formats = dict.fromkeys(row.kind for row in profile.matmuls if row.order == "plain")
+    found = [
+        _reference(profile, device, phase, weight_format)
+        for device, phase, weight_format in formats
+    ]
+    if not found:
+        raise ProfileError(f"profile {profile.name} has no times of kernels that ran")
+    return tuple(found)
+
+
+def _reference(
+    profile: DeviceProfile, device: DeviceKind, phase: Phase, weight_format: WeightFormat
+) -> Task:
+    m, n, k = REFERENCE_SIZES[phase]
+    record = profile.devices[device].capabilities
+    if record.static_shapes and record.graph_sizes:
+        m = min(record.graph_sizes, key=lambda size: abs(size - m))
+    return Task(device, weight_format, "plain", m, n, k)
+
+
+def prepare_references(workload: Workload, tasks: Sequence[Task]) -> list[Runner]:
+    """Each kernel with cold weights, warmed up. Raises what the devices raise."""
+    runners = [workload.runner(task) for task in tasks]
+    for runner in runners:
+        seconds = workload.warm_up(runner, LOOKS)
+        runner.batch = min(runner.batch, math.ceil(BATCH_S / seconds))
+    return runners
+
+
+def time_references(
+    workload: Workload, runners: Sequence[Runner], for_s: float, most_s: float
+) -> list[float]:
+    """Median seconds of each kernel, out of cache, from samples in turns for `for_s`.
+
+    As in a profile, samples during which a thread of ours waited for a core do not count. The next
+    sample is of a kernel that has the fewest which do, so that other programs, which take one core
+    more than the other, leave some of each. Raises `ProfileError` if after `most_s` a kernel has
+    too few.
+    """
+    now, order = workload.clock.now, np.random.default_rng(0)
+    clean: list[list[float]] = [[] for _ in runners]
+    start_s, taken = now(), 0
+    while now() < start_s + for_s or min(map(len, clean)) < LEAST_SAMPLES:
+        if now() >= start_s + most_s:
+            busy = taken > 2 * sum(map(len, clean))
+            why = "other programs keep the cores busy" if busy else "its reference kernels are slow"
+            raise ProfileError(f"{why} (too few timings in {most_s:g} s)")
+        index = min(range(len(runners)), key=lambda i: (len(clean[i]), order.random()))
+        seconds, waited_s = workload.timed(runners[index])
+        taken += 1
+        if waited_s <= Settings().disturbed * seconds:
+            clean[index].append(seconds)
+    return [statistics.median(found) for found in clean]
+
+
+def factors_of(
+    profile: DeviceProfile, tasks: Sequence[Task], seconds: Sequence[float]
+) -> dict[Kind, float]:
+    """Factors from the medians of the reference kernels.
+
+    A profile's seconds are means, so medians are first multiplied by what is typical of their kind;
+    and they are those of its predictors, which plans are made from: a single row of a noisy hour
+    was 21 % off. Raises `ProfileError` for times that cannot be.
+    """
+    cost = CostModel(profile)
+    skews = typical(profile.matmuls, lambda row: row.skew)
+    found: dict[Kind, float] = {}
+    for task, median_s in zip(tasks, seconds, strict=True):
+        kind = (task.device, phase_of(task.m), task.weight_format)
+        predicted = cost.matmul_s(task.device, task.weight_format, task.m, task.n, task.k)
+        factor = median_s * skews.get(kind, 1.0) / float(predicted.seconds)
+        if not 1 / MOST <= factor <= MOST:  # NaN is not either
+            raise ProfileError(f"a reference kernel of the {task.device} took {median_s:g} s")
+        found[kind] = factor
+    return found
