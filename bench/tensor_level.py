@@ -142,8 +142,9 @@ class Worker:
 def be_worker(options: dict[str, Any]) -> None:
     """Answer a `Worker` until it closes its end."""
     with LLM(**options) as llm:
-        about = {"plan": json.loads(llm.plan.model_dump_json()), "choice": llm.choice.reason}
-        print(json.dumps(about), flush=True)
+        runs = [llm.plan.plan_id, *(llm.devices.name(kind) for kind in KINDS)]
+        plan = json.loads(llm.plan.model_dump_json())
+        print(json.dumps({"plan": plan, "choice": llm.choice.reason, "runs": runs}), flush=True)
         one = Contender("", llm.plan, llm.engine)
         for line in sys.stdin:
             what = json.loads(line)
@@ -198,15 +199,19 @@ def contender(
     return Contender(name, plan, engine)
 
 
-def chosen(name: str, model: str, profile: str, weights: str, lengths: list[int]) -> Contender:
-    """What a user gets who names no plan, in a process of its own."""
+def chosen(name: str, known: dict[str, Contender], lengths: list[int], **options: str) -> Contender:
+    """What a user gets who names no plan, in a process of its own. Two that run the same share what
+    is measured of either.
+    """
     context = max(*lengths, CONTEXT) + SPACE
-    worker = Worker(
-        model=model, profile=profile, weights=weights, prompt_lengths=lengths, max_seq_len=context,
-        **CHOICES[name],
-    )  # fmt: skip
+    worker = Worker(**options, prompt_lengths=lengths, max_seq_len=context, **CHOICES[name])
     print(f"{name}: {worker.about['choice']}", flush=True)
-    return Contender(name, ExecutionPlan.model_validate(worker.about["plan"]), worker)
+    one = Contender(name, ExecutionPlan.model_validate(worker.about["plan"]), worker)
+    for other in known.values():
+        runs = other.engine.about["runs"] if isinstance(other.engine, Worker) else ()
+        if runs == worker.about["runs"]:
+            one.times, one.means = other.times, other.means
+    return one
 
 
 def run_prompt(one: Contender, m: int) -> float:
@@ -399,8 +404,8 @@ def main() -> None:
     strategies |= {name: name for name in arguments.strategies.split(",") if name}
     found = {n: contender(n, loaded, profile, s, lengths) for n, s in strategies.items()}
     for name in filter(None, arguments.choices.split(",")):
-        about = (arguments.model, arguments.profile, arguments.weights, lengths)
-        found[name] = chosen(name, *about)
+        given = {x: getattr(arguments, x) for x in ("model", "profile", "weights")}
+        found[name] = chosen(name, found, lengths, **given)
     if arguments.save_plan:
         found["tensor"].plan.save(arguments.save_plan)
     drift = Drift(profile)
