@@ -157,10 +157,9 @@ def load_either(path: str) -> ExecutionPlan | DeviceProfile:
     """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
     if path in files.shipped_names() and not Path(path).exists():
         return DeviceProfile.load(path)
-    document = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # what is wrong is said below
-        if Path(path).stat().st_size <= files.LONGEST_FILE_BYTES:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
+    text, document = files.read_profile(path), None
+    with contextlib.suppress(ValueError, RecursionError):  # what is wrong is said below
+        document = json.loads(text)
     if isinstance(document, dict) and "ops" in document:
-        return ExecutionPlan.load(path)
-    return DeviceProfile.load(path)
+        return ExecutionPlan.parse(text, path)
+    return DeviceProfile.parse(text, path)

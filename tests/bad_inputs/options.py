@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from tests.bad_inputs.case import GENERATE, BadInput, Change, replaced
@@ -155,7 +156,58 @@ FULL: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
               "{work}/p.json"), "cannot write the plan {work}/p.json", 512),
 )  # fmt: skip
 
+ENDLESS = "larger than 64 MiB"
+SILENT = "nothing comes from this pipe"
+HOST = ("--profile", "host", "--seq-lens", "64")
+# (what reads it, the command, the largest text that it takes)
+READERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("a plan to run", (*GENERATE, "--plan", "{it}"), ENDLESS),
+    ("a profile to run by", (*GENERATE, "--profile", "{it}", "--device", "hetero", "--strategy",
+                             "row-cut"), ENDLESS),
+    ("a profile to plan by", ("plan", "llama-3-8b", "--profile", "{it}"), ENDLESS),
+    ("a plan to compare", ("plan", "llama-3-8b", *HOST, "--compare", "{it}"), ENDLESS),
+    ("a report", ("report", "{it}", "--out", "{work}/r.html"), ENDLESS),
+    ("a text to score", ("eval", "{dir}", "--text", "{it}"), "larger than 256 MiB"),
+    ("a text to calibrate", ("quantize", "{dir}", "--out", "{work}/o", "--calibrate", "{it}"),
+     "larger than 256 MiB"),
+)  # fmt: skip
+
+
+def pipe(work: Path) -> None:
+    """A pipe that nobody writes to."""
+    os.mkfifo(work / "pipe")
+
+
+def special(name: str, path: str, sentence: str | None, change: Change = pipe) -> list[BadInput]:
+    """Every command that reads a file, given another thing."""
+    return [
+        BadInput(
+            f"{what}: {name}",
+            sentence or large,
+            tuple(word.replace("{it}", path) for word in words),
+            change,
+        )
+        for what, words, large in READERS
+    ]
+
+
+def sparse(work: Path) -> None:
+    """A file of 3 GB that takes no room."""
+    with (work / "sparse").open("wb") as file:
+        file.truncate(3 << 30)
+
+
 CASES = [
+    *special("a silent pipe", "{work}/pipe", SILENT),
+    *special("zeros without end", "/dev/zero", None, lambda _: None),
+    *special("3 GB of zeros", "{work}/sparse", None, sparse),
+    *special("a folder", "{work}", "directory", lambda _: None),
+    BadInput("profile: onto a folder", "cannot write", ("profile", "--out", "{work}")),
+    BadInput("plan: onto a folder", "cannot write", ("plan", "llama-3-8b", *HOST, "--out",
+                                                     "{work}")),
+    BadInput("plan: onto a pipe", "nobody reads this pipe", ("plan", "llama-3-8b", *HOST, "--out",
+                                                             "{work}/pipe"), pipe),
+    BadInput("trace: onto a folder", "cannot write the trace", (*GENERATE, "--trace", "{work}")),
     *(BadInput(f"option {' '.join(x)[:40]}", s, (*GENERATE, *x)) for x, s in OPTIONS),
     *(BadInput(n, s, tuple(w.replace("{mixed}", "{quantised}") for w in words), change_for(words))
       for n, words, s in COMMANDS),
