@@ -224,7 +224,7 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     from hetero.backends.qnn import QnnDevice
     from hetero.backends.qnn import open as open_qnn
 
-    state = _state(plan)
+    state, out = _state(plan), out.expanduser().resolve()  # the compiler works in other folders
     _begin(plan, out, state)
     stored = open_model(out, weights=plan.request.weights)
     atomic_write(out / PLAN_FILE, plan.plan.model_dump_json(indent=1) + "\n")

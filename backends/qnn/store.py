@@ -90,7 +90,7 @@ class GraphStore:
 
     def __init__(self, target: Target, directory: Path | None) -> None:
         self.target = target
-        self.directory = directory
+        self.directory = directory and directory.absolute()  # the compiler works in others
         self.counts = StoreCounts()
         self._about = describe_target(target)
         self._compiler = Compiler(target)
