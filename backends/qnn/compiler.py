@@ -136,7 +136,7 @@ class Compiler:
 def _start(target: Target) -> subprocess.Popen[str]:
     about = {"chip": asdict(target.chip), "library": str(target.library.path)}
     return subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import serve; serve()", json.dumps(about)],
+        [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()", json.dumps(about)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
