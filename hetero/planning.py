@@ -110,16 +110,15 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 def parse_size(value: str | int) -> int:
     """Bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
-    if isinstance(value, int):
-        return value
+    value = str(value)
     digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = value.strip()[len(digits) :].strip().lower()
     try:
         found = float(digits) * _UNITS[unit]
     except (ValueError, KeyError):
         raise UserError(f"{value!r} is not a size: write it like 4GiB or 500MB") from None
-    if not 0 < found < 2**63:
-        raise UserError(f"{value!r} is not a size above zero: write it like 4GiB or 500MB")
+    if not 1 <= found < 2**63:
+        raise UserError(f"{value!r} is not a size of at least a byte: write it like 4GiB or 500MB")
     return int(found)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.bad_inputs.case import GENERATE, BadInput, Change, replaced
 
 LONG = "word " * 500
+HOST = ("--profile", "host", "--seq-lens", "64")
+MANY = ",".join(map(str, range(1, 3001)))  # its beginning has one more than is solved
 OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--max-tokens", "0"), "'--max-tokens'"),
     (("--max-tokens", "many"), "'--max-tokens'"),
@@ -16,6 +18,12 @@ OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--temperature", "nan"), "temperature must be at least 0, got nan"),
     (("--temperature", "inf"), "temperature must be at least 0, got inf"),
     (("--temperature", "hot"), "'--temperature'"),
+    (("--temperature", "1e-320"), "temperature must be 0 (the likeliest token) or from 1e-30 to"),
+    (("--temperature", "1e300"), "temperature must be 0 (the likeliest token) or from 1e-30 to"),
+    (("--repetition-penalty", "1e-45"), "repetition_penalty must be from 1e-30 to 1e+30"),
+    (("--frequency-penalty", "-1e308"), "frequency_penalty must be within ±10000, got -1e+308"),
+    (("--presence-penalty", "-1e308"), "presence_penalty must be within ±10000, got -1e+308"),
+    (("--memory-budget", "0.5"), "is not a size of at least a byte"),
     (("--top-k", "-1"), "top_k must be at least 0 (0 keeps all), got -1"),
     (("--top-k", "1.5"), "'--top-k'"),
     (("--top-p", "0"), "top_p must be in (0, 1], got 0"),
@@ -87,6 +95,25 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("plan: an unknown model", ("plan", "lama-3-8b"), "did you mean"),
     ("plan: lengths", ("plan", "llama-3-8b", "--seq-lens", "a,b"), "give token counts like 64,256"),
     ("plan: a length of 0", ("plan", "llama-3-8b", "--seq-lens", "0"), "--seq-lens"),
+    ("plan: a length beyond 64 bits", ("plan", "llama-3-8b", *HOST, "--seq-lens", "9" * 20),
+     "prompt lengths are token counts from 1 to 1048576, got [99999999999999999999]"),
+    ("plan: 3000 lengths", ("plan", "llama-3-8b", *HOST, "--seq-lens", MANY),
+     "at most 128 prompt lengths are solved, got 3000"),
+    ("plan: 13 lengths and any sizes", ("plan", "llama-3-8b", *HOST, "--graph-sizes", "auto",
+                                        "--seq-lens", MANY[:29]),
+     "at most 12 prompt lengths are solved with --graph-sizes auto, got 13"),
+    ("plan: 3000 graph sizes", ("plan", "llama-3-8b", *HOST, "--graph-sizes", MANY),
+     "at most 64 graph sizes are solved, got 3000"),
+    ("plan: a graph beyond 64 bits", ("plan", "llama-3-8b", *HOST, "--graph-sizes", "9" * 20),
+     "graph sizes are token counts from 1 to 1048576"),
+    ("plan: a context beyond 64 bits", ("plan", "llama-3-8b", *HOST, "--context", "9" * 20),
+     "--context is from 0 to 1048576 tokens"),
+    ("plan: a budget of half a byte", ("plan", "llama-3-8b", *HOST, "--memory-budget", "0.5"),
+     "is not a size of at least a byte"),
+    ("bench: rounds without end", ("bench", "{dir}", "-r", "99999999999999"), "'-r'"),
+    ("bench: a prompt without end", ("bench", "{dir}", "-p", "9" * 20), "'-p'"),
+    ("sync-bench: rounds without end", ("sync-bench", "-r", "99999999999999"), "'-r'"),
+    ("profile: no time at all", ("profile", "--budget", "1e-320"), "--budget is a time such as"),
     ("plan: no length", ("plan", "llama-3-8b", "--seq-lens", ""), "--seq-lens"),
     ("plan: graph sizes", ("plan", "llama-3-8b", "--graph-sizes", "x"), "--graph-sizes"),
     ("plan: objective", ("plan", "llama-3-8b", "--objective", "beauty"), "'--objective'"),
@@ -158,7 +185,6 @@ FULL: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
 
 ENDLESS = "larger than 64 MiB"
 SILENT = "nothing comes from this pipe"
-HOST = ("--profile", "host", "--seq-lens", "64")
 # (what reads it, the command, the largest text that it takes)
 READERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("a plan to run", (*GENERATE, "--plan", "{it}"), ENDLESS),
