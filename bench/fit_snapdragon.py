@@ -22,6 +22,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from simulated_profile import BYTES_PER_WEIGHT, Chip, build_profile
 
+from hetero.backends.files import atomic_write
 from hetero.models import model_spec
 from hetero.profiler.device_model import GpuShader, NpuArray
 from hetero.profiler.records import DeviceProfile, Power
@@ -308,7 +309,7 @@ def main() -> int:
         return 1 if stale else 0
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        atomic_write(path, text)
     return 0
 
 

@@ -30,6 +30,7 @@ import pyopencl as cl
 from onnx import TensorProto, helper, numpy_helper
 
 from hetero.backends import opencl
+from hetero.backends.files import atomic_write
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.program_source import source, uncached
@@ -337,7 +338,7 @@ def main() -> None:
                 )
                 report["rows"] += [asdict(row) for row in rows]
     if options.json:
-        options.json.write_text(json.dumps(report | {"roofline": asdict(roofline)}, indent=1))
+        atomic_write(options.json, json.dumps(report | {"roofline": asdict(roofline)}, indent=1))
 
 
 if __name__ == "__main__":

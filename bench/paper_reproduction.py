@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from hetero.backends.files import atomic_write
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import force, latency_s
@@ -367,7 +368,7 @@ def main(load: Callable[[str], DeviceProfile] = DeviceProfile.load) -> int:
     print("\nWhat the components contradict:\n\n" + "\n".join(f"- {c}" for c in CONTRADICTIONS))
     if target is not None:
         rows = [c._asdict() | {"ratio": c.ratio, "verdict": c.verdict} for c in found]
-        target.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        atomic_write(target, json.dumps(rows, indent=1) + "\n")
     missed = [c for c in found if c.verdict == "MISSED"]
     return 1 if missed or any("MISSED" in line for line in ranks) else 0
 

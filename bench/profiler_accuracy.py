@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from hetero.backends.affinity import assign_cores, pinned
+from hetero.backends.files import atomic_write
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.device_set import open_devices
@@ -202,7 +203,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         second = profile_devices(opened.devices, options) if arguments.repeat else None
     opened.close()
     if arguments.rows is not None:
-        arguments.rows.write_text("".join(row.model_dump_json() + "\n" for row in held))
+        atomic_write(arguments.rows, "".join(row.model_dump_json() + "\n" for row in held))
     return figures(first, held, second)
 
 
@@ -249,7 +250,7 @@ def main() -> None:
     text = json.dumps(found, indent=1, default=str)
     print(text)
     if arguments.out is not None:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+        atomic_write(arguments.out, text + "\n")
 
 
 if __name__ == "__main__":

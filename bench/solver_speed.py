@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from hetero.backends.files import atomic_write
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
@@ -128,7 +129,7 @@ def main() -> int:
     print(table(found))
     if options.json is not None:
         rows = [x._asdict() for x in found]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        atomic_write(options.json, json.dumps(rows, indent=1) + "\n")
     return 0 if all(x.met for x in found) else 1
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hetero.backends.files import LONGEST_DOCUMENT_BYTES, read_file
 from hetero.errors import ModelError
 
 BUNDLE_FILE = "compiled.json"
@@ -81,7 +82,7 @@ def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:
     if not path.is_file():
         return None
     try:
-        return BundleManifest.model_validate_json(path.read_bytes())
+        return BundleManifest.model_validate_json(read_file(path, LONGEST_DOCUMENT_BYTES))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "document"

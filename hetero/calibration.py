@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.files import LONGEST_TEXT_BYTES
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat, weight_names
 from hetero.backends.protocol import CACHE_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import Program, program
@@ -216,7 +217,7 @@ def calibrated(
     Raises `UserError` for a text that cannot be read or says nothing.
     """
     loaded = open_model(model, weights="f32")
-    words = read_text(text)
+    words = read_text(text, LONGEST_TEXT_BYTES)
     tokens = loaded.encode(words)[:limit] if words.strip() else []
     if len(tokens) < GROUP_SIZE:
         raise UserError(

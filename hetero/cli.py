@@ -44,7 +44,8 @@ from hetero.models.quantized import check_destination
 from hetero.models.quantized import save as save_quantized
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.solver.plan import PlanError
-from hetero.sync_bench import run_sync_bench
+from hetero.solver.request import MOST_TOKENS
+from hetero.sync_bench import MOST_ROUNDS, run_sync_bench
 
 app = typer.Typer(
     name="hetero",
@@ -108,9 +109,13 @@ def quantize(
 @app.command()
 def bench(
     model: ModelArgument,
-    prompt_tokens: Annotated[int, typer.Option("-p", min=1, help="Prompt tokens.")] = 256,
-    decode_tokens: Annotated[int, typer.Option("-n", min=0, help="Decoded tokens.")] = 64,
-    rounds: Annotated[int, typer.Option("-r", min=1, help="Rounds.")] = 5,
+    prompt_tokens: Annotated[
+        int, typer.Option("-p", min=1, max=MOST_TOKENS, help="Prompt tokens.")
+    ] = 256,
+    decode_tokens: Annotated[
+        int, typer.Option("-n", min=0, max=MOST_TOKENS, help="Decoded tokens.")
+    ] = 64,
+    rounds: Annotated[int, typer.Option("-r", min=1, max=1000, help="Rounds.")] = 5,
     device: Annotated[
         list[DeviceChoice] | None, typer.Option("--device", help="Repeat to compare.")
     ] = None,
@@ -156,7 +161,9 @@ def sync_bench(
     gpu: GpuOption = "auto",
     rounds: Annotated[
         int | None,
-        typer.Option("-r", min=5, help="Waits of each kind (default: a second of each)."),
+        typer.Option(
+            "-r", min=5, max=MOST_ROUNDS, help="Waits of each kind (default: a second of each)."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -231,8 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
         _silence_stdout()
         code = 0
     except SystemExit as ended:
-        # Typer ends with 1 where the reader went away (`| head`), and puts a wrapper around stdout.
-        if type(sys.stdout).__name__ != "PacifyFlushWrapper":
+        # Where the reader went away (`| head`), Typer and Rich end with 1.
+        if not isinstance(ended.__context__, BrokenPipeError):
             raise
         _silence_stdout()
         code = 0 if ended.code == 1 else ended.code

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hetero.cli_options import stderr
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.planning import find_profile, load_either, parse_lengths, parse_size, parse_tokens
@@ -110,7 +111,9 @@ def plan_command(
         curves=report is not None,
     )
     spec = model_spec(model, weights)
-    found = make_plan(spec, find_profile(profile), request)
+    measured = find_profile(profile)
+    with stderr.status("solving"):
+        found = make_plan(spec, measured, request)
     others = [] if compare is None else [_other(compare, spec, request)]
     if out is not None:
         found.save(out)

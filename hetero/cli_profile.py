@@ -166,7 +166,8 @@ def _as_user_error() -> Iterator[None]:
 def _progress() -> Iterator[Callable[[Event], None]]:
     """A bar on stderr with what is measured, how much of the grid, and the time that is left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
+    silent = not stderr.is_terminal
+    with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
         shown = bar.add_task("opening devices", total=None)
 
         def show(event: Event) -> None:

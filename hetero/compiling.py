@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import WeightValue
 from hetero.backends.registry import find
@@ -224,10 +225,10 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     from hetero.backends.qnn import QnnDevice
     from hetero.backends.qnn import open as open_qnn
 
-    state = _state(plan)
+    state, out = _state(plan), out.expanduser().resolve()  # the compiler works in other folders
     _begin(plan, out, state)
     stored = open_model(out, weights=plan.request.weights)
-    (out / PLAN_FILE).write_text(plan.plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    atomic_write(out / PLAN_FILE, plan.plan.model_dump_json(indent=1) + "\n")
     device = open_qnn(
         soc=plan.request.soc,
         graph_sizes=plan.sizes,
@@ -238,7 +239,7 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     with device:
         records = _compile_all(plan, stored, device.store, note or (lambda *_: None))
         manifest = _manifest(plan, out, device.store, records)
-    (out / BUNDLE_FILE).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    atomic_write(out / BUNDLE_FILE, manifest.model_dump_json(indent=1) + "\n")
     (out / STATE_FILE).unlink(missing_ok=True)
     return manifest
 
@@ -274,13 +275,13 @@ def _begin(plan: Compilation, out: Path, state: Mapping[str, Any]) -> None:
             shutil.rmtree(out)
         save(plan.loaded.weights, out, name=plan.loaded.name)
         _copy_licences(plan.loaded, out)
-    (out / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    atomic_write(out / STATE_FILE, json.dumps(state))
 
 
 def _read_state(out: Path) -> Any:
     try:
-        return json.loads((out / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(read_file(out / STATE_FILE, LONGEST_DOCUMENT_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.files import LONGEST_TEXT_BYTES, read_text
 from hetero.errors import UserError
 from hetero.llm import LLM
 from hetero.sampling import log_softmax
@@ -52,10 +53,11 @@ class Evaluation:
 def read_tokens(llm: LLM, path: Path, limit: int | None = None) -> list[int]:
     """Token ids of a text file. Raises `UserError` if there is not enough text to score."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LONGEST_TEXT_BYTES)
     except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{path}: cannot be read as UTF-8 text ({error}); give a text file"
+            f"{path}: cannot be read as UTF-8 text ({why}); give a text file"
         ) from error
     tokens = llm.encode(text)[:limit] if text.strip() else []
     if len(tokens) < 2:

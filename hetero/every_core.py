@@ -109,7 +109,7 @@ def _small_layers() -> int:
 def _in_process(
     backend: str, formats: Sequence[WeightFormat], cores: Sequence[int]
 ) -> dict[WeightFormat, dict[str, float]]:
-    command = [sys.executable, "-m", "hetero.every_core", "--backend", backend]
+    command = [sys.executable, "-P", "-m", "hetero.every_core", "--backend", backend]
     command += ["--cores", ",".join(map(str, cores))]
     command += ["--weights", ",".join(formats)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONGEST_S)

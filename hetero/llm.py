@@ -23,6 +23,7 @@ from hetero.arguments import (
     check_prompt,
 )
 from hetero.backends.errors import KernelBuildError
+from hetero.backends.files import is_replaceable
 from hetero.backends.protocol import DeviceKind
 from hetero.bundle import PLAN_FILE, find_bundle
 from hetero.choosing import Choice, Wishes, choose, plan_on
@@ -277,6 +278,12 @@ class LLM:
         engine = self._engine
         if not Path(path).absolute().parent.is_dir():
             raise UserError(f"cannot write the trace {path}: its folder is not there; create it")
+        try:
+            is_replaceable(path)
+        except OSError as error:
+            raise UserError(
+                f"cannot write the trace {path} ({error.strerror}): choose another path"
+            ) from error
         with self._turn():
             engine.start_trace()
         try:

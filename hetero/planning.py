@@ -113,16 +113,15 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 def parse_size(value: str | int) -> int:
     """Bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
-    if isinstance(value, int):
-        return value
+    value = str(value)
     digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = value.strip()[len(digits) :].strip().lower()
     try:
         found = float(digits) * _UNITS[unit]
     except (ValueError, KeyError):
         raise UserError(f"{value!r} is not a size: write it like 4GiB or 500MB") from None
-    if not 0 < found < 2**63:
-        raise UserError(f"{value!r} is not a size above zero: write it like 4GiB or 500MB")
+    if not 1 <= found < 2**63:
+        raise UserError(f"{value!r} is not a size of at least a byte: write it like 4GiB or 500MB")
     return int(found)
 
 
@@ -160,10 +159,9 @@ def load_either(path: str) -> ExecutionPlan | DeviceProfile:
     """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
     if path in files.shipped_names() and not Path(path).exists():
         return DeviceProfile.load(path)
-    document = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # what is wrong is said below
-        if Path(path).stat().st_size <= files.LONGEST_FILE_BYTES:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
+    text, document = files.read_profile(path), None
+    with contextlib.suppress(ValueError, RecursionError):  # what is wrong is said below
+        document = json.loads(text)
     if isinstance(document, dict) and "ops" in document:
-        return ExecutionPlan.load(path)
-    return DeviceProfile.load(path)
+        return ExecutionPlan.parse(text, path)
+    return DeviceProfile.parse(text, path)

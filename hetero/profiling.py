@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hetero.backends.affinity import assign_cores, pinned
 from hetero.backends.errors import DeviceError
@@ -22,6 +22,9 @@ from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
 from hetero.solver.model_spec import ModelSpec
 from hetero.step_cost import measure_step_s
+
+SHORTEST_BUDGET_S: Final = 1.0
+LONGEST_BUDGET_S: Final = 1e6
 
 
 def profile_device(
@@ -44,6 +47,11 @@ def profile_device(
     model instead of the default grid, its weights in the caches as far as they would be. Raises
     `ProfileError` and `UserError` for what cannot be.
     """
+    if budget_s is not None and not SHORTEST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
+        raise UserError(
+            f"budget_s is from {SHORTEST_BUDGET_S:g} to {LONGEST_BUDGET_S:g} seconds, got "
+            f"{budget_s}"
+        )
     formats = _formats(weights)
     of_model = {} if model is None else model_options(model_spec(model), formats)
     options = Options(
@@ -103,7 +111,7 @@ def parse_budget(text: str) -> float:
         seconds = float(number) * (factor or 1.0)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < 1e6:
+    if not SHORTEST_BUDGET_S <= seconds <= LONGEST_BUDGET_S:
         raise UserError(f"--budget is a time such as 90s, 10m or 1h, got {text!r}")
     return seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from hetero.errors import UserError
 
 Logits = npt.NDArray[np.float32]
 LARGEST_BIAS = 1e4
+LARGEST_FACTOR = 1e30  # of a temperature, and its inverse: the arithmetic stays finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,16 @@ class SamplingParams:
         self._check_types()
         rules = (
             ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("temperature", not self.temperature or _is_factor(self.temperature), _FACTOR_OR_0),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("repetition_penalty", _is_factor(self.repetition_penalty), _FACTOR),
             ("frequency_penalty", abs(self.frequency_penalty) < math.inf, "a finite number"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= LARGEST_BIAS, _BIAS),
             ("presence_penalty", abs(self.presence_penalty) < math.inf, "a finite number"),
+            ("presence_penalty", abs(self.presence_penalty) <= LARGEST_BIAS, _BIAS),
             ("seed", self.seed is None or self.seed >= 0, "at least 0"),
         )
         for name, holds, rule in rules:
@@ -84,6 +90,9 @@ class SamplingParams:
             raise UserError(f"logit_bias must map token ids to numbers, got {bias!r}")
 
 
+_BIAS = f"within ±{LARGEST_BIAS:g}"
+_FACTOR = f"from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}"
+_FACTOR_OR_0 = f"0 (the likeliest token) or {_FACTOR}"
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -92,6 +101,10 @@ _NUMBERS = (
     "frequency_penalty",
     "presence_penalty",
 )
+
+
+def _is_factor(value: float) -> bool:
+    return 1 / LARGEST_FACTOR <= value <= LARGEST_FACTOR
 
 
 def _is_whole(value: object) -> bool:
@@ -128,7 +141,7 @@ class Sampler:
 
         `context` (prompt and answer) is what repetition_penalty looks at, `generated` (the answer)
         the other penalties. Ties go to the lowest id. Raises `ValueError` if a logit is not a
-        number.
+        number, which the engine would have found before.
         """
         scores = self._penalised(logits, context, generated)
         best = int(np.argmax(scores))
@@ -141,29 +154,28 @@ class Sampler:
 
     def _penalised(
         self, logits: Logits, context: Sequence[int], generated: Sequence[int]
-    ) -> Logits:
+    ) -> npt.NDArray[np.floating[Any]]:
+        """In float64 where anything is changed: no penalty that is allowed overflows it."""
         params = self.params
         counted = params.frequency_penalty or params.presence_penalty
         if params.repetition_penalty == 1.0 and not counted and not params.logit_bias:
             return logits
-        scores = logits.copy()
+        scores = logits.astype(np.float64)
         if params.repetition_penalty != 1.0 and len(context):
             seen = np.unique(np.asarray(context, dtype=np.int64))
-            penalty = np.float32(params.repetition_penalty)
+            penalty = params.repetition_penalty
             scores[seen] = np.where(
                 scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty
             )
         if counted and len(generated):
             ids, counts = np.unique(np.asarray(generated, dtype=np.int64), return_counts=True)
-            scores[ids] -= np.float32(params.presence_penalty) + (
-                np.float32(params.frequency_penalty) * counts.astype(np.float32)
-            )
+            scores[ids] -= params.presence_penalty + params.frequency_penalty * counts
         for token, bias in params.logit_bias.items():
-            scores[token] += np.float32(bias)
+            scores[token] += bias
         return scores
 
     def _distribution(
-        self, scores: Logits
+        self, scores: npt.NDArray[np.floating[Any]]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Token ids, most likely first, and their probabilities after all filters."""
         params = self.params

@@ -1,26 +1,24 @@
 """Sessions on disk: the tokens of a context with its keys and values, verified when loaded.
 
 A safetensors file: `tokens` int32 [position], `k.i` and `v.i` float32 [G, position, D] of every
-layer; its metadata names the model and the hash of all bytes of the tensors. Written beside the
-destination and renamed, so that the destination is complete or absent.
+layer; its metadata names the model and the hash of all bytes of the tensors. The
+destination is complete or absent (`hetero.backends.files`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.arguments import check_messages
+from hetero.backends.files import atomic_writer
 from hetero.errors import ModelError, UserError
 from hetero.models import LoadedModel
 from hetero.models.safetensors_file import SafetensorsFile
@@ -53,18 +51,14 @@ def save_session(
         "messages": json.dumps(list(messages)),
         "sha256": _digest(arrays.values()),
     }
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        _write(temporary, arrays, metadata)
-        temporary.replace(path)
+        with atomic_writer(path) as file:
+            _write(file, arrays, metadata)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error.strerror or error}); choose another place, or make "
             "room"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def load_session(path: Path, model: LoadedModel, engine: Engine) -> Session:
@@ -119,7 +113,7 @@ def _digest(arrays: Iterable[Array]) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, arrays: Mapping[str, Array], metadata: dict[str, str]) -> None:
+def _write(file: BinaryIO, arrays: Mapping[str, Array], metadata: dict[str, str]) -> None:
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, array in arrays.items():
@@ -131,13 +125,10 @@ def _write(path: Path, arrays: Mapping[str, Array], metadata: dict[str, str]) ->
         offset += array.nbytes
     text = json.dumps(header).encode("utf-8")
     text = text.ljust(-(-(8 + len(text)) // 64) * 64 - 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for array in arrays.values():
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for array in arrays.values():
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _check_metadata(path: Path, file: SafetensorsFile, wanted: Mapping[str, str]) -> None:

@@ -49,7 +49,10 @@ def all_charts(profile: DeviceProfile) -> list[Chart]:
         gpu_regimes, npu_stages, shape_sensitivity, order_sensitivity, phase_speeds,
         bandwidth, synchronisation, accuracy, drift,
     )  # fmt: skip
-    return [chart for chart in (make(profile) for make in makers) if chart is not None]
+    # A matplotlibrc of the current directory or of the user has no say, least of all LaTeX.
+    own: Any = {key: value for key, value in mpl.rcParamsDefault.items() if key != "backend"}
+    with mpl.rc_context(own):
+        return [chart for chart in (make(profile) for make in makers) if chart is not None]
 
 
 def gpu_regimes(profile: DeviceProfile) -> Chart | None:

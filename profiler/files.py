@@ -5,10 +5,7 @@ This module knows dictionaries and paths only; the records are in `hetero.profil
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any, TypeAlias
 
 import platformdirs
 
+from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.backends.opencl.drivers.levels import chosen_level, processor_levels
 from hetero.profiler.errors import ProfileError
 
@@ -24,32 +22,43 @@ Document: TypeAlias = dict[str, Any]
 # From an old schema version to the next one; applied one after the other.
 MIGRATIONS: dict[int, Callable[[Document], Document]] = {}
 
-LONGEST_FILE_BYTES = 256 << 20
 INLINE_BELOW = 120  # characters: shorter lists and objects stay on one line
 
 
 def read_document(path: str | Path, current_version: int) -> Document:
     """The JSON object of a profile file, migrated. Raises `ProfileError` for anything else."""
+    return parse_document(read_profile(path), path, current_version)
+
+
+def read_profile(path: str | Path) -> str:
+    """The text of a profile file. Raises `ProfileError`."""
     try:
-        if Path(path).stat().st_size > LONGEST_FILE_BYTES:
-            raise ProfileError(f"profile {path} is larger than any profile: pass another file")
-        text = Path(path).read_text(encoding="utf-8")
-        document = json.loads(text)
+        return read_text(path, LONGEST_DOCUMENT_BYTES)
     except OSError as error:
         raise ProfileError(
             f"profile {path} cannot be read ({error.strerror}): take one with `hetero profile`"
         ) from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
-        if isinstance(error, ProfileError):
-            raise
-        raise ProfileError(
-            f"profile {path} is not JSON ({error}): take it again with `hetero profile`"
-        ) from error
+    except UnicodeDecodeError as error:
+        raise _not_json(path, error) from error
+
+
+def parse_document(text: str, path: str | Path, current_version: int) -> Document:
+    """As `read_document`, of the text that was read from `path`."""
+    try:
+        document = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise _not_json(path, error) from error
     if not isinstance(document, dict) or "schema_version" not in document:
         raise ProfileError(
             f"{path} is not a profile (no schema_version): pass a file written by `hetero profile`"
         )
     return migrate(document, current_version, str(path))
+
+
+def _not_json(path: str | Path, error: Exception) -> ProfileError:
+    return ProfileError(
+        f"profile {path} is not JSON ({error}): take it again with `hetero profile`"
+    )
 
 
 def migrate(document: Document, current_version: int, name: str) -> Document:
@@ -106,21 +115,9 @@ def _is_large(value: Any) -> bool:
 
 def write_atomically(path: str | Path, text: str) -> None:
     """Replace a file by its new contents; a kill leaves the old or the new, never half."""
-    target = Path(path)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-            raise
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, text)
     except OSError as error:
         raise ProfileError(
             f"cannot write {path} ({error.strerror}): choose another --out"

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from hetero.backends.files import LONGEST_TEXT_BYTES, atomic_write, is_replaceable, read_file
 from hetero.profiler.errors import ProfileError
 
 Entry: TypeAlias = dict[str, Any]
@@ -15,8 +16,15 @@ Entry: TypeAlias = dict[str, Any]
 VERSION = 1
 
 
-def journal_path(out: Path) -> Path:
-    """Journal of the profile `out`."""
+def journal_path(out: Path) -> Path | None:
+    """Journal of the profile `out`; a device or a pipe has none. Raises `ProfileError` for a path
+    that cannot be written.
+    """
+    try:
+        if not is_replaceable(out):
+            return None
+    except OSError as error:
+        raise _cannot_write(out, error) from error
     return out.with_name(out.name + ".journal.jsonl")
 
 
@@ -38,9 +46,7 @@ class Journal:
                 path.unlink(missing_ok=True)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ProfileError(
-                f"cannot write {path} ({error.strerror}): choose another --out"
-            ) from error
+            raise _cannot_write(path, error) from error
         if not self.entries:
             self.add(header)
 
@@ -79,7 +85,7 @@ def read_entries(path: Path) -> list[Entry]:
     """Whole lines of a journal; everything after the first torn or foreign line is dropped."""
     entries: list[Entry] = []
     try:
-        data = path.read_bytes()
+        data = read_file(path, LONGEST_TEXT_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -95,6 +101,10 @@ def read_entries(path: Path) -> list[Entry]:
     return entries
 
 
+def _cannot_write(path: Path, error: OSError) -> ProfileError:
+    return ProfileError(f"cannot write {path} ({error.strerror}): choose another --out")
+
+
 def _continue(path: Path, header: Entry) -> list[Entry]:
     """Entries to go on from, after cutting a torn tail. Raises `ProfileError` if they are not of
     the same devices and settings.
@@ -108,5 +118,8 @@ def _continue(path: Path, header: Entry) -> list[Entry]:
             f"journal {path} was begun with another {', '.join(changed) or 'version'}: run again "
             "with the same options, or without --resume to start over"
         )
-    path.write_text("".join(json.dumps(e) + "\n" for e in entries), encoding="utf-8")
+    try:
+        atomic_write(path, "".join(json.dumps(e) + "\n" for e in entries))
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     return entries

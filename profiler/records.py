@@ -557,7 +557,12 @@ class DeviceProfile(Record):
         """Read a file, or a shipped profile by its name. Raises `ProfileError`."""
         if isinstance(path, str) and path in files.shipped_names() and not Path(path).exists():
             path = files.shipped_path(path)
-        document = files.read_document(path, SCHEMA_VERSION)
+        return cls.parse(files.read_profile(path), path)
+
+    @classmethod
+    def parse(cls, text: str, path: str | Path) -> Self:
+        """The profile that was read from `path`. Raises `ProfileError`."""
+        document = files.parse_document(text, path, SCHEMA_VERSION)
         try:
             return cls.model_validate(document)
         except ValidationError as error:

@@ -11,6 +11,7 @@ from typing import Final, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.ops import (
     Act,
     Activation,
@@ -229,13 +230,13 @@ class ModelSpec(BaseModel):
         return 2 * self.layers * self.kv_heads * self.head_dim * 4
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        """Write as JSON, atomically."""
+        atomic_write(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote. Raises `pydantic.ValidationError` for anything else."""
-        return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        return cls.model_validate_json(read_file(path, LONGEST_DOCUMENT_BYTES))
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -7,7 +7,6 @@ goes before one for any.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.solver.calls import split
@@ -386,9 +386,15 @@ class ExecutionPlan(_Record):
     def load(cls, path: str | os.PathLike[str]) -> ExecutionPlan:
         """Read and validate a plan file. Raises `PlanError` with one sentence."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path, LONGEST_DOCUMENT_BYTES)
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan {path}: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise PlanError(f"cannot read the plan {path} ({why}): pass another file") from None
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: str | os.PathLike[str]) -> ExecutionPlan:
+        """Validate the text of a plan file. Raises `PlanError` with one sentence."""
         try:
             return cls.model_validate_json(_without_report(text))
         except ValidationError as error:
@@ -399,14 +405,9 @@ class ExecutionPlan(_Record):
 
 def _write(path: str | os.PathLike[str], text: str, what: str) -> None:
     """Replace a file by its new contents. Raises `PlanError` where it cannot be written."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        atomic_write(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise PlanError(
             f"cannot write the {what} {path} ({error.strerror}): choose another path"
         ) from None

@@ -23,7 +23,7 @@ from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, OpName, Phase
 from hetero.solver.planner import Planner, Scenario, Solution, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
-from hetero.solver.request import DECODE, PlanRequest, scenarios_of
+from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.together import solve_within
@@ -39,7 +39,8 @@ def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
     """
     sizes = [g for g in graph_sizes if g > DECODE_TOKENS] or [32, 64, 128, 256, 512, 1024]
     wanted = {m for g in sizes for m in (g, g + max(g // 16, 1), g + g // 4, g + g // 2)}
-    return tuple(sorted(m for m in wanted if m <= longest)) or (longest,)
+    found = sorted(m for m in wanted if m <= longest) or [longest]
+    return tuple(found[:: -(-len(found) // MOST_LENGTHS)])
 
 
 def prepare_solver(

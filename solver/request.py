@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from hetero.solver.calls import split
 from hetero.solver.kernels import Precision
 from hetero.solver.options import INF
@@ -15,6 +17,10 @@ from hetero.solver.planner import Scenario
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 DEFAULT_LENGTHS = (64, 256, 1024)
 DECODE = Scenario("decode", 1)
+MOST_TOKENS = 1 << 20  # tokens of a prompt, a graph or a context
+MOST_LENGTHS = 128  # solved in ten seconds
+MOST_LENGTHS_AUTO = 12  # for which graph sizes are chosen in half a minute
+MOST_SIZES = 64
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,13 @@ class PlanRequest:
         return self.distribution[scenario.m]
 
     def check(self) -> None:
-        """Raises `PlanError` for a value that means nothing."""
-        if not self.seq_lens or min(self.seq_lens) < 1:
-            raise PlanError(
-                f"prompt lengths are token counts from 1 on, got {list(self.seq_lens)}: give "
-                "--seq-lens such as 64,256,1024"
-            )
+        """Raises `PlanError` for a value that means nothing, or takes too long."""
+        auto = self.graph_sizes == "auto"
+        most = MOST_LENGTHS_AUTO if auto else MOST_LENGTHS
+        where = " with --graph-sizes auto" if auto else ""
+        _check_tokens(self.seq_lens, "prompt lengths", "--seq-lens", most, where)
+        if self.graph_sizes is not None and not auto:
+            _check_tokens(self.graph_sizes, "graph sizes", "--graph-sizes", MOST_SIZES)
         if self.step_tokens is not None and self.step_tokens < 1:
             raise PlanError(f"a call has at least one token, got step_tokens={self.step_tokens}")
         if self.length_weights and (
@@ -99,7 +106,7 @@ class PlanRequest:
                 f"{list(self.length_weights)}: give --seq-lens such as 64:3,256:1"
             )
         bounds = (self.preparation_budget_s, self.graph_memory_bytes)
-        if self.graph_sizes != "auto" and any(bound is not None for bound in bounds):
+        if not auto and any(bound is not None for bound in bounds):
             raise PlanError(
                 "--preparation-budget and --graph-memory are for choosing graph sizes: add "
                 "--graph-sizes auto"
@@ -110,8 +117,27 @@ class PlanRequest:
             raise PlanError(f"--max-gpu-share is between 0 and 1, got {self.max_gpu_share:g}")
         if not 0 <= self.margin < 1:
             raise PlanError(f"the margin is a fraction from 0 to 1, got {self.margin:g}")
-        if self.context < 0:
-            raise PlanError(f"--context is a number of tokens, got {self.context}")
+        if not 0 <= self.context <= MOST_TOKENS:
+            raise PlanError(f"--context is from 0 to {MOST_TOKENS} tokens, got {self.context}")
+        if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
+            raise PlanError(
+                f"--memory-budget is at least a byte, got {self.memory_budget_bytes}: give one "
+                "such as 4GiB"
+            )
+
+
+def _check_tokens(
+    values: Sequence[object], what: str, option: str, most: int, where: str = ""
+) -> None:
+    """Raise `PlanError` unless all are token counts, and not too many of them."""
+    if len(set(values)) > most:
+        raise PlanError(f"at most {most} {what} are solved{where}, got {len(set(values))}")
+    whole = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values)
+    if not values or not all(whole) or not all(1 <= x <= MOST_TOKENS for x in values):  # type: ignore[operator]
+        raise PlanError(
+            f"{what} are token counts from 1 to {MOST_TOKENS}, got {list(values)}: give {option} "
+            "such as 64,256,1024"
+        )
 
 
 DEFAULT_REQUEST = PlanRequest()

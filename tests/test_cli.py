@@ -264,15 +264,25 @@ def test_version_needs_no_command(command: Command) -> None:
     assert result.stdout.strip() == version("hetero")
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "demo", "One day", "--device", "npu"),
+        ("plan", "llama-3-8b", "--profile", "host", "--explain", "qkv"),
+        ("--help",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_reader_that_goes_away_is_no_error(words: tuple[str, ...]) -> None:
     process: subprocess.Popen[Any] = subprocess.Popen(
-        [sys.executable, "-m", "hetero.start", "generate", "demo", "One day", "--device", "npu"],
+        [sys.executable, "-m", "hetero.start", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stderr is not None
-    process.stdout.read(1)
+    if words[0] == "generate":
+        process.stdout.read(1)
     process.stdout.close()
     assert (process.wait(60), process.stderr.read()) == (0, b"")
     process.stderr.close()

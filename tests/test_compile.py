@@ -93,6 +93,17 @@ def test_the_manifest_says_what_was_compiled(bundle: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["out", "none/../out"])
+def test_a_relative_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compile_model(prepare(REQUEST), Path(name), stop)
+    assert list((tmp_path / "out" / GRAPHS_DIRECTORY).iterdir())
+
+
 def test_a_finished_bundle_is_not_overwritten(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already holds a compiled model"):
         compile_model(prepare(REQUEST), bundle)

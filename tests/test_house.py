@@ -97,6 +97,14 @@ def test_importing_hetero_is_cheap_and_probes_nothing() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "[] LLM"), result.stderr
 
 
+def test_child_processes_run_no_code_of_the_current_directory() -> None:
+    for _, name, path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.List | ast.Tuple) and node.elts:
+                words = [ast.unparse(word) for word in node.elts]
+                assert words[0] != "sys.executable" or "'-P'" in words, f"{name}: {words}"
+
+
 def test_functions_and_files_keep_the_house_sizes() -> None:
     for _, name, path in modules():
         text = path.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ import pytest
 
 from hetero import LLM
 from hetero.models import open_model
+from hetero.models.quantized import save
 from tests import tiny_files
 
 KILLS = int(os.environ.get("HETERO_KILLS", "4"))
@@ -55,10 +56,12 @@ def test_a_kill_leaves_whole_files_or_none(tmp_path: Path) -> None:
             if chance.random() < 0.5:
                 session.unlink(missing_ok=True)
                 shutil.rmtree(out, ignore_errors=True)
-    assert seen, "no kill came after the first whole file"
-    assert {x.name for x in tmp_path.iterdir() if not x.name.startswith(".")} <= {
-        "model", "session", "out"
-    }  # fmt: skip
+        assert seen, "no kill came after the first whole file"
+        llm.generate("hi", max_tokens=2)
+        llm.save_session(session)
+        save(llm.model.weights, out, overwrite=True)
+    # What the killed ones left was removed by those that came after them.
+    assert {x.name for x in tmp_path.iterdir()} == {"model", "session", "out"}
 
 
 def kill_after(delay_s: float, folder: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hetero
 from hetero import UserError
 from hetero.planning import parse_lengths
+from hetero.solver.plan import PlanError
 from tests.helpers import Command
 
 KEYS = {
@@ -91,6 +93,34 @@ def test_the_api_takes_lengths_with_weights() -> None:
     )  # fmt: skip
     assert {t.m for t in plan.totals} == {96, 400, 1}
     assert plan.graph_sizes == (1, 96, 256)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_lens": (10**20,)}, "prompt lengths are token counts from 1 to 1048576"),
+        ({"seq_lens": (1.5,)}, "prompt lengths are token counts"),
+        ({"seq_lens": (True,)}, "prompt lengths are token counts"),
+        ({"seq_lens": range(1, 3000)}, "at most 128 prompt lengths are solved, got 2999"),
+        ({"graph_sizes": ()}, "graph sizes are token counts"),
+        ({"graph_sizes": (0,)}, "graph sizes are token counts"),
+        ({"memory_budget": 0.5}, "not a size of at least a byte"),
+        ({"memory_budget": 0}, "not a size of at least a byte"),
+        ({"memory_budget": 10**400}, "not a size"),
+        ({"context": 10**20}, "--context is from 0 to 1048576 tokens"),
+        ({"margin": float("nan")}, "margin"),
+        ({"max_gpu_share": float("nan")}, "--max-gpu-share is between 0 and 1"),
+    ],
+)
+def test_impossible_numbers_are_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, PlanError), match=message):
+        hetero.plan("llama-3-8b", "host", **options)
+
+
+def test_a_profile_takes_a_time_that_ends() -> None:
+    for budget_s in (0.0, -1.0, 1e-320, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="budget_s is from 1 to 1e\\+06 seconds"):
+            hetero.profile_device(budget_s=budget_s)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,41 @@ def test_impossible_options_are_named(params: dict[str, Any], message: str) -> N
         SamplingParams(**params)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (1e-30, 1e30)),
+        ("repetition_penalty", (1e-30, 1e30)),
+        ("frequency_penalty", (-1e4, 1e4)),
+        ("presence_penalty", (-1e4, 1e4)),
+        ("logit_bias", ({1: 1e4}, {1: -1e4})),
+    ],
+)
+def test_the_largest_values_that_are_allowed_keep_the_numbers_finite(
+    name: str, values: tuple[Any, ...], sign: int
+) -> None:
+    logits = sign * np.asarray([3e38, -3e38, 1.0, 2.0], dtype=np.float32)
+    for value in values:
+        for temperature in (0.0, 1e-30, 1.0):
+            params = SamplingParams(**{"temperature": temperature, "seed": 1} | {name: value})
+            assert Sampler(params).choose(logits, [0, 1, 2], [0, 1] * 1000) in range(4)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 1e-320}, r"temperature must be 0 .* or from 1e-30 to 1e\+30, got"),
+        ({"repetition_penalty": 1e-45}, "repetition_penalty must be from 1e-30"),
+        ({"frequency_penalty": -1e308}, "frequency_penalty must be within ±10000"),
+        ({"presence_penalty": 10**400}, "presence_penalty must be within ±10000"),
+    ],
+)
+def test_numbers_that_would_overflow_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**params)
+
+
 def test_logits_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         Sampler(SamplingParams()).choose(np.full(4, np.nan, dtype=np.float32))

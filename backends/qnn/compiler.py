@@ -59,7 +59,9 @@ class Compiler:
     def _compile(
         self, models: Mapping[Path, bytes], what: str, options: Mapping[str, str]
     ) -> float:
-        with tempfile.TemporaryDirectory(prefix="hetero-qnn-") as folder:
+        # Beside the outputs: what a killed process leaves is removed with them.
+        place = next(iter(models)).parent
+        with tempfile.TemporaryDirectory(prefix=".sources-", dir=place) as folder:
             sources = {}
             for i, (output, model) in enumerate(models.items()):
                 source = Path(folder) / f"source{i}.onnx"
@@ -134,7 +136,7 @@ class Compiler:
 def _start(target: Target) -> subprocess.Popen[str]:
     about = {"chip": asdict(target.chip), "library": str(target.library.path)}
     return subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import serve; serve()", json.dumps(about)],
+        [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()", json.dumps(about)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.qnn.compiler import Compiler
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import Target
@@ -126,9 +127,7 @@ class ScheduleStore:
             return known
         found = self._compile(identity, build())
         self.directory.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".partial")
-        scratch.write_text(json.dumps(asdict(found)), encoding="utf-8")
-        scratch.replace(path)
+        atomic_write(path, json.dumps(asdict(found)), durable=False)
         return found
 
     def close(self) -> None:
@@ -159,9 +158,9 @@ class ScheduleStore:
 def _load(path: Path) -> Schedule | None:
     """A stored schedule; None if there is none or it cannot be read."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_file(path, LONGEST_DOCUMENT_BYTES))
         for unit in UNITS:
             fields[unit] = UnitWork(**fields[unit])
         return Schedule(**fields)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -17,10 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,6 +28,12 @@ import onnx
 import onnxruntime as ort
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.files import (
+    LONGEST_DOCUMENT_BYTES,
+    read_file,
+    replace_directory,
+    scratch_directory,
+)
 from hetero.backends.qnn.compiler import SHARE_CONFIG, Compiler
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import Target, new_session
@@ -87,7 +90,7 @@ class GraphStore:
 
     def __init__(self, target: Target, directory: Path | None) -> None:
         self.target = target
-        self.directory = directory
+        self.directory = directory and directory.absolute()  # the compiler works in others
         self.counts = StoreCounts()
         self._about = describe_target(target)
         self._compiler = Compiler(target)
@@ -185,8 +188,7 @@ class GraphStore:
     def _write(self, path: Path, identity: Identity, models: Mapping[str, bytes]) -> None:
         """Compile next to the final place, then move the whole entry there at once."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name[:16]}-", dir=path.parent))
-        try:
+        with scratch_directory(path) as scratch:
             what = f"compiling {identity.operation} for {identity.tokens or 'several'} tokens"
             outputs = {scratch / name: model for name, model in models.items()}
             if len(outputs) == 1:
@@ -202,8 +204,6 @@ class GraphStore:
             entry = Entry(asdict(identity), self._about, files, nbytes, len(models))
             (scratch / ENTRY).write_text(json.dumps(asdict(entry), indent=1), encoding="utf-8")
             _move_into_place(scratch, path)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def group_of(identity: Identity) -> Identity:
@@ -258,7 +258,7 @@ def file_digest(path: Path) -> str:
 def read_entry(path: Path) -> Entry:
     """The metadata of an entry. Raises `DamagedEntryError`."""
     try:
-        fields = json.loads((path / ENTRY).read_text(encoding="utf-8"))
+        fields = json.loads(read_file(path / ENTRY, LONGEST_DOCUMENT_BYTES))
         entry = Entry(**fields)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DamagedEntryError(f"its metadata cannot be read ({type(error).__name__})") from error
@@ -304,16 +304,9 @@ def _check_compiled_for(model: Path, target: Target, what: str) -> None:
 def _move_into_place(scratch: Path, path: Path) -> None:
     """Replace whatever is at `path`; another process may do the same at the same time."""
     for _ in range(3):
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=".old-", dir=path.parent))
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(path, old / "entry")
-            shutil.rmtree(old, ignore_errors=True)
-        try:
-            os.rename(scratch, path)
-        except OSError:
-            continue
-        return
+        with contextlib.suppress(OSError):
+            replace_directory(scratch, path)
+            return
     raise DeviceError(
         BACKEND, f"storing {path.name}", "CACHE_BUSY", "another process keeps writing this entry"
     )

@@ -8,18 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from hetero.backends import files
 from hetero.errors import ModelError
 
 MAX_SIZE = 2**31 - 1  # sizes are int32 on devices
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most_bytes: int = files.LONGEST_DOCUMENT_BYTES) -> str:
     """A text file in UTF-8. Raises `ModelError`."""
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path, most_bytes)
     except OSError as error:
         raise ModelError(
-            f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+            f"{path}: cannot be read ({error.strerror or error}); give another file, or check its "
+            "permissions"
         ) from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: is not UTF-8 text ({error}); download the file again") from error

@@ -1,6 +1,6 @@
 """Quantised directories: written block by block, and all or nothing.
 
-Everything goes to a temporary sibling directory that is renamed at the end.
+Everything goes to a sibling directory that is renamed at the end (`hetero.backends.files`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -18,6 +17,12 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.files import (
+    remove_partials,
+    replace_directory,
+    scratch_directory,
+    sync_directory,
+)
 from hetero.errors import ModelError
 from hetero.models.layout import end_vectors, page_padded
 from hetero.models.manifest import (
@@ -71,20 +76,18 @@ def save(
     wrote everything in it. Raises `ModelError`, and leaves nothing behind, whatever happens.
     """
     out = Path(out_dir).expanduser().resolve()
+    remove_partials(out)  # they take room
     check_destination(out, overwrite=overwrite)
     _check_space(out, weights)
-    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
-        temporary.mkdir()
-        _write_directory(weights, temporary, name or _default_name(weights, out), progress)
-        _replace(temporary, out)
+        with scratch_directory(out) as temporary:
+            _write_directory(weights, temporary, name or _default_name(weights, out), progress)
+            replace_directory(temporary, out)
     except OSError as error:
         raise ModelError(
             f"{out}: cannot be written ({error.strerror or error}); choose another directory, or "
             "make room"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 
@@ -160,7 +163,7 @@ def _write_directory(
         hetero_version=_version(),
     )
     _write_text(directory / MANIFEST_FILE, manifest.model_dump_json(indent=2) + "\n")
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def _write_weights(
@@ -258,31 +261,3 @@ def _write_text(path: Path, text: str) -> None:
 def _sync_file(path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    """Make renames in a directory durable, where the system can (not on Windows)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace(temporary: Path, out: Path) -> None:
-    """Put the finished directory in place of `out`; the previous one comes back on failure."""
-    previous: Path | None = None
-    if out.exists():
-        previous = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.previous"
-        out.rename(previous)
-    try:
-        temporary.rename(out)
-    except BaseException:
-        if previous is not None:
-            previous.rename(out)
-        raise
-    _sync_directory(out.parent)
-    if previous is not None:
-        shutil.rmtree(previous, ignore_errors=True)

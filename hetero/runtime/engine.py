@@ -25,6 +25,7 @@ from hetero.profiler.sync import timer_slack
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.decoder import decoder_nodes
 from hetero.runtime.executor import Executor, Usage
+from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
@@ -193,7 +194,7 @@ class Engine:
         if len(tokens) > LONGEST_VERIFIED:
             raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
         self._run("decode", tokens, len(tokens))
-        return self._logits(len(tokens)).copy()
+        return self._finite(self._logits(len(tokens)).copy())
 
     def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
@@ -203,7 +204,7 @@ class Engine:
             piece = tokens[start : start + SCORING_PIECE]
             for count in self.plan.steps(len(piece), SCORING_PIECE):
                 self._run("prefill", piece[:count], count)
-                parts.append(self._logits(count).copy())
+                parts.append(self._finite(self._logits(count).copy()))
                 piece = piece[count:]
         return np.concatenate(parts)
 
@@ -305,6 +306,8 @@ class Engine:
             count = steps.pop(0)
             self._run("prefill", tokens[start : start + count], 0 if steps else 1)
             start += count
+            if steps:
+                self._check_stream(self.last_step.tokens)
             if steps and self.plan is not plan:
                 plan, steps = self.plan, list(self.plan.steps(len(tokens) - start))
 
@@ -396,7 +399,35 @@ class Engine:
             yield
 
     def _last_logits(self) -> npt.NDArray[np.float32]:
-        return self._logits(1)[0]  # type: ignore[no-any-return]
+        return self._finite(self._logits(1)[0])
+
+    def _check_stream(self, count: int) -> None:
+        """As `_finite`, for a step without logits: the last token has seen all others."""
+        slot = self.nodes[-1].slots["x"]  # what the output head would read
+        if self._sync != "copy":  # where it would lie in the GPU's memory alone
+            self._finite(self.pool[slot].array[count - 1])
+
+    def _finite(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The values. Raises `DeviceError`, and forgets the step's tokens, if any is not finite:
+        names the operation and the device that wrote the first such value.
+        """
+        if all_finite(values):
+            return values
+        step = self.last_step
+        self.position = int(self.pool["position"].array[0])
+        if step.bell is not None:
+            step = self.step(step.phase, step.tokens, len(np.atleast_2d(values)), gates=False)
+        with self._control():
+            launch = first_not_finite(step)
+        why = "values are not finite: weights are damaged, or too large for this arithmetic"
+        if launch is None:
+            raise DeviceError("engine", "computing the logits", "NOT_FINITE", why)
+        raise DeviceError(
+            self.devices[launch.kind].info.backend,
+            f"computing {launch.node} ({launch.call.name}) on the {launch.kind}",
+            "NOT_FINITE",
+            f"{why}; try other --weights, or --device {'npu' if launch.kind == 'gpu' else 'gpu'}",
+        )
 
     def _logits(self, rows: int) -> npt.NDArray[np.float32]:
         """Logits [rows, vocab] of the last step: a view where they lie in one piece."""

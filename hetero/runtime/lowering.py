@@ -391,7 +391,8 @@ class _Lowered:
         index = len(self.launches)
         kind = item.kind or "npu"  # the control thread's own work counts as the NPU's
         number = KINDS.index(kind)
-        self.launches.append(Launch(name, kind, item.call, item.tokens, item.rows))
+        outputs = tuple(x for port, x in item.operands.items() if port in OUTPUT_PORTS)
+        self.launches.append(Launch(name, kind, item.call, item.tokens, item.rows, outputs))
         if self._submits(item):
             self.program.append(Action(SUBMIT, index, number, item.call.submit))
             self.submitted[kind] = index

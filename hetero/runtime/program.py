@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell
+from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell, Operand
 from hetero.solver.planner import SHORT_ROOM
 
 Span: TypeAlias = tuple[int, int]
@@ -37,13 +37,16 @@ KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
 class Launch(NamedTuple):
-    """One call of a step, for accounts and traces. `tokens` and `rows` of a matmul's part."""
+    """One call of a step, for accounts and traces. `tokens` and `rows` of a matmul's part;
+    `outputs` are what it writes, caches left out.
+    """
 
     node: str
     kind: DeviceKind
     call: BoundCall
     tokens: Span
     rows: Span | None
+    outputs: tuple[Operand, ...] = ()
 
 
 class Action(NamedTuple):
@@ -74,7 +77,7 @@ def raise_flags(
             if bell is not None and launch.call is bell.gate:
                 continue
             flagged[action.launch] = len(launches)
-            launches.append(launch._replace(node=f"{launch.node} flag", call=flag))
+            launches.append(launch._replace(node=f"{launch.node} flag", call=flag, outputs=()))
     found: list[Action] = []
     for action in program:
         known = flagged.get(action.launch)

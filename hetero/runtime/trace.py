@@ -6,13 +6,12 @@ a driver's clock a launch is shown from its submission to the moment that the ho
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
+from hetero.backends.files import atomic_write
 from hetero.errors import UserError
 from hetero.runtime.executor import Executor
 from hetero.runtime.lowering import Step
@@ -112,14 +111,9 @@ class Trace:
             "displayTimeUnit": "ms",
             "otherData": about | {"numbers": "measured"},
         }
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
-            temporary.replace(target)
+            atomic_write(path, json.dumps(document) + "\n", durable=False)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise UserError(
                 f"cannot write the trace {path} ({error.strerror}): choose another path"
             ) from None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from tests.bad_inputs.case import GENERATE, BadInput, Change, replaced
 
 LONG = "word " * 500
+HOST = ("--profile", "host", "--seq-lens", "64")
+MANY = ",".join(map(str, range(1, 3001)))  # its beginning has one more than is solved
 OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--max-tokens", "0"), "'--max-tokens'"),
     (("--max-tokens", "many"), "'--max-tokens'"),
@@ -15,6 +18,12 @@ OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--temperature", "nan"), "temperature must be at least 0, got nan"),
     (("--temperature", "inf"), "temperature must be at least 0, got inf"),
     (("--temperature", "hot"), "'--temperature'"),
+    (("--temperature", "1e-320"), "temperature must be 0 (the likeliest token) or from 1e-30 to"),
+    (("--temperature", "1e300"), "temperature must be 0 (the likeliest token) or from 1e-30 to"),
+    (("--repetition-penalty", "1e-45"), "repetition_penalty must be from 1e-30 to 1e+30"),
+    (("--frequency-penalty", "-1e308"), "frequency_penalty must be within ±10000, got -1e+308"),
+    (("--presence-penalty", "-1e308"), "presence_penalty must be within ±10000, got -1e+308"),
+    (("--memory-budget", "0.5"), "is not a size of at least a byte"),
     (("--top-k", "-1"), "top_k must be at least 0 (0 keeps all), got -1"),
     (("--top-k", "1.5"), "'--top-k'"),
     (("--top-p", "0"), "top_p must be in (0, 1], got 0"),
@@ -86,6 +95,25 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("plan: an unknown model", ("plan", "lama-3-8b"), "did you mean"),
     ("plan: lengths", ("plan", "llama-3-8b", "--seq-lens", "a,b"), "give token counts like 64,256"),
     ("plan: a length of 0", ("plan", "llama-3-8b", "--seq-lens", "0"), "--seq-lens"),
+    ("plan: a length beyond 64 bits", ("plan", "llama-3-8b", *HOST, "--seq-lens", "9" * 20),
+     "prompt lengths are token counts from 1 to 1048576, got [99999999999999999999]"),
+    ("plan: 3000 lengths", ("plan", "llama-3-8b", *HOST, "--seq-lens", MANY),
+     "at most 128 prompt lengths are solved, got 3000"),
+    ("plan: 13 lengths and any sizes", ("plan", "llama-3-8b", *HOST, "--graph-sizes", "auto",
+                                        "--seq-lens", MANY[:29]),
+     "at most 12 prompt lengths are solved with --graph-sizes auto, got 13"),
+    ("plan: 3000 graph sizes", ("plan", "llama-3-8b", *HOST, "--graph-sizes", MANY),
+     "at most 64 graph sizes are solved, got 3000"),
+    ("plan: a graph beyond 64 bits", ("plan", "llama-3-8b", *HOST, "--graph-sizes", "9" * 20),
+     "graph sizes are token counts from 1 to 1048576"),
+    ("plan: a context beyond 64 bits", ("plan", "llama-3-8b", *HOST, "--context", "9" * 20),
+     "--context is from 0 to 1048576 tokens"),
+    ("plan: a budget of half a byte", ("plan", "llama-3-8b", *HOST, "--memory-budget", "0.5"),
+     "is not a size of at least a byte"),
+    ("bench: rounds without end", ("bench", "{dir}", "-r", "99999999999999"), "'-r'"),
+    ("bench: a prompt without end", ("bench", "{dir}", "-p", "9" * 20), "'-p'"),
+    ("sync-bench: rounds without end", ("sync-bench", "-r", "99999999999999"), "'-r'"),
+    ("profile: no time at all", ("profile", "--budget", "1e-320"), "--budget is a time such as"),
     ("plan: no length", ("plan", "llama-3-8b", "--seq-lens", ""), "--seq-lens"),
     ("plan: graph sizes", ("plan", "llama-3-8b", "--graph-sizes", "x"), "--graph-sizes"),
     ("plan: objective", ("plan", "llama-3-8b", "--objective", "beauty"), "'--objective'"),
@@ -155,7 +183,57 @@ FULL: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
               "{work}/p.json"), "cannot write the plan {work}/p.json", 512),
 )  # fmt: skip
 
+ENDLESS = "larger than 64 MiB"
+SILENT = "nothing comes from this pipe"
+# (what reads it, the command, the largest text that it takes)
+READERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("a plan to run", (*GENERATE, "--plan", "{it}"), ENDLESS),
+    ("a profile to run by", (*GENERATE, "--profile", "{it}", "--device", "hetero", "--strategy",
+                             "row-cut"), ENDLESS),
+    ("a profile to plan by", ("plan", "llama-3-8b", "--profile", "{it}"), ENDLESS),
+    ("a plan to compare", ("plan", "llama-3-8b", *HOST, "--compare", "{it}"), ENDLESS),
+    ("a report", ("report", "{it}", "--out", "{work}/r.html"), ENDLESS),
+    ("a text to score", ("eval", "{dir}", "--text", "{it}"), "larger than 256 MiB"),
+    ("a text to calibrate", ("quantize", "{dir}", "--out", "{work}/o", "--calibrate", "{it}"),
+     "larger than 256 MiB"),
+)  # fmt: skip
+
+
+def pipe(work: Path) -> None:
+    """A pipe that nobody writes to."""
+    os.mkfifo(work / "pipe")
+
+
+def special(name: str, path: str, sentence: str | None, change: Change = pipe) -> list[BadInput]:
+    """Every command that reads a file, given another thing."""
+    return [
+        BadInput(
+            f"{what}: {name}",
+            sentence or large,
+            tuple(word.replace("{it}", path) for word in words),
+            change,
+        )
+        for what, words, large in READERS
+    ]
+
+
+def sparse(work: Path) -> None:
+    """A file of 3 GB that takes no room."""
+    with (work / "sparse").open("wb") as file:
+        file.truncate(3 << 30)
+
+
 CASES = [
+    *special("a silent pipe", "{work}/pipe", SILENT),
+    *special("zeros without end", "/dev/zero", None, lambda _: None),
+    *special("3 GB of zeros", "{work}/sparse", None, sparse),
+    *special("a folder", "{work}", "directory", lambda _: None),
+    BadInput("profile: onto a folder", "cannot write", ("profile", "--out", "{work}")),
+    BadInput("plan: onto a folder", "cannot write", ("plan", "llama-3-8b", *HOST, "--out",
+                                                     "{work}")),
+    BadInput("plan: onto a pipe", "nobody reads this pipe", ("plan", "llama-3-8b", *HOST, "--out",
+                                                             "{work}/pipe"), pipe),
+    BadInput("trace: onto a folder", "cannot write the trace", (*GENERATE, "--trace", "{work}")),
     *(BadInput(f"option {' '.join(x)[:40]}", s, (*GENERATE, *x)) for x, s in OPTIONS),
     *(BadInput(n, s, tuple(w.replace("{mixed}", "{quantised}") for w in words), change_for(words))
       for n, words, s in COMMANDS),

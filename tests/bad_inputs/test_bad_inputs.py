@@ -106,6 +106,7 @@ def test_a_bad_input_is_one_sentence(
         return text.replace("{work}", str(work))
 
     monkeypatch.setattr("warnings.showwarning", lambda *_: None)
+    monkeypatch.setattr("hetero.backends.files.PIPE_WAIT_S", 0.1)
     monkeypatch.setattr(cli, "app", app)
     capfd.readouterr()
     started = time.monotonic()

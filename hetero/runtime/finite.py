@@ -1,0 +1,45 @@
+"""Values that are not finite: found by their sum, then traced to the call that wrote the first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.memory import Panels
+from hetero.backends.protocol import Completion, Operand
+from hetero.runtime.lowering import Step
+from hetero.runtime.program import AHEAD, RUN, SUBMIT, Launch
+
+
+def all_finite(values: npt.NDArray[np.float32]) -> bool:
+    """Whether no value is infinite or not a number. Cheap where all are."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.add.reduce(values, axis=None))
+    return math.isfinite(total) or bool(np.isfinite(values).all())
+
+
+def first_not_finite(step: Step) -> Launch | None:
+    """The first launch of a step whose result has a value that is not finite, by running the step
+    again, call by call; None if there is none.
+
+    Tokens and position must be those of the step's last run. A step with gates cannot be run so.
+    """
+    for action in step.program:
+        if action.code not in (SUBMIT, AHEAD, RUN):
+            continue
+        completion: Completion | None = cast("Any", action.target)()
+        if completion is not None:
+            completion.wait()
+        launch = step.launches[action.launch]
+        count = launch.tokens[1] - launch.tokens[0]
+        if not all(_rows_finite(operand, count) for operand in launch.outputs):
+            return launch
+    return None
+
+
+def _rows_finite(operand: Operand, count: int) -> bool:
+    parts = operand.parts if isinstance(operand, Panels) else (operand,)
+    return all(all_finite(part.array[:count]) for part in parts)

@@ -1,0 +1,100 @@
+"""Values that are not finite: an error that names the operation and the device, never a text."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hetero import LLM
+from hetero.backends.errors import DeviceError
+from hetero.models import open_model
+from hetero.runtime.finite import all_finite
+from tests.helpers import Command
+from tests.runtime.models import tiny_model
+from tests.runtime.plans import random_plan
+
+PROMPT = list(range(5, 45))
+HUGE = 3e38  # what a sum of products cannot hold
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: Any) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture(scope="module")
+def broken(sound: Path, tmp_path_factory: Any) -> Path:
+    """A model whose second layer overflows in its feed-forward output."""
+    folder = tmp_path_factory.mktemp("broken") / "model"
+    shutil.copytree(sound, folder)
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.down_proj.weight"]
+    tensors["model.layers.1.mlp.down_proj.weight"] = np.full_like(weight, HUGE)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "kind"),
+    [("gpu", "opencl", "gpu"), ("npu", "ort-cpu", "npu"), ("hetero", "ort-cpu", "npu")],
+)
+def test_the_layer_and_the_device_are_named(
+    broken: Path, device: Any, backend: str, kind: str
+) -> None:
+    with LLM(str(broken), device=device, weights="f32") as llm:
+        for call in (
+            lambda: llm.generate(PROMPT, max_tokens=3),
+            lambda: llm.generate(PROMPT[:1], max_tokens=3),
+            lambda: llm.logits(PROMPT),
+            lambda: list(llm.stream(PROMPT, max_tokens=3, speculative=3)),
+        ):
+            with pytest.raises(DeviceError, match=rf"layer1\.down .* on the {kind}") as found:
+                call()
+            assert (found.value.device, found.value.code) == (backend, "NOT_FINITE")
+            assert llm.engine.position == 0
+
+
+def test_a_piece_without_logits_is_looked_at(broken: Path) -> None:
+    spec = open_model(broken, weights="f32").spec()
+    plan = random_plan(spec, len(PROMPT), (1, 8, 32), random.Random(2), strategies=["gpu-only"])
+    with LLM(str(broken), plan=plan, weights="f32") as llm:
+        with pytest.raises(DeviceError, match=r"layer1\.down"):
+            llm.generate([*PROMPT, *PROMPT], max_tokens=1)
+        assert llm.engine.last_step.logits is None
+        assert llm.engine.position == 0
+
+
+def test_cut_matmuls_in_panels(broken: Path) -> None:
+    spec = open_model(broken, weights="f32").spec()
+    plan = random_plan(spec, len(PROMPT), (1, 8, 32), random.Random(1), strategies=["hybrid-cut"])
+    with (
+        LLM(str(broken), plan=plan, weights="f32") as llm,
+        pytest.raises(DeviceError, match=r"layer1\.down .* on the [gn]pu failed: NOT_FINITE"),
+    ):
+        llm.generate(PROMPT, max_tokens=3)
+
+
+def test_the_command_line_says_one_sentence(broken: Path, command: Command) -> None:
+    done = command("generate", str(broken), "Hi", "--device", "gpu", "--weights", "f32", "--raw")
+    assert done.returncode == 2
+    assert done.stderr.startswith("hetero: opencl: computing layer1.down (")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_one_value_is_found(bad: float) -> None:
+    values = np.random.default_rng(1).standard_normal((3, 1000)).astype(np.float32)
+    assert all_finite(values)
+    values[1, 500] = bad
+    assert not all_finite(values)
+    assert not all_finite(np.full((2, 2), bad, np.float32))
+
+
+def test_sums_beyond_the_largest_number_are_no_fault() -> None:
+    assert all_finite(np.full(100, HUGE, np.float32))
