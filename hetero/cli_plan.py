@@ -110,8 +110,7 @@ def plan_command(
         margin=margin,
         curves=report is not None,
     )
-    spec = model_spec(model, weights)
-    measured = find_profile(profile)
+    spec, measured = model_spec(model, weights), find_profile(profile)
     with stderr.status("solving"):
         found = make_plan(spec, measured, request)
     others = [] if compare is None else [_other(compare, spec, request)]
