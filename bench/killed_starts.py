@@ -24,13 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from hetero.backends.opencl.proving.trial import PREPARING
+from hetero.backends.opencl.proving.trial import CHECKING, PREPARING
 
 COMMAND = (
     *(sys.executable, "-P", "-m", "hetero.start", "generate", "demo", "Once upon a time"),
     *("--max-tokens", "20"),
 )
-EXPECTED_LINES = (PREPARING, "the shipped profile", "this machine has no profile")
+EXPECTED_LINES = (PREPARING, CHECKING, "the shipped profile", "this machine has no profile")
 LONGEST_S = 120.0
 
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -90,6 +91,8 @@ def sweep(parent: Path) -> list[Path]:
     for lock_path in parent.glob(f"{PREFIX}*.lock"):
         lock = FileLock(lock_path)
         try:
+            if not _is_own(lock_path):  # somebody else's, in a folder for temporary files
+                continue
             lock.acquire(timeout=0)
         except (OSError, Timeout):
             continue
@@ -99,6 +102,13 @@ def sweep(parent: Path) -> list[Path]:
             suspects += [Path(line) for line in lines if line]
         _remove(folder, lock_path, lock)
     return suspects
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a file of this user, and no link. Raises `OSError`."""
+    state = path.lstat()
+    mine = not hasattr(os, "getuid") or state.st_uid == os.getuid()
+    return mine and stat.S_ISREG(state.st_mode)
 
 
 def _remove(path: Path, lock_path: Path, held: BaseFileLock) -> None:

@@ -40,6 +40,7 @@ from hetero.backends.opencl.proving.verdicts import (
 
 PREPARING: Final = "preparing OpenCL kernels for this processor, once"
 MOST_PARTS: Final = 4
+CHECKING: Final = "checking OpenCL kernels again: a run that used them did not end by itself"
 LOCK_S: Final = 300.0  # how long another process's trial of the same is waited for
 
 Tell: TypeAlias = Callable[[str], None]
@@ -59,6 +60,7 @@ class Trials:
 
     def __post_init__(self) -> None:
         self.run = run_folder(self.root)
+        self._suspected = set(self.run.suspects)
         drop_verdicts(self.run.suspects)
         self.run.suspects.clear()
 
@@ -104,7 +106,8 @@ class Trials:
     def _try_levels(
         self, candidate: Candidate, verdict: Verdict, levels: tuple[Level, ...]
     ) -> Verdict:
-        meter = _Meter(self.tell)
+        again = self.path(candidate) in self._suspected
+        meter = _Meter(self.tell, CHECKING if again else PREPARING)
         for level in levels:
             verdict = self._try_level(candidate, verdict, level, levels, meter)
             if verdict.problem or all(passed_level(d, levels) for d in verdict.devices):
@@ -267,8 +270,9 @@ def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:
 class _Meter:
     """Progress on standard error: a line, counted on where that is a terminal."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, text: str) -> None:
         self._tell = tell
+        self._text = text
         self._counts = tell is tell_on_stderr and sys.stderr.isatty()
         self._begun = False
         self._lock = threading.Lock()
@@ -280,10 +284,10 @@ class _Meter:
             self._done[part] = (number, of)
             if self._counts:
                 done, all_ = (sum(column) for column in zip(*self._done.values(), strict=True))
-                text = f"\rhetero: {PREPARING} ({done} of {all_})"
+                text = f"\rhetero: {self._text} ({done} of {all_})"
                 print(text, end="", file=sys.stderr, flush=True)
             elif not self._begun:
-                self._tell(PREPARING)
+                self._tell(self._text)
             self._begun = True
 
     def end(self) -> None:

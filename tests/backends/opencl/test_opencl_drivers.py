@@ -232,6 +232,16 @@ class TestRunFolder:
         own.remove()
         assert list((tmp_path / "runs").iterdir()) == []
 
+    def test_a_link_in_its_place_is_left_alone(self, tmp_path: Path) -> None:
+        """Another user may have put it into a folder for temporary files."""
+        victim = tmp_path / "victim"
+        victim.write_text("kept")
+        (tmp_path / "hetero-opencl-1-a.lock").symlink_to(victim)
+        (tmp_path / "hetero-opencl-1-a").mkdir()
+        assert sweep(tmp_path) == []
+        assert victim.read_text() == "kept"
+        assert (tmp_path / "hetero-opencl-1-a").is_dir()
+
     def test_nowhere_to_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))

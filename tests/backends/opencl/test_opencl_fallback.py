@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -13,7 +18,10 @@ from hetero.backends.errors import DeviceUnavailableError, KernelBuildError
 from hetero.backends.opencl.proving import supervisor
 from hetero.backends.opencl.proving.compiler import Remote
 from hetero.backends.opencl.proving.store import KernelStore
+from hetero.backends.opencl.proving.trial import PREPARING
 from hetero.errors import FallbackWarning
+
+START = (sys.executable, "-P", "-m", "hetero.start")
 
 
 @pytest.mark.parametrize("device", ["gpu", "hetero"])
@@ -59,3 +67,27 @@ def _only_opencl(missing: Any) -> Any:
         return open_device(name, **options) if name == "opencl" else missing()
 
     return opened
+
+
+def test_a_cache_with_every_file_damaged_gives_the_same_text(tmp_path: Path) -> None:
+    """Cut, emptied, flipped, zeroed: nothing of it is read; the next start is like the first."""
+    command = (*START, "generate", "demo", "Once upon a time", "--max-tokens", "12")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HETERO_SCALE": "off"}
+    damages: tuple[Callable[[bytes], bytes], ...] = (
+        lambda good: good[: len(good) // 2],
+        lambda _: b"",
+        lambda good: good[:-9] + bytes([good[-9] ^ 4]) + good[-8:],
+        lambda good: good[:60] + bytes(len(good) - 60),
+    )
+    texts = []
+    for turn in range(3):
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append((done.stdout, [x for x in done.stderr.splitlines() if PREPARING not in x]))
+        files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+        for i, path in enumerate(files if turn == 0 else ()):
+            path.write_bytes(damages[i % len(damages)](path.read_bytes()))
+    assert len(files) > 30
+    assert texts[1] == texts[2] == texts[0]

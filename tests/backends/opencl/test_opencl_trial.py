@@ -167,6 +167,18 @@ def test_a_run_that_was_killed_is_tried_again(
     assert trials.known(pocl) is None
 
 
+def test_after_a_run_that_was_killed_it_says_so(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    trials.examine(pocl)
+    said: list[str] = []
+    trials.run.suspects.append(trials.path(pocl))
+    again = Trials(trials.root, tell=said.append)
+    assert outcomes(again.examine(pocl)) == [(OWN[0].name, "passed")]
+    assert said == [trial.CHECKING]
+
+
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
 def test_a_broken_verdict_is_made_anew(
     trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, damage: str
