@@ -24,7 +24,7 @@ from hetero.arguments import (
 )
 from hetero.backends.files import is_replaceable
 from hetero.backends.protocol import DeviceKind
-from hetero.bundle import PLAN_FILE, find_bundle
+from hetero.bundle import find_bundle
 from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.conversation import Conversation
 from hetero.device_set import DeviceMode, DeviceSet, open_devices
@@ -94,7 +94,7 @@ class LLM:
             and npu in ("auto", "qnn")
             and device in (None, "hetero")
         ):
-            plan = Path(model).expanduser() / PLAN_FILE
+            plan = bundle.load_plan(model)
         given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None:
             given.check_fits(spec)
