@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import ops
+from hetero.backends import forks, ops
 from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.backends.ops import Op, describe, weight_names
 from hetero.backends.protocol import Acceptance, Capabilities, WeightValue
@@ -85,11 +85,17 @@ def first_position(
 
 
 class Health:
-    """Whether a device takes calls. Lost once, lost for good, with the first reason."""
+    """Whether a device takes calls. Lost once, lost for good, with the first reason.
 
-    def __init__(self, backend: str) -> None:
+    `threads`: its driver has threads of its own, so that it is lost in a forked child.
+    """
+
+    def __init__(self, backend: str, *, threads: bool = False) -> None:
         self._backend = backend
         self._reason = ""
+        self._remedy = "open the device again"
+        if threads:
+            forks.in_child(self._forked)
 
     @property
     def alive(self) -> bool:
@@ -108,7 +114,11 @@ class Health:
     def check(self, operation: str) -> None:
         """Raise `DeviceLostError` when the device is closed or has failed."""
         if self._reason:
-            raise DeviceLostError(self._backend, operation, self._reason, "open the device again")
+            raise DeviceLostError(self._backend, operation, self._reason, self._remedy)
+
+    def _forked(self) -> None:
+        self.lose(forks.REASON)
+        self._remedy = forks.REMEDY
 
 
 def _check_packed(op: ops.MatMul | ops.Embed, weight: WeightValue) -> None:

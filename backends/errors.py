@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DeviceError(RuntimeError):
     """A device could not do what it was asked.
@@ -17,6 +19,10 @@ class DeviceError(RuntimeError):
         self.remedy = remedy
         tail = f"; {remedy}" if remedy else ""
         super().__init__(f"{device}: {operation} failed: {code}{tail}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its fields, so that a pool of processes hands it on."""
+        return type(self), (self.device, self.operation, self.code, self.remedy)
 
 
 class DeviceUnavailableError(DeviceError):
@@ -52,3 +58,7 @@ class WaitTimeoutError(DeviceError):
         self.kernel = kernel
         self.kind = kind
         self.deadline_s = deadline_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of `DeviceError`."""
+        return type(self), (self.device, self.kernel, self.deadline_s, self.kind)

@@ -24,6 +24,7 @@ HUGE_BYTES: Final = 1 << 21
 SMALLEST_BYTES: Final = 2 * HUGE_BYTES  # mappings that are looked at
 STEP_BYTES: Final = 16 * HUGE_BYTES  # moved at once: some 30 to 100 ms
 MADV_HUGEPAGE: Final = getattr(mmap, "MADV_HUGEPAGE", None)
+MADV_NOHUGEPAGE: Final = getattr(mmap, "MADV_NOHUGEPAGE", None)
 MADV_COLLAPSE: Final = 25  # Linux 6.1; Python has no name for it
 MAPS: Final = Path("/proc/self/maps")
 
@@ -35,6 +36,16 @@ def advise(memory: mmap.mmap, nbytes: int) -> None:
     try:
         memory.madvise(MADV_HUGEPAGE)
     except OSError:  # a kernel without them
+        return
+
+
+def advise_against(memory: mmap.mmap) -> None:
+    """Ask for small pages, where the system would make private memory huge unasked."""
+    if MADV_NOHUGEPAGE is None:
+        return
+    try:
+        memory.madvise(MADV_NOHUGEPAGE)
+    except OSError:  # a kernel without huge pages
         return
 
 

@@ -21,16 +21,17 @@ import numpy.typing as npt
 from hetero.backends import hugepages
 
 LINUX = sys.platform.startswith("linux")
+POSIX = hasattr(mmap, "MAP_PRIVATE")
 PAGE_BYTES = mmap.PAGESIZE
 FLOAT32 = np.dtype(np.float32)
 CHUNK_BYTES = 1 << 25
 
 
 def private_pages(nbytes: int) -> mmap.mmap:
-    """Anonymous memory; private on Linux, where only private pages can be huge or be given back in
-    place.
+    """Anonymous memory of this process alone: a forked child has its own copy. On Linux only
+    private pages can be huge or be given back in place.
     """
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if LINUX else {}
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if POSIX else {}
     return mmap.mmap(-1, nbytes, **private)
 
 
@@ -47,9 +48,11 @@ class HostBuffer:
             raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         room = hugepages.HUGE_BYTES if huge and self.nbytes >= hugepages.HUGE_BYTES else 0
-        memory = private_pages(self.nbytes + room) if huge else mmap.mmap(-1, self.nbytes)
+        memory = private_pages(self.nbytes + room)
         if huge:
             hugepages.advise(memory, self.nbytes + room)
+        else:
+            hugepages.advise_against(memory)
         start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % room if room else 0
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8, self.nbytes, start)
         self.address: int = self.bytes.ctypes.data

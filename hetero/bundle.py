@@ -8,14 +8,16 @@ It is a directory of `hetero quantize` (weights for the GPU, configuration, toke
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero.backends.files import LONGEST_DOCUMENT_BYTES, read_file
 from hetero.errors import ModelError
+from hetero.solver.plan import ExecutionPlan
 
 BUNDLE_FILE = "compiled.json"
 PLAN_FILE = "plan.json"
@@ -24,16 +26,20 @@ SCHEMA_VERSION: Final = 1
 _REMEDY = "run hetero compile again"
 
 
+MOST_TOKENS: Final = 1 << 20
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
 class GraphRecord(BaseModel):
     """An entry below `graphs/`: the nodes it serves, its token counts, SHA-256 of its files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     nodes: tuple[str, ...]
-    tokens: tuple[int, ...]
-    context: int = 0
+    tokens: tuple[Tokens, ...]
+    context: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
     entry: str
-    size_bytes: int
+    size_bytes: Annotated[int, Field(ge=0, lt=2**63)]
     files: dict[str, str]
 
 
@@ -51,11 +57,11 @@ class BundleManifest(BaseModel):
     model: str
     licence: str
     soc: str
-    htp_arch: int
+    htp_arch: Annotated[int, Field(ge=0, lt=2**31)]
     sdk: str
     provider: str
-    max_seq_len: int
-    graph_sizes: tuple[int, ...]
+    max_seq_len: Tokens
+    graph_sizes: tuple[Tokens, ...]
     plan_id: str
     plan_sha256: str
     graphs: tuple[GraphRecord, ...]
@@ -74,6 +80,20 @@ class BundleManifest(BaseModel):
             "cache": graphs,
             "shared_weights": any(len(graph.tokens) > 1 for graph in self.graphs),
         }
+
+    def load_plan(self, directory: str | os.PathLike[str]) -> ExecutionPlan:
+        """The plan that the graphs were compiled for. Raises `ModelError` for another."""
+        path = Path(directory).expanduser() / PLAN_FILE
+        try:
+            data = read_file(path, LONGEST_DOCUMENT_BYTES)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error
+        if hashlib.sha256(data).hexdigest() != self.plan_sha256:
+            raise ModelError(
+                f"{path}: does not have the SHA-256 that {BUNDLE_FILE} names; {_REMEDY}, or give "
+                "another plan with --plan"
+            )
+        return ExecutionPlan.parse(data.decode("utf-8", "replace"), path)
 
 
 def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:

@@ -22,10 +22,11 @@ from hetero.arguments import (
     check_messages,
     check_prompt,
 )
-from hetero.backends.errors import KernelBuildError
+from hetero.backends import forks
+from hetero.backends.errors import DeviceLostError, KernelBuildError
 from hetero.backends.files import is_replaceable
 from hetero.backends.protocol import DeviceKind
-from hetero.bundle import PLAN_FILE, find_bundle
+from hetero.bundle import find_bundle
 from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.conversation import Conversation
 from hetero.device_set import DeviceMode, DeviceSet, open_devices
@@ -41,6 +42,7 @@ from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
 
 DEFAULT_CONTEXT = 4096
+IN_USE = "another thread was using it when this process was forked"
 
 
 class LLM:
@@ -88,6 +90,8 @@ class LLM:
     ) -> None:
         self._lock = threading.Lock()
         self._reader: int | None = None  # thread that holds an unfinished stream
+        self._lost = False
+        forks.in_child(self._forked)
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
@@ -99,7 +103,7 @@ class LLM:
             and npu in ("auto", "qnn")
             and device in (None, "hetero")
         ):
-            plan = Path(model).expanduser() / PLAN_FILE
+            plan = bundle.load_plan(model)
         given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None:
             given.check_fits(spec)
@@ -316,8 +320,15 @@ class LLM:
                 "a stream of this model is unfinished: read it to its end or close() it before the "
                 "next call"
             )
+        if self._lost:
+            raise DeviceLostError("engine", "running the model", IN_USE, forks.REMEDY)
         with self._lock:
             yield
+
+    def _forked(self) -> None:
+        """In a forked child: a call that another thread was in will never end there."""
+        if self._lock.locked() and self._reader != threading.get_ident():
+            self._lost, self._lock = True, threading.Lock()
 
     def _start(self, prompt: str | Sequence[int], options: GenerateOptions) -> Generation:
         """Check everything, and rewind the context to what the prompt shares with it."""

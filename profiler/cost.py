@@ -6,7 +6,7 @@ Paper section 4.3: "retrieves performance results from the profiler".
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from hetero.profiler.records import (
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
+LONGEST_S: Final = 1e9  # of a kernel: nobody has waited for one
 WaitMethod: TypeAlias = Literal["fast", "flag", "event", "finish"]
 
 
@@ -104,7 +105,7 @@ class CostModel:
         sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
         shape = sizes[0].shape
         flat = [size.ravel() for size in sizes]
-        seconds = predict.predict(predictor, record, *flat)
+        seconds = self._sound(predict.predict(predictor, record, *flat))
         outside = predict.outside(predictor.measured, record, *flat)
         return Cost(seconds.reshape(shape), outside.reshape(shape))
 
@@ -122,13 +123,14 @@ class CostModel:
         (`GraphOrder`). Raises `ProfileError` as `matmul_s` does.
         """
         predictor, record = self._predictor(device, weight_format, order), self.device(device)
-        seconds = predict.predict_table(predictor, record, ms, ns, float(k))
+        seconds = self._sound(predict.predict_table(predictor, record, ms, ns, float(k)))
         floors = self._floors(predictor, record, np.asarray(ms, dtype=np.float64))
         if floors:
             graphs = np.asarray([graph for graph, _ in floors], dtype=np.float64)
             least = predict.predict_table(predictor, record, graphs, ns, float(k))
             for i, (_, larger) in enumerate(floors):
                 seconds[larger] = np.maximum(seconds[larger], least[i])
+            self._sound(seconds)
         return seconds
 
     def measured_s(
@@ -154,9 +156,20 @@ class CostModel:
         """
         predictor = self.other(device, op)
         tokens = predict.padded_count(self.device(device), m)
-        seconds = predict.other_s(predictor, op, tokens, context)
+        seconds = np.asarray(predict.other_s(predictor, op, tokens, context))
         outside = tokens > predictor.max_m or context > predictor.max_context
-        return Cost(np.asarray(seconds), np.asarray(outside))
+        return Cost(self._sound(seconds), np.asarray(outside))
+
+    def _sound(self, seconds: Floats) -> Floats:
+        """The seconds. Raises `ProfileError` where a damaged profile predicts what no kernel takes,
+        which no sum could hold.
+        """
+        if seconds.size and not seconds.max() <= LONGEST_S:
+            raise ProfileError(
+                f"profile {self.profile.name} predicts {seconds.max():.3g} s for a kernel: it is "
+                "damaged; take it again with `hetero profile`"
+            )
+        return seconds
 
     def other(self, device: DeviceKind, op: Op) -> OtherPredictor:
         """What predicts an operation that is not a matmul. Raises `ProfileError` without one."""

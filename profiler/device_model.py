@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
 
 
 class _Model(BaseModel):
@@ -30,8 +30,8 @@ class NpuArray(_Model):
     """
 
     kind: Literal["npu-array"] = "npu-array"
-    array_size: Annotated[int, Field(ge=1)] = 32
-    setup_s: Annotated[float, Field(ge=0)]
+    array_size: Annotated[int, Field(ge=1, lt=2**31)] = 32
+    setup_s: Annotated[float, Field(ge=0, le=1e9)]
     bytes_per_weight: Positive
     bandwidth_bytes_per_s: Positive
     flops_per_s: Positive
@@ -62,7 +62,7 @@ class GpuShader(_Model):
     bandwidth_bytes_per_s: Positive
     direct_flops_per_s: Positive
     tiled_flops_per_s: Positive
-    unpack_s_per_weight: Annotated[float, Field(ge=0)]
+    unpack_s_per_weight: Annotated[float, Field(ge=0, le=1e9)]
 
     def seconds(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """[S] time of a kernel behind another."""

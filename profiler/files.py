@@ -46,6 +46,8 @@ def parse_document(text: str, path: str | Path, current_version: int) -> Documen
     """As `read_document`, of the text that was read from `path`."""
     try:
         document = json.loads(text)
+        if "\\u" in text:  # half of a pair is no text, and would only fail where it is written
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
     except (RecursionError, ValueError) as error:
         raise _not_json(path, error) from error
     if not isinstance(document, dict) or "schema_version" not in document:

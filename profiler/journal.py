@@ -1,19 +1,82 @@
-"""The journal beside a profile: a JSON line for everything that is finished."""
+"""The journal beside a profile: a JSON line for everything that is finished.
+
+Each line has the checksum of the rest of it (`crc32`), so that a damaged one is noticed, and is one
+of the kinds below; the first line that is not ends what a run goes on from.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from hetero.backends.files import LONGEST_TEXT_BYTES, atomic_write, is_replaceable, read_file
+from hetero.backends.protocol import DeviceKind
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.records import (
+    MatMulRow,
+    Phase,
+    Positive,
+    Quarantine,
+    Record,
+    ReferencePoint,
+    Seconds,
+)
 
 Entry: TypeAlias = dict[str, Any]
 
-VERSION = 1
+VERSION = 2
+
+
+class _Header(Record):
+    model_config = ConfigDict(extra="allow")
+    kind: Literal["header"]
+
+
+class _Base(Record):
+    kind: Literal["base"]
+    device: DeviceKind
+    phase: Phase
+    seconds: Positive
+
+
+class _Reference(Record):
+    kind: Literal["reference"]
+    point: ReferencePoint
+
+
+class _Row(Record):
+    kind: Literal["row"]
+    row: MatMulRow
+
+
+class _Quarantined(Record):
+    kind: Literal["quarantine"]
+    entry: Quarantine
+
+
+class _Spent(Record):
+    kind: Literal["spent"]
+    spent_s: Seconds
+
+
+class _Part(Record):
+    kind: Literal["part"]
+    name: str
+    values: tuple[dict[str, Any], ...]
+
+
+_KINDS: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        _Header | _Base | _Reference | _Row | _Quarantined | _Spent | _Part,
+        Field(discriminator="kind"),
+    ]
+)
 
 
 def journal_path(out: Path) -> Path | None:
@@ -53,7 +116,7 @@ class Journal:
     def add(self, entry: Entry) -> None:
         """Write one line through to the disk."""
         if self._file is not None:
-            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.write(to_line(entry))
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -91,14 +154,33 @@ def read_entries(path: Path) -> list[Entry]:
     except OSError as error:
         raise ProfileError(f"journal {path} cannot be read ({error.strerror})") from error
     for line in data.splitlines(keepends=True):
-        try:
-            entry = json.loads(line.decode("utf-8"))
-        except (UnicodeDecodeError, ValueError, RecursionError):
-            break
-        if not line.endswith(b"\n") or not isinstance(entry, dict) or "kind" not in entry:
+        entry = _entry(line)
+        if entry is None or (entry["kind"] == "header") == bool(entries):
             break
         entries.append(entry)
     return entries
+
+
+def to_line(entry: Entry) -> str:
+    """A line of a journal."""
+    crc32 = zlib.crc32(json.dumps(entry, allow_nan=False).encode())
+    return json.dumps({"crc32": crc32, **entry}) + "\n"
+
+
+def _entry(line: bytes) -> Entry | None:
+    """The entry of a whole, undamaged line of a known kind."""
+    try:
+        found = json.loads(line.decode("utf-8"))
+        if not line.endswith(b"\n") or not isinstance(found, dict):
+            return None
+        told = found.pop("crc32", None)
+        if told != zlib.crc32(json.dumps(found, allow_nan=False).encode()):
+            return None
+        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a pair is no text
+        _KINDS.validate_python(found)
+    except (ValueError, RecursionError):
+        return None
+    return found
 
 
 def _cannot_write(path: Path, error: OSError) -> ProfileError:
@@ -119,7 +201,7 @@ def _continue(path: Path, header: Entry) -> list[Entry]:
             "with the same options, or without --resume to start over"
         )
     try:
-        atomic_write(path, "".join(json.dumps(e) + "\n" for e in entries))
+        atomic_write(path, "".join(map(to_line, entries)))
     except OSError as error:
         raise _cannot_write(path, error) from error
     return entries

@@ -29,9 +29,17 @@ Phase: TypeAlias = Literal["prefill", "decode"]
 Numbers: TypeAlias = Literal["measured", "compiler-predicted", "simulated"]
 Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed"]
 Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]  # of matmul kernels
-Seconds = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1, lt=2**53)]
+# What lies beyond these is no time, speed or size of anything, and would overflow somewhere.
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
+Quantity = Annotated[float, Field(ge=0, le=1e30)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
+Watts = Annotated[float, Field(ge=0, le=1e6)]
+PerByte = Annotated[float, Field(ge=0, le=1e-3)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Tokens = Annotated[int, Field(ge=1, le=2**20)]
 
 
 def phase_of(m: int) -> Phase:
@@ -53,15 +61,15 @@ class CapabilityRecord(Record):
     unified_memory: bool = True
     asynchronous: bool = False
     static_shapes: bool = False
-    graph_sizes: tuple[Count, ...] = ()
+    graph_sizes: Annotated[tuple[Tokens, ...], Field(max_length=64)] = ()
     weight_formats: tuple[WeightFormat, ...] = ()
     row_alignment: Count = 16
     token_alignment: Count = 1
     fused_groups: tuple[str, ...] = ()
     operand_orders: tuple[OperandOrder, ...] = ("plain",)
     early_visibility: bool | None = None
-    memory_limit_bytes: int | None = None
-    weight_bytes: dict[WeightFormat, Annotated[float, Field(gt=0)]] = {}
+    memory_limit_bytes: Whole | None = None
+    weight_bytes: dict[WeightFormat, Positive] = {}
     per_graph_size: PerGraphSize = "nothing"
 
     @classmethod
@@ -112,15 +120,15 @@ class Environment(Record):
 
     system: str = ""
     processor: str = ""
-    cores: int | None = None
-    memory_bytes: int | None = None
-    cache_bytes: int | None = None
-    clock_hz: float | None = None
+    cores: Whole | None = None
+    memory_bytes: Whole | None = None
+    cache_bytes: Whole | None = None
+    clock_hz: Number | None = None
     governor: str | None = None
-    temperature_c: float | None = None
-    gpu_core: int | None = None
-    control_core: int | None = None
-    load_average: float | None = None
+    temperature_c: Number | None = None
+    gpu_core: Whole | None = None
+    control_core: Whole | None = None
+    load_average: Number | None = None
     packages: dict[str, str] = {}
 
 
@@ -130,8 +138,8 @@ class Stats(Record):
     """
 
     seconds: Positive
-    ci: Annotated[float, Field(ge=0)] | None = None
-    spread: Annotated[float, Field(ge=0)] = 0.0
+    ci: Quantity | None = None
+    spread: Quantity = 0.0
     samples: Count = 1
 
 
@@ -149,7 +157,7 @@ class MatMulRow(Stats):
     k: Count
     reference: Positive = 1.0
     skew: Positive = 1.0
-    block: int = 0
+    block: Whole = 0
     flags: tuple[Flag, ...] = ()
 
     @property
@@ -184,9 +192,9 @@ class OtherRow(Stats):
 
     device: DeviceKind
     op: str
-    sizes: dict[str, int]
+    sizes: dict[str, Whole]
     m: Count
-    context: Annotated[int, Field(ge=0)] = 0
+    context: Annotated[int, Field(ge=0, lt=2**31)] = 0
     flags: tuple[Flag, ...] = ()
 
 
@@ -218,10 +226,10 @@ class Validation(Record):
     """
 
     phase: Phase
-    mape: float
-    p95: float
-    folds: int
-    rows: int
+    mape: Number
+    p95: Number
+    folds: Whole
+    rows: Whole
 
 
 class Knots(Record):
@@ -232,7 +240,7 @@ class Knots(Record):
     """
 
     tokens: tuple[Count, ...]
-    coefficients: tuple[tuple[float, float, float, float], ...]
+    coefficients: tuple[tuple[Number, Number, Number, Number], ...]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -249,10 +257,10 @@ class Tree(Record):
     """
 
     feature: tuple[int, ...]
-    threshold: tuple[float, ...]
+    threshold: tuple[Number, ...]
     left: tuple[int, ...]
     right: tuple[int, ...]
-    value: tuple[float, ...]
+    value: tuple[Number, ...]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -316,11 +324,11 @@ class OtherPredictor(Record):
 
     device: DeviceKind
     op: str
-    coefficients: dict[str, float]
-    decode: dict[str, float] | None = None
+    coefficients: dict[str, Number]
+    decode: dict[str, Number] | None = None
     max_m: Count
-    max_context: Annotated[int, Field(ge=0)] = 0
-    mape: float = 0.0
+    max_context: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    mape: Number = 0.0
 
 
 class PreparationPredictor(Record):
@@ -332,9 +340,9 @@ class PreparationPredictor(Record):
     device: DeviceKind
     weight_format: WeightFormat
     fixed_s: Seconds
-    s_per_byte: Seconds
+    s_per_byte: PerByte
     cached_fixed_s: Seconds
-    cached_s_per_byte: Seconds
+    cached_s_per_byte: PerByte
     s_per_token: Seconds = 0.0
     layers_share: bool = False
 
@@ -362,15 +370,15 @@ class Contention(Record):
 
     phase: Phase
     weight_format: WeightFormat | None = None
-    gpu: Positive
-    npu: Positive
+    gpu: Factor
+    npu: Factor
 
 
 class Sleep(Record):
     """How late `time.sleep(requested_s)` returns, with the system's or a 1 ns timer slack."""
 
     requested_s: Seconds
-    timer_slack_ns: int | None = None
+    timer_slack_ns: Whole | None = None
     late_median_s: Seconds
     late_p99_s: Seconds
 
@@ -396,7 +404,7 @@ class DeviceSync(Record):
     call_s: Seconds = 0.0
     restart_s: Seconds = 0.0
     copy_fixed_s: Seconds = 0.0
-    copy_s_per_byte: Seconds = 0.0
+    copy_s_per_byte: PerByte = 0.0
     map_s: Seconds = 0.0
     notes: dict[str, str] = {}
 
@@ -419,7 +427,7 @@ class EveryCore(Record):
     weight_format: WeightFormat
     phase: Phase
     cores: Count
-    speedup: Positive
+    speedup: Factor
     layer_s: Seconds
 
     def seconds(self, one_s: float, layers: int) -> float:
@@ -431,10 +439,10 @@ class Power(Record):
     """Mean power while the device works, and energy source; what cannot be read is absent."""
 
     source: str
-    idle_w: Annotated[float, Field(ge=0)] | None = None
-    gpu_w: Annotated[float, Field(ge=0)] | None = None
-    npu_w: Annotated[float, Field(ge=0)] | None = None
-    both_w: Annotated[float, Field(ge=0)] | None = None
+    idle_w: Watts | None = None
+    gpu_w: Watts | None = None
+    npu_w: Watts | None = None
+    both_w: Watts | None = None
 
 
 class Quarantine(Record):
@@ -448,8 +456,8 @@ class Quarantine(Record):
     weight_format: WeightFormat | None = None
     order: OperandOrder = "plain"
     shape_class: str = ""
-    error: float | None = None
-    tolerance: float
+    error: Number | None = None
+    tolerance: Number
     detail: str
 
 
@@ -479,11 +487,11 @@ class Coverage(Record):
     quick: bool = False
     budget_s: Seconds = 0.0
     spent_s: Seconds = 0.0
-    grid_tasks: int = 0
-    measured_tasks: int = 0
-    pruned_tasks: int = 0
+    grid_tasks: Whole = 0
+    measured_tasks: Whole = 0
+    pruned_tasks: Whole = 0
     finished: bool = False
-    seed: int = 0
+    seed: Whole = 0
 
 
 class DeviceProfile(Record):

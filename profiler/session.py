@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from hetero.backends.clock import Clock, ManualClock, SystemClock
 from hetero.backends.errors import DeviceError
@@ -185,13 +186,18 @@ class Session:
         for entry in self.journal.of_kind("quarantine"):
             self._quarantine(Quarantine.model_validate(entry["entry"]), write=False)
 
-    def _part(self, name: str, kind: type[R], make: Callable[[], list[R]]) -> list[R]:
-        """Records of one part of the profile: from the journal, or measured and written to it."""
+    def _part(
+        self, name: str, kind: type[R], make: Callable[[], list[R]], *, several: bool = False
+    ) -> list[R]:
+        """Records of one part of the profile, one unless `several`: from the journal, or measured
+        and written to it.
+        """
         for entry in self.journal.of_kind("part"):
-            if entry["name"] == name:
-                found = [kind.model_validate(value) for value in entry["values"]]
-                self.parts[name] = found
-                return found
+            if entry["name"] == name and (several or len(entry["values"]) == 1):
+                with suppress(ValidationError):  # then it is measured again
+                    found = [kind.model_validate(value) for value in entry["values"]]
+                    self.parts[name] = found
+                    return found
         self._report(name)
         made = make()
         self.journal.add(
@@ -210,8 +216,8 @@ class Session:
             )
             self._part(f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind))
         self._part("sleep", HostSync, self._host_sync)
-        self._part("every core", EveryCore, self._every_core)
-        self._part("preparation", PreparationRow, around.preparation)
+        self._part("every core", EveryCore, self._every_core, several=True)
+        self._part("preparation", PreparationRow, around.preparation, several=True)
         self._together(1)
         self._part("power", MaybePower, around.power)
         self._part("other kernels", Others, partial(around.others, self.records))
@@ -353,7 +359,7 @@ class Session:
 
     def _check_stages(self) -> None:
         """Measure some pruned sizes; a stage that does not hold is dropped and its sizes return."""
-        self._part("stage checks", StageCheck, self._stage_checks)
+        self._part("stage checks", StageCheck, self._stage_checks, several=True)
         for kind, record in list(self.records.items()):
             checks = [c for c in self.parts["stage checks"] if c.device == kind]
             wrong = [c for c in checks if abs(c.measured_s / c.stage_s - 1) > STAGE_WRONG]

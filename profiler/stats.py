@@ -57,7 +57,7 @@ def drift(at_s: Sequence[float], seconds: Sequence[float]) -> float:
     points = sorted(zip(at_s, seconds, strict=True))
     medians, first = [], 0
     for i, (at, _) in enumerate(points):
-        while points[first][0] <= at - SMOOTHED_S:
+        while first < i and points[first][0] <= at - SMOOTHED_S:
             first += 1
         medians.append(statistics.median(value for _, value in points[first : i + 1]))
     low, middle, high = np.quantile(medians, (0.16, 0.5, 0.84))

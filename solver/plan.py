@@ -35,8 +35,12 @@ NamedStrategy: TypeAlias = Literal[
 FusedGroup: TypeAlias = Literal["feed_forward", "block"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
-Start = Annotated[int, Field(ge=0)]
-Stop = Annotated[int, Field(ge=1)]
+# Sizes are int32 on devices; what is beyond these is no time and no size of anything.
+Start = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = Annotated[int, Field(ge=1, lt=2**31)]
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
+Quantity = Annotated[float, Field(ge=0, le=1e30)]
 
 
 class PlanError(ValueError):
@@ -44,7 +48,7 @@ class PlanError(ValueError):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Tile(_Record):
@@ -58,7 +62,7 @@ class Tile(_Record):
     device: DeviceKind
     tokens: tuple[Start, Stop | None]
     rows: tuple[Start, Stop]
-    graph_size: Annotated[int, Field(ge=1)] | None = None
+    graph_size: Stop | None = None
     order: OperandOrder = "plain"
     precision: WeightFormat | None = None
 
@@ -86,7 +90,7 @@ class Candidate(_Record):
     """The best tiling of one strategy: its time, and why it lost (or that it was chosen)."""
 
     strategy: Strategy
-    predicted_s: float | None
+    predicted_s: Positive | None
     reason: str
     detail: str = ""
 
@@ -99,16 +103,16 @@ class OpPlan(_Record):
     """
 
     phase: Phase
-    m: int | None
+    m: Stop | None
     op: OpName
-    n: int
-    k: int
+    n: Stop
+    k: Stop
     strategy: Strategy
-    tiles: tuple[Tile, ...]
-    predicted_s: float | None = None
-    gpu_s: float | None = None
-    npu_s: float | None = None
-    energy_j: float | None = None
+    tiles: Annotated[tuple[Tile, ...], Field(max_length=1024)]
+    predicted_s: Positive | None = None
+    gpu_s: Quantity | None = None
+    npu_s: Quantity | None = None
+    energy_j: Quantity | None = None
     candidates: tuple[Candidate, ...] = ()
     pipe: bool = False
 
@@ -152,16 +156,16 @@ class Total(_Record):
     """
 
     phase: Phase
-    m: int
-    predicted_s: float
-    tokens_per_s: float
-    best_single_device_s: float
-    single_devices: dict[DeviceKind, float] = {}
-    context: int = 0
-    steps: tuple[int, ...] = ()
-    energy_j: float | None = None
-    best_single_device_j: float | None = None
-    rest_s: dict[str, float] = {}
+    m: Stop
+    predicted_s: Positive
+    tokens_per_s: Positive
+    best_single_device_s: Positive
+    single_devices: dict[DeviceKind, Positive] = {}
+    context: Start = 0
+    steps: tuple[Stop, ...] = ()
+    energy_j: Quantity | None = None
+    best_single_device_j: Quantity | None = None
+    rest_s: dict[str, Quantity] = {}
 
 
 class Rest(_Record):
@@ -174,9 +178,9 @@ class Rest(_Record):
 class CurvePoint(_Record):
     """Prefill time of one strategy at one length; None where it cannot run."""
 
-    m: int
-    seconds: float | None
-    energy_j: float | None = None
+    m: Stop
+    seconds: Positive | None
+    energy_j: Quantity | None = None
 
 
 class Curve(_Record):
@@ -190,10 +194,10 @@ class FrontPoint(_Record):
     """One point of the latency-energy front at m tokens; `energy_weight` from 0 to 1."""
 
     phase: Phase
-    m: int
-    energy_weight: float
-    seconds: float
-    energy_j: float
+    m: Stop
+    energy_weight: Annotated[float, Field(ge=0, le=1)]
+    seconds: Positive
+    energy_j: Quantity
 
 
 class Memory(_Record):
@@ -202,11 +206,11 @@ class Memory(_Record):
     graphs of other sizes, where each has its own copy.
     """
 
-    gpu_bytes: int
-    npu_bytes: int
-    twice_bytes: int
-    graphs_bytes: int = 0
-    budget_bytes: int | None = None
+    gpu_bytes: Bytes
+    npu_bytes: Bytes
+    twice_bytes: Bytes
+    graphs_bytes: Bytes = 0
+    budget_bytes: Bytes | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -240,30 +244,36 @@ class ExecutionPlan(_Record):
     schema_version: Literal[1] = 1
     model: str
     strategy: NamedStrategy = "auto"
-    step_tokens: Annotated[int, Field(ge=1)] | None = None
+    step_tokens: Stop | None = None
     step_sizes: tuple[Stop, ...] | None = None
     profile: str | None = None
     objective: Literal["latency", "energy"] = "latency"
-    solve_s: float | None = None
+    solve_s: Quantity | None = None
     ops: tuple[OpPlan, ...]
     rest: Rest
     totals: tuple[Total, ...] = ()
-    graph_sizes: tuple[int, ...] = ()
-    memory_bytes: int | None = None
+    graph_sizes: tuple[Stop, ...] = ()
+    memory_bytes: Bytes | None = None
     memory: Memory | None = None
     residency: dict[OpName, Residency] = {}
     numbers: Literal["measured", "predicted", "simulated"] | None = None
     precision: Literal["auto", "a16", "a8", "any"] = "auto"
     weight_format: WeightFormat | None = None
-    layers: int | None = None
-    max_gpu_share: float = 1.0
-    margin: float | None = None
+    layers: Stop | None = None
+    max_gpu_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    margin: Annotated[float, Field(ge=0, le=1)] | None = None
     profile_fingerprint: str | None = None
     model_fingerprint: str | None = None
     notes: tuple[str, ...] = ()
     curves: tuple[Curve, ...] = ()
     front: tuple[FrontPoint, ...] = ()
     fused: tuple[FusedGroup, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({tuple(point.m for point in curve.points) for curve in self.curves}) > 1:
+            raise ValueError("the curves have points at other lengths than each other")
+        return self
 
     @property
     def plan_id(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero import LLM
-from hetero.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, find_bundle
+from hetero.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
 from hetero.cli import main
 from hetero.compiling import CompileRequest, compile_model, node_jobs, prepare
 from hetero.errors import ModelError, UserError
@@ -110,6 +110,21 @@ def test_a_finished_bundle_is_not_overwritten(bundle: Path, tmp_path: Path) -> N
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(UserError, match="is not empty"):
         compile_model(prepare(REQUEST), tmp_path)
+
+
+def test_a_plan_that_the_graphs_were_not_compiled_for_is_refused(
+    bundle: Path, tmp_path: Path
+) -> None:
+    manifest = find_bundle(bundle)
+    assert manifest is not None
+    assert manifest.load_plan(bundle).plan_id == manifest.plan_id
+    text = (bundle / PLAN_FILE).read_text(encoding="utf-8")
+    (tmp_path / PLAN_FILE).write_text(text.replace('"prefill"', '"decode"', 1), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"does not have the SHA-256 that compiled\.json names"):
+        manifest.load_plan(tmp_path)
+    (tmp_path / PLAN_FILE).unlink()
+    with pytest.raises(ModelError, match=r"plan\.json: cannot be read"):
+        manifest.load_plan(tmp_path)
 
 
 def test_a_damaged_manifest_is_named(bundle: Path, tmp_path: Path) -> None:

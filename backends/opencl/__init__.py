@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from hetero.backends import forks
 from hetero.backends.errors import DeviceUnavailableError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def open(
     tensors as on a discrete GPU, and `coherent=False` maps and unmaps them around every call as on
     a GPU with caches of its own.
     """
+    forks.start("opencl")
     _spare_pyopencl_cache()
     try:
         from hetero.backends.opencl.device import OpenCLDevice
@@ -98,6 +100,8 @@ def every_core_count() -> int:
     """Workers that a device opened with `every_core` would have; 0 if it cannot be opened, because
     OpenCL runs in this process with another number.
     """
+    if forks.is_lost("opencl"):
+        return 0
     _spare_pyopencl_cache()
     try:
         from hetero.backends.opencl.drivers.loader import wanted_workers

@@ -107,7 +107,7 @@ class OpenCLDevice(Device):
         self.specialised: set[tuple[object, ...]] = set()
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
         self._scratch: cl.Buffer | None = None
-        self._health = Health(BACKEND)
+        self._health = Health(BACKEND, threads=True)
 
     def map(self, buffer: HostBuffer) -> cl.Buffer:
         """The buffer's pages on unified memory, else device memory of the same size."""

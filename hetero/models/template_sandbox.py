@@ -139,6 +139,16 @@ def _worker() -> _Worker:
     return _current[0]
 
 
+def _after_fork() -> None:
+    """In a forked child, which has a worker of its own: whoever held the lock is not there."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @atexit.register
 def _end() -> None:
     while _current:

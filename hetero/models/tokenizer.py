@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
+import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from pydantic_core import from_json
 
+from hetero.backends.files import read_file
 from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, Message, load_templates
 from hetero.models.fields import read_json_object
+from hetero.models.tokenizer_limits import (
+    LONGEST_FILE_BYTES,
+    MOST_CHARACTERS,
+    Growth,
+    check_tokenizer,
+)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SPECIAL_TOKEN_NAMES = (
@@ -28,6 +39,7 @@ SPECIAL_TOKEN_NAMES = (
 )
 _CONTEXT_TOKENS = 16
 _MAX_UNRESOLVED = 64
+_panics = threading.Lock()  # stderr is the process's
 
 
 class StreamDecoder(ABC):
@@ -98,8 +110,10 @@ class HfTokenizer(Tokenizer):
         templates: Mapping[str, str] | None = None,
         *,
         where: str = "tokenizer",
+        growth: Growth | None = None,
     ) -> None:
         self._where = where
+        self._growth = growth or Growth()
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -128,8 +142,11 @@ class HfTokenizer(Tokenizer):
                 f"{directory}: has no tokenizer.json; download it, or save it with transformers' "
                 "AutoTokenizer.save_pretrained"
             )
+        data = _read(path)
         with _library(f"{path}: is not a tokenizer"):
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            growth = check_tokenizer(from_json(data), str(path))
+            with quiet_panics():
+                backend = tokenizers.Tokenizer.from_buffer(data)
         config = _optional_json(directory / "tokenizer_config.json")
         special = _optional_json(directory / "special_tokens_map.json")
         return cls(
@@ -137,6 +154,7 @@ class HfTokenizer(Tokenizer):
             special | config,
             load_templates(directory, config),
             where=str(directory),
+            growth=growth,
         )
 
     def save(self, directory: Path) -> list[Path]:
@@ -156,6 +174,11 @@ class HfTokenizer(Tokenizer):
         Bytes that a terminal passed on undecoded are read as UTF-8, U+FFFD for what is none.
         """
         clean = _unicode(text)
+        if self._growth.own and self._growth.of(len(clean)) > MOST_CHARACTERS:
+            raise ModelError(
+                f"{self._where}: its tokenizer may make more than {MOST_CHARACTERS} characters of "
+                f"this text of {len(clean)}; give less"
+            )
         with _library(f"{self._where}: the tokenizer fails on this text"):
             ids: list[int] = self._backend.encode(clean, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._force_bos and self.bos_id is not None:
@@ -320,13 +343,50 @@ def _unicode(text: str) -> str:
     return found.decode("utf-8", errors="replace")
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return read_file(path, LONGEST_FILE_BYTES)
+    except OSError as error:
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions"
+        ) from error
+
+
+@contextmanager
+def quiet_panics() -> Iterator[None]:
+    """What the library prints of a panic is not shown: the sentence that follows says it. Other
+    output to stderr comes late, not never.
+    """
+    with _panics, ExitStack() as stack:
+        try:
+            held = stack.enter_context(tempfile.TemporaryFile())
+            saved = os.dup(2)
+        except OSError:  # no place for it, or no stderr
+            yield
+            return
+        os.dup2(held.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"
+            raise
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            held.seek(0)
+            if not panicked:
+                os.write(2, held.read())
+
+
 @contextmanager
 def _library(what: str) -> Iterator[None]:
     """What the library complains of as a `ModelError`: it raises bare `Exception`, and panics."""
     try:
         yield
     except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
+        known = type(error) in (Exception, ValueError)  # the library's, and the JSON parser's
+        if not known and type(error).__name__ != "PanicException":
             raise
         raise ModelError(f"{what} ({error}); download the file again") from error
 

@@ -50,7 +50,7 @@ def gains(plan: ExecutionPlan) -> TableData:
         best = min(t.single_devices, key=lambda k: t.single_devices[k], default=None)
         saved = "n/a"
         if t.energy_j is not None and t.best_single_device_j is not None:
-            saved = f"{100 * (t.energy_j / t.best_single_device_j - 1):+.0f} %"
+            saved = units.gain(t.best_single_device_j, t.energy_j)
         rows.append(
             (
                 label(t),

@@ -194,6 +194,7 @@ def curves(plan: ExecutionPlan) -> str:
             tuple((float(p.m), p.seconds) for p in c.points if p.seconds is not None),
         )
         for c in plan.curves
+        if any(p.seconds is not None for p in c.points)
     ]
     return chart(lines, "tokens", "prefill time by length") if lines else ""
 
@@ -203,6 +204,9 @@ def front(plan: ExecutionPlan) -> str:
     steps: dict[str, list[FrontPoint]] = {}
     for point in plan.front:
         steps.setdefault(f"{point.phase} {point.m}", []).append(point)
+    steps = {name: points for name, points in steps.items() if points[0].energy_j}
+    if not steps:
+        return ""
     lines = [
         Line(
             name,

@@ -18,10 +18,11 @@ from hetero import LLM, cli
 from hetero.models import open_model
 from hetero.models.quantized import save
 from tests import tiny_files
-from tests.bad_inputs import configs, ggufs, options, texts, weights
+from tests.bad_inputs import configs, documents, ggufs, options, texts, weights
 from tests.bad_inputs.case import BadInput
 
-CASES = [*configs.CASES, *weights.CASES, *ggufs.CASES, *texts.CASES, *options.CASES]
+MODULES = (configs, weights, ggufs, texts, options, documents)
+CASES = [case for module in MODULES for case in module.CASES]
 LIMIT_S = 5.0
 MEMORY_BYTES = 1 << 30
 

@@ -23,6 +23,17 @@ def model(**values: Any) -> Change:
     return change
 
 
+def added(content: str) -> Change:
+    """One more added token."""
+
+    def change(work: Path) -> None:
+        raw = json.loads((work / FILE).read_text(encoding="utf-8"))
+        raw["added_tokens"].append(raw["added_tokens"][0] | {"id": 400, "content": content})
+        (work / FILE).write_text(json.dumps(raw), encoding="utf-8")
+
+    return change
+
+
 def shifted(by: int) -> Change:
     """A vocabulary whose ids lie beyond the model's."""
     return model(vocab={word: i + by for i, word in enumerate(tiny_files.WORDS)})
@@ -48,6 +59,20 @@ TOKENIZERS: tuple[tuple[str, Change, str], ...] = (
     ("an id beyond 32 bits", model(vocab={"a": 2**40}), "is not a tokenizer"),
     ("a broken pattern", json_set(FILE, {"pre_tokenizer": {
         "type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}}),
+     "is not a tokenizer"),
+    ("26 rules that double", json_set(FILE, {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 26}}),
+     "may make 512 characters of one (normalizer), at most 256 are taken"),
+    ("30 decoding rules that double", json_set(FILE, {"decoder": {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30}}),
+     "may make 512 characters of one (decoder), at most 256 are taken"),
+    ("a text 5000 times", json_set(FILE, {"post_processor": {
+        "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 5000}}),
+     "may make 5000 characters of one (post_processor)"),
+    ("an added token of 50 MB", added("x" * 50_000_000), "adds tokens of 500000"),
+    ("a token of 100 kB", model(vocab={"x" * 100_000: 3}), "has a token of 100000 characters"),
+    ("a prefix that the library does not survive", model(continuing_subword_prefix="##"),
      "is not a tokenizer"),
     ("of a larger vocabulary", shifted(1000), "does not belong to"),
     ("its unknown token is unknown", model(vocab={"a": 3}, merges=[], unk_token="<none>"),

@@ -16,7 +16,10 @@ from typing import Annotated
 
 import typer
 
-TARGETS = ("safetensors", "gguf", "config", "tokenizer", "session")
+TARGETS = (
+    "safetensors", "gguf", "config", "tokenizer", "session",
+    "plan", "profile", "journal", "bundle", "manifest",
+)  # fmt: skip
 INPUT_LIMIT_S = 5
 MEMORY_LIMIT_MIB = 1024
 
@@ -52,7 +55,7 @@ def run_turn(name: str, work: Path, seconds: int, prefix: list[str]) -> str:
     """One process; what it printed."""
     command = [*prefix, sys.executable, "-m", "tests.fuzz.worker", name, str(work)]
     command += [f"-max_total_time={seconds}", f"-timeout={INPUT_LIMIT_S}"]
-    command += [f"-rss_limit_mb={MEMORY_LIMIT_MIB}", "-max_len=16384", "-print_final_stats=1"]
+    command += [f"-rss_limit_mb={MEMORY_LIMIT_MIB}", "-max_len=65536", "-print_final_stats=1"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     text = done.stdout + done.stderr
     if done.returncode:

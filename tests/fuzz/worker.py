@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING
 
 import atheris
 
-with atheris.instrument_imports(include=["hetero.models", "hetero.session_file", "json.decoder"]):
+INSTRUMENTED = [
+    "hetero.models",
+    "hetero.session_file",
+    "hetero.bundle",
+    "hetero.solver.plan",
+    "hetero.solver.report",
+    "hetero.planning",
+    "hetero.profiler.records",
+    "hetero.profiler.files",
+    "hetero.profiler.journal",
+    "hetero.backends.qnn.store",
+    "json.decoder",
+]
+with atheris.instrument_imports(include=INSTRUMENTED):
     from tests.fuzz.targets import TARGETS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hetero.profiler import bandwidth, energy
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
-from hetero.profiler.journal import Journal, journal_path, read_entries
+from hetero.profiler.journal import Journal, journal_path, read_entries, to_line
 from hetero.profiler.options import Event, Options
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
@@ -287,10 +287,37 @@ def test_one_device_alone_is_a_profile_too() -> None:
 def test_a_foreign_line_ends_a_journal(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with Journal(path, {"a": 1}, resume=False) as journal:
-        journal.add({"kind": "row", "row": 1})
+        journal.add({"kind": "spent", "spent_s": 1.0})
+    for foreign in (
+        "[1]\n",
+        json.dumps({"kind": "spent", "spent_s": 2.0}) + "\n",  # without a checksum
+        to_line({"kind": "spent", "spent_s": -2.0}),
+        to_line({"kind": "part", "values": []}),
+        to_line({"kind": "another"}),
+        to_line({"kind": "header"}),
+        to_line({"kind": "spent", "spent_s": 2.0}).replace("2.0", "3.0"),
+    ):
+        with path.open("a") as file:
+            file.write(foreign + to_line({"kind": "spent", "spent_s": 4.0}))
+        assert [entry.get("spent_s") for entry in read_entries(path)] == [None, 1.0]
+        Journal(path, {"a": 1}, resume=True).close()
     with path.open("a") as file:
-        file.write("[1]\n" + json.dumps({"kind": "row", "row": 2}) + "\n")
-    assert [entry["kind"] for entry in read_entries(path)] == ["header", "row"]
+        file.write(to_line({"kind": "spent", "spent_s": 4.0}))
+    assert [entry.get("spent_s") for entry in read_entries(path)] == [None, 1.0, 4.0]
+
+
+@pytest.mark.parametrize("change", [{"values": []}, {"values": [{}]}, {"values": [{"x": 1}] * 2}])
+def test_a_part_that_is_none_is_measured_again(
+    change: dict[str, Any], tmp_path: Path, whole: DeviceProfile
+) -> None:
+    out = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        take(out, stop_after=3)
+    path = journal_path(out)
+    assert path is not None
+    entries = [e | (change if e["kind"] == "part" else {}) for e in read_entries(path)]
+    path.write_text("".join(map(to_line, entries)), encoding="utf-8")
+    assert {row.key for row in take(out, resume=True).matmuls} == {r.key for r in whole.matmuls}
 
 
 def test_power_is_read_from_rapl(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from hetero.errors import ModelError
 from hetero.models.gguf.file import GgufFile
 from hetero.models.tokenizer import HfTokenizer
+from hetero.models.tokenizer_limits import check_tokens
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
@@ -163,6 +164,8 @@ def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence
     if kinds is None:
         raise _error(file, "must give a type to every token (tokenizer.ggml.token_type)")
     pairs = list(zip(tokens, kinds, strict=True))
+    added = (x for x, k in pairs if k in (UNKNOWN, CONTROL, USER_DEFINED))
+    check_tokens(added, tokens, f"{file.path}: GGUF file")
     backend.add_special_tokens(
         [AddedToken(x, normalized=False) for x, k in pairs if k in (UNKNOWN, CONTROL)]
     )

@@ -1,0 +1,207 @@
+"""How much a tokenizer may make of a text, bounded before the library is given it.
+
+The library runs in this process and ends it where memory is short. `tokenizer.json` may hold rules
+that double a text again and again, and tokens of any length; both are bounded here, from the file
+alone. A text of c characters becomes at most `factor` · c + `extra` characters, and as many tokens.
+
+What a file brings of its own (`Replace`, `Prepend`, a precompiled map, a template) counts as long
+as it says. What Unicode brings (`NFKC` makes up to 18 characters of one, `ByteLevel` up to 4)
+counts only where the file can feed it: behind something of its own, or a second time.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hetero.errors import ModelError
+
+MOST_FACTOR: Final = 256
+MOST_EXTRA: Final = 1 << 16
+MOST_CHARACTERS: Final = 1 << 26  # of a text that rules of the file have made longer
+LONGEST_FILE_BYTES: Final = 128 << 20
+LONGEST_TOKEN: Final = 1 << 16  # characters
+LONGEST_AFFIX: Final = 64  # characters, put before or behind every character of a word
+ADDED_BYTES: Final = 4 << 20  # of all added tokens; the library takes 70 times as much
+
+# Characters that one may become, of what Unicode defines.
+_NATURAL: Final = {
+    "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 3,
+    "ByteLevel": 4, "Metaspace": 2, "Strip": 1, "StripAccents": 1, "Nmt": 1, "Split": 1,
+    "Digits": 1, "Punctuation": 1, "Whitespace": 1, "WhitespaceSplit": 1, "BertPreTokenizer": 1,
+    "UnicodeScripts": 1, "CharDelimiterSplit": 1, "FixedLength": 1,
+}  # fmt: skip
+_UNKNOWN: Final = 4
+_LISTS: Final = ("normalizers", "pretokenizers", "processors", "decoders")
+Json = Mapping[str, Any]
+
+
+@dataclass
+class Growth:
+    """At most `factor` · characters + `extra` come out; `own`: of the file's making."""
+
+    factor: int = 1
+    extra: int = 0
+    own: bool = False
+
+    def times(self, factor: int, extra: int = 0) -> None:
+        """One more step."""
+        self.factor *= factor
+        self.extra = self.extra * factor + extra
+
+    def of(self, characters: int) -> int:
+        """What a text of so many characters may become."""
+        return self.factor * characters + self.extra
+
+
+def check_tokenizer(raw: object, where: str) -> Growth:
+    """How much longer a text may become, by a parsed tokenizer.json. Raises `ModelError` where that
+    is more than any tokenizer needs. What is malformed is left to the library to refuse.
+    """
+    if not isinstance(raw, Mapping):
+        return Growth()
+    check_tokens(_contents(raw), _vocabulary(raw), where)
+    model = raw.get("model")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        affix = model.get(name) if isinstance(model, Mapping) else None
+        if isinstance(affix, str) and len(affix) > LONGEST_AFFIX:
+            raise _error(where, f"has a {name} of {len(affix)} characters", str(LONGEST_AFFIX))
+    found = Growth()
+    seen: set[str] = set()
+    for key in ("normalizer", "pre_tokenizer"):
+        for part in _parts(raw.get(key)):
+            _grow(found, part, seen)
+            _check(found, key, where)
+    for part in _parts(raw.get("post_processor")):
+        if part.get("type") == "TemplateProcessing":
+            _template(found, part)
+            _check(found, "post_processor", where)
+    decoder = Growth()
+    for part in _parts(raw.get("decoder")):
+        if part.get("type") == "Replace":
+            _replace(decoder, part)
+            _check(decoder, "decoder", where)
+    return found
+
+
+def check_tokens(added: Iterable[str], vocabulary: Iterable[str], where: str) -> None:
+    """Raise `ModelError` for tokens that are too long, alone or together."""
+    total = 0
+    for token in added:
+        total += len(token.encode("utf-8", "surrogatepass"))
+    if total > ADDED_BYTES:
+        raise _error(where, f"adds tokens of {total} bytes together", str(ADDED_BYTES))
+    longest = max((len(token) for token in vocabulary), default=0)
+    if longest > LONGEST_TOKEN:
+        raise _error(where, f"has a token of {longest} characters", str(LONGEST_TOKEN))
+
+
+def _check(found: Growth, key: str, where: str) -> None:
+    if found.factor > MOST_FACTOR:
+        raise _error(where, f"may make {found.factor} characters of one ({key})", str(MOST_FACTOR))
+    if found.extra > MOST_EXTRA:
+        raise _error(where, f"may add {found.extra} characters ({key})", str(MOST_EXTRA))
+
+
+def _error(where: str, what: str, most: str) -> ModelError:
+    return ModelError(f"{where}: the tokenizer {what}, at most {most} are taken; use another model")
+
+
+def _contents(raw: Json) -> Iterator[str]:
+    tokens = raw.get("added_tokens")
+    for token in tokens if isinstance(tokens, list) else ():
+        content = token.get("content") if isinstance(token, Mapping) else None
+        if isinstance(content, str):
+            yield content
+
+
+def _vocabulary(raw: Json) -> Iterator[str]:
+    """Tokens of a dictionary, or of Unigram's pairs of token and score."""
+    model = raw.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocabulary, Mapping):
+        yield from vocabulary
+        return
+    for pair in vocabulary if isinstance(vocabulary, list) else ():
+        if isinstance(pair, list) and pair and isinstance(pair[0], str):
+            yield pair[0]
+
+
+def _parts(component: object) -> Iterator[Json]:
+    """The steps of a component in their order, sequences inside sequences too."""
+    waiting = [component]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, Mapping):
+            continue
+        inner = [part[name] for name in _LISTS if isinstance(part.get(name), list)]
+        if inner:
+            waiting.extend(reversed(inner[0]))
+        else:
+            yield part
+
+
+def _grow(found: Growth, part: Json, seen: set[str]) -> None:
+    """Let a step act on `found`; `seen` are the kinds of the steps before it."""
+    kind = str(part.get("type"))
+    own = _OWN.get(kind)
+    if own is not None:
+        own(found, part)
+        found.own = True
+    elif found.own or kind in seen:
+        found.times(_NATURAL.get(kind, _UNKNOWN))
+    seen.add(kind)
+
+
+def _replace(found: Growth, part: Json) -> None:
+    content = _length(part.get("content"))
+    pattern = part.get("pattern")
+    plain = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if isinstance(plain, str) and plain:
+        found.times(max(1, -(-content // len(plain))))
+    else:  # an expression may match between all characters
+        found.times(1 + content, content)
+
+
+def _prepend(found: Growth, part: Json) -> None:
+    found.times(1, _length(part.get("prepend")))
+
+
+def _precompiled(found: Growth, part: Json) -> None:
+    """The map's texts lie behind its trie, each ended by a zero."""
+    try:
+        data = base64.b64decode(str(part.get("precompiled_charsmap")), validate=True)
+    except (binascii.Error, ValueError):
+        return  # the library refuses it
+    texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+    found.times(max(1, *(len(text.decode("utf-8", "replace")) for text in texts)))
+
+
+def _template(found: Growth, part: Json) -> None:
+    pieces = part.get("single")
+    special = part.get("special_tokens")
+    texts = ids = 0
+    for piece in pieces if isinstance(pieces, list) else ():
+        if not isinstance(piece, Mapping):
+            continue
+        texts += "Sequence" in piece
+        named = piece.get("SpecialToken")
+        name = named.get("id") if isinstance(named, Mapping) else None
+        token = special.get(name) if isinstance(special, Mapping) else None
+        known = token.get("ids") if isinstance(token, Mapping) else None
+        ids += len(known) if isinstance(known, list) else 1
+    found.times(max(1, texts), ids)
+
+
+def _length(text: object) -> int:
+    return len(text) if isinstance(text, str) else 0
+
+
+_OWN: Final[Mapping[str, Callable[[Growth, Json], None]]] = {
+    "Replace": _replace,
+    "Prepend": _prepend,
+    "Precompiled": _precompiled,
+}

@@ -1,0 +1,185 @@
+"""Children that `os.fork` makes: one clear error or the right answer, never a hang."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
+from hetero.models import ModelError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+LIMIT_S = 60
+PARENT = """
+import os, sys, warnings
+from hetero import LLM
+warnings.simplefilter("always")
+warnings.filterwarnings("ignore", category=DeprecationWarning)  # Python's own, of forks
+if {mode!r}:
+    llm = LLM("demo", device={mode!r})
+    expected = llm.generate("Once", max_tokens=5).text
+pid = os.fork()
+if pid == 0:
+    import faulthandler
+    faulthandler.dump_traceback_later(20, exit=True)  # a hang
+    try:
+        {child}
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    sys.exit(0)
+_, status = os.waitpid(pid, 0)
+print("child ended with", os.waitstatus_to_exitcode(status))
+if {mode!r}:
+    assert llm.generate("Once", max_tokens=5).text == expected
+"""
+GENERATE = 'print("right" if llm.generate("Once", max_tokens=5).text == expected else "wrong")'
+OWN = (
+    f"own = LLM('demo', device={{mode!r}}); "
+    f"{GENERATE.replace('llm.', 'own.').replace('expected', repr(' upon a time, there'))}"
+)
+LOST = "was opened before this process was forked"
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+def fork(mode: str, child: str) -> subprocess.CompletedProcess[str]:
+    done = run(PARENT.format(mode=mode, child=child.replace("{mode!r}", repr(mode))))
+    assert done.returncode == 0, done.stderr
+    assert "child ended with 0" in done.stdout, done.stdout + done.stderr
+    return done
+
+
+def test_a_gpu_that_was_opened_before_is_an_error_that_says_so() -> None:
+    done = fork("gpu", GENERATE)
+    assert "DeviceLostError opencl: using the device failed: it " + LOST in done.stdout
+    assert "start processes by spawn" in done.stdout
+
+
+def test_of_two_devices_the_npu_goes_on_alone() -> None:
+    done = fork("hetero", GENERATE)
+    assert "right\n" in done.stdout, done.stdout
+    assert done.stderr.count("FallbackWarning: going on with npu") == 1
+    assert LOST in done.stderr
+
+
+def test_an_npu_works_on() -> None:
+    assert "right\n" in fork("npu", GENERATE).stdout
+
+
+@pytest.mark.parametrize("mode", ["gpu", "hetero", "npu"])
+def test_a_model_of_the_childs_own(mode: str) -> None:
+    """OpenCL cannot be opened twice by parent and child; the other device is, with one warning."""
+    done = fork(mode, OWN)
+    assert "right\n" in done.stdout, done.stdout
+    assert done.stderr.count(LOST) == (mode != "npu")
+
+
+@pytest.mark.parametrize("mode", ["gpu", "hetero", "npu"])
+@pytest.mark.parametrize("child", ["llm.close()", "del llm; import gc; gc.collect()", "pass"])
+def test_a_child_closes_and_ends(mode: str, child: str) -> None:
+    fork(mode, child)
+
+
+def test_a_child_of_a_process_without_opencl_may_use_it() -> None:
+    child = "own = LLM('demo', device='gpu'); print(own.generate('Once', max_tokens=5).text)"
+    assert " upon a time, there\n" in fork("", child).stdout
+
+
+def test_a_pool_hands_the_error_on() -> None:
+    code = """
+import multiprocessing, warnings
+warnings.simplefilter("ignore")
+from hetero import LLM
+llm = LLM("demo", device="gpu")
+def answer(prompt):
+    return llm.generate(prompt, max_tokens=2).text
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    try:
+        print(pool.map_async(answer, ["a", "b"]).get(20))
+    except Exception as error:
+        print(type(error).__name__, error.code)
+"""
+    assert run(code).stdout == f"DeviceLostError it {LOST}, and its threads are not in the child\n"
+
+
+def test_a_fork_in_the_middle_of_another_threads_call() -> None:
+    """The thread that holds the model is not in the child, and would be waited for for ever."""
+    code = """
+import os, sys, threading, warnings
+warnings.simplefilter("ignore")
+from hetero import LLM
+llm = LLM("demo", device="npu")
+begun, ended = threading.Event(), threading.Event()
+def read():
+    for _ in llm.stream("Once", max_tokens=5):
+        begun.set()
+        ended.wait(30)
+thread = threading.Thread(target=read)
+thread.start()
+begun.wait()
+pid = os.fork()
+if pid == 0:
+    import faulthandler
+    faulthandler.dump_traceback_later(20, exit=True)
+    try:
+        llm.generate("Once", max_tokens=2)
+    except Exception as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+ended.set()
+thread.join()
+print(llm.generate("Once", max_tokens=5).text)
+"""
+    done = run(code)
+    assert done.stdout.startswith("engine: running the model failed: another thread was using it")
+    assert done.stdout.endswith(" upon a time, there\n"), done.stderr
+
+
+def test_parent_and_child_have_contexts_of_their_own() -> None:
+    """What a child writes into activations and caches, its parent does not see."""
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+from hetero import LLM
+from hetero.backends.memory import HostBuffer
+buffers = [HostBuffer(1 << 13), HostBuffer(1 << 22, huge=True)]
+llm = LLM("demo", device="npu")
+stream = llm.stream("Once upon a time", max_tokens=20)
+first = next(stream).text
+pid = os.fork()
+if pid == 0:
+    for buffer in buffers:
+        buffer.bytes[:] = 1
+    for tensor in map(llm.engine.pool.__getitem__, llm.engine.pool.names()):
+        tensor.array.reshape(-1)[:1000] = 7
+    os._exit(0)
+os.waitpid(pid, 0)
+text = first + "".join(piece.text for piece in stream)
+print(not any(buffer.bytes.any() for buffer in buffers))
+print(text == llm.generate("Once upon a time", max_tokens=20).text)
+"""
+    assert run(code).stdout == "True\nTrue\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeviceError("opencl", "launching", "CL_OUT_OF_RESOURCES", "close other programs"),
+        DeviceLostError("opencl", "using", "it was closed"),
+        WaitTimeoutError("opencl", "MatMul", 3.0, "gpu"),
+        ModelError("there is no such model"),
+    ],
+)
+def test_errors_go_from_process_to_process(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
