@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import platformdirs
 
 from hetero.backends import forks
 from hetero.backends.errors import DeviceUnavailableError
@@ -113,15 +110,9 @@ def every_core_count() -> int:
 
 
 def _spare_pyopencl_cache() -> None:
-    """Keep pyopencl from a cache that it cannot write: its first kernel would end in `OSError`.
+    """Keep pyopencl from a cache of its own. It fails on one that cannot be written, or in which a
+    byte is damaged, and what it keeps (launchers in Python) is made as fast as it is read.
 
     pyopencl reads the variable when it is imported; the user's own value wins.
     """
-    for name in ("pytools", "pyopencl"):
-        directory = Path(platformdirs.user_cache_dir(name, name))
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        except OSError:
-            os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
+    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
