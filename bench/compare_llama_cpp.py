@@ -33,7 +33,7 @@ from hetero.models import model_spec
 from hetero.runtime.program import RUN, SUBMIT
 from hetero.solver.model_spec import ModelSpec
 
-CONTEXT = 1024
+CONTEXT = 4096
 
 
 class LlamaCpp(Engine):

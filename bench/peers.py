@@ -219,9 +219,15 @@ def main() -> None:
     parser.add_argument("-p", type=int, default=256)
     parser.add_argument("-n", type=int, default=32)
     parser.add_argument("-r", type=int, default=3)
+    parser.add_argument("--only", help="parts of the engines' names, such as 'llama.cpp,auto'")
     options = parser.parse_args()
+    if options.p + options.n > CONTEXT:
+        parser.error(f"-p and -n together are at most {CONTEXT}")
+    wanted = [""] if options.only is None else options.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        workers = started(make_workers(options, Path(folder)), options.p)
+        made = make_workers(options, Path(folder))
+        made = [w for w in made if any(part in w.name for part in wanted)]
+        workers = started(made, options.p)
         for turn in range(options.r):
             print(f"round {turn + 1} of {options.r}", file=sys.stderr, flush=True)
             for worker in workers:
