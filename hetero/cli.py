@@ -45,6 +45,7 @@ from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.solver.plan import PlanError
 from hetero.solver.request import MOST_TOKENS
 from hetero.sync_bench import MOST_ROUNDS, run_sync_bench
+from hetero.terminal import printable
 
 app = typer.Typer(
     name="hetero",
@@ -100,9 +101,9 @@ def quantize(
     with progress_bar("quantising") as advance:
         save_quantized(source, out, name=loaded.name, progress=advance, overwrite=overwrite)
     size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {loaded.name} as {weights.value}, {size / 2**20:.1f} MiB")
+    print(f"{out}: {printable(loaded.name)} as {weights.value}, {size / 2**20:.1f} MiB")
     for kind, error in loaded.weights.requantised().items():
-        print(f"{kind} was quantised again: relative error {error:.3f} (measured)")
+        print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
 
 
 @app.command()
@@ -148,11 +149,11 @@ def bench(
         report = run_benchmark(model, options, note=status.update)
     match output:
         case OutputFormat.MD:
-            print(report.to_markdown())
+            print(printable(report.to_markdown()))
         case OutputFormat.JSON:
             print(report.to_json())
         case OutputFormat.CSV:
-            print(report.to_csv())
+            print(printable(report.to_csv()))
 
 
 @app.command("sync-bench")
@@ -169,7 +170,7 @@ def sync_bench(
     """What a wait costs here: each method's added latency and CPU time."""
     with stderr.status("measuring"):
         report = run_sync_bench(gpu=gpu, rounds=rounds)
-    print(report.to_json() if as_json else report.to_markdown())
+    print(report.to_json() if as_json else printable(report.to_markdown()))
 
 
 @app.command()
@@ -280,7 +281,7 @@ def _print_findings(findings: list[Finding], as_json: bool, words: tuple[str, st
         return
     for finding in findings:
         word = words[0] if finding.ok else words[1]
-        print(f"{word:8}{finding.kind:4} {finding.name:8} {finding.detail}")
+        print(f"{word:8}{finding.kind:4} {finding.name:8} {printable(finding.detail)}")
         if not finding.ok and finding.remedy:
             print(f"{'':13}remedy: {finding.remedy}")
 
