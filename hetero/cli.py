@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, cast
 
 import typer
@@ -214,16 +219,50 @@ class _State:
     """Options that hold for the whole process."""
 
     debug = False
+    ended_by: int = signal.SIGINT
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """SIGTERM, and a terminal that is closed, end a command as Ctrl-C does; the second one ends it
+    at once.
+    """
+    _State.ended_by = signal.SIGINT
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    _State.ended_by = number
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: exit codes 0, 1 (doctor), 2 (the user can mend it), 130 (Ctrl-C)."""
+    """Entry point: exit codes 0, 1 (doctor), 2 (the user can mend it), 130 (Ctrl-C), 143 (SIGTERM)
+    and 129 (the terminal was closed).
+    """
+    with _ended_cleanly():
+        _main(arguments)
+
+
+def _main(arguments: list[str] | None) -> None:
     warnings.showwarning = _show_warning
     _State.debug = False
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an old code page must not end an answer
     try:
         code = app(args=arguments, standalone_mode=False)
+        if code == 128 + signal.SIGINT:  # how newer versions of Typer say it
+            raise KeyboardInterrupt
     except UsageError as error:
         message = cast("typer.BadParameter", error).format_message()
         if message:  # none where the help was printed instead
@@ -253,8 +292,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
         code = 2
     except (KeyboardInterrupt, typer.Abort):
-        print("\ninterrupted", file=sys.stderr)
-        code = 130
+        with suppress(OSError):  # the terminal may be gone
+            print("\ninterrupted", file=sys.stderr)
+        code = 128 + _State.ended_by
     raise SystemExit(code or 0)
 
 
