@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, cast
 
 import typer
@@ -46,6 +51,7 @@ from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.solver.plan import PlanError
 from hetero.solver.request import MOST_TOKENS
 from hetero.sync_bench import MOST_ROUNDS, run_sync_bench
+from hetero.terminal import printable
 
 app = typer.Typer(
     name="hetero",
@@ -101,9 +107,9 @@ def quantize(
     with progress_bar("quantising") as advance:
         save_quantized(source, out, name=loaded.name, progress=advance, overwrite=overwrite)
     size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {loaded.name} as {weights.value}, {size / 2**20:.1f} MiB")
+    print(f"{out}: {printable(loaded.name)} as {weights.value}, {size / 2**20:.1f} MiB")
     for kind, error in loaded.weights.requantised().items():
-        print(f"{kind} was quantised again: relative error {error:.3f} (measured)")
+        print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
 
 
 @app.command()
@@ -149,11 +155,11 @@ def bench(
         report = run_benchmark(model, options, note=status.update)
     match output:
         case OutputFormat.MD:
-            print(report.to_markdown())
+            print(printable(report.to_markdown()))
         case OutputFormat.JSON:
             print(report.to_json())
         case OutputFormat.CSV:
-            print(report.to_csv())
+            print(printable(report.to_csv()))
 
 
 @app.command("sync-bench")
@@ -170,7 +176,7 @@ def sync_bench(
     """What a wait costs here: each method's added latency and CPU time."""
     with stderr.status("measuring"):
         report = run_sync_bench(gpu=gpu, rounds=rounds)
-    print(report.to_json() if as_json else report.to_markdown())
+    print(report.to_json() if as_json else printable(report.to_markdown()))
 
 
 @app.command()
@@ -219,16 +225,50 @@ class _State:
     """Options that hold for the whole process."""
 
     debug = False
+    ended_by: int = signal.SIGINT
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """SIGTERM, and a terminal that is closed, end a command as Ctrl-C does; the second one ends it
+    at once.
+    """
+    _State.ended_by = signal.SIGINT
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    _State.ended_by = number
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: exit codes 0, 1 (doctor), 2 (the user can mend it), 130 (Ctrl-C)."""
+    """Entry point: exit codes 0, 1 (doctor), 2 (the user can mend it), 130 (Ctrl-C), 143 (SIGTERM)
+    and 129 (the terminal was closed).
+    """
+    with _ended_cleanly():
+        _main(arguments)
+
+
+def _main(arguments: list[str] | None) -> None:
     warnings.showwarning = _show_warning
     _State.debug = False
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an old code page must not end an answer
     try:
         code = app(args=arguments, standalone_mode=False)
+        if code == 128 + signal.SIGINT:  # how newer versions of Typer say it
+            raise KeyboardInterrupt
     except UsageError as error:
         message = cast("typer.BadParameter", error).format_message()
         if message:  # none where the help was printed instead
@@ -258,8 +298,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
         code = 2
     except (KeyboardInterrupt, typer.Abort):
-        print("\ninterrupted", file=sys.stderr)
-        code = 130
+        with suppress(OSError):  # the terminal may be gone
+            print("\ninterrupted", file=sys.stderr)
+        code = 128 + _State.ended_by
     raise SystemExit(code or 0)
 
 
@@ -286,7 +327,7 @@ def _print_findings(findings: list[Finding], as_json: bool, words: tuple[str, st
         return
     for finding in findings:
         word = words[0] if finding.ok else words[1]
-        print(f"{word:8}{finding.kind:4} {finding.name:12} {finding.detail}")
+        print(f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}")
         if not finding.ok and finding.remedy:
             print(f"{'':13}remedy: {finding.remedy}")
 

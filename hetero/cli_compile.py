@@ -16,6 +16,7 @@ from hetero.compiling import Compilation, CompileRequest, compile_model, prepare
 from hetero.errors import UserError
 from hetero.planning import parse_tokens
 from hetero.solver.plan import ExecutionPlan
+from hetero.terminal import printable
 
 
 def compile_command(
@@ -49,7 +50,8 @@ def compile_command(
         share_weights=share_weights,
     )
     compilation = prepare(request)
-    print(f"{compilation.loaded.name} for {soc}: {compilation.estimate.describe()}")
+    name = printable(compilation.loaded.name)
+    print(f"{name} for {soc}: {compilation.estimate.describe()}")
     if dry_run:
         _finish(as_json, _estimated(compilation))
         return

@@ -48,6 +48,7 @@ from hetero.cli_options import (
     open_llm,
     parse_biases,
     parse_strategy,
+    shown,
     stderr,
 )
 from hetero.conversation import Conversation
@@ -55,6 +56,7 @@ from hetero.errors import UserError
 from hetero.generate_options import DEFAULT_MAX_TOKENS, GenerateOptions, read_options
 from hetero.generation import DeviceShare, GenerationResult
 from hetero.llm import LLM
+from hetero.terminal import answer_text
 
 
 def generate_command(
@@ -141,11 +143,11 @@ def generate_command(
 def _answer(llm: LLM, prompt: str, options: GenerateOptions, *, quiet: bool) -> GenerationResult:
     """The answer, printed as it comes unless `quiet`."""
     ended: list[GenerationResult] = []
-    shown = prompt if options["echo"] else ""
+    echoed = prompt if options["echo"] else ""
     for piece in llm.stream(prompt, on_end=ended, **options):
         if not quiet:
-            print(shown + piece.text, end="", flush=True)
-            shown = ""
+            print(answer_text(echoed + piece.text), end="", flush=True)
+            echoed = ""
     if not quiet:
         print(flush=True)
     return ended[0]
@@ -216,7 +218,7 @@ def _print_answer(conversation: Conversation, line: str, options: GenerateOption
     dropped = conversation.dropped
     try:
         for piece in conversation.stream(line, **options):
-            print(piece.text, end="", flush=True)
+            print(answer_text(piece.text), end="", flush=True)
     except UserError as error:
         stderr.print(Text(f"hetero: {error}"), soft_wrap=True)
         return
@@ -273,16 +275,16 @@ def _print_stats(llm: LLM, result: GenerationResult) -> None:
         if isinstance(share, DeviceShare):
             table.add_row(kind, f"{share.ops} operations, busy {share.busy_s * 1e3:.1f} ms")
         else:
-            table.add_row(kind, Text(share))
+            table.add_row(kind, shown(share))
     if stats.gpu_share is not None:
         table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
     for reason in stats.adaptations:
-        table.add_row("adapted", Text(reason))
+        table.add_row("adapted", shown(reason))
     if stats.choice:
-        table.add_row("chosen", Text(stats.choice))
+        table.add_row("chosen", shown(stats.choice))
     for note in llm.choice.notes:
         if note != stats.choice:
-            table.add_row("note", Text(note))
+            table.add_row("note", shown(note))
     if stats.speculation is not None:
         table.add_row(
             "speculation",
@@ -290,6 +292,6 @@ def _print_stats(llm: LLM, result: GenerationResult) -> None:
             f"{stats.speculation.calls} calls",
         )
     for kind, error in llm.model.weights.requantised().items():
-        table.add_row(f"{kind} quantised again", f"relative error {error:.3f}")
+        table.add_row(shown(f"{kind} quantised again"), f"relative error {error:.3f}")
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
     stderr.print(table)

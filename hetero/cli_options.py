@@ -13,10 +13,12 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from hetero.errors import UserError
+from hetero.errors import UserError, one_sentence
 from hetero.llm import LLM
 from hetero.solver.plan import NamedStrategy
+from hetero.terminal import printable
 
 stderr = Console(stderr=True)
 
@@ -138,8 +140,13 @@ def open_llm(
         )
     why = (llm.choice.reason,) if device is DeviceChoice.AUTO else ()
     for said in dict.fromkeys((*llm.choice.notes, *why)):
-        print(f"hetero: {said}", file=sys.stderr)
+        print(f"hetero: {one_sentence(said)}", file=sys.stderr)
     return llm
+
+
+def shown(text: str) -> Text:
+    """What a file says, for a console: neither markup nor control characters of it count."""
+    return Text(printable(text))
 
 
 def parse_strategy(name: str) -> NamedStrategy:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hetero.cli_options import stderr
+from hetero.cli_options import shown, stderr
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.planning import find_profile, load_either, parse_lengths, parse_size, parse_tokens
@@ -21,6 +21,7 @@ from hetero.solver.plan import ExecutionPlan
 from hetero.solver.report import content, units
 from hetero.solver.report.content import TableData
 from hetero.solver.request import GraphSizes, PlanRequest
+from hetero.terminal import json_line
 
 
 class ObjectiveChoice(StrEnum):
@@ -135,7 +136,7 @@ def _show(
         _print_plan(plan, others, explain)
     else:
         _matching(plan, explain)
-        print(plan.model_dump_json(), flush=True)
+        print(json_line(plan.model_dump_json()), flush=True)
 
 
 def _other(name: str, spec: ModelSpec, request: PlanRequest) -> ExecutionPlan:
@@ -152,15 +153,17 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
             _print(console, candidates._replace(title=title))
         return
     console.print(
-        f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "
-        f"solved in {units.duration(plan.solve_s)}"
+        shown(
+            f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "
+            f"solved in {units.duration(plan.solve_s)}"
+        )
     )
     tables = [content.gains(plan), content.operators(plan), content.what_if(plan, others)]
     for table in (*tables, content.memory(plan)):
         if table is not None:
             _print(console, table)
     for note in plan.notes:
-        console.print(f"note: {note}")
+        console.print(shown(f"note: {note}"))
 
 
 def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, TableData]]:
@@ -176,10 +179,11 @@ def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, Table
 
 
 def _print(console: Console, data: TableData) -> None:
-    table = Table(title=data.title, title_justify="left", caption=data.note or None)
+    caption = shown(data.note) if data.note else None
+    table = Table(title=shown(data.title), title_justify="left", caption=caption)
     table.caption_justify = "left"
     for column in data.head:
-        table.add_column(column)
+        table.add_column(shown(column))
     for row in data.rows:
-        table.add_row(*row)
+        table.add_row(*map(shown, row))
     console.print(table)

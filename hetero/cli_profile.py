@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from hetero.cli_options import shown, stderr
 from hetero.compiler_mode import compiled_profile, is_compiled_for
 from hetero.errors import UserError
 from hetero.planning import load_either
@@ -21,8 +21,6 @@ from hetero.profiler.files import cached_profile_path
 from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
 from hetero.profiling import parse_budget, profile_device
-
-stderr = Console(stderr=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -148,9 +146,9 @@ def _print_summary(profile: DeviceProfile) -> None:
             )
     stderr.print(table)
     for bad in profile.quarantined:
-        stderr.print(f"quarantined on {bad.device}: {bad.detail}", style="red")
+        stderr.print(shown(f"quarantined on {bad.device}: {bad.detail}"), style="red")
     for note in profile.notes:
-        stderr.print(note, style="dim")
+        stderr.print(shown(note), style="dim")
 
 
 @contextmanager

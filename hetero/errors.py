@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hetero.terminal import printable
+
 LONGEST_SENTENCE = 1000
 
 
@@ -36,8 +38,8 @@ def memory_for(what: str) -> Iterator[None]:
 
 
 def one_sentence(message: str) -> str:
-    """A message on one line of at most about 1000 characters."""
-    line = re.sub(r"\s*\n\s*", " ", message)
+    """A message on one line of at most about 1000 characters, control characters escaped."""
+    line = printable(re.sub(r"\s*\n\s*", " ", message))
     if len(line) <= LONGEST_SENTENCE:
         return line
     return f"{line[: LONGEST_SENTENCE - 300]} … {line[-300:]}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from hetero.errors import UserError
+from hetero.errors import UserError, one_sentence
 from hetero.first_start import scaled_here
 from hetero.models import model_spec
 from hetero.profiler import files
@@ -76,7 +76,7 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
     """
     found, notice = scaled_here(*locate_profile(profile))
     if notice:
-        print(f"hetero: {notice}", file=sys.stderr)
+        print(f"hetero: {one_sentence(notice)}", file=sys.stderr)
     return found
 
 

@@ -15,7 +15,10 @@ def main() -> None:
     _load_quietly()
     from hetero import cli
 
-    cli.main()
+    try:
+        cli.main()
+    finally:
+        _end_quietly()
 
 
 def profile_main() -> None:
@@ -23,7 +26,10 @@ def profile_main() -> None:
     _load_quietly()
     from hetero import cli
 
-    cli.profile_main()
+    try:
+        cli.profile_main()
+    finally:
+        _end_quietly()
 
 
 def _load_quietly() -> None:
@@ -39,6 +45,12 @@ def _load_quietly() -> None:
         import hetero.cli  # noqa: F401
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_quietly() -> None:
+    """All is done and said: a Ctrl-C while the interpreter ends changes nothing any more."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

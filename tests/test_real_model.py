@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from hetero import LLM
 
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 PROMPT = "Once upon a time"
 TOKENS = 200
 

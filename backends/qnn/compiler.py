@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.qnn.library import BACKEND, load
@@ -39,6 +39,7 @@ class Compiler:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._child: subprocess.Popen[str] | None = None
+        self._said: IO[bytes] | None = None  # what the child writes to stderr
 
     def compile(
         self, model: bytes, output: Path, what: str, *, options: Mapping[str, str] | None = None
@@ -78,6 +79,9 @@ class Compiler:
     def close(self) -> None:
         """End the child; idempotent."""
         child, self._child = self._child, None
+        said, self._said = self._said, None
+        if said is not None:
+            said.close()
         if child is None:
             return
         assert child.stdin is not None
@@ -91,13 +95,14 @@ class Compiler:
 
     def _ask(self, job: dict[str, Any], what: str) -> dict[str, Any]:
         for _ in range(2):  # the child may leave, idle, while it is being asked
-            line, code = self._exchange(json.dumps(job) + "\n")
+            line, code, words = self._exchange(json.dumps(job) + "\n")
             if line:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
             if code:
                 break
         died = f"by signal {-code}" if code < 0 else f"with code {code}"
+        died += f" ({words})" if words else ""
         raise DeviceError(
             BACKEND,
             what,
@@ -105,11 +110,12 @@ class Compiler:
             "free memory or use smaller graph sizes; else report it with this line",
         )
 
-    def _exchange(self, job: str) -> tuple[str, int]:
-        """The answer to a job; else "" and the code that the child ended with."""
+    def _exchange(self, job: str) -> tuple[str, int, str]:
+        """The answer to a job; else "", the code that the child ended with and its last words."""
         if self._child is None or self._child.poll() is not None:
             self.close_quietly()
-            self._child = _start(self._target)
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the child)
+            self._child = _start(self._target, self._said)
         child = self._child
         assert child.stdin is not None
         assert child.stdout is not None
@@ -119,11 +125,15 @@ class Compiler:
             line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
+        except BaseException:  # Ctrl-C: the job is not waited for
+            child.kill()
+            self.close_quietly()
+            raise
         if line:
-            return line, 0
-        code = child.wait()
+            return line, 0, ""
+        code, words = child.wait(), _last_line(self._said)
         self.close_quietly()
-        return "", code
+        return "", code, words
 
     def close_quietly(self) -> None:
         """Close after the child has died, when its pipes may be broken."""
@@ -133,12 +143,22 @@ class Compiler:
             self._child = None
 
 
-def _start(target: Target) -> subprocess.Popen[str]:
+def _last_line(said: IO[bytes] | None) -> str:
+    """The end of what a child said: the last line of a traceback, for one."""
+    if said is None:
+        return ""
+    said.seek(max(0, said.seek(0, os.SEEK_END) - 1000))
+    lines = said.read().decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _start(target: Target, said: IO[bytes]) -> subprocess.Popen[str]:
     about = {"chip": asdict(target.chip), "library": str(target.library.path)}
     return subprocess.Popen(
         [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()", json.dumps(about)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=said,  # tracebacks and the library's chatter are nothing for a terminal
         text=True,
         encoding="utf-8",
     )

@@ -30,6 +30,19 @@ from tests.helpers import assert_close
 
 CACHES = ("k_cache", "v_cache")
 
+# On processors: three to ten times what was measured on Zen 4 over three seeds of the suite (PoCL
+# with and without VNNI, ONNX Runtime): float32 sums, activations in two planes of 8 bits, in one.
+PROCESSOR_MATMUL_TOLERANCE = {
+    WeightFormat.F32: 5e-6,
+    WeightFormat.F16: 1e-5,
+    WeightFormat.W4A16: 1e-4,
+    WeightFormat.W8A16: 1e-4,
+    WeightFormat.W4A8: 3e-5,
+}
+PROCESSOR_TOLERANCE = 3e-6
+PROCESSOR_ATTENTION_TOLERANCE = 1e-5
+TWO_PLANES = (WeightFormat.W4A16, WeightFormat.W8A16)
+# On other devices, GPUs with fp16 arithmetic among them.
 MATMUL_TOLERANCE = {
     WeightFormat.F32: 2e-5,
     WeightFormat.F16: 1e-3,
@@ -50,7 +63,27 @@ def tolerance(op: Op, device: Device) -> float:
     """Largest relative difference from the reference."""
     if device.info.backend in HALF_PRECISION:
         return _half_tolerance(op)
+    if is_processor(device):
+        return _processor_tolerance(op)
     return MATMUL_TOLERANCE[op.weight_format] if isinstance(op, ops.MatMul) else TOLERANCE
+
+
+def is_processor(device: Device) -> bool:
+    """Whether a CPU computes, in float32 or in integers."""
+    own = device.info.backend in ("ort-cpu", "reference", "simulated")
+    return own or "cpu" in device.info.details
+
+
+def _processor_tolerance(op: Op) -> float:
+    match op:
+        case ops.MatMul():
+            return PROCESSOR_MATMUL_TOLERANCE[op.weight_format]
+        case ops.Embed():
+            return 2e-7  # nothing is added up
+        case ops.Attention():
+            return PROCESSOR_ATTENTION_TOLERANCE
+        case _:
+            return PROCESSOR_TOLERANCE
 
 
 def _half_tolerance(op: Op) -> float:
@@ -72,7 +105,8 @@ def _half_tolerance(op: Op) -> float:
 def floor(op: Op, device: Device) -> float:
     """Least size that a result counts as: what cancels out keeps the rounding of its terms."""
     if device.info.backend not in HALF_PRECISION:
-        return 0.0
+        planes = isinstance(op, ops.MatMul) and op.weight_format in TWO_PLANES
+        return op.k**0.5 if planes and is_processor(device) else 0.0
     match op:
         case ops.MatMul():
             return op.k**0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -38,11 +37,8 @@ Opener: TypeAlias = Callable[[], Device]
 
 
 def _exists(backend: str) -> bool:
-    """Whether the backend's sub-package is written."""
-    spec = importlib.util.find_spec(find(backend).module)
-    if spec is None or spec.origin is None:
-        return False
-    return hasattr(importlib.import_module(find(backend).module), "open")
+    """Whether the backend's sub-package is written; what it needs may be missing (`_open`)."""
+    return importlib.util.find_spec(find(backend).module) is not None
 
 
 def _present(table: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:

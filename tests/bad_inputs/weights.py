@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,17 @@ def a_model_file(work: Path) -> None:
     (work / "session").write_bytes((work / FILE).read_bytes())
 
 
+def strange_token(work: Path) -> None:
+    """A token that the model does not have, under the right hash."""
+    data = bytearray((work / "session").read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    old = hashlib.sha256(data[start:]).hexdigest().encode()
+    data[start : start + 4] = (9999).to_bytes(4, "little")  # tokens come first
+    found = bytes(data).replace(old, hashlib.sha256(data[start:]).hexdigest().encode())
+    assert found != bytes(data)
+    (work / "session").write_bytes(found)
+
+
 SESSIONS: tuple[tuple[str, Change, str], ...] = (
     ("no bytes", replaced("session", b""), "at least 8 bytes"),
     ("a text", replaced("session", b"hello, this is no session"), "does not fit the file"),
@@ -214,6 +226,7 @@ SESSIONS: tuple[tuple[str, Change, str], ...] = (
     ("a cache of another shape",
      header(lambda raw: raw["k.0"].update(shape=list(reversed(raw["k.0"]["shape"]))), "session"),
      "does not hold this model's cache"),
+    ("a token of another vocabulary", strange_token, "holds ids outside the vocabulary"),
     ("a model file", a_model_file, "is not a session file"),
 )  # fmt: skip
 

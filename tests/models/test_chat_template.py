@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,13 @@ def test_a_template_that_is_ended_leaves_the_next_alone() -> None:
     with pytest.raises(template_sandbox.TemplateLimitError, match="too large"):
         template_sandbox.render("{{ [a] * 10**8 }}", {"a": "x" * 99}, now)
     assert template_sandbox.render("{{ a }}", {"a": 3}, now) == "3"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sessions of POSIX")
+def test_ctrl_c_of_a_terminal_does_not_reach_the_process_that_renders() -> None:
+    template_sandbox.render("{{ a }}", {"a": 1}, datetime(2031, 2, 3))
+    (worker,) = template_sandbox._current
+    assert os.getsid(worker._process.pid) == worker._process.pid != os.getsid(0)
 
 
 def test_what_json_cannot_say_is_refused() -> None:

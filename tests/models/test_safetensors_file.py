@@ -48,7 +48,9 @@ def test_tensors_that_lie_unaligned_are_copied(tmp_path: Path) -> None:
     for spaces in range(4):
         text = json.dumps(header).encode() + b" " * spaces
         path = raw_file(tmp_path / f"{spaces}", text, b"\0" + values.tobytes())
-        np.testing.assert_array_equal(SafetensorsFile(path).array("b"), values)
+        found = SafetensorsFile(path).array("b")
+        assert found.flags.aligned  # x86 reads what is not, other processors do not
+        np.testing.assert_array_equal(found, values)
 
 
 def test_forgetting_pages_changes_no_value(tmp_path: Path) -> None:

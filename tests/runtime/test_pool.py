@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
 import pytest
 
 from hetero import LLM
@@ -24,6 +23,8 @@ from hetero.models import open_model
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
+
+cl = pytest.importorskip("pyopencl")
 
 
 @pytest.fixture(scope="module")

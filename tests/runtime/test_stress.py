@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
 import pytest
+
+pytest.importorskip("pyopencl")
+
+import pyopencl as cl
 
 from hetero import LLM, UserError
 from hetero.backends.errors import DeviceLostError

@@ -53,6 +53,7 @@ def bound_add(device: OpenCLDevice, m: int = 3) -> tuple[dict[str, Tensor], call
     return tensors, device.prepare(ADD, {}).bind(tensors, m)
 
 
+@pytest.mark.usefixtures("device")
 def test_opens_by_name() -> None:
     with open_device("opencl") as device:
         assert device.info.backend == "opencl"
@@ -99,6 +100,7 @@ def test_kernels_see_the_host_address(device: OpenCLDevice) -> None:
     assert tensor.array[0] == tensor.address
 
 
+@pytest.mark.usefixtures("device")
 def test_a_device_without_unified_memory_copies() -> None:
     with open_opencl(unified_memory=False) as device:
         tensors, call = bound_add(device)
@@ -109,6 +111,7 @@ def test_a_device_without_unified_memory_copies() -> None:
         )
 
 
+@pytest.mark.usefixtures("device")
 def test_mapping_around_a_call_copies_nothing() -> None:
     with open_opencl(coherent=False) as device:
         tensors, call = bound_add(device)
@@ -193,6 +196,7 @@ class TestFailures:
         with pytest.raises(DeviceLostError, match="CL_OUT_OF_RESOURCES"):
             call.submit()
 
+    @pytest.mark.usefixtures("device")
     def test_closed_device(self) -> None:
         device = open_opencl()
         _, call = bound_add(device)

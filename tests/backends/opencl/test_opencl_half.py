@@ -17,11 +17,11 @@ FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16)
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[OpenCLDevice]:
-    with open_device("opencl", family="other") as device:
-        assert isinstance(device, OpenCLDevice)
-        device.half = 2
-        yield device
+def gpu(device: OpenCLDevice) -> Iterator[OpenCLDevice]:
+    with open_device("opencl", family="other") as opened:
+        assert isinstance(opened, OpenCLDevice)
+        opened.half = 2
+        yield opened
 
 
 def error(device: OpenCLDevice, weight_format: WeightFormat, m: int, n: int, k: int) -> float:

@@ -1,0 +1,41 @@
+"""The pinned versions of the gate fit what pyproject.toml asks for, and name no registry."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LINES = [
+    line
+    for line in (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
+PINS = {canonicalize_name(name): version for name, _, version in (x.partition("==") for x in LINES)}
+
+
+def test_every_line_is_a_name_and_a_public_version() -> None:
+    assert len(PINS) == len(LINES) > 50
+    for line in LINES:
+        assert re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line), line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]],
+)
+def test_what_the_package_asks_for_is_pinned_within_its_bounds(text: str) -> None:
+    requirement = Requirement(text)
+    if requirement.marker is not None and not requirement.marker.evaluate(
+        {"sys_platform": "linux", "platform_machine": "x86_64"}
+    ):
+        return
+    version = PINS[canonicalize_name(requirement.name)]
+    assert requirement.specifier.contains(Version(version), prereleases=True)
