@@ -110,7 +110,7 @@ def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
         found = case.choice(mode, tokens)
         assert "layer level" not in found.reason
         if mode == "auto":
-            assert f"predicted for a prompt of {tokens} tokens and 64 more: gpu" in found.reason
+            assert f"predicted for {Work((tokens,))}: gpu" in found.reason
         if found.mode == "hetero":
             assert found.plan is not None
             assert sum(found.plan.steps(tokens)) == tokens
