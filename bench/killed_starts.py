@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from hetero.backends.opencl.proving.trial import CHECKING, PREPARING
+from hetero.backends.opencl.reports import CHECKING, PREPARING
 
 COMMAND = (
     *(sys.executable, "-P", "-m", "hetero.start", "generate", "demo", "Once upon a time"),

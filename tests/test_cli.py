@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hetero.backends.opencl.proving.trial import PREPARING
+from hetero.backends.opencl.reports import PREPARING
 from hetero.models import model_spec
 from hetero.solver.handmade import single_device
 from tests.helpers import Command

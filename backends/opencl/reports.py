@@ -1,9 +1,14 @@
-"""What `hetero devices` and `hetero doctor` tell of an OpenCL driver."""
+"""What people are told of OpenCL drivers; no OpenCL is imported here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+# Progress of a trial.
+PREPARING: Final = "preparing OpenCL kernels for this processor, once"
+CHECKING: Final = "checking OpenCL kernels again: a run that used them did not end by itself"
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,9 @@ from hetero.backends.opencl.proving.verdicts import (
     verdict_path,
     write_verdict,
 )
+from hetero.backends.opencl.reports import CHECKING, PREPARING
 
-PREPARING: Final = "preparing OpenCL kernels for this processor, once"
 MOST_PARTS: Final = 4
-CHECKING: Final = "checking OpenCL kernels again: a run that used them did not end by itself"
 LOCK_S: Final = 300.0  # how long another process's trial of the same is waited for
 
 Tell: TypeAlias = Callable[[str], None]

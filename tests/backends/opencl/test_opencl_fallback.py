@@ -18,7 +18,7 @@ from hetero.backends.errors import DeviceUnavailableError, KernelBuildError
 from hetero.backends.opencl.proving import supervisor
 from hetero.backends.opencl.proving.compiler import Remote
 from hetero.backends.opencl.proving.store import KernelStore
-from hetero.backends.opencl.proving.trial import PREPARING
+from hetero.backends.opencl.reports import PREPARING
 from hetero.errors import FallbackWarning
 
 START = (sys.executable, "-P", "-m", "hetero.start")

@@ -20,6 +20,7 @@ from hetero.backends.opencl.proving import supervisor, trial, verdicts
 from hetero.backends.opencl.proving.compiler import Variant
 from hetero.backends.opencl.proving.trial import Trials, passed_level
 from hetero.backends.opencl.proving.verdicts import Verdict
+from hetero.backends.opencl.reports import CHECKING, PREPARING
 
 PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))
 OWN = levels.processor_levels()
@@ -83,7 +84,7 @@ def test_a_fault_ends_on_the_next_level_down(
     verdict = trials.examine(pocl)
     assert outcomes(verdict) == [(level.name, FAULTS[fault]), *((x.name, "passed") for x in below)]
     assert passed_level(verdict.devices[0], OWN) is (below[0] if below else None)
-    assert [level.name in sentence for sentence in said if sentence != trial.PREPARING] == [True]
+    assert [level.name in sentence for sentence in said if sentence != PREPARING] == [True]
     # What was found is kept: nothing is tried again.
     monkeypatch.setattr(supervisor, "COMMAND", ("false",))
     assert Trials(trials.root, tell=pytest.fail).examine(pocl) == verdict
@@ -176,7 +177,7 @@ def test_after_a_run_that_was_killed_it_says_so(
     trials.run.suspects.append(trials.path(pocl))
     again = Trials(trials.root, tell=said.append)
     assert outcomes(again.examine(pocl)) == [(OWN[0].name, "passed")]
-    assert said == [trial.CHECKING]
+    assert said == [CHECKING]
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
@@ -264,4 +265,4 @@ def test_progress_is_said_once(
     trials.examine(pocl)
     trials.examine(pocl)
     out, err = capfd.readouterr()
-    assert (out, err) == ("", f"hetero: {trial.PREPARING}\n")
+    assert (out, err) == ("", f"hetero: {PREPARING}\n")
