@@ -12,7 +12,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from hetero.backends.affinity import allowed_cores
+from hetero.backends.child import child_command
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device
@@ -109,9 +109,8 @@ def _small_layers() -> int:
 def _in_process(
     backend: str, formats: Sequence[WeightFormat], cores: Sequence[int]
 ) -> dict[WeightFormat, dict[str, float]]:
-    command = [sys.executable, "-P", "-m", "hetero.every_core", "--backend", backend]
-    command += ["--cores", ",".join(map(str, cores))]
-    command += ["--weights", ",".join(formats)]
+    options = ["--backend", backend, "--cores", ",".join(map(str, cores))]
+    command = child_command("hetero.every_core", *options, "--weights", ",".join(formats))
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONGEST_S)
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return {WeightFormat(name): steps for name, steps in found.items()}

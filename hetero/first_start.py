@@ -26,6 +26,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from hetero.backends.affinity import allowed_cores, pinned
+from hetero.backends.child import child_command
 from hetero.backends.clock import SystemClock
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
@@ -275,7 +276,7 @@ def _in_process(
     """What `main` answers."""
     request = {"tasks": list(tasks), "backends": backends, "cores": list(cores)}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "hetero.first_start"],
+        child_command("hetero.first_start"),
         input=json.dumps(request),
         capture_output=True,
         text=True,

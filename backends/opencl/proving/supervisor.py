@@ -14,7 +14,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -23,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hetero.backends.child import child_command
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.proving.compiler import Variant
 
 MODULE: Final = "hetero.backends.opencl.proving.worker"
-COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", MODULE)
 SILENCE_S: float = 60.0  # the longest wait for one line: one program or kernel is compiled in it
 ENDING_S: Final = 0.2
 WORDS: Final = 300
@@ -69,13 +68,21 @@ class Job:
     stores: tuple[str, ...]
 
 
+def worker_command() -> Sequence[str]:
+    """The command of a child."""
+    return child_command(MODULE)
+
+
 class Worker:
     """One child. Used by one thread at a time; ends with `close`, or with this process."""
 
     def __init__(self, job: Job) -> None:
         Path(job.folder).mkdir(parents=True, exist_ok=True)
         self._child = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            worker_command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         self._words: deque[str] = deque(maxlen=KEPT_LINES)

@@ -1,14 +1,13 @@
 """The child process: loads one driver, tries its kernels, compiles programs, or dies of it.
 
-`python -P -m hetero.backends.opencl.proving.worker`: the first line of standard input is a `Job`,
-each further one a question; answers go to standard output, which native code cannot reach, since
-file descriptor 1 is made the log that 2 is.
+Run by `hetero.backends.child`, so that it ends with its parent. The first line of standard input is
+a `Job`, each further one a question; answers go to standard output, which native code cannot reach,
+since file descriptor 1 is made the log that 2 is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -36,13 +35,12 @@ from hetero.backends.opencl.proving.supervisor import IDLE_S, Job
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.table import TABLE
 
-PR_SET_PDEATHSIG = 1
 BUFFER_BYTES = 1 << 16
 
 
 def main() -> None:
     """Answer until standard input ends."""
-    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     answers = _own_output()
     questions = _lines()
     session = Session(Job(**json.loads(next(questions))))
@@ -154,13 +152,6 @@ def _row(device: cl.Device) -> dict[str, str]:
         "driver_version": device.driver_version.strip(),
         "kind": next((name for bit, name in kinds if device.type & bit), "other"),
     }
-
-
-def die_with_parent() -> None:
-    """On Linux the system ends this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
 
 
 def _own_output() -> IO[bytes]:

@@ -50,7 +50,7 @@ def kernels(pocl: Candidate) -> Path:
 def trials(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
     """With a cache of its own that has every kernel and no verdict."""
     shutil.copytree(kernels, tmp_path / "kernels")
-    monkeypatch.setattr(supervisor, "COMMAND", PLANTED)
+    monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
     return Trials(tmp_path, tell=lambda _: None)
 
 
@@ -86,7 +86,7 @@ def test_a_fault_ends_on_the_next_level_down(
     assert passed_level(verdict.devices[0], OWN) is (below[0] if below else None)
     assert [level.name in sentence for sentence in said if sentence != PREPARING] == [True]
     # What was found is kept: nothing is tried again.
-    monkeypatch.setattr(supervisor, "COMMAND", ("false",))
+    monkeypatch.setattr(supervisor, "worker_command", lambda: ("false",))
     assert Trials(trials.root, tell=pytest.fail).examine(pocl) == verdict
 
 
@@ -137,7 +137,7 @@ def test_without_the_repair_such_a_processor_fails(
     pocl: Candidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the repair is for, and that a trial finds it out."""
-    monkeypatch.setattr(supervisor, "COMMAND", PLANTED)
+    monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
     plant(monkeypatch, cpu_name="znver3", unrepaired=True)
     verdict = Trials(tmp_path, tell=lambda _: None).examine(pocl, OWN[0])
     ((level, outcome),) = outcomes(verdict)
@@ -197,7 +197,7 @@ def test_what_is_killed_from_outside_is_not_kept(
 ) -> None:
     """A child that the system ended for want of memory says nothing of the level."""
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    monkeypatch.setattr(supervisor, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(supervisor, "worker_command", lambda: (sys.executable, "-c", code))
     verdict = trials.examine(pocl)
     assert "SIGKILL" in verdict.problem
     assert trials.known(pocl) is None
@@ -206,9 +206,8 @@ def test_what_is_killed_from_outside_is_not_kept(
 def test_a_silent_child_is_a_hang(
     trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        supervisor, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)")
-    )
+    silent = (sys.executable, "-c", "import time; time.sleep(60)")
+    monkeypatch.setattr(supervisor, "worker_command", lambda: silent)
     monkeypatch.setattr(supervisor, "SILENCE_S", 0.3)
     assert "hung (no answer for 0.3 s" in trials.examine(pocl).problem
 
