@@ -42,6 +42,7 @@ PROCESSOR_MATMUL_TOLERANCE = {
 PROCESSOR_TOLERANCE = 3e-6
 PROCESSOR_ATTENTION_TOLERANCE = 1e-5
 TWO_PLANES = (WeightFormat.W4A16, WeightFormat.W8A16)
+HALF_FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16)  # of OpenCL on GPUs
 # On other devices, GPUs with fp16 arithmetic among them.
 MATMUL_TOLERANCE = {
     WeightFormat.F32: 2e-5,
@@ -70,6 +71,8 @@ def tolerance(op: Op, device: Device) -> float:
 
 def is_processor(device: Device) -> bool:
     """Whether a CPU computes, in float32 or in integers."""
+    if getattr(device, "half", 0):
+        return False
     own = device.info.backend in ("ort-cpu", "reference", "simulated")
     return own or "cpu" in device.info.details
 
@@ -105,8 +108,11 @@ def _half_tolerance(op: Op) -> float:
 def floor(op: Op, device: Device) -> float:
     """Least size that a result counts as: what cancels out keeps the rounding of its terms."""
     if device.info.backend not in HALF_PRECISION:
-        planes = isinstance(op, ops.MatMul) and op.weight_format in TWO_PLANES
-        return op.k**0.5 if planes and is_processor(device) else 0.0
+        if not isinstance(op, ops.MatMul):
+            return 0.0
+        half = bool(getattr(device, "half", 0)) and op.weight_format in HALF_FORMATS
+        planes = is_processor(device) and op.weight_format in TWO_PLANES
+        return op.k**0.5 if half or planes else 0.0
     match op:
         case ops.MatMul():
             return op.k**0.5

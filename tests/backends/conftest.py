@@ -25,6 +25,8 @@ COMPUTING: dict[str, tuple[str, dict[str, Any]]] = {
     "qnn": ("qnn", {"graph_sizes": GRAPH_SIZES, "cache": None}),
     "opencl": ("opencl", {}),
     "opencl-intel": ("opencl", {"platform": "intel"}),
+    # A GPU with fp16 arithmetic, emulated: every result rounded.
+    "opencl-half": ("opencl", {"family": "other", "half": 2}),
     "simulated": ("simulated", {"graph_sizes": GRAPH_SIZES}),
     "simulated-asynchronous": ("simulated", {"kind": "gpu"}),
 }
@@ -47,10 +49,14 @@ def _present(table: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
 
 def _open(name: str) -> Device:
     backend, options = (COMPUTING | COMPUTING_NOTHING)[name]
+    plain = {key: value for key, value in options.items() if key != "half"}
     try:
-        return open_device(backend, **options)
+        device = open_device(backend, **plain)
     except (DeviceUnavailableError, DeviceOptionError) as error:
         pytest.skip(f"needs {backend}: {error}")
+    if "half" in options:
+        device.half = options["half"]  # type: ignore[attr-defined]
+    return device
 
 
 @pytest.fixture(scope="session", params=_present(COMPUTING))

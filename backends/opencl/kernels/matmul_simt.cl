@@ -7,8 +7,17 @@
 // HALF 1 (devices with cl_khr_fp16; weights and activations of 16 bits or less): products and sums of
 // EXACT features in fp16, everything beyond in float32. HALF 2 computes the same in float32 with
 // every result rounded to fp16, for tests on devices without the extension. HALF 0: float32.
+//
+// fp16 ends at 65504 and loses bits below 6e-5, and activations are of any size. So those of a token
+// and group of 32 are first divided by EXACT times their largest: products of them and of codes (or
+// of fp16 weights) then add up to no more than fp16 holds. Float32 sums undo it.
 
 #define EXACT 8
+#if HALF
+#define LEAST 1e-30f  // what is smaller counts as nothing, so that the inverse is a number
+#define INVERSE(largest) ((largest) > LEAST ? (1.0f / EXACT) / (largest) : 0.0f)
+#define SIZE(largest) (EXACT * (largest))
+#endif
 #if HALF == 1
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 typedef half real;
@@ -86,18 +95,35 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
     real few[TOKENS];
     EACH_TOKEN part[t] = 0.0f;
     EACH_TOKEN few[t] = R(0.0f);
+#if HALF
+    float largest[TOKENS], inverse[TOKENS];
+    EACH_TOKEN largest[t] = 0.0f;
+    for (int f = g * GROUP; f < min(g * GROUP + GROUP, k); f++)
+      EACH_TOKEN largest[t] = fmax(largest[t], fabs(x[(size_t)min(t, m - 1) * k + f]));
+    EACH_TOKEN inverse[t] = INVERSE(largest[t]);
+#endif
     for (int w = 0; w < GROUP / FEATURES; w++) {
       const word_t word = WORD(weights, block, g, w, lane, k);
       UNROLL for (int i = 0; i < FEATURES; i++) {
         const int f = g * GROUP + w * FEATURES + i;
         const real value = R(VALUE(word, i));
-        if (f < k) EACH_TOKEN few[t] = R(few[t] + R(value * R(x[(size_t)min(t, m - 1) * k + f])));
+        if (f < k) EACH_TOKEN {
+          const float activation = x[(size_t)min(t, m - 1) * k + f];
+#if HALF
+          few[t] = R(few[t] + R(value * R(activation * inverse[t])));
+#else
+          few[t] += value * activation;
+#endif
+        }
       }
       if ((w + 1) * FEATURES % EXACT == 0) EACH_TOKEN {
         part[t] += (float)few[t];
         few[t] = R(0.0f);
       }
     }
+#if HALF
+    EACH_TOKEN part[t] *= SIZE(largest[t]);
+#endif
     EACH_TOKEN sum[t] += SCALE(scales, block, g, lane, k) * part[t];
   }
   EACH_TOKEN sums[split][t][lane] = sum[t];
@@ -123,6 +149,9 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
     const int k, const int has_bias) {
   __local real panel[GROUP][TILE_BLOCKS * ROWS];
   __local real tokens[GROUP][TILE_TOKENS + 1];  // + 1: neighbours write to different banks
+#if HALF
+  __local float largest[TILE_TOKENS];  // of each token in the group
+#endif
   AT(weights);
   AT(scales);
   AT(bias);
@@ -145,10 +174,25 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
       UNROLL for (int i = 0; i < FEATURES; i++)
         panel[w * FEATURES + i][r * ROWS + lane] = R(scale * VALUE(word, i));
     }
+#if HALF
+    for (int t = item; t < TILE_TOKENS; t += ROWS * SPLITS) {
+      const size_t from = (size_t)min(token0 + t, m - 1) * k;
+      float found = 0.0f;
+      for (int f = g * GROUP; f < min(g * GROUP + GROUP, k); f++)
+        found = fmax(found, fabs(x[from + f]));
+      largest[t] = found;
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+#endif
     for (int at = item; at < GROUP * TILE_TOKENS; at += ROWS * SPLITS) {
       const int f = at % GROUP, t = at / GROUP;
       const bool inside = token0 + t < m && g * GROUP + f < k;
-      tokens[f][t] = R(inside ? x[(size_t)(token0 + t) * k + g * GROUP + f] : 0.0f);
+      const float activation = inside ? x[(size_t)(token0 + t) * k + g * GROUP + f] : 0.0f;
+#if HALF
+      tokens[f][t] = R(activation * INVERSE(largest[t]));
+#else
+      tokens[f][t] = activation;
+#endif
     }
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int f = 0; f < GROUP; f++) {
@@ -159,7 +203,11 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
         EACH_BLOCK few[r][t] = R(few[r][t] + R(value[r] * activation));
       }
       if ((f + 1) % EXACT == 0) EACH_BLOCK EACH_OWN {
-        sum[r][t] += (float)few[r][t];
+#if HALF
+        sum[r][t] += SIZE(largest[own * ITEM_TOKENS + t]) * (float)few[r][t];
+#else
+        sum[r][t] += few[r][t];
+#endif
         few[r][t] = R(0.0f);
       }
     }
