@@ -57,7 +57,7 @@ MOST_S: Final = 1.8  # where other programs keep the cores busy,
 LIMIT_S: Final = 2.0  # and after which the process that does it ends, whatever a device does
 START_LIMIT_S: Final = 30.0  # of that process, devices opened and their kernels compiled
 TOO_LATE: Final = 3  # its exit code after `LIMIT_S`
-RETRY_S: Final = 3600.0  # after which a machine that could not be measured is tried again
+RETRY_S: Final = 600.0  # after which a machine that could not be measured is tried again
 LARGEST_BYTES: Final = 1 << 16  # of the file
 # Of the environment, what decides which device or kernel is opened.
 VARIABLES: Final = (

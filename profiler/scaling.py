@@ -39,7 +39,8 @@ Factors: TypeAlias = Mapping[Kind, float]
 
 LEAST_SAMPLES: Final = 3  # undisturbed ones of a kernel
 LOOKS: Final = 4  # at a launch, so that one that is held up does not choose the batch
-BATCH_S: Final = 1e-3  # of launches in a queue: of 4 ms as in a profile few were undisturbed
+SHORTER: Final = 4
+BATCH_S: Final = 2e-3  # of launches in a queue: of 4 ms as in a profile few were undisturbed
 MOST: Final = 1000.0  # factor that can be: by more no machine differs from another
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 
@@ -190,11 +191,13 @@ def time_references(
 
     As in a profile, samples during which a thread of ours waited for a core do not count. The next
     sample is of a kernel that has the fewest which do, so that other programs, which take one core
-    more than the other, leave some of each. Raises `ProfileError` if after `most_s` a kernel has
-    too few.
+    more than the other, leave some of each. A kernel that has too few by then is timed on until
+    `most_s`, in shorter batches, which are seldom disturbed but a few per cent too long. Raises
+    `ProfileError` if that is not enough.
     """
     now, order = workload.clock.now, np.random.default_rng(0)
     clean: list[list[float]] = [[] for _ in runners]
+    full = [runner.batch for runner in runners]
     start_s, taken = now(), 0
     while now() < start_s + for_s or min(map(len, clean)) < LEAST_SAMPLES:
         if now() >= start_s + most_s:
@@ -202,6 +205,8 @@ def time_references(
             why = "other programs keep the cores busy" if busy else "its reference kernels are slow"
             raise ProfileError(f"{why} (too few timings in {most_s:g} s)")
         index = min(range(len(runners)), key=lambda i: (len(clean[i]), order.random()))
+        if now() >= start_s + for_s:
+            runners[index].batch = min(runners[index].batch, max(full[index] // SHORTER, 1))
         seconds, waited_s = workload.timed(runners[index])
         taken += 1
         if waited_s <= Settings().disturbed * seconds:

@@ -55,7 +55,8 @@ def block_bars(plan: ExecutionPlan, total: Total) -> list[Bar]:
     for op in plan.ops:
         if op.phase != total.phase or op.m != drawn_tokens(total) or op.op == "lm_head":
             continue
-        gpu, npu, whole = op.gpu_s or 0.0, op.npu_s or 0.0, op.predicted_s or 0.0
+        gpu, npu = op.gpu_s or 0.0, op.npu_s or 0.0
+        whole = max(op.predicted_s or 0.0, gpu, npu)
         start = now + whole - max(gpu, npu)  # synchronisation comes first
         if npu:
             bars.append(Bar("npu", start, start + npu, op.op))

@@ -60,7 +60,8 @@ def run_turn(name: str, work: Path, seconds: int, prefix: list[str]) -> str:
     text = done.stdout + done.stderr
     if done.returncode:
         log = work / f"found-{name}-{int(time.time())}.log"
-        log.write_text(text[-20_000:], encoding="utf-8")
+        # The traceback is on stdout, the engine's words are on stderr.
+        log.write_text(done.stdout[-20_000:] + done.stderr[-20_000:], encoding="utf-8")
     return text
 
 

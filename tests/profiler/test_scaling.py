@@ -307,6 +307,28 @@ def test_a_machine_that_is_busy_is_not_measured(taken: DeviceProfile) -> None:
     assert workload.clock.now() - start_s == pytest.approx(1.8, abs=0.1)
 
 
+class LongBatchesDisturbed(Workload):
+    """Whoever has our core leaves it for a fraction of a batch now and then."""
+
+    def timed(self, runner: Any) -> tuple[float, float]:
+        seconds, _ = super().timed(runner)
+        return (seconds, 0.0) if runner.batch <= 3 else (0.3 * seconds, 0.2 * seconds)
+
+
+def test_where_batches_are_disturbed_shorter_ones_are_timed(taken: DeviceProfile) -> None:
+    workload, tasks = (
+        other_machine(ManualClock(), kind=LongBatchesDisturbed),
+        reference_tasks(taken),
+    )
+    runners = prepare_references(workload, tasks)
+    assert max(runner.batch for runner in runners) > 3
+    start_s = workload.clock.now()
+    seconds = time_references(workload, runners, 1.2, 1.8)
+    assert 1.2 < workload.clock.now() - start_s < 1.5
+    for (device, phase, _), factor in factors_of(taken, tasks, seconds).items():
+        assert factor == pytest.approx(SLOWER[device, phase], rel=0.02)
+
+
 def test_a_device_that_is_far_too_slow_is_not_measured(taken: DeviceProfile) -> None:
     workload = other_machine(ManualClock(), gpu=lambda op, m: 0.8)
     runners = prepare_references(workload, reference_tasks(taken))

@@ -15,6 +15,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.plan import ExecutionPlan, OpPlan, PlanError, Rest, Tile
 from hetero.solver.report import content
+from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
 
 VOID = {"meta", "br"}
@@ -93,6 +94,18 @@ def test_everything_is_drawn_to_scale(plan: ExecutionPlan, tmp_path: Path) -> No
         "auto", "gpu-only", "layer", "padding", "pipe", "chunked", "online-prepare", "row-cut",
         "sequence-cut", "multi-sequence-cut", "hybrid-cut",
     }  # fmt: skip
+
+
+def test_a_matmul_that_is_faster_than_its_halves_starts_where_the_last_ended(
+    plan: ExecutionPlan,
+) -> None:
+    """A plan of a file need not add up; nothing is drawn to the left of the axis."""
+    ops = [op.model_copy(update={"predicted_s": 0.0}) for op in plan.ops]
+    odd = plan.model_copy(update={"ops": ops})
+    for total in odd.totals:
+        bars = block_bars(odd, total)
+        assert bars
+        assert min(bar.start_s for bar in bars) >= 0
 
 
 def test_all_formats_say_the_same(
