@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import forks, ops
+from hetero.backends import ops
 from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.host import forks
 from hetero.backends.ops import Op, describe, weight_names
 from hetero.backends.protocol import Acceptance, Capabilities, WeightValue
 from hetero.backends.weights import PackedWeight

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import hugepages
+from hetero.backends.host import hugepages
 
 LINUX = sys.platform.startswith("linux")
 POSIX = hasattr(mmap, "MAP_PRIVATE")

@@ -15,12 +15,12 @@ import time
 
 import numpy as np
 
-from hetero.backends.affinity import pinned
+from hetero.backends.host.affinity import pinned
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import BoundCall, Device
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
+from hetero.placement.device_set import open_devices
 
 LAYERS = 16
 FLUSH_BYTES = 96 << 20

@@ -24,13 +24,13 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.affinity import pinned
-from hetero.backends.clock import SystemClock
+from hetero.backends.host.affinity import pinned
+from hetero.backends.host.clock import SystemClock
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import BoundCall, Device
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
+from hetero.placement.device_set import open_devices
 from hetero.profiler.workload import Workload
 
 K = 2048

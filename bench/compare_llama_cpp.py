@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from workers import Engine, Worker
 
 from hetero.backends.ops import WeightFormat
-from hetero.benchmark import environment
-from hetero.llm import LLM
+from hetero.generation.llm import LLM
+from hetero.measuring.benchmark import environment
 from hetero.models import model_spec
 from hetero.runtime.program import RUN, SUBMIT
 from hetero.solver.model_spec import ModelSpec

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from hetero.benchmark import environment
-from hetero.llm import LLM
+from hetero.generation.llm import LLM
+from hetero.measuring.benchmark import environment
 from hetero.models import open_model
 from hetero.models.quantized import save
 from hetero.runtime.engine import Engine

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from simulated_profile import BYTES_PER_WEIGHT, Chip, build_profile
 
-from hetero.backends.files import atomic_write
+from hetero.backends.host.files import atomic_write
 from hetero.models import model_spec
 from hetero.profiler.device_model import GpuShader, NpuArray
 from hetero.profiler.records import DeviceProfile, Power

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
 from hetero.models import LoadedModel, open_model
+from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
 from hetero.runtime.lowering import Step
 from hetero.solver.handmade import single_device

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from hetero.backends.affinity import pinned
+from hetero.backends.host.affinity import pinned
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import BoundCall
 from hetero.backends.weights import PackedWeight
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
 from hetero.models import open_model
+from hetero.placement.device_set import open_devices
 
 
 def copied(weight: PackedWeight, *, huge: bool) -> PackedWeight:

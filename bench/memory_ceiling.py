@@ -23,9 +23,9 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # read when numpy is loaded
 
 import numpy as np
 
-from hetero.backends.affinity import assign_cores, pinned
+from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.memory import HostBuffer
-from hetero.benchmark import environment
+from hetero.measuring.benchmark import environment
 
 NBYTES = 512 << 20
 

@@ -20,7 +20,7 @@ from multiprocessing.synchronize import Barrier
 import numpy as np
 
 from hetero.backends.memory import HostBuffer
-from hetero.benchmark import environment
+from hetero.measuring.benchmark import environment
 
 TURNS = ("first alone", "second alone", "together")
 

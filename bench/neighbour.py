@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from hetero.benchmark import environment
-from hetero.llm import LLM
+from hetero.generation.llm import LLM
+from hetero.measuring.benchmark import environment
 
 FRAMES_PER_S = 60
 FRAME_S = 1 / FRAMES_PER_S

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 
 from hetero.backends.opencl import driver_reports
-from hetero.benchmark import environment
-from hetero.llm import LLM
+from hetero.generation.llm import LLM
+from hetero.measuring.benchmark import environment
 
 
 def main() -> None:

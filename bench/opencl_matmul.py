@@ -30,7 +30,7 @@ import pyopencl as cl
 from onnx import TensorProto, helper, numpy_helper
 
 from hetero.backends import opencl
-from hetero.backends.files import atomic_write
+from hetero.backends.host.files import atomic_write
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.program_source import source, uncached

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from hetero.backends.files import atomic_write
+from hetero.backends.host.files import atomic_write
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import force, latency_s

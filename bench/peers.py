@@ -29,8 +29,8 @@ from whole_onnx import write_onnx
 from workers import Engine, Worker
 
 from hetero.backends.ops import WeightFormat
-from hetero.benchmark import environment
-from hetero.llm import LLM
+from hetero.generation.llm import LLM
+from hetero.measuring.benchmark import environment
 from hetero.models import model_spec
 
 WARM_UP_TOKENS = 4

@@ -37,21 +37,21 @@ from tensor_level import (
     measure_prompt,
 )
 
-from hetero.backends.affinity import assign_cores, pinned
+from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.ops import WeightFormat
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
+from hetero.measuring.profiling import model_options
+from hetero.measuring.step_cost import measure_step_s
 from hetero.models import LoadedModel, open_model
+from hetero.placement.device_set import open_devices
 from hetero.profiler.measure import Reference
 from hetero.profiler.options import Options
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.profiler.session import Session
-from hetero.profiling import model_options
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Scenario
 from hetero.solver.prompts import call_scenarios
 from hetero.solver.repredict import repredict
-from hetero.step_cost import measure_step_s
 
 GOAL = 0.10
 NAMES = {"gpu-only": "gpu", "npu-only": "npu", "auto": "tensor"}  # as `tensor_level.py` has them

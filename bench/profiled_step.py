@@ -15,15 +15,15 @@ import argparse
 import json
 import statistics
 
-from hetero.backends.affinity import pinned
-from hetero.backends.clock import SystemClock
+from hetero.backends.host.affinity import pinned
+from hetero.backends.host.clock import SystemClock
 from hetero.backends.ops import WeightFormat
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
+from hetero.measuring.profiling import model_shapes
 from hetero.models import open_model
+from hetero.placement.device_set import open_devices
 from hetero.profiler.grid import Task
 from hetero.profiler.workload import Runner, Workload
-from hetero.profiling import model_shapes
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 

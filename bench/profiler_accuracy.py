@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from hetero.backends.affinity import assign_cores, pinned
-from hetero.backends.files import atomic_write
+from hetero.backends.host.affinity import assign_cores, pinned
+from hetero.backends.host.files import atomic_write
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.device_set import open_devices
+from hetero.measuring.profiling import parse_budget
+from hetero.placement.device_set import open_devices
 from hetero.profiler import active, fit
 from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import Task, make_grid, token_counts
@@ -37,7 +38,6 @@ from hetero.profiler.records import DeviceProfile, MatMulRow, Phase, ReferencePo
 from hetero.profiler.session import profile_devices
 from hetero.profiler.stats import relative_errors
 from hetero.profiler.workload import Workload
-from hetero.profiling import parse_budget
 
 HELD_OUT = (
     (1536, 1536), (2560, 2048), (6144, 1536), (12288, 2048),
@@ -51,7 +51,7 @@ def measure_held_out(
     devices: dict[DeviceKind, Device], profile: DeviceProfile, budget_s: float
 ) -> list[MatMulRow]:
     """Rows of the held-out pairs in the profile's units: relative to its reference kernels."""
-    from hetero.backends.clock import SystemClock
+    from hetero.backends.host.clock import SystemClock
 
     clock = SystemClock()
     workload = Workload(devices, clock=clock, interference=find_interference())

@@ -242,7 +242,7 @@ def bundle(model: str = "random:llama-3.2-1b", sizes: str = "32,128,256") -> Non
     """Compile a model for sm8650; bounds: 20 minutes and 6 GB."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        program = "from hetero.cli import main; main()"
+        program = "from hetero.cli.app import main; main()"
         command = [sys.executable, "-c", program, "compile", model, "--soc", "sm8650", "--json",
                    "--graph-sizes", sizes, "--out", f"{folder}/bundle"]  # fmt: skip
         peak = 0

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from hetero import LLM
-from hetero.calibration import calibrated
-from hetero.evaluation import Evaluation, evaluate, read_tokens
+from hetero.compiling.calibration import calibrated
+from hetero.measuring.evaluation import Evaluation, evaluate, read_tokens
 from hetero.models import open_model
 from hetero.models.quantized import save
 

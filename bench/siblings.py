@@ -21,8 +21,8 @@ from multiprocessing.sharedctypes import Synchronized
 
 import numpy as np
 
-from hetero.backends.affinity import assign_cores, pinned
-from hetero.benchmark import environment
+from hetero.backends.host.affinity import assign_cores, pinned
+from hetero.measuring.benchmark import environment
 
 SIZE = 48  # of the matrices: three of float32 take 27 KiB, and BLAS computes them on one thread
 BURST = 100  # products of one timing

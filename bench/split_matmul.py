@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero.backends.affinity import pinned
+from hetero.backends.host.affinity import pinned
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import BoundCall, Device
 from hetero.backends.weights import PackedWeight, pack
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
+from hetero.placement.device_set import open_devices
 from hetero.profiler.sync import timer_slack
 from hetero.runtime.sync import Synchroniser
 

@@ -21,9 +21,9 @@ from collections import defaultdict
 import numpy as np
 from tensor_level import Drift
 
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
+from hetero.measuring.benchmark import environment
 from hetero.models import LoadedModel, open_model
+from hetero.placement.device_set import open_devices
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hetero.benchmark import environment
-from hetero.llm import LLM
+from hetero.generation.llm import LLM
+from hetero.measuring.benchmark import environment
 from hetero.models import open_model, random_models
 from hetero.runtime.sync import SyncMethod
 from hetero.solver.handmade import layer_level

@@ -36,14 +36,14 @@ import numpy as np
 from undisturbed import Layers, layers_of
 from undisturbed import seconds as undisturbed_s
 
-from hetero.backends.affinity import pinned
-from hetero.backends.clock import SystemClock
+from hetero.backends.host.affinity import pinned
+from hetero.backends.host.clock import SystemClock
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
-from hetero.benchmark import environment
-from hetero.device_set import open_devices
-from hetero.llm import LLM
+from hetero.generation.llm import LLM
+from hetero.measuring.benchmark import environment
 from hetero.models import LoadedModel, open_model
+from hetero.placement.device_set import open_devices
 from hetero.profiler.interference import find_interference
 from hetero.profiler.measure import Meter, Settings
 from hetero.profiler.records import DeviceProfile, Phase

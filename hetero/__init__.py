@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetero.errors import ModelError, UserError
-    from hetero.generation import GenerationResult, Piece, Stats
-    from hetero.llm import LLM
-    from hetero.planning import plan
+    from hetero.generation.llm import LLM
+    from hetero.generation.loop import GenerationResult, Piece, Stats
+    from hetero.generation.sampling import SamplingParams
+    from hetero.measuring.profiling import profile_device
+    from hetero.placement.planning import plan
     from hetero.profiler.records import DeviceProfile
-    from hetero.profiling import profile_device
-    from hetero.sampling import SamplingParams
     from hetero.solver.plan import ExecutionPlan
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "LLM": "hetero.llm",
+    "LLM": "hetero.generation.llm",
     "DeviceProfile": "hetero.profiler.records",
     "ExecutionPlan": "hetero.solver.plan",
-    "GenerationResult": "hetero.generation",
+    "GenerationResult": "hetero.generation.loop",
     "ModelError": "hetero.errors",
-    "Piece": "hetero.generation",
-    "SamplingParams": "hetero.sampling",
-    "Stats": "hetero.generation",
+    "Piece": "hetero.generation.loop",
+    "SamplingParams": "hetero.generation.sampling",
+    "Stats": "hetero.generation.loop",
     "UserError": "hetero.errors",
-    "profile_device": "hetero.profiling",
-    "plan": "hetero.planning",
+    "profile_device": "hetero.measuring.profiling",
+    "plan": "hetero.placement.planning",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ INTERRUPTED = 130
 def main() -> None:
     """The `hetero` command."""
     _load_quietly()
-    from hetero import cli
+    from hetero.cli import app as cli
 
     try:
         cli.main()
@@ -24,7 +24,7 @@ def main() -> None:
 def profile_main() -> None:
     """The `hetero-profile` command, short for `hetero profile`."""
     _load_quietly()
-    from hetero import cli
+    from hetero.cli import app as cli
 
     try:
         cli.profile_main()
@@ -42,7 +42,7 @@ def _load_quietly() -> None:
         return  # ignored, as under nohup: leave it so
     signal.signal(signal.SIGINT, _leave)
     try:
-        import hetero.cli  # noqa: F401
+        import hetero.cli.app  # noqa: F401
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

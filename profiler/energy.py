@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero.backends.clock import Clock
+from hetero.backends.host.clock import Clock
 from hetero.profiler.records import Power
 
 SYS = Path("/sys")

@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from hetero.backends.processor import cpu_name
+from hetero.backends.host.processor import cpu_name
 from hetero.profiler.records import Environment
 from hetero.profiler.workload import last_level_cache_bytes
 

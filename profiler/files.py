@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import platformdirs
 
-from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
+from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.backends.opencl.drivers.levels import chosen_level, processor_levels
 from hetero.profiler.errors import ProfileError
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from hetero.backends.files import LONGEST_TEXT_BYTES, atomic_write, is_replaceable, read_file
+from hetero.backends.host.files import LONGEST_TEXT_BYTES, atomic_write, is_replaceable, read_file
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import (

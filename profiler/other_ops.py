@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.clock import Clock
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, weight_names
 from hetero.backends.protocol import (

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from hetero.backends.clock import Clock
+from hetero.backends.host.clock import Clock
 from hetero.backends.memory import new_tensor
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import Device, DeviceKind

@@ -421,7 +421,7 @@ class HostSync(Record):
 
 class EveryCore(Record):
     """What steps take where the GPU that is played by one core of a processor has all `cores`:
-    those of one core / speedup + layers · layer_s (`hetero.every_core`).
+    those of one core / speedup + layers · layer_s (`hetero.measuring.every_core`).
     """
 
     weight_format: WeightFormat

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hetero.backends.clock import Clock, ManualClock, SystemClock
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import Clock, ManualClock, SystemClock
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.profiler import active, canary, fit, grid, preparation

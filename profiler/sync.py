@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from hetero.backends.clock import Clock, ManualClock
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.ops import Add
 from hetero.backends.protocol import BoundCall, Completion, Device

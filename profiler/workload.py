@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.clock import Clock, ManualClock
+from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.ops import MatMul, StorageFormat
 from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind, Kernel

@@ -11,7 +11,7 @@ from typing import Final, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
+from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.ops import (
     Act,
     Activation,

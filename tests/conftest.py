@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import typer
 
-from hetero import cli
 from hetero.backends.opencl import driver_reports
+from hetero.cli import app as cli
 from tests.helpers import Command
 
 

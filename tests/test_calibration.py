@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero import LLM, cli
+from hetero import LLM
 from hetero.backends.ops import StorageFormat, WeightFormat
 from hetero.backends.weights import pack
-from hetero.calibration import CalibratedWeights, calibrated, gptq, hessian
+from hetero.cli import app as cli
+from hetero.compiling.calibration import CalibratedWeights, calibrated, gptq, hessian
 from hetero.errors import UserError
-from hetero.evaluation import evaluate
+from hetero.measuring.evaluation import evaluate
 from hetero.models import open_model
 from hetero.models.quantized import save
 

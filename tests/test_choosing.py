@@ -13,8 +13,8 @@ import pytest
 from hetero import LLM, UserError
 from hetero.backends.opencl import driver_of
 from hetero.backends.opencl.drivers.levels import LEVELS
-from hetero.choosing import Choice, Wishes, choose, plan_on
 from hetero.models import model_spec
+from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.files import shipped_host
 from hetero.profiler.records import DeviceProfile, EveryCore
@@ -44,8 +44,10 @@ def chip() -> DeviceProfile:
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache without a profile; where one would lie."""
     path = tmp_path / "cache" / "host.json"
-    monkeypatch.setattr("hetero.planning.files.cached_profile_path", lambda: path)
-    monkeypatch.setattr("hetero.planning.files.shipped_names", lambda: ("snapdragon-8-gen-3",))
+    monkeypatch.setattr("hetero.placement.planning.files.cached_profile_path", lambda: path)
+    monkeypatch.setattr(
+        "hetero.placement.planning.files.shipped_names", lambda: ("snapdragon-8-gen-3",)
+    )
     return path
 
 
@@ -113,8 +115,8 @@ def test_a_cached_profile_of_other_backends_is_not_used(
 def test_the_shipped_host_profile_comes_with_a_notice(
     spec: ModelSpec, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero.planning.files.shipped_names", lambda: ("host",))
-    monkeypatch.setattr("hetero.planning.DeviceProfile.load", lambda _: named(chip))
+    monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.placement.planning.DeviceProfile.load", lambda _: named(chip))
     found = choose(spec, Wishes(mode="auto"))
     assert found.notes == (
         "this machine has no profile yet (`hetero profile` takes one), so the shipped profile "
@@ -182,10 +184,12 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
     wishes: dict[str, Any],
     chosen: bool,
 ) -> None:
-    monkeypatch.setattr("hetero.choosing.every_core_count", lambda: here)
+    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: here)
     slow = named(chip, npu_scale=100.0)
     wished = Wishes(**({"mode": "auto", "expected": (600,)} | wishes), profile=None)
-    monkeypatch.setattr("hetero.choosing.locate_profile", lambda _: (with_every_core(slow), ""))
+    monkeypatch.setattr(
+        "hetero.placement.choosing.locate_profile", lambda _: (with_every_core(slow), "")
+    )
     found = choose(spec, wished)
     assert (found.gpu == "opencl-cores") == chosen
     assert ("does not run yet" in found.reason) == (here == 0)
@@ -310,7 +314,7 @@ def test_the_command_says_its_choice_once(chip: DeviceProfile, tmp_path: Path) -
     profile = tmp_path / "here.json"
     named(chip).save(profile)
     options = ["--max-tokens", "2", "--json", "--device", "auto", "--profile", str(profile)]
-    command = [sys.executable, "-m", "hetero.cli", "generate", folder, "x", *options]
+    command = [sys.executable, "-m", "hetero.cli.app", "generate", folder, "x", *options]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert said.stderr.count("hetero: auto: ") == 1
     assert said.stderr.count("was taken elsewhere") == 1
@@ -322,8 +326,8 @@ def test_a_profile_of_another_opencl_driver_is_not_used(
     monkeypatch: pytest.MonkeyPatch, here: str, fits: bool
 ) -> None:
     """Times of PoCL say nothing of a graphics card; a profile that is asked for is taken."""
-    monkeypatch.setattr("hetero.planning.files.shipped_names", lambda: ("host",))
-    monkeypatch.setattr("hetero.choosing.driver_here", lambda _wanted: here)
+    monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.placement.choosing.driver_here", lambda _wanted: here)
     spec = model_spec("llama-3.2-1b")
     choice = choose(spec, Wishes(mode="auto"))
     assert ("the OpenCL driver pocl, here it is" in choice.reason) != fits

@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 
 from hetero import LLM
-from hetero.choosing import Choice, Wishes, choose
-from hetero.comparing import ANSWER_TOKENS, TENSOR_LEVEL, Seconds, Work, answering, compare
 from hetero.models import model_spec
+from hetero.placement.choosing import Choice, Wishes, choose
+from hetero.placement.comparing import (
+    ANSWER_TOKENS,
+    TENSOR_LEVEL,
+    Seconds,
+    Work,
+    answering,
+    compare,
+)
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import prepare_solver
@@ -37,7 +44,9 @@ SLACK = 0.02  # of a time, where neighbours have other cuts
 @pytest.fixture(autouse=True)
 def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles are taken as they are."""
-    monkeypatch.setattr("hetero.choosing.scaled_here", lambda profile, notice: (profile, notice))
+    monkeypatch.setattr(
+        "hetero.placement.choosing.scaled_here", lambda profile, notice: (profile, notice)
+    )
 
 
 class Case:
@@ -80,7 +89,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.choosing.every_core_count", lambda: 2)
+    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 2)
 
 
 def test_times_and_devices_are_continuous_from_short_prompts_to_long_ones(case: Case) -> None:
@@ -208,7 +217,9 @@ def test_a_model_that_cannot_be_planned_says_so_whatever_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, mode: Any, strategy: Any
 ) -> None:
     case = Case("host", "w4a16")
-    monkeypatch.setattr("hetero.choosing.locate_profile", lambda _: (unplannable(case), ""))
+    monkeypatch.setattr(
+        "hetero.placement.choosing.locate_profile", lambda _: (unplannable(case), "")
+    )
     found = choose(case.spec, Wishes(mode=mode, strategy=strategy))
     assert (found.mode, found.plan) == ("hetero", None)
     assert found.reason.startswith(
@@ -223,7 +234,7 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     case = Case("host", "w4a16")
     gpu = tuple(p for p in case.profile.predictors if p.device == "gpu")
     alone = case.profile.model_copy(update={"predictors": gpu})
-    monkeypatch.setattr("hetero.choosing.locate_profile", lambda _: (alone, "a notice"))
+    monkeypatch.setattr("hetero.placement.choosing.locate_profile", lambda _: (alone, "a notice"))
     found = choose(case.spec, Wishes())
     assert found.plan is None
     assert found.reason == (

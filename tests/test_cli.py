@@ -51,7 +51,7 @@ ROW_KEYS = {
 
 def hetero(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hetero.cli", *arguments],
+        [sys.executable, "-m", "hetero.cli.app", *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -223,7 +223,7 @@ def interruptible(command: list[str]) -> subprocess.Popen[Any]:
 
 
 def test_ctrl_c_ends_with_130() -> None:
-    command = [sys.executable, "-m", "hetero.cli", "generate", "demo", "One day"]
+    command = [sys.executable, "-m", "hetero.cli.app", "generate", "demo", "One day"]
     process = interruptible([*command, "--max-tokens", "400", "--temperature", "2", "--seed", "1"])
     assert process.stdout is not None
     process.stdout.read(1)
@@ -382,7 +382,7 @@ def test_an_error_is_the_only_line_on_stderr() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_sentence() -> None:
     command = "exec hetero generate demo hi --max-tokens 2 > /dev/full".replace(
-        "hetero", f"'{sys.executable}' -m hetero.cli"
+        "hetero", f"'{sys.executable}' -m hetero.cli.app"
     )
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == 2
@@ -400,6 +400,6 @@ def test_text_outside_the_terminals_code_page_is_replaced() -> None:
 
 
 def test_chat_without_stdin_ends() -> None:
-    command = f"exec '{sys.executable}' -m hetero.cli chat demo --device npu <&-"
+    command = f"exec '{sys.executable}' -m hetero.cli.app chat demo --device npu <&-"
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

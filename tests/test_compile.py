@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hetero import LLM
-from hetero.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
-from hetero.cli import main
-from hetero.compiling import CompileRequest, compile_model, node_jobs, prepare
+from hetero.cli.app import main
+from hetero.compiling.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
+from hetero.compiling.graphs import CompileRequest, compile_model, node_jobs, prepare
 from hetero.errors import ModelError, UserError
 from hetero.runtime.decoder import Node
 from hetero.solver.handmade import layer_level, single_device

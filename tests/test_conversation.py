@@ -11,7 +11,7 @@ import pytest
 
 from hetero import LLM
 from hetero.errors import ModelError, UserError
-from hetero.sampling import Sampler, SamplingParams, log_softmax
+from hetero.generation.sampling import Sampler, SamplingParams, log_softmax
 
 
 @pytest.fixture(scope="module")

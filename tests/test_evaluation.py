@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero import LLM, cli
+from hetero import LLM
+from hetero.cli import app as cli
 from hetero.errors import UserError
-from hetero.evaluation import evaluate, read_tokens, windows
-from hetero.sampling import log_softmax
+from hetero.generation.sampling import log_softmax
+from hetero.measuring.evaluation import evaluate, read_tokens, windows
 
 STORY = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 6
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hetero import every_core
 from hetero.backends.errors import DeviceError
 from hetero.backends.ops import WeightFormat
 from hetero.backends.registry import open_device
-from hetero.every_core import LAYERS, can_use_every_core, measure_every_core
+from hetero.measuring import every_core
+from hetero.measuring.every_core import LAYERS, can_use_every_core, measure_every_core
 from hetero.profiler.records import EveryCore
 
 SMALL_S, LARGE_S = 2e-4, 3e-3  # steps on one core

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 import hetero
-from hetero import first_start, planning
 from hetero.backends.registry import open_device
-from hetero.choosing import Wishes, choose, plan_on
-from hetero.comparing import Work, compare
-from hetero.device_set import open_devices
 from hetero.errors import UserError
-from hetero.first_start import FirstStart, Machine, forget_if_other, scaled_here
+from hetero.measuring import first_start
+from hetero.measuring.first_start import FirstStart, Machine, forget_if_other, scaled_here
 from hetero.models import model_spec
+from hetero.placement import planning
+from hetero.placement.choosing import Wishes, choose, plan_on
+from hetero.placement.comparing import Work, compare
+from hetero.placement.device_set import open_devices
 from hetero.profiler.cost import CostModel
 from hetero.profiler.files import shipped_host
 from hetero.profiler.records import DeviceProfile, phase_of, typical
@@ -86,7 +87,7 @@ class Machines:
 def machines(host: DeviceProfile, monkeypatch: pytest.MonkeyPatch) -> Machines:
     found = Machines(host)
     monkeypatch.setattr(first_start, "_in_process", found.measure)
-    monkeypatch.setattr("hetero.planning.files.shipped_host", lambda: "host")
+    monkeypatch.setattr("hetero.placement.planning.files.shipped_host", lambda: "host")
     return found
 
 
@@ -353,7 +354,7 @@ def test_a_process_that_answers_nothing(
 
 def test_a_call_that_never_returns_ends_the_process() -> None:
     code = (
-        "import time; from hetero.first_start import _at_most\n"
+        "import time; from hetero.measuring.first_start import _at_most\n"
         "with _at_most(5.0): pass\n"
         "print('before', flush=True)\n"
         "with _at_most(0.2): time.sleep(60)\n"
@@ -370,7 +371,7 @@ def test_devices_that_cannot_be_opened_say_why(host: DeviceProfile, tmp_path: Pa
     request = {"tasks": reference_tasks(host), "backends": {"gpu": "opencl", "npu": "ort-cpu"},
                "cores": sorted(os.sched_getaffinity(0))}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "hetero.first_start"],
+        [sys.executable, "-P", "-m", "hetero.measuring.first_start"],
         input=json.dumps(request),
         env={**os.environ, "OCL_ICD_VENDORS": str(tmp_path / "none"), "OCL_ICD_FILENAMES": ""},
         capture_output=True,

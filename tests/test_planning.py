@@ -10,7 +10,7 @@ import pytest
 
 import hetero
 from hetero import UserError
-from hetero.planning import parse_lengths
+from hetero.placement.planning import parse_lengths
 from hetero.solver.plan import PlanError
 from tests.helpers import Command
 

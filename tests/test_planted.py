@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero.backends.errors import DeviceError
-from hetero.every_core import measure_every_core
+from hetero.measuring.every_core import measure_every_core
 
 MODULES = ("argparse", "hetero", "jinja2", "json", "numpy", "onnxruntime", "re", "statistics")
 PLANTED = "import pathlib, sys; pathlib.Path(__file__).with_name('ran').touch(); sys.exit(9)"
@@ -78,7 +78,7 @@ def test_a_chat_template(planted: Path) -> None:
 
 def test_settings_of_matplotlib(planted: Path) -> None:
     Path("matplotlibrc").write_text("text.usetex: True\nxtick.color: red\n", encoding="utf-8")
-    code = "from hetero.cli import main; main(['report', 'host', '--out', 'r.html'])"
+    code = "from hetero.cli.app import main; main(['report', 'host', '--out', 'r.html'])"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hetero.backends.ops import WeightFormat
+from hetero.measuring.profiling import model_options
+from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
 from hetero.profiler.options import Options
 from hetero.profiler.other_ops import BLOCKS, Block
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.workload import cold_bytes
-from hetero.profiling import model_options
 from hetero.solver.planner import Planner, Scenario
-from hetero.step_cost import measure_step_s
 
 W4, W8 = WeightFormat.W4A16, WeightFormat.W8A16
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hetero import cli
+from hetero.cli import app as cli
 from hetero.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]

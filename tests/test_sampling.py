@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.errors import UserError
-from hetero.sampling import Sampler, SamplingParams
+from hetero.generation.sampling import Sampler, SamplingParams
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hetero import LLM
-from hetero.backends import files
+from hetero.backends.host import files
 from hetero.models import open_model
 from hetero.models.quantized import save
 from hetero.profiler.journal import Journal, to_line
@@ -160,7 +160,7 @@ def test_every_file_of_a_quantised_directory_is_on_the_disk_before_its_name(
 
 # Modules that write into a directory of their own which is moved when it is whole, or append.
 OTHERS = {
-    "hetero.backends.files",
+    "hetero.backends.host.files",
     "hetero.backends.qnn.compiler",
     "hetero.backends.qnn.store",
     "hetero.models.quantized",

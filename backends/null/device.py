@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 
 from hetero.backends import checks
-from hetero.backends.clock import Clock
 from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe
 from hetero.backends.protocol import (

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import hugepages
+from hetero.backends.host import hugepages
 from hetero.backends.memory import LINUX, private_pages
 from hetero.backends.ops import StorageFormat
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded

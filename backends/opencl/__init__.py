@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero.backends import forks
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.host import forks
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import platformdirs
 import pyopencl as cl
 
-from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
+from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.opencl.drivers import DRIVERS, loader, threads
 from hetero.backends.opencl.drivers.icd import Candidate, candidates
 from hetero.backends.opencl.drivers.levels import LEVEL_VARIABLE, Level, chosen_level

@@ -27,9 +27,9 @@ from typing import Literal
 # cannot be written gets a warning about a telemetry identifier.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+from hetero.backends.host.processor import cpu_flags
 from hetero.backends.ort_cpu.device import DEFAULT_GRAPH_SIZES, OrtCpuDevice
 from hetero.backends.ort_cpu.graphs import ActivationPath
-from hetero.backends.processor import cpu_flags
 from hetero.backends.protocol import Device
 
 

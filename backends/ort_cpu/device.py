@@ -10,14 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from hetero.backends import checks, hugepages, ops
+from hetero.backends import checks, ops
+from hetero.backends.host import hugepages
+from hetero.backends.host.processor import cpu_name
 from hetero.backends.memory import HostBuffer
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, StorageFormat, WeightFormat, describe
 from hetero.backends.ort_cpu import graphs, kernels
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
-from hetero.backends.processor import cpu_name
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
+from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.qnn.compiler import Compiler
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import Target

@@ -28,7 +28,7 @@ import onnx
 import onnxruntime as ort
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.files import (
+from hetero.backends.host.files import (
     LONGEST_DOCUMENT_BYTES,
     read_file,
     replace_directory,

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from hetero.backends.clock import Clock, SystemClock
+from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.reference.device import Faults, ReferenceDevice
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero.backends import checks
-from hetero.backends.clock import Clock
 from hetero.backends.errors import DeviceError, WaitTimeoutError
+from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import Op, WeightFormat, describe
 from hetero.backends.protocol import (

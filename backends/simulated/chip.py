@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from hetero.backends.clock import Clock, ManualClock
+from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.protocol import DeviceKind
 
 EVER = float("inf")

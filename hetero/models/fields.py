@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from hetero.backends import files
+from hetero.backends.host import files
 from hetero.errors import ModelError
 
 MAX_SIZE = 2**31 - 1  # sizes are int32 on devices

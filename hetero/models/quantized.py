@@ -1,6 +1,6 @@
 """Quantised directories: written block by block, and all or nothing.
 
-Everything goes to a sibling directory that is renamed at the end (`hetero.backends.files`).
+Everything goes to a sibling directory that is renamed at the end (`hetero.backends.host.files`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.files import (
+from hetero.backends.host.files import (
     remove_partials,
     replace_directory,
     scratch_directory,

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from pydantic_core import from_json
 
-from hetero.backends.files import read_file
+from hetero.backends.host.files import read_file
 from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, Message, load_templates
 from hetero.models.fields import read_json_object

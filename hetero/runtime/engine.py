@@ -12,15 +12,15 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.affinity import pinned
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
+from hetero.backends.host.affinity import pinned
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
-from hetero.device_set import graphs_of
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.weights import ModelWeights
+from hetero.placement.device_set import graphs_of
 from hetero.profiler.sync import timer_slack
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.decoder import decoder_nodes

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from hetero.backends.clock import SystemClock
 from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.host.clock import SystemClock
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import Add
 from hetero.backends.protocol import (

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, Final
 
-from hetero.backends.files import atomic_write
+from hetero.backends.host.files import atomic_write
 from hetero.errors import UserError
 from hetero.runtime.executor import Executor
 from hetero.runtime.lowering import Step

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hetero.backends.child import child_command
+from hetero.backends.host.child import child_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system call is Linux's")
 
 SLEEPER = "import os, sys, time; print(os.getpid(), *sys.argv[1:], flush=True); time.sleep(60)\n"
 PARENT = """
 import subprocess, sys
-from hetero.backends.child import child_command
+from hetero.backends.host.child import child_command
 subprocess.run(child_command("sleeper", "one", "two"))
 """
 

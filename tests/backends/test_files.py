@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from hetero.backends import files
-from hetero.backends.files import (
+from hetero.backends.host import files
+from hetero.backends.host.files import (
     atomic_write,
     atomic_writer,
     read_file,
@@ -180,7 +180,7 @@ class TestDevicesAndPipes:
         self, name: str, tmp_path: Path
     ) -> None:
         code = (
-            "from hetero.backends.files import atomic_write\n"
+            "from hetero.backends.host.files import atomic_write\n"
             f"print('before', flush=True); atomic_write({name!r}, 'inside\\n'); print('after')"
         )
         with (tmp_path / "out").open("w") as out:
@@ -243,7 +243,7 @@ class TestLeftovers:
     def test_a_killed_process_leaves_nothing_for_long(self, target: Path) -> None:
         code = (
             "import os, pathlib, sys\n"
-            "from hetero.backends.files import atomic_writer, scratch_directory\n"
+            "from hetero.backends.host.files import atomic_writer, scratch_directory\n"
             "with atomic_writer(sys.argv[1]), scratch_directory(pathlib.Path(sys.argv[1])) as made:"
             "\n    (made / 'weights').write_bytes(bytes(1000))\n    os.kill(os.getpid(), 9)"
         )

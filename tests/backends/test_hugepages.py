@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.backends import hugepages, memory
-from hetero.backends.hugepages import HUGE_BYTES
+from hetero.backends import memory
+from hetero.backends.host import hugepages
+from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import PAGE_BYTES, Arena, HostBuffer, private_pages
 from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
 from hetero.backends.registry import open_device

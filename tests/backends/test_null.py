@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hetero.backends import ops, registry
-from hetero.backends.clock import ManualClock, SystemClock
 from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.host.clock import ManualClock, SystemClock
 from hetero.backends.memory import Tensor
 from hetero.backends.null import NullDevice
 from hetero.backends.null import open as open_null

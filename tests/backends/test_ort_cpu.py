@@ -15,6 +15,7 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.processor import cpu_flags
 from hetero.backends.memory import new_tensor
 from hetero.backends.onnx_common.packing import stage
 from hetero.backends.ops import StorageFormat, WeightFormat
@@ -23,7 +24,6 @@ from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.graphs import ActivationPath
 from hetero.backends.ort_cpu.kernels import GraphKernel
 from hetero.backends.ort_cpu.session import OrtCall, device_error
-from hetero.backends.processor import cpu_flags
 from hetero.backends.weights import pack
 from tests.backends.cases import check_call, expected, make_tensors, make_weights, snapshot
 from tests.helpers import relative_difference

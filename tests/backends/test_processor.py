@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from hetero.backends.processor import cpu_flags, cpu_name
+from hetero.backends.host.processor import cpu_flags, cpu_name
 
 CPUINFO = (
     "processor: 0\nmodel name\t: A Chip: 3\nflags\t\t: fpu avx2 fma\n"

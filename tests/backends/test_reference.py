@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hetero.backends import ops, registry
-from hetero.backends.clock import ManualClock
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import BoundCall, Device

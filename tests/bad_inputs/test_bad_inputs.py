@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import typer
 
-from hetero import LLM, cli
+from hetero import LLM
+from hetero.cli import app as cli
 from hetero.models import open_model
 from hetero.models.quantized import save
 from tests import tiny_files
@@ -107,7 +108,7 @@ def test_a_bad_input_is_one_sentence(
         return text.replace("{work}", str(work))
 
     monkeypatch.setattr("warnings.showwarning", lambda *_: None)
-    monkeypatch.setattr("hetero.backends.files.PIPE_WAIT_S", 0.1)
+    monkeypatch.setattr("hetero.backends.host.files.PIPE_WAIT_S", 0.1)
     monkeypatch.setattr(cli, "app", app)
     capfd.readouterr()
     started = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = (sys.executable, "-m", "hetero.cli", "generate", "demo", "hi", "--max-tokens", "1")
+COMMAND = (sys.executable, "-m", "hetero.cli.app", "generate", "demo", "hi", "--max-tokens", "1")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="drivers are found by .icd files")

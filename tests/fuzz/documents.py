@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero.backends import reference
-from hetero.backends.clock import ManualClock
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.bundle import BUNDLE_FILE, BundleManifest, GraphRecord, find_bundle
+from hetero.compiling.bundle import BUNDLE_FILE, BundleManifest, GraphRecord, find_bundle
 from hetero.models import LoadedModel, open_model
 from hetero.models.manifest import MANIFEST_FILE
 from hetero.models.quantized import save
-from hetero.planning import load_either
+from hetero.placement.planning import load_either
 from hetero.profiler import journal
 from hetero.profiler.files import shipped_path
 from hetero.profiler.options import Event

@@ -17,11 +17,11 @@ import atheris
 
 INSTRUMENTED = [
     "hetero.models",
-    "hetero.session_file",
-    "hetero.bundle",
+    "hetero.contexts.session_file",
+    "hetero.compiling.bundle",
     "hetero.solver.plan",
     "hetero.solver.report",
-    "hetero.planning",
+    "hetero.placement.planning",
     "hetero.profiler.records",
     "hetero.profiler.files",
     "hetero.profiler.journal",

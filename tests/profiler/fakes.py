@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from hetero.backends import null
-from hetero.backends.clock import ManualClock
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.null import NullDevice
 from hetero.backends.ops import MatMul, Op, WeightFormat
 from hetero.backends.protocol import DeviceKind

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hetero.backends import reference
-from hetero.backends.clock import SystemClock
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import SystemClock
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul, Op, RMSNorm, WeightFormat
 from hetero.backends.protocol import BoundCall, Device, Kernel, WeightValue

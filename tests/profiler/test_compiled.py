@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero.cli import main
+from hetero.cli.app import main
 from hetero.profiler.compiled import (
     SNAPDRAGON_8_GEN_3,
     ChipModel,
@@ -86,8 +86,8 @@ def test_the_solver_can_ask_it(small: DeviceProfile) -> None:
 
 def test_a_name_that_is_no_chip_measures_this_machine(capsys: Any, monkeypatch: Any) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("hetero.cli_profile.profile_device", lambda path, **o: asked.update(o))
-    monkeypatch.setattr("hetero.cli_profile._report", lambda *_: None)
+    monkeypatch.setattr("hetero.cli.profile.profile_device", lambda path, **o: asked.update(o))
+    monkeypatch.setattr("hetero.cli.profile._report", lambda *_: None)
     with pytest.raises(SystemExit, match="0"):
         main(["profile", "--soc", "my-laptop"])
     assert asked["name"] == "my-laptop"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.backends.clock import ManualClock
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.memory import PAGE_BYTES
 from hetero.backends.ops import MatMul, Op, StorageFormat, WeightFormat
 from hetero.profiler.grid import Task

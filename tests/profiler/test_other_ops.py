@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero.backends import null, ops
-from hetero.backends.clock import ManualClock
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import GatedAct, Op, RMSNorm, WeightFormat
 from hetero.profiler.other_ops import (
     BLOCKS,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from hetero.backends.clock import ManualClock
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import Op
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.profiler.predict import weight_bytes

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero.backends.clock import ManualClock
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.models import model_spec

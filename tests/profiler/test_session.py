@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero.backends.clock import ManualClock
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import MatMul
 from hetero.profiler import bandwidth, energy
 from hetero.profiler.cost import CostModel

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero.backends.clock import ManualClock
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.protocol import BoundCall, Completion
 from hetero.profiler import sync
 

@@ -131,7 +131,7 @@ def test_two_models_side_by_side_do_not_disturb_each_other(folder: str, llm: LLM
 def test_a_missing_device_is_named_once_and_its_work_done(
     folder: str, monkeypatch: pytest.MonkeyPatch, missing: str, left: str
 ) -> None:
-    from hetero import device_set
+    from hetero.placement import device_set
 
     real = device_set.open_device
     gone = {"gpu": "opencl", "npu": "ort-cpu"}[missing]

@@ -14,9 +14,9 @@ import pytest
 import hetero
 from hetero import LLM
 from hetero.backends.registry import open_device
-from hetero.device_set import open_devices
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
+from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan

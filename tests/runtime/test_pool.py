@@ -15,8 +15,8 @@ import pytest
 
 from hetero import LLM
 from hetero.backends import null
-from hetero.backends.affinity import assign_cores, pinned
-from hetero.backends.hugepages import HUGE_BYTES
+from hetero.backends.host.affinity import assign_cores, pinned
+from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
 from hetero.models import open_model

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hetero.backends.errors import DeviceOptionError
-from hetero.backends.processor import cpu_flags
+from hetero.backends.host.processor import cpu_flags
 
 LEVEL_VARIABLE: Final = "HETERO_OPENCL_LEVEL"
 X86: Final = frozenset({"x86_64", "AMD64"})

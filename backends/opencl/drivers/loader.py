@@ -18,8 +18,8 @@ from typing import Final
 
 import pyopencl as cl
 
-from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.opencl.drivers import driver_of_platform
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import Level

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from hetero.backends.affinity import allowed_cores
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.host.affinity import allowed_cores
 
 TASKS = Path("/proc/self/task")
 

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hetero.backends.child import child_command
 from hetero.backends.errors import KernelBuildError
+from hetero.backends.host.child import child_command
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.proving.compiler import Variant
 

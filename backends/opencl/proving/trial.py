@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from filelock import FileLock, Timeout
 
-from hetero.backends.affinity import allowed_cores
+from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import LEVELS, Level
 from hetero.backends.opencl.proving.run_folder import run_folder

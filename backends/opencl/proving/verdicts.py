@@ -12,11 +12,11 @@ from typing import Final, Literal, TypeAlias
 import pydantic
 import pyopencl as cl
 
+from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.program_source import sources_digest
 from hetero.backends.opencl.proving.store import write_whole
-from hetero.backends.processor import cpu_flags, cpu_name
 
 SCHEMA_VERSION: Final = 1
 FOLDER: Final = "verdicts"

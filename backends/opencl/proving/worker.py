@@ -1,8 +1,8 @@
 """The child process: loads one driver, tries its kernels, compiles programs, or dies of it.
 
-Run by `hetero.backends.child`, so that it ends with its parent. The first line of standard input is
-a `Job`, each further one a question; answers go to standard output, which native code cannot reach,
-since file descriptor 1 is made the log that 2 is.
+Run by `hetero.backends.host.child`, so that it ends with its parent. The first line of standard
+input is a `Job`, each further one a question; answers go to standard output, which native code
+cannot reach, since file descriptor 1 is made the log that 2 is.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ class TestPinning:
                 print(device.worker_cpu, pinned.count([{core}]), sorted(os.sched_getaffinity(0)))
             with open() as device:
                 print(device.worker_cpu)
-            from hetero.backends.affinity import pinned
+            from hetero.backends.host.affinity import pinned
             with pinned({core}), open() as device:
                 print(device.worker_cpu)
             """

@@ -1,0 +1,1 @@
+"""Facts and services of the operating system, under everything else."""

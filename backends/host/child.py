@@ -1,0 +1,46 @@
+"""Child processes of ours that end with the process that started them, however that ends.
+
+`python -P -m hetero.backends.host.child PARENT MODULE …` runs a module as a script. The system is
+told of the parent before anything large is imported: a parent that is killed leaves nothing at
+work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module as a script in a child of the calling process.
+
+    The child ends with the *thread* that starts it: that must wait for the child, or outlive it.
+    """
+    return [sys.executable, "-P", "-m", __name__, str(os.getpid()), module, *arguments]
+
+
+def die_with(parent: int) -> None:
+    """End this process when process `parent`, which started it, ends or has ended (Linux)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the system was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Run the module."""
+    die_with(int(sys.argv[1]))
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

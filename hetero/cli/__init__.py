@@ -1,0 +1,1 @@
+"""The `hetero` command line. Thin: parses, calls the library, prints."""

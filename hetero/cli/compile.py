@@ -1,0 +1,95 @@
+"""`hetero compile`: NPU graphs of a model, ahead of time, for a named chip."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hetero.compiling.bundle import BundleManifest
+from hetero.compiling.graphs import Compilation, CompileRequest, compile_model, prepare
+from hetero.errors import UserError
+from hetero.placement.planning import parse_tokens
+from hetero.solver.plan import ExecutionPlan
+from hetero.terminal import printable
+
+
+def compile_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model to compile.")],
+    soc: Annotated[str, typer.Option("--soc", help="Chip, such as sm8650.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Directory to write.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan; default: prefill's matmuls on the NPU.")
+    ] = None,
+    graph_sizes: Annotated[
+        str | None, typer.Option("--graph-sizes", help="Token counts, such as 32,128,256.")
+    ] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option("--max-seq-len", min=1, help="Longest context of the bundle.")
+    ] = None,
+    weights: Annotated[str, typer.Option("--weights", help="Weights and activations.")] = "w4a16",
+    share_weights: Annotated[
+        bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it takes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
+) -> None:
+    """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
+    request = CompileRequest(
+        model,
+        soc,
+        plan=None if plan is None else ExecutionPlan.load(plan),
+        weights=weights,
+        graph_sizes=() if graph_sizes is None else parse_tokens(graph_sizes, "--graph-sizes"),
+        max_seq_len=max_seq_len,
+        share_weights=share_weights,
+    )
+    compilation = prepare(request)
+    name = printable(compilation.loaded.name)
+    print(f"{name} for {soc}: {compilation.estimate.describe()}")
+    if dry_run:
+        _finish(as_json, _estimated(compilation))
+        return
+    if out is None:
+        raise UserError("--out is missing: name the directory to write, or use --dry-run")
+    start = time.perf_counter()
+    manifest = _with_progress(compilation, out)
+    seconds = time.perf_counter() - start
+    print(
+        f"{out}: {len(manifest.graphs)} files of graphs, {manifest.graphs_bytes / 2**20:,.0f} MiB, "
+        f"in {seconds:.0f} s; run it with: hetero generate {out} PROMPT"
+    )
+    _finish(as_json, {"out": str(out), "seconds": seconds, **manifest.model_dump(mode="json")})
+
+
+def _with_progress(compilation: Compilation, out: Path) -> BundleManifest:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("weights", total=compilation.estimate.graphs)
+
+        def note(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total, description=name)
+
+        return compile_model(compilation, out, note)
+
+
+def _estimated(compilation: Compilation) -> dict[str, object]:
+    estimate = compilation.estimate
+    return {
+        "graphs": estimate.graphs,
+        "graphs_bytes": estimate.graphs_bytes,
+        "weights_bytes": estimate.weights_bytes,
+        "seconds": estimate.seconds,
+        "peak_bytes": estimate.peak_bytes,
+        "graph_sizes": list(compilation.sizes),
+    }
+
+
+def _finish(as_json: bool, document: dict[str, object]) -> None:
+    if as_json:
+        print(json.dumps(document))

@@ -1,0 +1,82 @@
+"""`hetero eval`: perplexity, and agreement with a float reference, for each weight format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hetero.cli.options import (
+    DeviceChoice,
+    DeviceOption,
+    GpuOption,
+    JsonOption,
+    ModelArgument,
+    NpuOption,
+    WeightChoice,
+    open_llm,
+    progress_bar,
+)
+from hetero.generation.llm import LLM
+from hetero.measuring.evaluation import DEFAULT_WINDOW, Evaluation, evaluate, read_tokens
+from hetero.models import default_weights
+
+REFERENCE = WeightChoice.F32
+
+
+def eval_command(
+    model: ModelArgument,
+    text: Annotated[Path, typer.Option("--text", help="A text file in UTF-8.")],
+    weights: Annotated[
+        list[WeightChoice] | None, typer.Option("--weights", help="Repeat to compare.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option("--reference", help="Float model.  [default: MODEL as f32]")
+    ] = None,
+    no_reference: Annotated[
+        bool, typer.Option("--no-reference", help="Perplexity only: half the time.")
+    ] = False,
+    window: Annotated[int, typer.Option("--window", help="Tokens.")] = 0,
+    stride: Annotated[int | None, typer.Option("--stride", help="Half a window.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=2, help="Stop after this much text.")
+    ] = None,
+    device: DeviceOption = DeviceChoice.NPU,
+    gpu: GpuOption = "auto",
+    npu: NpuOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self."""
+    found: dict[str, Evaluation] = {}
+    base: LLM | None = None
+    try:
+        if not no_reference:
+            base = open_llm(reference or model, device, gpu, npu, REFERENCE, None, None)
+        for choice in weights or [WeightChoice(default_weights(model))]:
+            with open_llm(model, device, gpu, npu, choice, None, None) as llm:
+                tokens = read_tokens(llm, text, max_tokens)
+                size = window or min(DEFAULT_WINDOW, llm.max_seq_len)
+                with progress_bar(f"scoring {choice.value}") as advance:
+                    found[choice.value] = evaluate(
+                        llm, tokens, reference=base, window=size, stride=stride, progress=advance
+                    )
+    finally:
+        if base is not None:
+            base.close()
+    print(json.dumps({k: asdict(v) for k, v in found.items()}) if as_json else _table(found))
+
+
+def _table(found: dict[str, Evaluation]) -> str:
+    lines = [
+        "| weights | tokens | perplexity | top-1 agreement | KL mean (nats) | KL p99 |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, x in found.items():
+        compared = "| | | |"
+        if x.kl_mean is not None and x.top1_agreement is not None:
+            compared = f"| {x.top1_agreement:.2%} | {x.kl_mean:.5f} | {x.kl_p99:.5f} |"
+        lines.append(f"| {name} | {x.tokens} | {x.perplexity:.4f} {compared}")
+    return "\n".join(lines)

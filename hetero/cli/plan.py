@@ -1,0 +1,195 @@
+"""`hetero plan`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hetero.cli.options import shown, stderr
+from hetero.errors import UserError
+from hetero.models import model_spec
+from hetero.placement.planning import (
+    find_profile,
+    load_either,
+    parse_lengths,
+    parse_size,
+    parse_tokens,
+)
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import make_plan
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.plan import ExecutionPlan
+from hetero.solver.report import content, units
+from hetero.solver.report.content import TableData
+from hetero.solver.request import GraphSizes, PlanRequest
+from hetero.terminal import json_line
+
+
+class ObjectiveChoice(StrEnum):
+    """Values of --objective."""
+
+    LATENCY = "latency"
+    ENERGY = "energy"
+
+
+class PrecisionChoice(StrEnum):
+    """Values of --precision."""
+
+    AUTO = "auto"
+    A16 = "a16"
+    A8 = "a8"
+    ANY = "any"
+
+
+def plan_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A MODEL, or a known name.")],
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="A file or shipped name.")
+    ] = None,
+    seq_lens: Annotated[
+        str, typer.Option("--seq-lens", help="Prompt lengths; LENGTH:WEIGHT says how often.")
+    ] = "64,256,1024",
+    graph_sizes: Annotated[
+        str | None, typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`.")
+    ] = None,
+    graph_memory: Annotated[
+        str | None,
+        typer.Option("--graph-memory", help="With auto: most that graphs hold for themselves."),
+    ] = None,
+    preparation_budget: Annotated[
+        float | None,
+        typer.Option("--preparation-budget", help="With auto: most seconds to prepare graphs."),
+    ] = None,
+    objective: Annotated[
+        ObjectiveChoice, typer.Option("--objective", help="What is minimised.")
+    ] = ObjectiveChoice.LATENCY,
+    precision: Annotated[
+        PrecisionChoice,
+        typer.Option("--precision", help="Activations; auto: a8 only where a16 cannot run."),
+    ] = PrecisionChoice.AUTO,
+    max_gpu_share: Annotated[
+        float, typer.Option("--max-gpu-share", help="Most of a matmul's time that the GPU works.")
+    ] = 1.0,
+    memory_budget: Annotated[
+        str | None, typer.Option("--memory-budget", help="For weights, such as 4GiB.")
+    ] = None,
+    context: Annotated[
+        int, typer.Option("--context", min=0, help="Tokens before a decode step.")
+    ] = 256,
+    step_tokens: Annotated[
+        int | None, typer.Option("--step-tokens", min=1, help="Longest call of a long prompt.")
+    ] = None,
+    margin: Annotated[
+        float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
+    ] = 0.03,
+    weights: Annotated[str, typer.Option("--weights", help="Weights and activations.")] = "w4a16",
+    compare: Annotated[
+        str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write a report (.html, .md, .json).")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option("--explain", help="Every candidate of one matmul.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
+) -> None:
+    """Find the best cut of every matmul of MODEL between GPU and NPU."""
+    lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
+    request = PlanRequest(
+        seq_lens=lengths,
+        length_weights=length_weights,
+        graph_sizes=_parse_sizes(graph_sizes),
+        objective=objective.value,
+        precision=precision.value,
+        max_gpu_share=max_gpu_share,
+        memory_budget_bytes=None if memory_budget is None else parse_size(memory_budget),
+        graph_memory_bytes=None if graph_memory is None else parse_size(graph_memory),
+        preparation_budget_s=preparation_budget,
+        context=context,
+        step_tokens=step_tokens,
+        margin=margin,
+        curves=report is not None,
+    )
+    spec, measured = model_spec(model, weights), find_profile(profile)
+    with stderr.status("solving"):
+        found = make_plan(spec, measured, request)
+    others = [] if compare is None else [_other(compare, spec, request)]
+    if out is not None:
+        found.save(out)
+    if report is not None:
+        found.report(report, compare=others)
+    _show(found, others, explain, as_json=as_json)
+
+
+def _parse_sizes(value: str | None) -> GraphSizes:
+    """`auto`, token counts, or nothing. Raises `UserError`."""
+    if value is None or value == "auto":
+        return value  # type: ignore[return-value]
+    return parse_tokens(value, "--graph-sizes")
+
+
+def _show(
+    plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None, *, as_json: bool
+) -> None:
+    if not as_json:
+        _print_plan(plan, others, explain)
+    else:
+        _matching(plan, explain)
+        print(json_line(plan.model_dump_json()), flush=True)
+
+
+def _other(name: str, spec: ModelSpec, request: PlanRequest) -> ExecutionPlan:
+    found = load_either(name)
+    if isinstance(found, DeviceProfile):
+        return make_plan(spec, found, request)
+    return found
+
+
+def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
+    console = Console(width=max(Console().width, 110))
+    if explain is not None:
+        for title, candidates in _matching(plan, explain):
+            _print(console, candidates._replace(title=title))
+        return
+    console.print(
+        shown(
+            f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "
+            f"solved in {units.duration(plan.solve_s)}"
+        )
+    )
+    tables = [content.gains(plan), content.operators(plan), content.what_if(plan, others)]
+    for table in (*tables, content.memory(plan)):
+        if table is not None:
+            _print(console, table)
+    for note in plan.notes:
+        console.print(shown(f"note: {note}"))
+
+
+def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, TableData]]:
+    """Tables of candidates of one matmul. Raises `UserError` for an unknown name."""
+    if explain is None:
+        return []
+    known = sorted({op.op for op in plan.ops})
+    if explain not in known:
+        raise UserError(f"--explain {explain!r}: the plan's matmuls are {', '.join(known)}")
+    tables = list(content.alternatives(plan))
+    named = [op for op in plan.ops if op.candidates]
+    return [(t.title, t) for op, t in zip(named, tables, strict=True) if op.op == explain]
+
+
+def _print(console: Console, data: TableData) -> None:
+    caption = shown(data.note) if data.note else None
+    table = Table(title=shown(data.title), title_justify="left", caption=caption)
+    table.caption_justify = "left"
+    for column in data.head:
+        table.add_column(shown(column))
+    for row in data.rows:
+        table.add_row(*map(shown, row))
+    console.print(table)

@@ -1,0 +1,111 @@
+"""A compiled model: the directory that `hetero compile` writes and `hetero generate` runs.
+
+It is a directory of `hetero quantize` (weights for the GPU, configuration, tokenizer) with
+
+    plan.json       what runs where        graphs/     compiled graphs for one chip (`qnn.store`)
+    compiled.json   `BundleManifest`; written last, so that its absence means an unfinished bundle
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, read_file
+from hetero.errors import ModelError
+from hetero.solver.plan import ExecutionPlan
+
+BUNDLE_FILE = "compiled.json"
+PLAN_FILE = "plan.json"
+GRAPHS_DIRECTORY = "graphs"
+SCHEMA_VERSION: Final = 1
+_REMEDY = "run hetero compile again"
+
+
+MOST_TOKENS: Final = 1 << 20
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+
+class GraphRecord(BaseModel):
+    """An entry below `graphs/`: the nodes it serves, its token counts, SHA-256 of its files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nodes: tuple[str, ...]
+    tokens: tuple[Tokens, ...]
+    context: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
+    entry: str
+    size_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    files: dict[str, str]
+
+
+class BundleManifest(BaseModel):
+    """Contents of `compiled.json`.
+
+    `licence` is what the model's own files say, `sdk` and `provider` what compiled the graphs; a
+    device needs the same provider to open them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["hetero-compiled"] = "hetero-compiled"
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: str
+    licence: str
+    soc: str
+    htp_arch: Annotated[int, Field(ge=0, lt=2**31)]
+    sdk: str
+    provider: str
+    max_seq_len: Tokens
+    graph_sizes: tuple[Tokens, ...]
+    plan_id: str
+    plan_sha256: str
+    graphs: tuple[GraphRecord, ...]
+
+    @property
+    def graphs_bytes(self) -> int:
+        """All compiled graphs together."""
+        return sum(graph.size_bytes for graph in self.graphs)
+
+    def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Options of `hetero.backends.qnn.open` for the bundle in `directory`."""
+        graphs = Path(directory).expanduser() / GRAPHS_DIRECTORY
+        return {
+            "soc": self.soc,
+            "graph_sizes": self.graph_sizes,
+            "cache": graphs,
+            "shared_weights": any(len(graph.tokens) > 1 for graph in self.graphs),
+        }
+
+    def load_plan(self, directory: str | os.PathLike[str]) -> ExecutionPlan:
+        """The plan that the graphs were compiled for. Raises `ModelError` for another."""
+        path = Path(directory).expanduser() / PLAN_FILE
+        try:
+            data = read_file(path, LONGEST_DOCUMENT_BYTES)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error
+        if hashlib.sha256(data).hexdigest() != self.plan_sha256:
+            raise ModelError(
+                f"{path}: does not have the SHA-256 that {BUNDLE_FILE} names; {_REMEDY}, or give "
+                "another plan with --plan"
+            )
+        return ExecutionPlan.parse(data.decode("utf-8", "replace"), path)
+
+
+def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:
+    """The manifest if MODEL is a compiled directory. Raises `ModelError` for a damaged one."""
+    path = Path(model).expanduser() / BUNDLE_FILE
+    if not path.is_file():
+        return None
+    try:
+        return BundleManifest.model_validate_json(read_file(path, LONGEST_DOCUMENT_BYTES))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "document"
+        raise ModelError(f"{path}: {field}: {first['msg']}; {_REMEDY}") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error

@@ -1,0 +1,229 @@
+"""GPTQ (Frantar et al., arXiv 2210.17323): 4-bit weights that know what they are multiplied with.
+
+The format stays w4 (groups of 32 along k, one fp16 scale each): only the codes are chosen better
+than by rounding to nearest. Features are quantised one after the other; the error of each is made
+up for by the features that are still to come, weighted by the inverse of H = Xᵀ·X, X being what the
+matmul sees on a calibration text. The model is run on that text node by node, in the arithmetic of
+`hetero.backends.reference`, so that every matmul sees the output of those quantised before it.
+
+Notation: n rows, k features, G = 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.host.files import LONGEST_TEXT_BYTES
+from hetero.backends.ops import MatMul, StorageFormat, WeightFormat, weight_names
+from hetero.backends.protocol import CACHE_PORTS, WeightValue, port_dtype, port_shape
+from hetero.backends.reference.compute import Program, program
+from hetero.backends.weights import (
+    GROUP_SIZE,
+    ROW_BLOCK,
+    Float32Array,
+    PackedWeight,
+    pack,
+    pack_q4,
+    padded,
+)
+from hetero.errors import UserError
+from hetero.models import open_model
+from hetero.models.fields import read_text
+from hetero.models.layout import block_vectors
+from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.runtime.decoder import Node, decoder_nodes
+
+DAMPING: Final = 0.01  # of the mean diagonal of H, as in the paper
+SEQUENCE_TOKENS: Final = 512
+SHRINKS: Final = (1.0, 0.95, 0.9, 0.85, 0.8)  # scales tried for each group, of the full one
+Float64Array = npt.NDArray[np.float64]
+Slots = dict[str, npt.NDArray[Any]]
+Progress = Callable[[int, int], None]
+
+
+class CalibratedWeights(ModelWeights):
+    """4-bit weights of `exact` (f32), chosen on calibration tokens.
+
+    `sequences` are token ids, each of which fits the model's context. All blocks are made at once.
+    """
+
+    def __init__(
+        self,
+        exact: ModelWeights,
+        weight_format: WeightFormat,
+        sequences: Sequence[Sequence[int]],
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(exact.config, weight_format)
+        if weight_format.storage is not StorageFormat.Q4 or exact.weight_format != "f32":
+            raise UserError("calibration makes 4-bit weights of f32 ones: choose w4a16 or w4a8")
+        self.source = exact.source
+        self._exact = exact
+        self._sequences = [list(x) for x in sequences if len(x)]
+        self._made: list[BlockWeights] = []
+        self._head: PackedWeight | None = None
+        self._calibrate(progress)
+
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks, as it was."""
+        return self._exact.end_vector(name)
+
+    def _load_block(self, index: int) -> BlockWeights:
+        return self._made[index]
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        if name == "lm_head" and self._head is not None:
+            return self._head
+        return pack(self._exact.embed().dequantize(), StorageFormat.Q4)
+
+    def _calibrate(self, progress: Progress | None) -> None:
+        """Run the decoder node by node on all sequences; every matmul is quantised on the way."""
+        longest = max(len(x) for x in self._sequences)
+        nodes = decoder_nodes(self.config, WeightFormat.F32, longest)
+        states = [_state(x) for x in self._sequences]
+        chosen: dict[str, PackedWeight] = {}
+        for done, node in enumerate(nodes):
+            block = None if node.layer is None else self._exact.block(node.layer)
+            role = node.name.rsplit(".", maxsplit=1)[-1]
+            values = _weights(node, role, block, self._exact)
+            if isinstance(node.op, MatMul) and not (role == "lm_head" and self._tied):
+                inputs = [state[node.slots["x"]] for state in states]
+                packed = gptq(_dense(values["weight"]), hessian(inputs))
+                chosen[role] = packed
+                values = {**values, "weight": pack(packed.dequantize(), StorageFormat.F32)}
+            if role != "lm_head":
+                run, _ = program(node.op, values)
+                for state in states:
+                    _run(node, run, state)
+            if role == "down" and node.layer is not None and block is not None:
+                self._keep(block, chosen)
+                self._exact.release(node.layer)
+            if progress is not None:
+                progress(done + 1, len(nodes))
+        self._head = chosen.get("lm_head")
+
+    @property
+    def _tied(self) -> bool:
+        return self.config.tie_word_embeddings
+
+    def _keep(self, block: BlockWeights, chosen: dict[str, PackedWeight]) -> None:
+        vectors = {x.name: getattr(block, x.name) for x in block_vectors(self.config)}
+        packed = {name: chosen.pop(name) for name in ("qkv", "o", "gate_up", "down")}
+        self._made.append(BlockWeights(**packed, **vectors))  # type: ignore[arg-type]
+
+
+def hessian(inputs: Sequence[npt.NDArray[Any]]) -> Float64Array:
+    """Xᵀ·X [k, k] over all tokens, damped so that it has an inverse."""
+    k = inputs[0].shape[1]
+    total = np.zeros((k, k))
+    for x in inputs:
+        wide = x.astype(np.float64)
+        total += wide.T @ wide
+    total[np.diag_indices(k)] += DAMPING * max(float(np.diag(total).mean()), 1e-12)
+    return total
+
+
+def gptq(weight: Float32Array, h: Float64Array) -> PackedWeight:
+    """Quantise a weight [n, k] to 4 bits with little error on inputs whose XᵀX is `h` [k, k]."""
+    n, k = weight.shape
+    groups = padded(k, GROUP_SIZE) // GROUP_SIZE
+    rows = padded(n, ROW_BLOCK)
+    codes = np.full((rows, groups, GROUP_SIZE), 8, dtype=np.uint8)
+    scales = np.zeros((rows, groups), dtype=np.float16)
+    left = weight.astype(np.float64)
+    # Rows of the upper Cholesky factor of h⁻¹: what one feature's error asks of the later ones.
+    factor = np.linalg.cholesky(np.linalg.inv(h)).T
+    for group in range(groups):
+        start, stop = group * GROUP_SIZE, min((group + 1) * GROUP_SIZE, k)
+        scale = best_scales(left[:, start:stop], np.diag(h)[start:stop])
+        scales[:n, group] = scale
+        errors = np.zeros((n, stop - start))
+        for at in range(start, stop):
+            code = _codes(left[:, at], scale)
+            codes[:n, group, at - start] = code
+            stored = (code.astype(np.float64) - 8) * scale.astype(np.float64)
+            errors[:, at - start] = (left[:, at] - stored) / factor[at, at]
+            left[:, at + 1 : stop] -= np.outer(errors[:, at - start], factor[at, at + 1 : stop])
+        left[:, stop:] -= errors @ factor[start:stop, stop:]
+    return pack_q4(codes, scales, n, k)
+
+
+def best_scales(values: Float64Array, importance: Float64Array) -> npt.NDArray[np.float16]:
+    """Scales [n] of one group [n, G]: Q4_0's or a little less, whichever loses least.
+
+    `importance` [G] weighs the features' squared errors.
+    """
+    peak = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)[:, 0]
+    best = np.zeros(len(values), dtype=np.float16)
+    least = np.full(len(values), np.inf)
+    for shrink in SHRINKS:
+        scale = (shrink * peak / -8.0).astype(np.float16)
+        stored = (_codes(values, scale[:, None]).astype(np.float64) - 8) * scale[:, None]
+        lost = (np.square(values - stored) * importance).sum(axis=1)
+        better = lost < least
+        best[better], least[better] = scale[better], lost[better]
+    return best
+
+
+def _codes(values: Float64Array, scale: npt.NDArray[np.float16]) -> npt.NDArray[np.uint8]:
+    wide = scale.astype(np.float64)
+    inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0)
+    return np.rint(values * inverse + 8).clip(0, 15).astype(np.uint8)
+
+
+def _state(tokens: Sequence[int]) -> Slots:
+    return {"tokens": np.asarray(tokens, np.int32), "position": np.zeros(1, np.int32)}
+
+
+def _run(node: Node, run: Program, state: Slots) -> None:
+    """One node on one sequence; slots that are not there yet are made."""
+    m = len(state["tokens"])
+    arrays = {}
+    for port, slot in node.slots.items():
+        shape = port_shape(node.op, port, m)
+        if slot not in state or state[slot].shape != shape:
+            state[slot] = np.zeros(shape, dtype=port_dtype(port))
+        arrays[port] = state[slot]
+    run(arrays)
+    for port, slot in node.slots.items():
+        if port in CACHE_PORTS:
+            del state[slot]  # of this layer only
+
+
+def _weights(
+    node: Node, role: str, block: BlockWeights | None, exact: ModelWeights
+) -> dict[str, WeightValue]:
+    if block is None:
+        return {name: exact.end(role, name) for name in weight_names(node.op)}
+    special = {"weight": role, "bias": f"{role}_bias"}
+    return {name: getattr(block, special.get(name, name)) for name in weight_names(node.op)}
+
+
+def _dense(weight: WeightValue) -> Float32Array:
+    assert isinstance(weight, PackedWeight)
+    return weight.dequantize()
+
+
+def calibrated(
+    model: str, weights: str, text: Path, limit: int, progress: Progress | None = None
+) -> CalibratedWeights:
+    """4-bit weights of a MODEL, chosen on at most `limit` tokens of a text file.
+
+    Raises `UserError` for a text that cannot be read or says nothing.
+    """
+    loaded = open_model(model, weights="f32")
+    words = read_text(text, LONGEST_TEXT_BYTES)
+    tokens = loaded.encode(words)[:limit] if words.strip() else []
+    if len(tokens) < GROUP_SIZE:
+        raise UserError(
+            f"{text}: has {len(tokens)} tokens, calibration needs at least {GROUP_SIZE}; give more "
+            "text"
+        )
+    length = min(SEQUENCE_TOKENS, loaded.config.max_position)
+    sequences = [tokens[i : i + length] for i in range(0, len(tokens), length)]
+    return CalibratedWeights(loaded.weights, WeightFormat(weights), sequences, progress)

@@ -1,0 +1,1 @@
+"""Contexts of a model: what is in its cache, conversations on it, sessions on disk."""

@@ -1,0 +1,1 @@
+"""Text from prompts: the loaded model, the loop over tokens, sampling, drafts."""

@@ -1,0 +1,91 @@
+"""Options of a generation: what callers may pass, checked before anything is opened or run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from hetero.arguments import check_count, check_stop
+from hetero.errors import UserError
+from hetero.generation.sampling import SamplingParams
+
+DEFAULT_MAX_TOKENS = 256
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of `SamplingParams`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of `LLM.generate` and `LLM.stream`.
+
+    max_tokens   longest answer (default 256)
+    stop         texts that end the answer; they are not part of it
+    chat         a text goes through the chat template; the answer is a text of its own
+    reuse        prefill only what the context does not hold already (conversations); the numbers
+                 may differ in their last bits from those of a fresh context
+    logprobs     keep every token's log-probability, and those of this many alternatives
+    echo         the prompt is part of the result's text (and of its log-probabilities)
+    speculative  tokens that are guessed ahead from the text so far; changes no answer
+    """
+
+    max_tokens: int
+    stop: Sequence[str]
+    chat: bool
+    reuse: bool
+    logprobs: int | None
+    speculative: int
+    echo: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Checked options, with their defaults."""
+
+    max_tokens: int
+    stop: tuple[str, ...]
+    chat: bool
+    reuse: bool
+    logprobs: int | None
+    speculative: int
+    echo: bool
+    sampling: SamplingParams
+
+
+def read_options(options: GenerateOptions) -> Asked:
+    """Check everything that needs no model. Raises `UserError`."""
+    given: dict[str, Any] = {**options}
+    logprobs = given.pop("logprobs", None)
+    return Asked(
+        max_tokens=check_count("max_tokens", given.pop("max_tokens", DEFAULT_MAX_TOKENS)),
+        stop=check_stop(given.pop("stop", ())),
+        chat=bool(given.pop("chat", False)),
+        reuse=bool(given.pop("reuse", False)),
+        logprobs=None if logprobs is None else check_count("logprobs", logprobs, 0),
+        speculative=check_count("speculative", given.pop("speculative", 0), 0),
+        echo=bool(given.pop("echo", False)),
+        sampling=_sampling(given),
+    )
+
+
+def _sampling(options: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters; an unknown name is told the nearest."""
+    known = SamplingParams.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, "max_tokens", "stop", "chat"], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{name!r} is not an option of generate{hint}")
+    return SamplingParams(**options)

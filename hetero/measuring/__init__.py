@@ -1,0 +1,1 @@
+"""Measuring this machine with whole models: profiles, first starts, benchmarks, evaluations."""

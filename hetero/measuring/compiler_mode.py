@@ -1,0 +1,49 @@
+"""`hetero profile --soc CHIP`: a chip that is not here, by what Qualcomm's compiler schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hetero.backends.registry import find
+from hetero.backends.snapdragon import CHIPS
+from hetero.errors import UserError
+from hetero.models import model_spec
+from hetero.placement import hexagon
+from hetero.profiler.compiled import SHAPES, compiler_profile
+from hetero.profiler.options import Event
+from hetero.profiler.records import DeviceProfile
+
+
+def is_compiled_for(soc: str) -> bool:
+    """Whether `--soc` names a chip that the compiler knows, and not just the profile.
+
+    Raises `UserError` for a chip whose compiler is not installed.
+    """
+    if soc.lower() not in CHIPS:
+        return False
+    if find("qnn").missing_packages():
+        raise UserError(
+            f"--soc {soc} asks Qualcomm's compiler, which is not installed: "
+            f"{find('qnn').install_hint}"
+        )
+    return not hexagon.present()
+
+
+def compiled_profile(
+    soc: str,
+    out: str | Path | None = None,
+    *,
+    model: str | None = None,
+    progress: Callable[[Event], None] | None = None,
+) -> DeviceProfile:
+    """The profile of a chip, `compiler-predicted`, written to `out` or `SOC.json`.
+
+    `model` takes exactly that model's matmuls instead of common sizes.
+    """
+    shapes: tuple[tuple[int, int], ...] = SHAPES
+    if model is not None:
+        shapes = tuple((matmul.n, matmul.k) for matmul in model_spec(model).matmuls)
+    found = compiler_profile(soc.lower(), shapes, progress=progress)
+    found.save(Path(out) if out is not None else Path(f"{soc}.json"))
+    return found

@@ -1,0 +1,145 @@
+"""How good a model's numbers are: perplexity over a text, and agreement with a float reference.
+
+Perplexity uses windows of `window` tokens that overlap by `window - stride`: every token is scored
+once, with at least `window - stride` tokens before it wherever the text has them (Hugging Face's
+"Perplexity of fixed-length models"). The reference is the same model in float32, on the same
+windows: top-1 agreement counts positions where both find the same token likeliest, and the
+Kullback-Leibler divergence is Σ p·ln(p/q), p the reference's distribution, in nats per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.host.files import LONGEST_TEXT_BYTES, read_text
+from hetero.errors import UserError
+from hetero.generation.llm import LLM
+from hetero.generation.sampling import log_softmax
+
+DEFAULT_WINDOW = 512
+Progress = Callable[[int, int], None]
+Float64Array = npt.NDArray[np.float64]
+
+
+class Window(NamedTuple):
+    """Tokens [start, stop) of the text, of which those from `scored` on count."""
+
+    start: int
+    scored: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Measured quality on one text. `perplexity` is exp(mean negative log-likelihood).
+
+    `top1_agreement`, `kl_mean` and `kl_p99` (nats) compare with a reference; None without one.
+    """
+
+    tokens: int
+    perplexity: float
+    top1_agreement: float | None = None
+    kl_mean: float | None = None
+    kl_p99: float | None = None
+
+
+def read_tokens(llm: LLM, path: Path, limit: int | None = None) -> list[int]:
+    """Token ids of a text file. Raises `UserError` if there is not enough text to score."""
+    try:
+        text = read_text(path, LONGEST_TEXT_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"{path}: cannot be read as UTF-8 text ({why}); give a text file"
+        ) from error
+    tokens = llm.encode(text)[:limit] if text.strip() else []
+    if len(tokens) < 2:
+        raise UserError(
+            f"{path}: has {len(tokens)} tokens, a score needs at least 2; give more text"
+        )
+    return tokens
+
+
+def windows(count: int, window: int, stride: int) -> Iterator[Window]:
+    """Windows over `count` tokens in which every token but the first is scored once."""
+    scored = 1
+    for start in range(0, count, stride):
+        stop = min(start + window, count)
+        if scored < stop:
+            yield Window(start, scored, stop)
+            scored = stop
+        if stop == count:
+            return
+
+
+def evaluate(
+    llm: LLM,
+    tokens: Sequence[int],
+    *,
+    reference: LLM | None = None,
+    window: int = DEFAULT_WINDOW,
+    stride: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Score `tokens`; `stride` defaults to half a window. Raises `UserError` for bad sizes."""
+    stride = window // 2 if stride is None else stride
+    _check_sizes(llm, window, stride)
+    _check_vocabulary(llm, reference)
+    lost: list[Float64Array] = []
+    divergence: list[Float64Array] = []
+    agreed: list[npt.NDArray[np.bool_]] = []
+    for part in windows(len(tokens), window, stride):
+        ids = list(tokens[part.start : part.stop])
+        rows = slice(part.scored - part.start - 1, len(ids) - 1)
+        logs = log_softmax(llm.logits(ids)[rows])
+        targets = np.asarray(ids[rows.start + 1 : rows.stop + 1])
+        lost.append(-logs[np.arange(len(targets)), targets])
+        if reference is not None:
+            wanted = log_softmax(reference.logits(ids)[rows])
+            divergence.append((np.exp(wanted) * (wanted - logs)).sum(axis=-1))
+            agreed.append(wanted.argmax(axis=-1) == logs.argmax(axis=-1))
+        if progress is not None:
+            progress(part.stop, len(tokens))
+    losses = np.concatenate(lost)
+    found = Evaluation(tokens=len(losses), perplexity=math.exp(float(losses.mean())))
+    return found if reference is None else _compared(found, divergence, agreed)
+
+
+def _compared(
+    found: Evaluation,
+    divergence: Sequence[Float64Array],
+    agreed: Sequence[npt.NDArray[np.bool_]],
+) -> Evaluation:
+    kl = np.concatenate(divergence)
+    return Evaluation(
+        tokens=found.tokens,
+        perplexity=found.perplexity,
+        top1_agreement=float(np.concatenate(agreed).mean()),
+        kl_mean=float(kl.mean()),
+        kl_p99=float(np.quantile(kl, 0.99)),
+    )
+
+
+def _check_vocabulary(llm: LLM, reference: LLM | None) -> None:
+    own = llm.model.config.vocab_size
+    if reference is not None and reference.model.config.vocab_size != own:
+        raise UserError(
+            f"the reference has a vocabulary of {reference.model.config.vocab_size} tokens, the "
+            f"model one of {own}: give the same model in floats"
+        )
+
+
+def _check_sizes(llm: LLM, window: int, stride: int) -> None:
+    if not 2 <= window <= llm.max_seq_len:
+        raise UserError(
+            f"the window must be in [2, {llm.max_seq_len}] tokens for this model, got {window}"
+        )
+    if not 1 <= stride < window:
+        raise UserError(f"the stride must be in [1, {window - 1}] (below the window), got {stride}")

@@ -1,0 +1,191 @@
+"""What OpenCL on every core of a PC gains over one, measured; a profile has it (`every_core`).
+
+How many cores PoCL has is fixed in a process, so each way is measured in processes of its own, in
+turns: whole steps of a small model, which launches make, and of a large one, which memory and
+arithmetic make.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.child import child_command
+from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import Device
+from hetero.backends.registry import EVERY_CORE
+from hetero.models import model_spec, open_model
+from hetero.models.random_models import RandomWeights, known_config
+from hetero.models.weights import ModelWeights
+from hetero.placement.device_set import open_devices
+from hetero.profiler.records import EveryCore, Phase
+from hetero.runtime.engine import Engine
+from hetero.solver.handmade import single_device
+
+ONE_CORE: Final = "opencl"
+SMALL: Final = "demo"
+LARGE: Final = "llama-3.2-1b"
+LAYERS: Final = 2  # of it: 68 MB in four bits, more than the caches of a PC
+VOCABULARY: Final = 32000
+TOKENS: Final = {"small": 64, "large": 256}
+PROMPTS: Final = 5
+STEPS: Final = 48
+WARM_STEPS: Final = 4
+ROUNDS: Final = 3
+PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+LONGEST_S: Final = 120.0
+
+Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", …: one for each round
+
+
+def can_use_every_core(device: Device) -> bool:
+    """Whether an open OpenCL device is one core of a processor that has more."""
+    plain = device.info.backend == ONE_CORE and "cpu" in device.info.details
+    return plain and len(allowed_cores()) > 1
+
+
+def measure_every_core(
+    formats: Iterable[WeightFormat], *, rounds: int = ROUNDS
+) -> list[EveryCore]:  # fmt: skip
+    """What was found for each format and phase. Raises `DeviceError` if a process failed."""
+    named, cores = tuple(formats), allowed_cores()
+    times: dict[str, dict[str, Times]] = {ONE_CORE: {}, EVERY_CORE: {}}
+    try:
+        for _ in range(rounds):
+            for backend, found in times.items():
+                for name, steps in _in_process(backend, named, cores).items():
+                    for step, seconds in steps.items():
+                        found.setdefault(name, {}).setdefault(step, []).append(seconds)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise DeviceError(
+            EVERY_CORE,
+            "measuring it in a process of its own",
+            _reason(error),
+            "try the backend with `hetero bench`",
+        ) from error
+    return [
+        _fit(name, phase, len(cores), times[ONE_CORE][name], times[EVERY_CORE][name])
+        for name in named
+        for phase in PHASES
+    ]
+
+
+def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times) -> EveryCore:
+    """The two numbers of `EveryCore` from the steps of both models."""
+    layers = {"small": _small_layers(), "large": LAYERS}
+    one_s, every_s = (
+        {size: statistics.median(times[f"{size} {phase}"]) for size in layers}
+        for times in (one, every)
+    )
+    # every = one / speedup + layers · layer_s, for both
+    steps = [[one_s[size], count] for size, count in layers.items()]
+    (inverse, layer_s), *_ = np.linalg.lstsq(steps, [every_s[size] for size in layers])
+    if inverse <= 0 or layer_s < 0:
+        inverse, layer_s = every_s["large"] / one_s["large"], 0.0
+    return EveryCore(
+        weight_format=name,
+        phase=phase,
+        cores=cores,
+        speedup=float(1 / inverse),
+        layer_s=float(layer_s),
+    )
+
+
+def _small_layers() -> int:
+    return model_spec(SMALL).layers
+
+
+def _in_process(
+    backend: str, formats: Sequence[WeightFormat], cores: Sequence[int]
+) -> dict[WeightFormat, dict[str, float]]:
+    options = ["--backend", backend, "--cores", ",".join(map(str, cores))]
+    command = child_command("hetero.measuring.every_core", *options, "--weights", ",".join(formats))
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONGEST_S)
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return {WeightFormat(name): steps for name, steps in found.items()}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines: list[str] = error.stderr.strip().splitlines()
+        return lines[-1] if lines else f"exit {error.returncode}"
+    return str(error)
+
+
+def _large(weight_format: WeightFormat) -> ModelWeights:
+    whole = known_config(LARGE)
+    config = replace(
+        whole,
+        num_layers=LAYERS,
+        windows=whole.windows[:LAYERS],
+        vocab_size=VOCABULARY,
+        max_position=2 * TOKENS["large"],
+    )
+    return RandomWeights(config, weight_format)
+
+
+def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
+    """Median seconds of the prompts and the decoding steps of both models, in this process."""
+    models = {"small": open_model(SMALL, weights=weight_format).weights}
+    models["large"] = _large(weight_format)
+    found: dict[str, float] = {}
+    for size, weights in models.items():
+        prompts, steps = _time_model(backend, weights, TOKENS[size])
+        found[f"{size} prefill"] = statistics.median(prompts)
+        found[f"{size} decode"] = statistics.median(steps)
+    return found
+
+
+def _time_model(
+    backend: str, weights: ModelWeights, tokens: int
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    opened = open_devices("gpu", gpu=backend)
+    engine = Engine(
+        weights,
+        single_device(weights.config.spec(weights.weight_format), "gpu"),
+        opened.devices,
+        max_seq_len=tokens + WARM_STEPS + STEPS,
+        control_core=opened.control_core,
+    )
+    prompts, steps = [], []
+    for _ in range(1 + PROMPTS):
+        engine.truncate(0)
+        start_s = time.perf_counter()
+        engine.prefill([5] * tokens)
+        prompts.append(time.perf_counter() - start_s)
+    for _ in range(WARM_STEPS + STEPS):
+        start_s = time.perf_counter()
+        engine.decode(5)
+        steps.append(time.perf_counter() - start_s)
+    engine.close()
+    return prompts[1:], steps[WARM_STEPS:]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time both models; one line of JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--backend", choices=(ONE_CORE, EVERY_CORE), required=True)
+    parser.add_argument("--cores", required=True)
+    parser.add_argument("--weights", required=True)
+    options = parser.parse_args(arguments)
+    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
+        os.sched_setaffinity(0, [int(core) for core in options.cores.split(",")])
+    found = {
+        name: time_steps(options.backend, WeightFormat(name)) for name in options.weights.split(",")
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""The first start on a machine without a profile of its own: the shipped profile's times are scaled
+to it.
+
+The reference kernels of the profile are timed here, once, for about a second, in a process of its
+own: OpenCL must not run in this one before it is known with how many cores. What is found lies in
+hetero's cache, one small file for each combination of what it depends on. What the devices alone
+tell of themselves is compared when they are opened (`forget_if_other`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.host.affinity import allowed_cores, pinned
+from hetero.backends.host.child import child_command
+from hetero.backends.host.clock import SystemClock
+from hetero.backends.host.processor import cpu_flags, cpu_name
+from hetero.backends.ops import WeightFormat
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.errors import UserError, one_sentence
+from hetero.placement.device_set import DeviceMode, open_devices
+from hetero.profiler import files
+from hetero.profiler.environment import hetero_version, package_versions
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.grid import Task
+from hetero.profiler.interference import find_interference
+from hetero.profiler.records import DeviceProfile, Phase, Record, phase_of
+from hetero.profiler.scaling import (
+    MOST,
+    Factors,
+    factors_of,
+    prepare_references,
+    reference_tasks,
+    scaled,
+    time_references,
+)
+from hetero.profiler.workload import Workload
+
+SWITCH: Final = "HETERO_SCALE"  # `off`: shipped profiles are taken as they are
+TIMED_S: Final = 1.2  # that the kernels are timed for,
+MOST_S: Final = 1.8  # where other programs keep the cores busy,
+LIMIT_S: Final = 2.0  # and after which the process that does it ends, whatever a device does
+START_LIMIT_S: Final = 30.0  # of that process, devices opened and their kernels compiled
+TOO_LATE: Final = 3  # its exit code after `LIMIT_S`
+RETRY_S: Final = 600.0  # after which a machine that could not be measured is tried again
+LARGEST_BYTES: Final = 1 << 16  # of the file
+# Of the environment, what decides which device or kernel is opened.
+VARIABLES: Final = (
+    "HETERO_OPENCL_LEVEL",
+    "OCL_ICD_FILENAMES",
+    "OCL_ICD_VENDORS",
+    "POCL_DEVICES",
+    "POCL_MAX_PTHREAD_COUNT",
+)
+
+
+class Machine(Record):
+    """What the factors depend on and what is known before any device is open. `flags` is a hash of
+    the processor's; `cores` are those that this process may use.
+    """
+
+    hetero_version: str
+    processor: str
+    flags: str
+    cores: tuple[int, ...]
+    packages: dict[str, str]
+    environment: dict[str, str]
+
+    @classmethod
+    def here(cls) -> Self:
+        """This one."""
+        return cls(
+            hetero_version=hetero_version(),
+            processor=cpu_name(),
+            flags=_hash(" ".join(sorted(cpu_flags()))),
+            cores=tuple(allowed_cores()),
+            packages=package_versions(),
+            environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        )
+
+    @property
+    def path(self) -> Path:
+        """Where its factors lie, beside the profile that a machine has of its own."""
+        folder = files.cached_profile_path().parent
+        return folder / f"first-start-{_hash(self.model_dump_json())}.json"
+
+
+class Factor(Record):
+    """Seconds of a device's reference kernel here over those of the profile."""
+
+    device: DeviceKind
+    phase: Phase
+    weight_format: WeightFormat
+    value: Annotated[float, Field(ge=1 / MOST, le=MOST)]
+
+
+class FirstStart(Record):
+    """What was measured, or why nothing was (`reason`), and of what it holds.
+
+    profile   fingerprint of the profile that is scaled
+    at_s      when, in seconds since 1970
+    devices   fingerprints of the devices
+    spent_s   how long the kernels were timed
+    check     hash of all the others
+    """
+
+    schema_version: Literal[1] = 1
+    machine: Machine
+    profile: str
+    at_s: float
+    devices: dict[DeviceKind, str] = Field(default_factory=dict)
+    factors: tuple[Factor, ...] = ()
+    spent_s: Annotated[float, Field(ge=0)] = 0.0
+    reason: str = ""
+    check: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if bool(self.factors) == bool(self.reason):
+            raise ValueError("there are factors, or a reason why there are none")
+        return self
+
+    @property
+    def by_kind(self) -> Factors:
+        """As `scaled` takes them."""
+        return {(f.device, f.phase, f.weight_format): f.value for f in self.factors}
+
+    @property
+    def clause(self) -> str:
+        """What is said of it, behind that the shipped profile is used."""
+        if self.reason:
+            return f"its times not scaled to this machine because {self.reason}"
+        formats = dict.fromkeys(factor.weight_format for factor in self.factors)
+        shown = " and ".join(f"{_shown(self.by_kind, name)} in {name}" for name in formats)
+        return (
+            f"its times scaled by {shown} (prefill/decode), measured here in {self.spent_s:.1f} s"
+        )
+
+    def saved(self, path: Path) -> None:
+        """Write it atomically. Raises `ProfileError`."""
+        sealed = self.model_copy(update={"check": self._hash()})
+        files.write_atomically(path, sealed.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """What lies there, None if that is not whole."""
+        try:
+            if path.stat().st_size > LARGEST_BYTES:
+                return None
+            found = cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return found if found.check == found._hash() else None
+
+    def _hash(self) -> str:
+        return _hash(self.model_dump_json(exclude={"check"}))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _shown(factors: Factors, weight_format: WeightFormat) -> str:
+    """`gpu 1.80/1.72, npu 0.91/1.00`."""
+    kinds: dict[DeviceKind, list[str]] = {}
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    for device in dict.fromkeys(kind[0] for kind in factors):
+        values = [factors.get((device, phase, weight_format)) for phase in phases]
+        kinds[device] = ["-" if value is None else f"{value:.2f}" for value in values]
+    return ", ".join(f"{device} {'/'.join(values)}" for device, values in kinds.items())
+
+
+def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str]:
+    """A shipped profile with its times scaled to this machine, and its notice with a clause on it;
+    as they are where there is no notice, because the profile is this machine's or was asked for.
+
+    Nothing that goes wrong is an error: the profile is then as it was shipped.
+    """
+    if not notice:
+        return profile, notice
+    if os.environ.get(SWITCH, "").strip().lower() == "off":
+        return profile, f"{notice}, its times not scaled to this machine because {SWITCH} is off"
+    try:
+        found = _find(profile, reference_tasks(profile))
+        if found.reason:
+            return profile, f"{notice}, {found.clause}"
+        here = scaled(profile, found.by_kind)
+    except ProfileError as error:
+        return profile, f"{notice}, its times not scaled to this machine because {error}"
+    return here.model_copy(update={"name": f"{profile.name}, scaled here"}), (
+        f"{notice}, {found.clause}"
+    )
+
+
+def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
+    """From the cache, else measured and put there. Raises `ProfileError` without a cache."""
+    machine = Machine.here()
+    path, wanted = machine.path, profile.fingerprint
+    found = FirstStart.load(path)
+    if found is not None and (found.machine, found.profile) == (machine, wanted):
+        whole = {(t.device, phase_of(t.m), t.weight_format) for t in tasks} == set(found.by_kind)
+        if whole or (found.reason and abs(time.time() - found.at_s) < RETRY_S):
+            return found
+    _check_folder(path.parent)
+    made = _measured(profile, tasks, machine)
+    with contextlib.suppress(ProfileError):  # the disk is full now
+        made.saved(path)
+    return made
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise `ProfileError` where nothing can be kept: every start would measure again."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"{}")
+    except OSError as error:
+        raise ProfileError(f"{folder} cannot be written ({error.strerror})") from error
+
+
+def _measured(profile: DeviceProfile, tasks: Sequence[Task], machine: Machine) -> FirstStart:
+    common: dict[str, Any] = {
+        "machine": machine, "profile": profile.fingerprint, "at_s": time.time(),
+    }  # fmt: skip
+    try:
+        backends = {kind: record.backend for kind, record in profile.devices.items()}
+        answer = _in_process(tasks, backends, machine.cores)
+        factors = factors_of(profile, tasks, answer["seconds"])
+        return FirstStart(
+            **common,
+            devices=answer["devices"],
+            spent_s=answer["spent_s"],
+            factors=tuple(
+                Factor(device=device, phase=phase, weight_format=weight_format, value=value)
+                for (device, phase, weight_format), value in factors.items()
+            ),
+        )
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError) as error:
+        return FirstStart(**common, reason=_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case UserError() | ProfileError():
+            return one_sentence(str(error))
+        case subprocess.TimeoutExpired():
+            return f"its devices were not open after {START_LIMIT_S:g} s"
+        case subprocess.CalledProcessError(returncode=code) if code == TOO_LATE:
+            return f"its reference kernels were not timed after {LIMIT_S:g} s"
+        case subprocess.CalledProcessError(returncode=code, stderr=text):
+            lines = (text or "").strip().splitlines()
+            return one_sentence(lines[-1] if lines else f"timing them ended with {code}")
+        case OSError():
+            return f"{sys.executable} cannot be started ({error.strerror})"
+    return "the process that times its reference kernels gave no answer"
+
+
+def _in_process(
+    tasks: Sequence[Task], backends: dict[DeviceKind, str], cores: Sequence[int]
+) -> dict[str, Any]:
+    """What `main` answers."""
+    request = {"tasks": list(tasks), "backends": backends, "cores": list(cores)}
+    done = subprocess.run(
+        child_command("hetero.measuring.first_start"),
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=START_LIMIT_S + LIMIT_S,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "reason" in found:
+        raise UserError(found["reason"])
+    return found
+
+
+def forget_if_other(devices: Iterable[Device]) -> None:
+    """Drop this machine's factors if open devices are not those that they were measured on (another
+    driver, or other kernels): the next start measures again.
+    """
+    path = Machine.here().path
+    found = FirstStart.load(path)
+    if found is None:
+        return
+    for device in devices:
+        measured = found.devices.get(device.capabilities.kind, "")
+        same_backend = measured.startswith(f"{device.info.backend}|")
+        if same_backend and measured != device.info.fingerprint:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[str, Any]:
+    """Seconds of kernels on the devices of these backends, the devices' fingerprints, and how long
+    it took. For a process of its own, which ends if it takes too long. Raises `DeviceError`,
+    `UserError` or `ProfileError`.
+    """
+    mode: DeviceMode = "hetero" if len(backends) == 2 else next(iter(backends))
+    opened = open_devices(mode, gpu=backends.get("gpu", "auto"), npu=backends.get("npu", "auto"))
+    try:
+        if opened.fallback:
+            raise UserError(opened.fallback.partition(" because ")[2])
+        with pinned(opened.control_core):
+            workload = Workload(
+                opened.devices, clock=SystemClock(), interference=find_interference()
+            )
+            runners = prepare_references(workload, tasks)
+            start_s = time.perf_counter()
+            with _at_most(LIMIT_S):
+                seconds = time_references(workload, runners, TIMED_S, MOST_S)
+            spent_s = time.perf_counter() - start_s
+        devices = {kind: device.info.fingerprint for kind, device in opened.devices.items()}
+        return {"seconds": seconds, "devices": devices, "spent_s": spent_s}
+    finally:
+        opened.close()
+
+
+@contextlib.contextmanager
+def _at_most(limit_s: float) -> Iterator[None]:
+    """End this process if what is inside takes longer: a call of a driver may never return."""
+    guard = threading.Timer(limit_s, os._exit, (TOO_LATE,))
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+
+
+def main() -> None:
+    """Time the kernels of the request on stdin; one line of JSON."""
+    request = json.load(sys.stdin)
+    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
+        os.sched_setaffinity(0, request["cores"])
+    tasks = [Task(d, WeightFormat(f), order, *sizes) for d, f, order, *sizes in request["tasks"]]
+    warnings.simplefilter("ignore")
+    try:
+        answer = time_here(tasks, request["backends"])
+    except (DeviceError, UserError, ProfileError) as error:
+        answer = {"reason": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

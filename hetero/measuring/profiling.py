@@ -1,0 +1,124 @@
+"""Taking profiles from Python: opens the devices, pins the threads, calls the profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.host.affinity import assign_cores, pinned
+from hetero.backends.ops import WeightFormat
+from hetero.errors import UserError
+from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_every_core
+from hetero.measuring.step_cost import measure_step_s
+from hetero.models import model_spec
+from hetero.placement.device_set import DeviceMode, open_devices
+from hetero.profiler.grid import Shape
+from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
+from hetero.profiler.other_ops import BLOCKS, Block
+from hetero.profiler.records import DeviceProfile
+from hetero.profiler.session import profile_devices
+from hetero.solver.model_spec import ModelSpec
+
+SHORTEST_BUDGET_S: Final = 1.0
+LONGEST_BUDGET_S: Final = 1e6
+
+
+def profile_device(
+    out: str | Path | None = None,
+    *,
+    quick: bool = False,
+    budget_s: float | None = None,
+    resume: bool = False,
+    device: DeviceMode = "hetero",
+    gpu: str = "auto",
+    npu: str = "auto",
+    model: str | None = None,
+    weights: Iterable[str] = ("w4a16",),
+    name: str = "host",
+    progress: Callable[[Event], None] | None = None,
+) -> DeviceProfile:
+    """Measure this machine and return its profile; written to `out` as it grows, if given.
+
+    `budget_s` defaults to ten minutes, 50 s if `quick`. `model` measures exactly the shapes of a
+    model instead of the default grid, its weights in the caches as far as they would be. Raises
+    `ProfileError` and `UserError` for what cannot be.
+    """
+    if budget_s is not None and not SHORTEST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
+        raise UserError(
+            f"budget_s is from {SHORTEST_BUDGET_S:g} to {LONGEST_BUDGET_S:g} seconds, got "
+            f"{budget_s}"
+        )
+    formats = _formats(weights)
+    of_model = {} if model is None else model_options(model_spec(model), formats)
+    options = Options(
+        name=name,
+        quick=quick,
+        budget_s=budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S),
+        weight_formats=formats,
+        gpu_core=assign_cores().gpu,
+        control_core=assign_cores().control,
+        **of_model,
+    )
+    opened = open_devices(device, gpu=gpu, npu=npu)
+    try:
+        step_s = None
+        if "gpu" in opened.devices:
+            with suppress(DeviceError):  # some kernel of it fails, which the profile will say
+                step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
+        every_core = None
+        if "gpu" in opened.devices and can_use_every_core(opened.devices["gpu"]):
+            every_core = partial(measure_every_core, formats, rounds=1 if quick else ROUNDS)
+        with pinned(opened.control_core):
+            return profile_devices(
+                opened.devices,
+                options,
+                out=Path(out) if out is not None else None,
+                resume=resume,
+                progress=progress,
+                step_s=step_s,
+                every_core=every_core,
+            )
+    finally:
+        opened.close()
+
+
+def model_shapes(spec: ModelSpec) -> tuple[Shape, ...]:
+    """The matmuls of a model as the profiler takes them."""
+    return tuple(Shape(matmul.name, matmul.n, matmul.k) for matmul in spec.matmuls)
+
+
+def model_options(spec: ModelSpec, formats: Iterable[WeightFormat]) -> dict[str, Any]:
+    """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
+    stored = (spec.model_copy(update={"weight_format": f}) for f in formats)
+    own = Block(spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)
+    return {
+        "shapes": model_shapes(spec),
+        "blocks": tuple(dict.fromkeys((own, *BLOCKS))),
+        "cold_bytes": max((one.matmul_weight_bytes for one in stored), default=0),
+    }
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    factor = units.get(text[-1:].lower())
+    number = text[:-1] if factor is not None else text
+    try:
+        seconds = float(number) * (factor or 1.0)
+    except ValueError:
+        seconds = 0.0
+    if not SHORTEST_BUDGET_S <= seconds <= LONGEST_BUDGET_S:
+        raise UserError(f"--budget is a time such as 90s, 10m or 1h, got {text!r}")
+    return seconds
+
+
+def _formats(weights: Iterable[str]) -> tuple[WeightFormat, ...]:
+    try:
+        return tuple(WeightFormat(weight) for weight in weights)
+    except ValueError:
+        known = ", ".join(WeightFormat)
+        raise UserError(f"weights are of {known}, got {', '.join(weights)}") from None

@@ -1,0 +1,72 @@
+"""What a step of the runtime costs its thread besides its launches; a profile has it (`step_s`)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from hetero.backends.host.affinity import assign_cores
+from hetero.backends.memory import HostBuffer
+from hetero.models import open_model
+from hetero.placement.device_set import open_devices
+from hetero.profiler.workload import cold_bytes
+from hetero.runtime.engine import Engine
+from hetero.solver.handmade import single_device
+
+MODEL: Final = "demo"  # launches cost the same in every model; what is around them too
+STEPS: Final = 30
+WARM: Final = 5
+CONTEXT: Final = 8
+
+
+def measure_step_s(gpu: str = "auto", *, model_bytes: int | None = None) -> float:
+    """Median seconds of a decoding step before its first launch and after its last one, on a GPU
+    that is opened for it.
+
+    As in a model of `model_bytes` (None: more than all caches hold), another core reads its weights
+    between two steps while this thread sleeps: of what the thread needs then, only its own caches
+    hold some, and the same Python code takes three times as long.
+    """
+    loaded = open_model(MODEL)
+    weights = HostBuffer(min(model_bytes or cold_bytes(), cold_bytes()))
+    weights.bytes[:] = 1
+    opened = open_devices("gpu", gpu=gpu)
+    try:
+        engine = Engine(
+            loaded.weights,
+            single_device(loaded.spec(), "gpu"),
+            opened.devices,
+            max_seq_len=2 * CONTEXT,
+            control_core=opened.control_core,
+        )
+        return _measure(engine, weights)
+    finally:
+        opened.close()
+
+
+def _measure(engine: Engine, weights: HostBuffer) -> float:
+    found: list[float] = []
+    engine.prefill([5] * CONTEXT)
+    with ThreadPoolExecutor(1, initializer=_pin) as other:
+        for _ in range(WARM + STEPS):
+            other.submit(weights.bytes.view(np.uint8).max).result()
+            start_s = time.perf_counter()
+            engine.decode(5)
+            whole_s = time.perf_counter() - start_s
+            stamps = engine.executor.stamps
+            found.append(whole_s - (stamps[-1] - stamps[0]))
+            engine.truncate(CONTEXT)
+    return statistics.median(found[WARM:])
+
+
+def _pin() -> None:
+    """Hold this thread to the core that plays the GPU, if one does."""
+    core = assign_cores().gpu
+    if core is not None:
+        os.sched_setaffinity(threading.get_native_id(), {core})

@@ -1,0 +1,228 @@
+"""`hetero sync-bench`: what a wait costs here, by method and by how long the wait is.
+
+A matmul of a known length is submitted and waited for. Its end is known from the driver's clock, so
+that the added latency is the host's alone. `spin` asks for the event's status without a pause: its
+CPU time is what the others are compared with. CPU time is that of the wait, with the submission of
+a flag where one is watched, without the kernel's own. Who sleeps takes at least what a sleep does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hetero.backends.host.affinity import pinned
+from hetero.backends.host.clock import SystemClock
+from hetero.backends.memory import Tensor
+from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.protocol import BoundCall, Completion, Device
+from hetero.backends.weights import pack
+from hetero.errors import UserError
+from hetero.measuring.benchmark import environment
+from hetero.placement.device_set import open_devices
+from hetero.profiler.sync import measure_sleep, timer_slack
+from hetero.runtime.sync import Site, Synchroniser, SyncMethod
+
+WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
+SLEEP_S: Final = 500e-6
+LENGTH_S: Final = 1.0  # of all waits of one method and length together, in
+MOST_ROUNDS: Final = 2000
+ROWS, FEATURES = 64, 1024
+WARM_UP: Final = 12
+FITS: Final = 10  # tries of a kernel's length, to between the wanted one and
+MOST: Final = 1.2  # so many times that
+DEADLINE_S: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitCost:
+    """One method at one length of wait. Seconds; `cpu_share` of the CPU time of spinning."""
+
+    method: str
+    kernel_s: float
+    added_median_s: float
+    added_p95_s: float
+    cpu_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """All costs, measured on this machine, with the machine."""
+
+    rows: tuple[WaitCost, ...]
+    flag: bool
+    sleep_late_s: float
+    sleep_cpu_s: float
+    environment: dict[str, Any]
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    def to_markdown(self) -> str:
+        """A table."""
+        lines = [
+            f"measured on {self.environment['cpu']}; `fast` watches "
+            + ("a flag in shared memory" if self.flag else "the event's status"),
+            f"a sleep returns {1e6 * self.sleep_late_s:.0f} µs late and takes "
+            f"{1e6 * self.sleep_cpu_s:.0f} µs of CPU time",
+            "",
+            "| kernel µs | method | added latency µs (median) | 95 % | CPU time × spinning |",
+            "|---:|---|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {1e6 * r.kernel_s:.0f} | {r.method} | {1e6 * r.added_median_s:.1f} "
+            f"| {1e6 * r.added_p95_s:.1f} | {r.cpu_share:.2f} |"
+            for r in self.rows
+        ]
+        return "\n".join(lines)
+
+
+def run_sync_bench(*, gpu: str = "auto", rounds: int | None = None) -> SyncReport:
+    """Measure every method on the GPU backend, in `rounds` waits of each length or for a second.
+
+    Predictions are learned from wait to wait and the machine changes its speed, so that a few dozen
+    waits say little. Raises `UserError` where the GPU is not asynchronous.
+    """
+    opened = open_devices("gpu", gpu=gpu)
+    try:
+        device = opened.devices.get("gpu")
+        if device is None or not device.capabilities.asynchronous:
+            raise UserError(
+                "sync-bench measures waits for an asynchronous GPU, and none is here: see "
+                "`hetero doctor`"
+            )
+        with pinned(opened.control_core), timer_slack(1):
+            device.set_timing(True)
+            fast = Synchroniser({"gpu": device}, "fast")
+            rows = [
+                row
+                for wait_s in WAITS_S
+                for row in _measure(device, fast, wait_s, rounds or _rounds_of(wait_s))
+            ]
+            late_s, cpu_s = _sleep_cost(rounds or _rounds_of(SLEEP_S))
+        return SyncReport(
+            rows=tuple(rows),
+            flag="gpu" in fast.flags,
+            sleep_late_s=late_s,
+            sleep_cpu_s=cpu_s,
+            environment=environment(),
+        )
+    finally:
+        opened.close()
+
+
+def _rounds_of(wait_s: float) -> int:
+    return min(MOST_ROUNDS, round(LENGTH_S / wait_s))
+
+
+def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> Sequence[WaitCost]:
+    """All methods in turns on a kernel that takes about `wait_s`."""
+    call = _kernel_of(device, wait_s)
+    methods = _methods(device, fast, wait_s)
+    added: dict[str, list[float]] = {name: [] for name in methods}
+    cpu: dict[str, float] = dict.fromkeys(methods, 0.0)
+    kernels = []
+    for i in range(rounds + WARM_UP):
+        for name, (submit, wait) in methods.items():
+            completion = call.submit()
+            cpu_s = time.thread_time()
+            wait(submit(completion))
+            seen_s = time.perf_counter()
+            cpu_s = time.thread_time() - cpu_s
+            span = completion.span()
+            if i >= WARM_UP and span is not None:
+                added[name].append(seen_s - span[1])
+                kernels.append(span[1] - span[0])
+                cpu[name] += cpu_s
+    if not kernels:
+        raise UserError("sync-bench needs a driver that tells when a kernel ran, this one does not")
+    return [
+        WaitCost(
+            method=name,
+            kernel_s=statistics.median(kernels),
+            added_median_s=statistics.median(times),
+            added_p95_s=float(np.percentile(times, 95)),
+            cpu_share=cpu[name] / cpu["spin"],
+        )
+        for name, times in added.items()
+    ]
+
+
+def _sleep_cost(rounds: int) -> tuple[float, float]:
+    """How late a sleep is (median), and the CPU time that it takes (mean). Seconds."""
+    cpu_s = time.thread_time()
+    sleep = measure_sleep(SystemClock(), SLEEP_S, 1, rounds)
+    return sleep.late_median_s, (time.thread_time() - cpu_s) / rounds
+
+
+Submit = Callable[[Completion], Completion]
+
+
+def _methods(
+    device: Device, fast: Synchroniser, wait_s: float
+) -> dict[str, tuple[Submit, Callable[[Completion], object]]]:
+    """What is submitted behind the kernel, and how its end is waited for."""
+    flag = fast.flags.get("gpu")
+
+    def site(name: str, method: SyncMethod) -> Site:
+        owner = (
+            fast if method == "fast" else Synchroniser({"gpu": device}, method, sleep=fast.sleep)
+        )
+        return owner.site((name, round(1e9 * wait_s), name, name), "gpu", name)
+
+    def same(completion: Completion) -> Completion:
+        return completion
+
+    methods: dict[str, tuple[Submit, Callable[[Completion], object]]] = {
+        "spin": (same, _spin),
+        "finish": (same, site("finish", "finish").wait),
+        "event": (same, site("event", "event").wait),
+        "fast": ((lambda _: flag.submit()) if flag else same, site("fast", "fast").wait),
+    }
+    return methods
+
+
+def _spin(completion: Completion) -> None:
+    give_up_s = time.perf_counter() + DEADLINE_S
+    while not completion.done():
+        if time.perf_counter() > give_up_s:
+            completion.wait(0.0)  # raises
+
+
+def _kernel_of(device: Device, wanted_s: float) -> BoundCall:
+    """A matmul that takes about so long, rather longer: its time grows with its tokens."""
+    rng = np.random.default_rng(0)
+    weight = pack(rng.standard_normal((ROWS, FEATURES), dtype=np.float32), WeightFormat.F32.storage)
+    op = MatMul(n=ROWS, k=FEATURES, weight_format=WeightFormat.F32)
+    kernel = device.prepare(op, {"weight": weight})
+    tokens = 16
+    for _ in range(FITS):
+        call = kernel.bind({"x": _tensor(device, tokens, FEATURES),
+                            "y": _tensor(device, tokens, ROWS)}, tokens)  # fmt: skip
+        taken_s = statistics.median(_once(call) for _ in range(WARM_UP))
+        if wanted_s <= taken_s <= MOST * wanted_s:
+            break
+        aim = math.sqrt(MOST) * wanted_s / taken_s
+        tokens = max(1, math.ceil(tokens * min(aim, 4.0)))
+    return call
+
+
+def _once(call: BoundCall) -> float:
+    completion = call.submit()
+    _spin(completion)
+    start_s, end_s = completion.span() or (0.0, 1.0)
+    return end_s - start_s
+
+
+def _tensor(device: Device, tokens: int, width: int) -> Tensor:
+    tensor = Tensor(device.allocate(4 * tokens * width), (tokens, width))
+    tensor.array[:] = 1.0
+    return tensor

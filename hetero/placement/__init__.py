@@ -1,0 +1,1 @@
+"""What computes what: devices found and opened, plans made and chosen."""

@@ -1,0 +1,173 @@
+"""Opening the devices of a model: names to devices, automatic choices, honest fallbacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+from hetero.backends.errors import DeviceError, DeviceUnavailableError
+from hetero.backends.host.affinity import assign_cores
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device, split_driver
+from hetero.errors import FallbackWarning, ModelError
+from hetero.placement import hexagon
+
+DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
+DRIVEN = ("opencl", EVERY_CORE)  # backends whose driver can be named
+AUTO_BACKEND: dict[DeviceKind, str] = {"gpu": "opencl", "npu": "ort-cpu"}
+
+
+@dataclass
+class DeviceSet:
+    """The opened devices of one model.
+
+    `mode` is what runs after fallbacks; `requested` what was asked for; `fallback` says why they
+    differ (empty if they do not); `notes` holds the reasons of automatic choices.
+    """
+
+    requested: DeviceMode
+    mode: DeviceMode
+    devices: dict[DeviceKind, Device]
+    control_core: int | None
+    fallback: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close every device."""
+        for device in self.devices.values():
+            device.close()
+
+    def without_gpu(self, why: str, npu: str = "auto") -> None:
+        """Go on without the GPU, which cannot compute this model: with the NPU, which is opened if
+        it is not. Warns once. Raises `DeviceUnavailableError` if that cannot be opened either.
+        """
+        self.devices.pop("gpu").close()
+        if "npu" not in self.devices:
+            self.devices["npu"] = open_device(backend_name("npu", npu))
+        self.mode, self.control_core = "npu", assign_cores().control
+        self.fallback = f"running on npu ({self.name('npu')}) alone because {why}"
+        warnings.warn(self.fallback, FallbackWarning, stacklevel=4)
+
+    @property
+    def numbers(self) -> Literal["measured", "emulated"]:
+        """What times of these devices are; emulated ones say nothing of the chip's speed."""
+        emulated = any("emulated" in d.info.details for d in self.devices.values())
+        return "emulated" if emulated else "measured"
+
+    def name(self, kind: DeviceKind) -> str | None:
+        """Backend name of a kind, None if it is not open."""
+        return self.devices[kind].info.backend if kind in self.devices else None
+
+
+def open_devices(
+    mode: DeviceMode,
+    *,
+    gpu: str = "auto",
+    npu: str = "auto",
+    compiled: Mapping[str, Any] | None = None,
+) -> DeviceSet:
+    """Open what `mode` needs. A missing device leaves the other to do its work, with one warning.
+
+    `compiled` are the options of `qnn` for a compiled model, which is then the automatic NPU.
+    Raises `ModelError` for an unknown name and `DeviceUnavailableError` if nothing can be opened.
+    """
+    if mode not in get_args(DeviceMode):
+        raise ModelError(f"unknown device {mode!r}: choose gpu, npu, hetero or auto")
+    if compiled and npu == "auto":
+        npu = "qnn"
+    names = {"gpu": backend_name("gpu", gpu), "npu": backend_name("npu", npu)}
+    if split_driver(names["gpu"])[0] == EVERY_CORE and mode != "gpu":
+        raise ModelError(f"{EVERY_CORE} leaves the NPU no core: use --device gpu")
+    cores = assign_cores()
+    wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else ["gpu", "npu"]
+    opened: dict[DeviceKind, Device] = {}
+    failures: dict[DeviceKind, DeviceError] = {}
+
+    def options(kind: DeviceKind) -> dict[str, Any]:
+        return _options(kind, names[kind], cores.gpu, compiled or {})
+
+    for kind in wanted:
+        _try_open(kind, names[kind], options(kind), opened, failures)
+    if not opened:
+        other: DeviceKind = "npu" if wanted == ["gpu"] else "gpu"
+        if len(wanted) == 1:
+            _try_open(other, names[other], options(other), opened, failures)
+    if not opened:
+        raise DeviceUnavailableError(
+            "hetero",
+            "opening any device",
+            "; ".join(str(error) for error in failures.values()),
+            "run `hetero doctor`",
+        )
+    pinned = not any(device.capabilities.every_core for device in opened.values())
+    result = DeviceSet(mode, mode, opened, cores.control if pinned else None)
+    if failures:
+        _note_fallback(result, failures)
+    return result
+
+
+def _options(
+    kind: DeviceKind, name: str, gpu_core: int | None, compiled: Mapping[str, Any]
+) -> dict[str, Any]:
+    match split_driver(name)[0]:
+        case "opencl":
+            return {"cpu": gpu_core}
+        case "null" | "reference":
+            return {"kind": kind}
+        case "qnn":
+            return dict(compiled)
+    return {}
+
+
+def _try_open(
+    kind: DeviceKind,
+    name: str,
+    options: Mapping[str, Any],
+    opened: dict[DeviceKind, Device],
+    failures: dict[DeviceKind, DeviceError],
+) -> None:
+    try:
+        opened[kind] = open_device(name, **options)
+    except DeviceUnavailableError as error:
+        failures[kind] = error
+
+
+def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -> None:
+    """Record and warn once that the remaining device does everything."""
+    (remaining,) = result.devices
+    result.mode = remaining
+    reasons = "; ".join(str(error) for error in failures.values())
+    result.fallback = f"running on {remaining} ({result.name(remaining)}) alone because {reasons}"
+    warnings.warn(result.fallback, FallbackWarning, stacklevel=4)
+
+
+def graphs_of(devices: Mapping[DeviceKind, Device]) -> dict[DeviceKind, tuple[int, ...]]:
+    """Token counts that each device's graphs have, rising; none where it takes any."""
+    found = {kind: device.capabilities for kind, device in devices.items()}
+    return {k: tuple(sorted(c.graph_sizes)) if c.static_shapes else () for k, c in found.items()}
+
+
+def backend_name(kind: DeviceKind, name: str) -> str:
+    """Resolve `auto`; `opencl` may name a driver behind a colon. Raises `ModelError` for a backend
+    that does not exist or cannot play `kind`.
+
+    `auto` for the NPU is a real Hexagon if there is one, else the host's; the emulated Hexagon is
+    used only by name.
+    """
+    if name == "auto":
+        return "qnn" if kind == "npu" and hexagon.present() else AUTO_BACKEND[kind]
+    base, driver = split_driver(name)
+    if driver is not None and base not in DRIVEN:
+        raise ModelError(f"{name}: only {' and '.join(DRIVEN)} take a driver, as opencl:pocl")
+    if driver == "":
+        raise ModelError(f"{name} names no driver: write it like opencl:pocl")
+    try:
+        backend = find(base)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    if backend.kind != kind and name not in ("reference", "null"):
+        fitting = [b.name for b in BACKENDS.values() if b.kind == kind]
+        raise ModelError(f"{name} is not a {kind} backend: choose {', '.join(fitting)}")
+    return name

@@ -1,0 +1,143 @@
+"""Whether this machine has a Hexagon, and whether what it needs besides the backend is in place."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.registry import find
+from hetero.backends.snapdragon import DEFAULT_CHIP, Chip, chip_here
+from hetero.placement import npu_driver
+from hetero.placement.npu_driver import State
+
+
+def is_snapdragon() -> bool:
+    """Whether the processor is of the family that has a Hexagon: 64-bit Arm."""
+    return platform.machine().lower() in ("aarch64", "arm64") and platform.system() != "Darwin"
+
+
+def present() -> bool:
+    """Whether a real Hexagon can be driven here; on other machines nothing is imported."""
+    if not is_snapdragon() or find("qnn").missing_packages():
+        return False
+    from hetero.backends.qnn import hexagon_present
+
+    return hexagon_present()
+
+
+def expected() -> bool:
+    """Whether a check of the NPU makes sense: a Snapdragon, or the emulator is installed."""
+    return is_snapdragon() or not find("qnn").missing_packages()
+
+
+def surroundings() -> list[tuple[str, State]]:
+    """What is checked apart from the backend; off the device, that there is nothing to check."""
+    missing = find("qnn").missing_packages()
+    if not is_snapdragon():
+        return [("Hexagon", elsewhere_state(bool(missing)))]
+    if missing:
+        return []
+    chip = chip_here()
+    arch = None if chip is None else chip.htp_arch
+    return [
+        ("chip", chip_state(chip)),
+        ("NPU driver", npu_driver.state()),
+        ("FastRPC", fastrpc_state()),
+        ("Hexagon skeleton", skeleton_state(_search_path(), arch, _sdk())),
+        ("shared memory", shared_memory_state()),
+    ]
+
+
+def elsewhere_state(missing: bool) -> State:
+    """Why nothing of a Hexagon is checked on another machine."""
+    found = (
+        "the package onnxruntime-qnn, which compiles for one and emulates it, is not installed "
+        "(pip install 'hetero[qnn]')"
+        if missing
+        else "`qnn` compiles for one and emulates it"
+    )
+    return State(
+        True,
+        f"none on this machine ({platform.machine()}), so no driver, FastRPC library, skeleton or "
+        f"shared memory to check; {found}",
+    )
+
+
+def chip_state(chip: Chip | None) -> State:
+    """Which chip this is: without its name, the skeleton's version cannot be compared."""
+    if chip is not None:
+        return State(True, chip.label)
+    return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} unless told")
+
+
+def fastrpc_state() -> State:
+    """Whether the library that calls into the Hexagon loads."""
+    from hetero.backends.qnn.library import FASTRPC, fastrpc
+
+    library = fastrpc()
+    if library is not None:
+        return State(True, f"loads, {npu_driver.loaded_file(library)}")
+    names = " or ".join(name for group in FASTRPC.values() for name in group)
+    return State(
+        False,
+        f"{names} cannot be loaded",
+        "install the FastRPC user library of your system (Debian: libfastrpc1) and let this user "
+        "open /dev/fastrpc-cdsp; on Windows update the NPU's driver",
+    )
+
+
+def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") -> State:
+    """Whether the code that runs on the Hexagon is there, for its architecture if it is known.
+
+    FastRPC takes the first that it finds, which must be of the library's version `sdk`.
+    """
+    wanted = f"libQnnHtpV{arch}Skel.so" if arch is not None else "libQnnHtpV*Skel.so"
+    found = [path for folder in folders for path in sorted(folder.glob(wanted))]
+    if not found:
+        return State(
+            False,
+            f"no {wanted} in {', '.join(map(str, folders)) or 'ADSP_LIBRARY_PATH'}",
+            "install onnxruntime-qnn for this processor, or name its folder in ADSP_LIBRARY_PATH",
+        )
+    names = ", ".join(sorted({path.name for path in found}))
+    version = npu_driver.qairt_version(found[0])
+    if sdk and version and version != sdk:
+        return State(
+            False,
+            f"{found[0]} is of QAIRT {version}, the library of {sdk}",
+            "take its folder out of ADSP_LIBRARY_PATH: both must be of one version",
+        )
+    return State(True, f"{names} (QAIRT {version})" if version else names)
+
+
+def shared_memory_state() -> State:
+    """Whether OpenCL and the Hexagon can work on the same bytes. Without, tensors are copied."""
+    from hetero.backends.qnn import QnnDevice
+    from hetero.backends.qnn import open as open_qnn
+
+    try:
+        with open_qnn(cache=None) as device:
+            assert isinstance(device, QnnDevice)
+            found = device.shared_memory
+    except DeviceError as error:
+        return State(True, f"not tried: {error.code}")
+    if isinstance(found, str):
+        return State(True, f"none, tensors are copied to the Hexagon: {found}")
+    return State(True, "tensors of the pool are the Hexagon's own")
+
+
+def _sdk() -> str:
+    from hetero.backends.qnn.library import load
+
+    return load().sdk
+
+
+def _search_path() -> list[Path]:
+    from hetero.backends.qnn.library import load
+
+    # Qualcomm's documentation separates by semicolons on every system; distributions use colons.
+    named = re.split(";" if os.name == "nt" else "[;:]", os.environ.get("ADSP_LIBRARY_PATH", ""))
+    return [load().path.parent, *(Path(name) for name in named if name)]

@@ -1,0 +1,167 @@
+"""Plans for a MODEL on a PROFILE: what `hetero plan` and `hetero.plan` do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from hetero.errors import UserError, one_sentence
+from hetero.measuring.first_start import scaled_here
+from hetero.models import model_spec
+from hetero.profiler import files
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import make_plan
+from hetero.solver.kernels import Precision
+from hetero.solver.model_spec import ModelSpec
+from hetero.solver.plan import ExecutionPlan
+from hetero.solver.request import GraphSizes, PlanRequest
+
+ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
+
+
+def plan(
+    model: str | Path | ModelSpec,
+    profile: ProfileLike = None,
+    *,
+    seq_lens: Sequence[int] | Mapping[int, float] = (64, 256, 1024),
+    graph_sizes: GraphSizes = None,
+    graph_memory: str | int | None = None,
+    preparation_budget_s: float | None = None,
+    objective: Literal["latency", "energy"] = "latency",
+    precision: Precision = "auto",
+    max_gpu_share: float = 1.0,
+    memory_budget: str | int | None = None,
+    context: int = 256,
+    step_tokens: int | None = None,
+    margin: float = 0.03,
+    weights: str = "w4a16",
+    curves: bool = True,
+) -> ExecutionPlan:
+    """The best cut of every matmul of `model` on the device of `profile`.
+
+    `model` is a MODEL or the name of a known one; `profile` a `DeviceProfile`, a file, a shipped
+    name, or None for this machine's. `seq_lens` are prompt lengths, or how often a prompt of each
+    comes. `curves` adds what a report draws (a second or so); the rest is as in `hetero plan
+    --help`. Raises `UserError`, `PlanError` or `ProfileError`.
+    """
+    spec = model if isinstance(model, ModelSpec) else model_spec(model, weights)
+    request = PlanRequest(
+        seq_lens=tuple(seq_lens),
+        length_weights=tuple(seq_lens.values()) if isinstance(seq_lens, Mapping) else (),
+        graph_sizes=graph_sizes,
+        objective=objective,
+        precision=precision,
+        max_gpu_share=max_gpu_share,
+        memory_budget_bytes=None if memory_budget is None else parse_size(memory_budget),
+        graph_memory_bytes=None if graph_memory is None else parse_size(graph_memory),
+        preparation_budget_s=preparation_budget_s,
+        context=context,
+        step_tokens=step_tokens,
+        margin=margin,
+        curves=curves,
+    )
+    return make_plan(spec, find_profile(profile), request)
+
+
+def find_profile(profile: ProfileLike) -> DeviceProfile:
+    """The named profile; else this machine's from the cache; else the shipped one of a PC like
+    this, scaled to this machine, which is said on stderr. Raises `UserError` or `ProfileError`.
+    """
+    found, notice = scaled_here(*locate_profile(profile))
+    if notice:
+        print(f"hetero: {one_sentence(notice)}", file=sys.stderr)
+    return found
+
+
+def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
+    """As `find_profile`, the shipped one as it is, with what is to be said (empty if nothing)."""
+    if isinstance(profile, DeviceProfile):
+        return profile, ""
+    shipped = files.shipped_names()
+    if profile is not None:
+        if not Path(profile).exists() and str(profile) not in shipped:
+            raise UserError(
+                f"profile {str(profile)!r}: there is no such file; give one written by "
+                f"`hetero profile` or one of: {', '.join(shipped)}"
+            )
+        return DeviceProfile.load(Path(profile) if Path(profile).exists() else str(profile)), ""
+    problem = "this machine has no profile yet (`hetero profile` takes one)"
+    cached = files.cached_profile_path()
+    if cached.exists():
+        try:
+            return DeviceProfile.load(cached), ""
+        except ProfileError as error:  # caches are disposable
+            problem = str(error)
+    if (host := files.shipped_host()) is not None:
+        return DeviceProfile.load(host), f"{problem}, so the shipped profile `{host}` is used"
+    raise UserError(
+        "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
+        f"--profile: {', '.join(shipped)}"
+    )
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6,
+          "gb": 10**9, "k": 2**10, "m": 2**20, "g": 2**30}  # fmt: skip
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
+    value = str(value)
+    digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = value.strip()[len(digits) :].strip().lower()
+    try:
+        found = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise UserError(f"{value!r} is not a size: write it like 4GiB or 500MB") from None
+    if not 1 <= found < 2**63:
+        raise UserError(f"{value!r} is not a size of at least a byte: write it like 4GiB or 500MB")
+    return int(found)
+
+
+def parse_tokens(value: str, option: str) -> tuple[int, ...]:
+    """`64,256` as numbers. Raises `UserError`."""
+    try:
+        found = tuple(int(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise UserError(f"{option} {value!r}: give token counts like 64,256,1024")
+    return found
+
+
+def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """`64:3,256:1` as lengths and how often each comes, `64,256` as lengths alone (no weights).
+    Raises `UserError`.
+    """
+    parts = [part.partition(":") for part in value.split(",") if part.strip()]
+    lengths = parse_tokens(",".join(length for length, _, _ in parts), option)
+    if not any(colon for _, colon, _ in parts):
+        return lengths, ()
+    try:
+        weights = tuple(float(weight) if colon else 1.0 for _, colon, weight in parts)
+    except ValueError:
+        weights = ()
+    if len(weights) != len(lengths) or not all(0 < weight < math.inf for weight in weights):
+        raise UserError(
+            f"{option} {value!r}: the weight of a length is a number above 0, as in 64:3,256:1"
+        )
+    return lengths, weights
+
+
+def load_either(path: str) -> ExecutionPlan | DeviceProfile:
+    """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
+    if path in files.shipped_names() and not Path(path).exists():
+        return DeviceProfile.load(path)
+    text, document = files.read_profile(path), None
+    with contextlib.suppress(ValueError, RecursionError):  # what is wrong is said below
+        document = json.loads(text)
+    if isinstance(document, dict) and "ops" in document:
+        return ExecutionPlan.parse(text, path)
+    return DeviceProfile.parse(text, path)
