@@ -39,3 +39,19 @@ def test_what_the_package_asks_for_is_pinned_within_its_bounds(text: str) -> Non
         return
     version = PINS[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(Version(version), prereleases=True)
+
+
+def test_every_package_of_the_tree_is_built() -> None:
+    """Folders are not import paths here, so that the build needs them by name."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = tomllib.loads(text)["tool"]["setuptools"]["packages"]
+    there = {
+        ".".join(folder.parts if folder.parts[0] == "hetero" else ("hetero", *folder.parts))
+        for room in ("backends", "profiler", "solver", "hetero")
+        for folder in (x.parent.relative_to(ROOT) for x in (ROOT / room).rglob("__init__.py"))
+    }
+    assert named == sorted(there)
+
+
+def test_few_modules_lie_outside_rooms() -> None:
+    assert len(list((ROOT / "hetero").glob("*.py"))) <= 6
