@@ -392,7 +392,10 @@ def test_a_full_disk_is_one_sentence() -> None:
 
 def test_text_outside_the_terminals_code_page_is_replaced() -> None:
     env = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    code = "from hetero.cli import app as cli; cli.app.command('say')(lambda: print('é')); cli.main(['say'])"
+    code = (
+        "from hetero.cli.app import app, main\n"
+        "app.command('say')(lambda: print('é'))\nmain(['say'])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=False, env={**os.environ, **env}
     )

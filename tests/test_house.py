@@ -31,17 +31,8 @@ def is_module(name: str) -> bool:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Imported names, those for type checking only left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in typing_only:
-            continue
+    """Imported names, those for type checking only and those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,9 +60,23 @@ def test_a_room_imports_only_itself_and_those_below(room: str) -> None:
     assert edges == []
 
 
+# Imports that close a circle. Shrinks; nothing is added.
+CLOSING = {
+    ("hetero.solver.report.page", "hetero.solver.plan"),
+    ("hetero.solver.report.content", "hetero.solver.plan"),
+    ("hetero.solver.report.document", "hetero.solver.plan"),
+    ("hetero.solver.report.drawings", "hetero.solver.plan"),
+    ("hetero.solver.report.markdown", "hetero.solver.plan"),
+    ("hetero.solver.memory", "hetero.solver.planner"),
+    ("hetero.contexts.conversation", "hetero.generation.llm"),
+}
+
+
 def test_there_is_no_import_cycle() -> None:
     names = {name: path for _, name, path in modules()}
     graph = {name: {t for t in imports(path) if t in names} for name, path in names.items()}
+    for name, target in CLOSING:
+        graph[name].remove(target)
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:

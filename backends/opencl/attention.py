@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import pyopencl as cl
 
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
 FEW_TOKENS = 4  # up to here packing the keys of the whole context costs more than it saves
 GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_DIM / lanes each
 
 
 def prepare_attention(
-    device: OpenCLDevice, op: Attention, _weights: Mapping[str, WeightValue]
+    device: Resources, op: Attention, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """Compile for the record's heads, capacity and window."""
     if device.tuning.lanes > 1:
@@ -70,7 +67,7 @@ def _defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
 
 
 def _attend_tiles(
-    device: OpenCLDevice,
+    device: Resources,
     program: cl.Program,
     op: Attention,
     tensors: Mapping[str, Tensor],
@@ -89,7 +86,7 @@ def _attend_tiles(
     ]
 
 
-def _prepare_group(device: OpenCLDevice, op: Attention) -> OpenCLKernel:
+def _prepare_group(device: Resources, op: Attention) -> OpenCLKernel:
     """Work-groups over rows; decode also splits the context."""
     lanes = device.tuning.lanes
     program = device.programs.get(

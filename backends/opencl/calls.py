@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.memory import Panels, Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
@@ -36,9 +37,6 @@ from hetero.backends.protocol import (
     Operand,
     check_tensors,
 )
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class OpenCLKernel(Kernel):
 
     def __init__(
         self,
-        device: OpenCLDevice,
+        device: Resources,
         op: Op,
         launches: Callable[[Mapping[str, Operand], int], Sequence[Launch]],
         *,
@@ -133,7 +131,7 @@ class OpenCLCall(BoundCall):
 
     def __init__(
         self,
-        device: OpenCLDevice,
+        device: Resources,
         name: str,
         m: int,
         launches: Sequence[Launch],
@@ -256,7 +254,7 @@ class OpenCLCompletion(Completion):
                 time.sleep(min(waited_s / 20, LONGEST_NAP_S))
 
 
-def _specialise(device: OpenCLDevice, launch: Launch, kernel: cl.Kernel, kinds: str) -> None:
+def _specialise(device: Resources, launch: Launch, kernel: cl.Kernel, kinds: str) -> None:
     """Launch with count 0, once per program, kernel and sizes."""
     key = (id(launch.program), launch.name, launch.global_size, launch.local_size)
     if key in device.specialised:
@@ -288,7 +286,7 @@ class _Region:
     offset: int
     host: npt.NDArray[np.uint8]
 
-    def publish(self, device: OpenCLDevice) -> None:
+    def publish(self, device: Resources) -> None:
         """Let the device see what the host wrote."""
         if device.capabilities.unified_memory:
             self._map(device, cl.map_flags.WRITE)
@@ -298,7 +296,7 @@ class _Region:
             device.queue, self.buffer, self.host, dst_offset=self.offset, is_blocking=False
         )
 
-    def fetch(self, device: OpenCLDevice) -> cl.Event:
+    def fetch(self, device: Resources) -> cl.Event:
         """Let the host see what the device wrote, once the event is complete."""
         if device.capabilities.unified_memory:
             return self._map(device, cl.map_flags.READ)
@@ -307,7 +305,7 @@ class _Region:
             device.queue, self.host, self.buffer, src_offset=self.offset, is_blocking=False
         )
 
-    def _map(self, device: OpenCLDevice, flags: cl.map_flags) -> cl.Event:
+    def _map(self, device: Resources, flags: cl.map_flags) -> cl.Event:
         view, _ = cl.enqueue_map_buffer(
             device.queue,
             self.buffer,
@@ -322,7 +320,7 @@ class _Region:
 
 
 def _regions(
-    device: OpenCLDevice, tensors: Mapping[str, Operand], ports: frozenset[str], m: int
+    device: Resources, tensors: Mapping[str, Operand], ports: frozenset[str], m: int
 ) -> list[_Region]:
     """The rows of each port that a call touches; caches and positions whole."""
     regions = []

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyopencl as cl
 
-from hetero.backends import ops
-from hetero.backends.checks import Health, check_weights
-from hetero.backends.errors import DeviceError
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.checks import check_weights
+from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
-from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
+from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, probe
-from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.transfer import TransferCall
-from hetero.backends.opencl.tuning import find_tuning
 from hetero.backends.ops import Op, WeightFormat, describe
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,
-    Device,
     DeviceInfo,
     Kernel,
     WeightValue,
@@ -46,16 +40,13 @@ class Entry(NamedTuple):
     accepts: Accepts = lambda _op: Acceptance(True)
 
 
-class OpenCLDevice(Device):
+class OpenCLDevice(Resources):
     """One OpenCL device, `selected` before. `family`, `unified_memory` and `coherent` are those of
     `hetero.backends.opencl.open`; `table` holds the kernels and `weight_formats` what its matmul
     takes.
 
-    For kernels: `native`, `queue`, `context`, `programs`, `tuning` and `threads`. `copies` counts
-    copies enqueued for tensors, which stays 0 on unified memory. `coherent`: host and device see
-    each other's writes without mapping (see `calls`). `specialised` lists the launches that were
-    warmed up. `worker_cpu` is the core that a CPU driver's one worker is pinned to, None if it
-    is not pinned; the workers are the process's, so the device that was opened last decides.
+    `worker_cpu` is the core that a CPU driver's one worker is pinned to, None if it is not pinned;
+    the workers are the process's, so the device that was opened last decides.
     """
 
     def __init__(
@@ -70,73 +61,24 @@ class OpenCLDevice(Device):
         coherent: bool | None = None,
     ) -> None:
         native = selected.device
-        self.tuning = find_tuning(family if family is not None else selected.family)
-        self.threads = selected.threads
+        super().__init__(selected, family=family, unified_memory=unified_memory, coherent=coherent)
         self.info = _info(selected, self.tuning.family, every_core=every_core)
-        with decoded(f"opening {native.name}"):
-            self.context = cl.Context([native])
-            self.queue = cl.CommandQueue(self.context)
-        self.programs = ProgramCache(self.context, native, selected.compiler)
-        if unified_memory is None:
-            unified_memory = bool(native.host_unified_memory)
         self.capabilities = Capabilities(
             kind="gpu",
-            unified_memory=unified_memory,
+            unified_memory=self.unified_memory,
             asynchronous=True,
             weight_formats=weight_formats,
             row_alignment=16,
-            memory_limit_bytes=None if unified_memory else int(native.global_mem_size),
+            memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
             max_allocation_bytes=int(native.max_mem_alloc_size),
             every_core=every_core,
             reads_panels=True,
         )
         self._table = table
-        is_cpu = bool(native.type & cl.device_type.CPU)
-        self.coherent = is_cpu if coherent is None else coherent
-        # fp16 arithmetic: 1 where a GPU has it, 0 elsewhere (a processor's is slower than its
-        # float32), 2 emulated (tests set it).
-        self.half = int("cl_khr_fp16" in native.extensions.split() and not is_cpu)
-        self.copies = 0
         self._flag: Flag | None = None
         self._doorbell: OpenCLDoorbell | None = None
         self._doorbell_tried = False
-        self.clock_offset_s: float | None = None  # perf_counter less the device's clock, timing on
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
-        self.native = native
-        self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
-        self.specialised: set[tuple[object, ...]] = set()
-        self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
-        self._scratch: cl.Buffer | None = None
-        self._health = Health(BACKEND, threads=True)
-
-    def map(self, buffer: HostBuffer) -> cl.Buffer:
-        """The buffer's pages on unified memory, else device memory of the same size."""
-        self.check()
-        if buffer not in self._mapped:
-            with decoded(f"mapping {buffer.nbytes} bytes"):
-                self._mapped[buffer] = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
-        return self._mapped[buffer]
-
-    def constant(self, array: npt.NDArray[Any]) -> cl.Buffer:
-        """Read-only memory with the array's contents: the array itself on unified memory."""
-        self.check()
-        contiguous = np.ascontiguousarray(array)
-        with decoded(f"mapping {contiguous.nbytes} bytes of weights"):
-            if self.capabilities.unified_memory:
-                return self._buffer(contiguous, cl.mem_flags.READ_ONLY)
-            copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
-            return cl.Buffer(self.context, copied, hostbuf=contiguous)
-
-    def shared_scratch(self, nbytes: int) -> cl.Buffer:
-        """Device memory that holds data between two launches of one call only: every call uses the
-        same memory, since the queue is in order.
-        """
-        held = 0 if self._scratch is None else int(self._scratch.size)
-        if self._scratch is None or held < nbytes:
-            size = max(nbytes, SHARED_SCRATCH_BYTES, 2 * held)
-            with decoded(f"allocating {size} bytes"):
-                self._scratch = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, size)
-        return self._scratch
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""
@@ -155,17 +97,6 @@ class OpenCLDevice(Device):
         with decoded(f"preparing {describe(op)}"):
             return self._table[type(op)].prepare(self, op, weights)
 
-    def check(self) -> None:
-        """Raise `DeviceLostError` if the device was closed or failed earlier."""
-        self._health.check("using the device")
-
-    def failed(self, operation: str, code: int) -> DeviceError:
-        """The error of a failed command; a device that cannot recover is lost from here on."""
-        error = device_error(operation, code)
-        if code_name(code) in FATAL or code < cl.status_code.INVALID_VALUE:
-            self._health.lose(str(error))
-        return error
-
     def flag(self) -> Flag | None:
         """See `Device.flag`; probed at the first call, which takes a few milliseconds."""
         if self.capabilities.early_visibility is None:
@@ -178,7 +109,7 @@ class OpenCLDevice(Device):
         """See `Device.doorbell`; probed at the first call, which takes a few milliseconds."""
         if not self._doorbell_tried:
             self._doorbell_tried = True
-            self._doorbell = find_doorbell(self)
+            self._doorbell = find_doorbell(self, self.flag())
         return self._doorbell
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
@@ -219,12 +150,6 @@ class OpenCLDevice(Device):
         launch = Launch(program, "raise_flag", (groups,), (1,), (0, word))
         OpenCLCall(self, "starting threads", 1, [launch], {}).run()
 
-    def finish(self) -> None:
-        """`clFinish`."""
-        self.check()
-        with decoded("finishing"):
-            self.queue.finish()
-
     def state(self) -> str:
         """See `Device.state`."""
         return self._health.state
@@ -242,11 +167,6 @@ class OpenCLDevice(Device):
             self._scratch = None
             self.rope_tables.clear()
             self.programs.close()
-
-    def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
-        if not self.capabilities.unified_memory:
-            return cl.Buffer(self.context, access, array.nbytes)
-        return cl.Buffer(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
 
 
 STARTING_GROUPS = 1 << 12

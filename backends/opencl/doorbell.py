@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import platform
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -23,11 +23,9 @@ from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND
 from hetero.backends.opencl.flag import Flag, FlagCompletion
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Add
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, Doorbell
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
 ORDERED_STORES: Final = frozenset({"x86_64", "AMD64"})
 OPENED, REACHED, GAVE_UP = 0, 16, 32  # 32-bit words, a cache line each, as in flag.cl
@@ -43,7 +41,7 @@ PROBE_DEADLINE_S: Final = 1.0
 class Gate(BoundCall):
     """The kernel; its completion is that of everything before it. Counts its submissions."""
 
-    def __init__(self, device: OpenCLDevice) -> None:
+    def __init__(self, device: Resources) -> None:
         self.name, self.m = "gate", 1
         self.device = device
         self._tensor = Tensor(device.allocate(4 * WORDS), (WORDS,), np.dtype(np.int32))
@@ -82,7 +80,7 @@ class Gate(BoundCall):
 class OpenCLDoorbell(Doorbell):
     """See `Doorbell`. Gates and rings are numbered from the last `settle` on, modulo 2^32."""
 
-    def __init__(self, device: OpenCLDevice, flag: Flag) -> None:
+    def __init__(self, device: Resources, flag: Flag) -> None:
         self.gate = self._gate = Gate(device)
         self._words = self._gate.words
         self._flag = flag
@@ -120,16 +118,15 @@ class OpenCLDoorbell(Doorbell):
             )
 
 
-def find_doorbell(device: OpenCLDevice) -> OpenCLDoorbell | None:
-    """A doorbell that works on this device, tried; some milliseconds."""
-    flag = device.flag()
+def find_doorbell(device: Resources, flag: Flag | None) -> OpenCLDoorbell | None:
+    """A doorbell that works on this device, which has this flag; tried, some milliseconds."""
     if flag is None or platform.machine() not in ORDERED_STORES:
         return None
     bell = OpenCLDoorbell(device, flag)
     return bell if _probe(device, bell, flag) else None
 
 
-def _probe(device: OpenCLDevice, bell: OpenCLDoorbell, flag: Flag) -> bool:
+def _probe(device: Resources, bell: OpenCLDoorbell, flag: Flag) -> bool:
     """Whether gates hold, open at a store, and let what was stored before be seen."""
     size = 4 * PROBE_FLOATS
     buffer = device.allocate(3 * size)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hetero.backends.opencl.calls import InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Act, Add, GatedAct
 from hetero.backends.protocol import Operand, WeightValue, whole
 
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
-
 MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "RELU"}
 
 
-def prepare_add(device: OpenCLDevice, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
+def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """`y = x + residual`: one row of items per token."""
     tuning = device.tuning
     program = device.programs.get("elementwise.cl", {**tuning.defines, "D": op.d})
@@ -36,18 +33,18 @@ def prepare_add(device: OpenCLDevice, op: Add, _weights: Mapping[str, WeightValu
 
 
 def prepare_gated_act(
-    device: OpenCLDevice, op: GatedAct, _weights: Mapping[str, WeightValue]
+    device: Resources, op: GatedAct, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """`y = act(gate) · up`: one row of items per token."""
     return _activation(device, op, "gated_act")
 
 
-def prepare_act(device: OpenCLDevice, op: Act, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
+def prepare_act(device: Resources, op: Act, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """`y = act(x)`: one row of items per token."""
     return _activation(device, op, "act")
 
 
-def _activation(device: OpenCLDevice, op: GatedAct | Act, kernel: str) -> OpenCLKernel:
+def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKernel:
     tuning = device.tuning
     program = device.programs.get(
         "elementwise.cl",

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hetero.backends.checks import packed
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Embed
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
 from hetero.backends.weights import GROUP_SIZE
 
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
-
-def prepare_embed(
-    device: OpenCLDevice, op: Embed, weights: Mapping[str, WeightValue]
-) -> OpenCLKernel:
+def prepare_embed(device: Resources, op: Embed, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """A work-item per token on a CPU, per token and group of 32 features on a GPU."""
     weight, storage = packed(weights), op.weight_format.storage
     lanes = device.tuning.lanes

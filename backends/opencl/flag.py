@@ -8,17 +8,15 @@ still at work; `probe` tries that, once for each device.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
 ASK_EVERY: Final = 64  # looks at the flag between two questions to the driver, for its errors
 PROBES: Final = 20
@@ -29,7 +27,7 @@ PROBE_DEADLINE_S: Final = 1.0  # a busy machine is late, not wrong
 class Flag(BoundCall):
     """Submitted behind a launch; its completion is seen in memory. Counts its submissions."""
 
-    def __init__(self, device: OpenCLDevice) -> None:
+    def __init__(self, device: Resources) -> None:
         self.name, self.m = "completion flag", 1
         self.buffer = device.allocate(64)
         self.word = self.buffer.array(np.int32, (1,))
@@ -85,7 +83,7 @@ class FlagCompletion(Completion):
         return self._event.span()
 
 
-def probe(device: OpenCLDevice, flag: Flag) -> bool:
+def probe(device: Resources, flag: Flag) -> bool:
     """Whether the flag is seen before the driver reports the end, with all data before it."""
     from hetero.backends.ops import Add
 

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,10 @@ from hetero.backends.checks import packed
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, Tile, matmul_tuning
 from hetero.backends.opencl.pointwise import softcap_launch
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import Acceptance, Operand, WeightValue, tensors_of, whole
 from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
@@ -42,7 +40,7 @@ def accepts_matmul(op: MatMul) -> Acceptance:
 
 
 def prepare_matmul(
-    device: OpenCLDevice, op: MatMul, weights: Mapping[str, WeightValue]
+    device: Resources, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """Compile a matmul on its packed weight, which is mapped where memory is unified."""
     weight = packed(weights)
@@ -70,7 +68,7 @@ class _Operands:
 
 @dataclass(frozen=True)
 class _Plan:
-    device: OpenCLDevice
+    device: Resources
     op: MatMul
     operands: _Operands
 
@@ -136,7 +134,7 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
     return plan.device.programs.get("matmul_cpu.cl", defines, before=("matmul_pack.cl",))
 
 
-def work_items(device: OpenCLDevice) -> int:
+def work_items(device: Resources) -> int:
     """Work-items that share a matmul's rows: several per thread, which even out their delays."""
     return 1 if device.threads == 1 else 4 * device.threads
 
@@ -174,7 +172,7 @@ def simt_launches(
     return launches
 
 
-def _operands(device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | None) -> _Operands:
+def _operands(device: Resources, weight: PackedWeight, bias: WeightValue | None) -> _Operands:
     """Map weights, scales and bias; what is absent is stood in for by the weights."""
     data = _mapped(device, weight.data, itemsize=4 if weight.storage == "q8" else None)
     scales = data if weight.scales is None else _mapped(device, weight.scales)
@@ -185,7 +183,7 @@ def _operands(device: OpenCLDevice, weight: PackedWeight, bias: WeightValue | No
 
 
 def _mapped(
-    device: OpenCLDevice, array: npt.NDArray[Any], *, itemsize: int | None = None
+    device: Resources, array: npt.NDArray[Any], *, itemsize: int | None = None
 ) -> tuple[cl.Buffer, int]:
     """A buffer over the array and the offset of its first element, in the kernel's item size.
 

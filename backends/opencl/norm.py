@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hetero.backends.checks import vector
 from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import LayerNorm, RMSNorm
 from hetero.backends.protocol import Operand, WeightValue, takes_panels, whole
 
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
-
 
 def prepare_norm(
-    device: OpenCLDevice, op: RMSNorm | LayerNorm, weights: Mapping[str, WeightValue]
+    device: Resources, op: RMSNorm | LayerNorm, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """One work-group per token."""
     tuning = device.tuning

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hetero.backends.checks import vector
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.elementwise import split_floats
 from hetero.backends.opencl.program_source import Define
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import AddPositions
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
 ACTIVATIONS = "activations.cl"
 
 
 def prepare_add_positions(
-    device: OpenCLDevice, op: AddPositions, weights: Mapping[str, WeightValue]
+    device: Resources, op: AddPositions, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """`y = x + rows of the table`: one row of items per token."""
     tuning = device.tuning
@@ -37,7 +34,7 @@ def prepare_add_positions(
     return OpenCLKernel(device, op, launches, keep=(table,))
 
 
-def softcap_launch(device: OpenCLDevice, cap: float, y: Tensor, m: int) -> Launch:
+def softcap_launch(device: Resources, cap: float, y: Tensor, m: int) -> Launch:
     """`y = cap · tanh(y / cap)` in place, on the first m tokens."""
     tuning = device.tuning
     defines: dict[str, Define] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyopencl as cl
@@ -14,16 +13,12 @@ from hetero.backends.checks import vector
 from hetero.backends.opencl.attention import head_vector
 from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Rope
 from hetero.backends.protocol import Operand, WeightValue, whole
 
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
 
-
-def prepare_rope(
-    device: OpenCLDevice, op: Rope, weights: Mapping[str, WeightValue]
-) -> OpenCLKernel:
+def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """A work-item per token on a CPU, per token and head on a GPU."""
     tuning = device.tuning
     total = op.heads + 2 * op.kv_heads
@@ -53,7 +48,7 @@ def prepare_rope(
     return OpenCLKernel(device, op, launches)
 
 
-def _defines(device: OpenCLDevice, op: Rope, item_heads: int) -> dict[str, Define]:
+def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
     widest = device.tuning.vector
     defines: dict[str, Define] = {
         **device.tuning.defines,
@@ -70,7 +65,7 @@ def _defines(device: OpenCLDevice, op: Rope, item_heads: int) -> dict[str, Defin
     return defines
 
 
-def _tables(device: OpenCLDevice, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
+def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
     """cos and sin in float32, one pair for all layers that rotate alike."""
     key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None)
     if key not in device.rope_tables:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pyopencl as cl
 
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import OpenCLCall, OpenCLCompletion
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.opencl.resources import Resources
 
 
 class TransferCall(OpenCLCall):
     """`clEnqueueWriteBuffer` or `clEnqueueReadBuffer` of one tensor."""
 
-    def __init__(self, device: OpenCLDevice, host: Tensor, own: Tensor, to_device: bool) -> None:
+    def __init__(self, device: Resources, host: Tensor, own: Tensor, to_device: bool) -> None:
         name = f"copy of {host.nbytes} bytes {'to' if to_device else 'from'} the GPU"
         super().__init__(device, name, host.shape[0], [], {"host": host, "own": own})
         self._buffer = device.map(own.buffer)

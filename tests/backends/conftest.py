@@ -1,8 +1,12 @@
-"""The devices that the contract suite runs on. A new backend joins by a line in `COMPUTING`."""
+"""The devices that the contract suite runs on. A new backend joins by a line in `COMPUTING`.
+
+What a machine lacks is skipped, but for the backends in `HETERO_REQUIRE` (`opencl,ort-cpu`): there
+a suite that does not run is a failure.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -10,7 +14,7 @@ import pytest
 
 from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
 from hetero.backends.protocol import Device
-from hetero.backends.registry import find, open_device
+from hetero.backends.registry import open_device
 
 # Token counts that the suite uses; a device with static shapes is opened with graphs for them.
 GRAPH_SIZES = (1, 2, 3, 5, 7, 31, 32, 33, 64, 256)
@@ -38,42 +42,36 @@ COMPUTING_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
 Opener: TypeAlias = Callable[[], Device]
 
 
-def _exists(backend: str) -> bool:
-    """Whether the backend's sub-package is written; what it needs may be missing (`_open`)."""
-    return importlib.util.find_spec(find(backend).module) is not None
-
-
-def _present(table: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
-    return [name for name, (backend, _) in table.items() if _exists(backend)]
-
-
-def _open(name: str) -> Device:
+def open_for_tests(name: str) -> Device:
+    """A device of `COMPUTING` or `COMPUTING_NOTHING`; skips the test where it cannot be opened."""
     backend, options = (COMPUTING | COMPUTING_NOTHING)[name]
     plain = {key: value for key, value in options.items() if key != "half"}
     try:
         device = open_device(backend, **plain)
     except (DeviceUnavailableError, DeviceOptionError) as error:
+        if name in os.environ.get("HETERO_REQUIRE", "").split(","):
+            pytest.fail(f"{name} is required here (HETERO_REQUIRE), but: {error}")
         pytest.skip(f"needs {backend}: {error}")
     if "half" in options:
         device.half = options["half"]  # type: ignore[attr-defined]
     return device
 
 
-@pytest.fixture(scope="session", params=_present(COMPUTING))
+@pytest.fixture(scope="session", params=COMPUTING)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A device that computes, shared by all tests; never closed or broken by them."""
-    with _open(request.param) as opened:
+    with open_for_tests(request.param) as opened:
         yield opened
 
 
-@pytest.fixture(params=_present(COMPUTING))
+@pytest.fixture(params=COMPUTING)
 def computing_opener(request: pytest.FixtureRequest) -> Opener:
     """Opens a device that computes, for tests that close it."""
-    return lambda: _open(request.param)
+    return lambda: open_for_tests(request.param)
 
 
-@pytest.fixture(params=_present(COMPUTING | COMPUTING_NOTHING))
+@pytest.fixture(params=COMPUTING | COMPUTING_NOTHING)
 def any_device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A device of one's own; it may compute nothing."""
-    with _open(request.param) as opened:
+    with open_for_tests(request.param) as opened:
         yield opened

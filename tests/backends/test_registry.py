@@ -12,6 +12,7 @@ from hetero.backends import registry
 from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError, DeviceLostError, DeviceUnavailableError
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor, new_tensor
+from tests.backends import conftest
 
 
 def test_unknown_backend_gets_a_suggestion() -> None:
@@ -83,3 +84,16 @@ def test_tensor_outlives_its_buffers_name() -> None:
     del buffer
     array[:] = 3
     np.testing.assert_array_equal(array, [3, 3, 3, 3])
+
+
+def test_a_contract_suite_that_is_required_fails_where_it_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = registry.Backend("ort-cpu", "npu", ("no_such_package",), "pip install it")
+    monkeypatch.setitem(registry.BACKENDS, "ort-cpu", missing)
+    monkeypatch.setenv("HETERO_REQUIRE", "opencl,ort-cpu")
+    with pytest.raises(pytest.fail.Exception, match="ort-cpu is required here"):
+        conftest.open_for_tests("ort-cpu")
+    monkeypatch.delenv("HETERO_REQUIRE")
+    with pytest.raises(pytest.skip.Exception, match="needs ort-cpu: .*no_such_package"):
+        conftest.open_for_tests("ort-cpu")

@@ -1,0 +1,112 @@
+"""What the kernels of an OpenCL device are made of: context, in-order queue, memory, programs."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+
+from hetero.backends import ops
+from hetero.backends.checks import Health
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import HostBuffer
+from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
+from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.opencl.selected import Selected
+from hetero.backends.opencl.tuning import find_tuning
+from hetero.backends.protocol import Device
+
+SHARED_SCRATCH_BYTES = 1 << 20
+
+
+class Resources(Device):
+    """The part of an OpenCL device that its kernels and calls use. Owned by the control thread.
+
+    `copies` counts copies enqueued for tensors, which stays 0 on unified memory. `coherent`: host
+    and device see each other's writes without mapping (see `calls`). `half` is fp16 arithmetic: 1
+    where a GPU has it, 0 elsewhere (a processor's is slower than its float32), 2 emulated (tests
+    set it). `specialised` lists the launches that were warmed up. `clock_offset_s` is the host's
+    clock less the device's, None while commands are not timed.
+    """
+
+    def __init__(
+        self,
+        selected: Selected,
+        *,
+        family: str | None,
+        unified_memory: bool | None,
+        coherent: bool | None,
+    ) -> None:
+        self.native = selected.device
+        self.tuning = find_tuning(family if family is not None else selected.family)
+        self.threads = selected.threads
+        with decoded(f"opening {self.native.name}"):
+            self.context = cl.Context([self.native])
+            self.queue = cl.CommandQueue(self.context)
+        self.programs = ProgramCache(self.context, self.native, selected.compiler)
+        found = bool(self.native.host_unified_memory)
+        self.unified_memory = found if unified_memory is None else unified_memory
+        is_cpu = bool(self.native.type & cl.device_type.CPU)
+        self.coherent = is_cpu if coherent is None else coherent
+        self.half = int("cl_khr_fp16" in self.native.extensions.split() and not is_cpu)
+        self.copies = 0
+        self.clock_offset_s: float | None = None
+        self.specialised: set[tuple[object, ...]] = set()
+        self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
+        self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
+        self._scratch: cl.Buffer | None = None
+        self._health = Health(BACKEND, threads=True)
+
+    def map(self, buffer: HostBuffer) -> cl.Buffer:
+        """The buffer's pages on unified memory, else device memory of the same size."""
+        self.check()
+        if buffer not in self._mapped:
+            with decoded(f"mapping {buffer.nbytes} bytes"):
+                self._mapped[buffer] = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
+        return self._mapped[buffer]
+
+    def constant(self, array: npt.NDArray[Any]) -> cl.Buffer:
+        """Read-only memory with the array's contents: the array itself on unified memory."""
+        self.check()
+        contiguous = np.ascontiguousarray(array)
+        with decoded(f"mapping {contiguous.nbytes} bytes of weights"):
+            if self.unified_memory:
+                return self._buffer(contiguous, cl.mem_flags.READ_ONLY)
+            copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+            return cl.Buffer(self.context, copied, hostbuf=contiguous)
+
+    def shared_scratch(self, nbytes: int) -> cl.Buffer:
+        """Device memory that holds data between two launches of one call only: every call uses the
+        same memory, since the queue is in order.
+        """
+        held = 0 if self._scratch is None else int(self._scratch.size)
+        if self._scratch is None or held < nbytes:
+            size = max(nbytes, SHARED_SCRATCH_BYTES, 2 * held)
+            with decoded(f"allocating {size} bytes"):
+                self._scratch = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, size)
+        return self._scratch
+
+    def check(self) -> None:
+        """Raise `DeviceLostError` if the device was closed or failed earlier."""
+        self._health.check("using the device")
+
+    def failed(self, operation: str, code: int) -> DeviceError:
+        """The error of a failed command; a device that cannot recover is lost from here on."""
+        error = device_error(operation, code)
+        if code_name(code) in FATAL or code < cl.status_code.INVALID_VALUE:
+            self._health.lose(str(error))
+        return error
+
+    def finish(self) -> None:
+        """`clFinish`."""
+        self.check()
+        with decoded("finishing"):
+            self.queue.finish()
+
+    def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
+        if not self.unified_memory:
+            return cl.Buffer(self.context, access, array.nbytes)
+        return cl.Buffer(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
