@@ -95,5 +95,5 @@ def test_a_contract_suite_that_is_required_fails_where_it_cannot_run(
     with pytest.raises(pytest.fail.Exception, match="ort-cpu is required here"):
         conftest.open_for_tests("ort-cpu")
     monkeypatch.delenv("HETERO_REQUIRE")
-    with pytest.raises(pytest.skip.Exception, match="needs ort-cpu: .*no_such_package"):
+    with pytest.raises(pytest.skip.Exception, match=r"needs ort-cpu: .*no_such_package"):
         conftest.open_for_tests("ort-cpu")
