@@ -16,40 +16,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import ClassVar, Literal, TypeAlias
 
+from hetero.backends import formats
 
-class WeightFormat(StrEnum):
-    """Weight and activation precision of a matmul.
-
-    `w4`: 4-bit symmetric, groups of 32 along k, one fp16 scale each. `w8`: 8-bit, same groups.
-    `a16`: floating-point activations (fp32 where the device has no fp16 arithmetic).
-    `a8`: activations quantised to int8 per token and block of 32 on the fly, as llama.cpp does.
-    """
-
-    W4A16 = "w4a16"
-    W4A8 = "w4a8"
-    W8A16 = "w8a16"
-    F16 = "f16"
-    F32 = "f32"
-
-    @property
-    def storage(self) -> StorageFormat:
-        """How the weights lie in memory, whatever the activations are."""
-        return StorageFormat(_STORAGE[self.value])
-
-
-class StorageFormat(StrEnum):
-    """How weights are stored (see `hetero.backends.weights.PackedWeight`)."""
-
-    Q4 = "q4"
-    Q8 = "q8"
-    F16 = "f16"
-    F32 = "f32"
-
-
-_STORAGE = {"w4a16": "q4", "w4a8": "q4", "w8a16": "q8", "f16": "f16", "f32": "f32"}
+WeightFormat = formats.WeightFormat
+StorageFormat = formats.StorageFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 OperandOrder: TypeAlias = Literal["plain", "transposed"]

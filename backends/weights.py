@@ -19,16 +19,16 @@ Padded rows and features are zero (q4: nibble 8 or scale 0).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import StorageFormat
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
 
 ROW_BLOCK = 16
-GROUP_SIZE = 32
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -53,7 +53,7 @@ class PackedWeight:
                 f"{self.storage} data of a {self.n}×{self.k} weight has shape {expected}, "
                 f"got {self.data.shape}"
             )
-        if (self.scales is not None) != (self.storage in (StorageFormat.Q4, StorageFormat.Q8)):
+        if (self.scales is not None) != self.storage.grouped:
             raise ValueError(f"{self.storage} weights have scales exactly if they are quantised")
 
     @property
@@ -75,7 +75,7 @@ class PackedWeight:
     def dequantize(self) -> Float32Array:
         """The weight as float32 [n, k]: the numbers that every kernel must compute with."""
         blocks = self.data.shape[0]
-        if self.storage in (StorageFormat.F16, StorageFormat.F32):
+        if not self.storage.grouped:
             full = self.data.transpose(0, 2, 1).reshape(blocks * ROW_BLOCK, self.k)
             return np.ascontiguousarray(full[: self.n], dtype=np.float32)
         assert self.scales is not None
@@ -113,6 +113,12 @@ def scales_shape(n: int, k: int) -> tuple[int, ...]:
     return (padded(n, ROW_BLOCK) // ROW_BLOCK, padded(k, GROUP_SIZE) // GROUP_SIZE, ROW_BLOCK)
 
 
+def packed_bytes(storage: StorageFormat, n: int, k: int) -> int:
+    """`PackedWeight.nbytes` of an n × k weight."""
+    size = math.prod(data_shape(storage, n, k)) * data_dtype(storage).itemsize
+    return size + (2 * math.prod(scales_shape(n, k)) if storage.grouped else 0)
+
+
 def pack(weight: npt.NDArray[Any], storage: StorageFormat) -> PackedWeight:
     """Quantise (q4, q8) or convert a [n, k] weight and lay it out. Non-finite values are refused.
 
@@ -123,7 +129,7 @@ def pack(weight: npt.NDArray[Any], storage: StorageFormat) -> PackedWeight:
     values = np.asarray(weight, dtype=np.float32)
     if not np.isfinite(values).all():
         raise ValueError(f"a weight of shape {weight.shape} holds values that are not finite")
-    if storage in (StorageFormat.F16, StorageFormat.F32):
+    if not storage.grouped:
         return PackedWeight(storage, n, k, _interleave(values.astype(data_dtype(storage))))
     full = np.zeros((padded(n, ROW_BLOCK), padded(k, GROUP_SIZE)), dtype=np.float32)
     full[:n, :k] = values

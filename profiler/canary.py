@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.ops import Op
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.weights import PackedWeight
 from hetero.profiler.grid import Task, shape_class
@@ -18,14 +18,6 @@ from hetero.profiler.predict import Floats, op_name
 from hetero.profiler.records import Quarantine
 from hetero.profiler.workload import Runner
 
-# Largest ‖y - reference‖ / ‖reference‖: what the activations' format costs, with a margin.
-TOLERANCE: Final[dict[WeightFormat, float]] = {
-    WeightFormat.F32: 1e-4,
-    WeightFormat.F16: 2e-3,
-    WeightFormat.W4A16: 2e-3,
-    WeightFormat.W8A16: 2e-3,
-    WeightFormat.W4A8: 2e-2,
-}
 OTHER_TOLERANCE: Final = 1e-4
 CHECKED_ROWS: Final = 48  # at each end and in the middle of the weight
 CHECKED_TOKENS: Final = 16  # at each end of the sequence
@@ -38,7 +30,7 @@ def check_matmul(task: Task, runner: Runner) -> Quarantine | None:
     except DeviceError as error:
         return _entry(task, None, str(error))
     worst = max(errors, key=lambda error: error if np.isfinite(error) else np.inf)
-    if worst <= TOLERANCE[task.weight_format]:
+    if worst <= task.weight_format.tolerance:
         return None
     return _entry(task, worst if np.isfinite(worst) else None, "")
 
@@ -102,7 +94,7 @@ def _rows(weight: PackedWeight, part: slice) -> npt.NDArray[np.float32]:
 
 def _entry(task: Task, error: float | None, failure: str) -> Quarantine:
     name = f"MatMul {task.weight_format.value} ({task.order}) of {task.m}×{task.n}×{task.k}"
-    tolerance = TOLERANCE[task.weight_format]
+    tolerance = task.weight_format.tolerance
     return Quarantine(
         device=task.device,
         op="MatMul",

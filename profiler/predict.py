@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Op
 from hetero.profiler.records import (
     DECODE_TOKENS,
     DeviceRecord,
@@ -33,18 +34,10 @@ FEATURES: Final = (
     "log_bytes", "n_over_k", "m_over_n", "m_over_k", "intensity",
 )  # fmt: skip
 
-BYTES_PER_WEIGHT: Final = {
-    WeightFormat.W4A16: 0.5625,
-    WeightFormat.W4A8: 0.5625,
-    WeightFormat.W8A16: 1.0625,
-    WeightFormat.F16: 2.0,
-    WeightFormat.F32: 4.0,
-}
-
 
 def weight_bytes(weight_format: WeightFormat, n: Any, k: Any) -> Any:
     """Bytes of an n × k weight as stored, scales included."""
-    return BYTES_PER_WEIGHT[weight_format] * n * k
+    return weight_format.storage.bytes_per_weight * n * k
 
 
 def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:

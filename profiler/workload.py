@@ -142,7 +142,7 @@ class WeightPool:
     def weight(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
         """The next weight: another place in memory each time, until the block is used up."""
         data = self._take(storage.value, data_dtype(storage), data_shape(storage, n, k))
-        if storage in (StorageFormat.F16, StorageFormat.F32):
+        if not storage.grouped:
             return PackedWeight(storage, n, k, data)
         scales = self._take("scales", np.dtype(np.float16), scales_shape(n, k))
         return PackedWeight(storage, n, k, data, scales)
@@ -167,7 +167,7 @@ class WeightPool:
     def _fill(self, name: str, block: HostBuffer) -> None:
         """Repeat a megabyte of random values; its length is prime, so that rows differ."""
         count = 1048573
-        if name in ("q4", "q8"):
+        if name != "scales" and StorageFormat(name).grouped:
             values = self._rng.integers(0, 256, count, dtype=np.uint8)
         elif name == "scales":
             values = (self._rng.uniform(0.5, 1.5, count) * 0.01).astype(np.float16)

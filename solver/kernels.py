@@ -12,7 +12,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceRecord, phase_of
@@ -122,7 +123,7 @@ class Kernels:
         return tuple(sorted(found, key=lambda o: (o.weight_format is not self.weight_format, o)))
 
     def _fits(self, weight_format: WeightFormat) -> bool:
-        eight = weight_format.value.endswith("a8")
+        eight = weight_format.activations.bits == 8
         return self.precision in ("auto", "any") or eight == (self.precision == "a8")
 
     def _seconds(

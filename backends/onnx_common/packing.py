@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.host import hugepages
 from hetero.backends.memory import LINUX, private_pages
 from hetero.backends.ops import StorageFormat
-from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
+from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 
 SLAB_BYTES = 1 << 22
 
@@ -46,7 +47,7 @@ class Staging:
 
 def stage(weight: PackedWeight) -> dict[str, Staging]:
     """Arrays for the initializers `weight` and `scales` (quantised) of `graphs.matmul`."""
-    if weight.storage in (StorageFormat.F16, StorageFormat.F32):
+    if not weight.storage.grouped:
         return {"weight": _stage_float(weight)}
     assert weight.scales is not None
     groups = padded(weight.k, GROUP_SIZE) // GROUP_SIZE

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetero.backends.checks import packed
+from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Embed
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
-from hetero.backends.weights import GROUP_SIZE
 
 
 def prepare_embed(device: Resources, op: Embed, weights: Mapping[str, WeightValue]) -> OpenCLKernel:

@@ -19,18 +19,23 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.checks import packed
+from hetero.backends.formats import GROUP_SIZE, WeightFormat
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, Tile, matmul_tuning
 from hetero.backends.opencl.pointwise import softcap_launch
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Acceptance, Operand, WeightValue, tensors_of, whole
-from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, PackedWeight, padded
+from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = tuple(WeightFormat)
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
+    WeightFormat.W4A16,
+    WeightFormat.W4A8,
+    WeightFormat.W8A16,
+    WeightFormat.F16,
+    WeightFormat.F32,
+)
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
-# Formats whose weights and activations may be multiplied in fp16 (w4a8 is exact in float32).
-HALF_FORMATS = frozenset({WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16})
 IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
 
 
@@ -75,7 +80,7 @@ class _Plan:
     @property
     def k(self) -> int:
         """Features as the weights store them."""
-        quantised = self.op.weight_format.storage in ("q4", "q8")
+        quantised = self.op.weight_format.storage.grouped
         return padded(self.op.k, GROUP_SIZE) if quantised else self.op.k
 
 
@@ -146,7 +151,7 @@ def simt_launches(
     tensors = tensors_of(operands)
     op, device, splits = plan.op, plan.device, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
-    half = device.half if op.weight_format in HALF_FORMATS else 0
+    half = device.half if op.weight_format.half_is_enough else 0
     defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits, "HALF": half}
     program = device.programs.get("matmul_simt.cl", defines)
     launches: list[Launch] = []

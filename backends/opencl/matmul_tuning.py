@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetero.backends.ops import StorageFormat, WeightFormat
-from hetero.backends.weights import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, WeightFormat
 
 
 class Tile(NamedTuple):
@@ -28,12 +27,6 @@ class Tile(NamedTuple):
 
 
 INF = float("inf")
-WEIGHT_BYTES = {
-    StorageFormat.Q4: 0.5625,
-    StorageFormat.Q8: 1.0625,
-    StorageFormat.F16: 2.0,
-    StorageFormat.F32: 4.0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +78,7 @@ class CpuTuning:
         """
         if m <= tile.tokens:
             return m, k
-        feature_bytes = tile.vectors * self.rows * WEIGHT_BYTES[weight_format.storage]
+        feature_bytes = tile.vectors * self.rows * weight_format.storage.bytes_per_weight
         k_panel = tile.widen or int(self.weight_panel_bytes / feature_bytes) // 64 * 64
         k_panel = min(k, k_panel)
         x_bytes = 4 * self.group_words(weight_format, tile) / GROUP_SIZE

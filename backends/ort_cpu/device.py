@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
+from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.host import hugepages
 from hetero.backends.host.processor import cpu_name
 from hetero.backends.memory import HostBuffer
@@ -27,7 +28,7 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
-from hetero.backends.weights import GROUP_SIZE, PackedWeight, pack
+from hetero.backends.weights import PackedWeight, pack
 
 DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 REVISION = "2"  # of the graphs: another one where their times change, for profiles taken before

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
+from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.ops import Activation, StorageFormat, WeightFormat
-from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, padded
+from hetero.backends.weights import ROW_BLOCK, padded
 
 ActivationPath: TypeAlias = Literal["split", "fp32", "both"]
 
@@ -38,7 +39,7 @@ def matmul(op: ops.MatMul, *, split: bool) -> bytes:
     bias = graph.input("bias", F32, (op.n,)) if op.bias else ""
     graph.output("y", F32, ("m", op.n))
     out = "uncapped" if op.softcap else "y"
-    if op.weight_format.storage in (StorageFormat.F16, StorageFormat.F32):
+    if not op.weight_format.storage.grouped:
         weight = graph.weight("weight", F32, (op.n, op.k))
         graph.node("Gemm", *filter(None, (x, weight, bias)), out=out, transB=1)
     elif split:
@@ -142,7 +143,7 @@ def embed(op: ops.Embed) -> bytes:
             dtype = F16 if storage is StorageFormat.F16 else F32
             rows = _rows_of(graph, tokens, "data", dtype, np.arange(op.d) * ROW_BLOCK)
             values = graph.cast(rows, F32)
-    if width != op.d and op.weight_format.storage in (StorageFormat.Q4, StorageFormat.Q8):
+    if width != op.d and op.weight_format.storage.grouped:
         values = graph.slice(values, 0, op.d, axis=1)
     graph.node("Mul", values, graph.scalar(op.scale), out="y")
     return graph.model()

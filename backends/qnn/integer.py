@@ -24,12 +24,13 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from hetero.backends import ops
+from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import Array, argument
 from hetero.backends.onnx_common.builder import GraphBuilder
 from hetero.backends.ops import StorageFormat
 from hetero.backends.qnn.shared_memory import io_binding
-from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
+from hetero.backends.weights import PackedWeight, padded
 
 Activations: TypeAlias = Literal["float16", "int16", "int8"]
 ACTIVATIONS: tuple[Activations, ...] = ("float16", "int16", "int8")

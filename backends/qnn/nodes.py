@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import checks, ops
+from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.ops import Activation, Op, StorageFormat
 from hetero.backends.protocol import WeightValue
-from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
+from hetero.backends.weights import PackedWeight, padded
 
 # Up to here a 1×1 convolution reads a third of what a MatMul reads from VTCM (bench/qnn.py).
 CONVOLUTION_ROWS = 32
@@ -93,7 +94,7 @@ def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
     """
     graph, m, weight = site.graph, site.m, checks.packed(weights)
     x = graph.cast(site.inputs["x"], F16)
-    if op.weight_format.storage in (StorageFormat.F16, StorageFormat.F32):
+    if not op.weight_format.storage.grouped:
         product = _float_product(graph, op, m, x, weight)
     else:
         product = _quantized_product(graph, op, m, x, weight)

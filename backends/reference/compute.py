@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from hetero.backends import checks, ops, rope
 from hetero.backends.checks import packed, vector
-from hetero.backends.ops import Activation, Op, WeightFormat, describe
+from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.ops import Activation, Op, describe
 from hetero.backends.protocol import WeightValue
-from hetero.backends.weights import GROUP_SIZE, PackedWeight, padded
+from hetero.backends.weights import PackedWeight, padded
 
 Array: TypeAlias = npt.NDArray[Any]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
@@ -54,13 +55,16 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
 
 
 def matmul(op: ops.MatMul, weight: PackedWeight, bias: Float64Array | None) -> tuple[Program, int]:
-    """x · Wᵀ + bias. Only `w4a8` rounds the activations."""
+    """x · Wᵀ + bias. Formats of integers round the activations."""
+    activations = op.weight_format.activations
+    if activations.static or activations.granularity not in (None, "group"):
+        raise ValueError(f"the reference does not round activations as {op.weight_format} asks")
     transposed = np.ascontiguousarray(weight.dequantize().T, dtype=np.float64)  # [k, n]
 
     def run(arrays: Arrays) -> None:
         x = arrays["x"]
-        if op.weight_format is WeightFormat.W4A8:
-            x = quantized_activations(x)
+        if activations.granularity == "group":
+            x = quantized_activations(x, activations.largest)
         product = x.astype(np.float64) @ transposed
         arrays["y"][:] = softcapped(product if bias is None else product + bias, op.softcap)
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.cli.compile import compile_command
 from hetero.cli.doctor import Finding, diagnose, list_devices
 from hetero.cli.evaluate import eval_command
@@ -32,7 +33,6 @@ from hetero.cli.options import (
     NpuOption,
     ProfileOption,
     SyncChoice,
-    WeightChoice,
     WeightsOption,
     parse_strategy,
     progress_bar,
@@ -84,8 +84,8 @@ def quantize(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", help="Directory to write.")],
     weights: Annotated[
-        WeightChoice, typer.Option("--weights", help="What to store.")
-    ] = WeightChoice.W4A16,
+        WeightFormat, typer.Option("--weights", help="What to store.")
+    ] = WeightFormat.W4A16,
     calibrate: Annotated[
         Path | None,
         typer.Option("--calibrate", help="A text like those of the model's use: GPTQ, 4 bits."),

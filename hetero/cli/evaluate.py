@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from hetero.backends.formats import WeightFormat
 from hetero.cli.options import (
     DeviceChoice,
     DeviceOption,
@@ -16,7 +17,6 @@ from hetero.cli.options import (
     JsonOption,
     ModelArgument,
     NpuOption,
-    WeightChoice,
     open_llm,
     progress_bar,
 )
@@ -24,14 +24,14 @@ from hetero.generation.llm import LLM
 from hetero.measuring.evaluation import DEFAULT_WINDOW, Evaluation, evaluate, read_tokens
 from hetero.models import default_weights
 
-REFERENCE = WeightChoice.F32
+REFERENCE = WeightFormat.F32
 
 
 def eval_command(
     model: ModelArgument,
     text: Annotated[Path, typer.Option("--text", help="A text file in UTF-8.")],
     weights: Annotated[
-        list[WeightChoice] | None, typer.Option("--weights", help="Repeat to compare.")
+        list[WeightFormat] | None, typer.Option("--weights", help="Repeat to compare.")
     ] = None,
     reference: Annotated[
         str | None, typer.Option("--reference", help="Float model.  [default: MODEL as f32]")
@@ -55,7 +55,7 @@ def eval_command(
     try:
         if not no_reference:
             base = open_llm(reference or model, device, gpu, npu, REFERENCE, None, None)
-        for choice in weights or [WeightChoice(default_weights(model))]:
+        for choice in weights or [WeightFormat(default_weights(model))]:
             with open_llm(model, device, gpu, npu, choice, None, None) as llm:
                 tokens = read_tokens(llm, text, max_tokens)
                 size = window or min(DEFAULT_WINDOW, llm.max_seq_len)

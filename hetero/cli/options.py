@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError, one_sentence
 from hetero.generation.llm import LLM
 from hetero.solver.plan import NamedStrategy
@@ -30,16 +31,6 @@ class DeviceChoice(StrEnum):
     GPU = "gpu"
     NPU = "npu"
     AUTO = "auto"
-
-
-class WeightChoice(StrEnum):
-    """Values of --weights."""
-
-    W4A16 = "w4a16"
-    W4A8 = "w4a8"
-    W8A16 = "w8a16"
-    F16 = "f16"
-    F32 = "f32"
 
 
 class SyncChoice(StrEnum):
@@ -61,7 +52,7 @@ DeviceOption = Annotated[
 GpuOption = Annotated[str, typer.Option("--gpu", help="GPU backend.")]
 NpuOption = Annotated[str, typer.Option("--npu", help="NPU backend.")]
 WeightsOption = Annotated[
-    WeightChoice | None,
+    WeightFormat | None,
     typer.Option("--weights", help="Weights and activations.  [default: MODEL's own, or w4a16]"),
 ]
 ProfileOption = Annotated[
@@ -120,7 +111,7 @@ def open_llm(
     device: DeviceChoice | None,
     gpu: str,
     npu: str,
-    weights: WeightChoice | None,
+    weights: WeightFormat | None,
     plan: Path | None,
     max_seq_len: int | None,
     **options: Any,

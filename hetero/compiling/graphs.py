@@ -11,12 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import WeightValue
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import find_chip
-from hetero.backends.weights import PackedWeight
+from hetero.backends.weights import PackedWeight, packed_bytes
 from hetero.compiling.bundle import (
     BUNDLE_FILE,
     GRAPHS_DIRECTORY,
@@ -195,8 +196,7 @@ def _token_counts(op: str, phase: str, sizes: Sequence[int]) -> set[int]:
 
 
 def _weight_bytes(op: MatMul) -> int:
-    per_group = {"q4": 18, "q8": 34, "f16": 64, "f32": 64}[op.weight_format.storage.value]
-    return op.n * -(-op.k // 32) * per_group
+    return packed_bytes(op.weight_format.storage, op.n, op.k)
 
 
 def _check_chip(soc: str, weights: str) -> None:

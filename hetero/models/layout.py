@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import PAGE_BYTES
-from hetero.backends.ops import StorageFormat
-from hetero.backends.weights import data_dtype, data_shape, padded, scales_shape
+from hetero.backends.weights import packed_bytes, padded
 from hetero.models.config import ModelConfig
 
 
@@ -20,10 +20,7 @@ class MatrixShape:
 
     def nbytes(self, storage: StorageFormat) -> int:
         """Bytes of data and scales, without page padding."""
-        size = _count(data_shape(storage, self.n, self.k)) * data_dtype(storage).itemsize
-        if has_scales(storage):
-            size += 2 * _count(scales_shape(self.n, self.k))
-        return size
+        return packed_bytes(storage, self.n, self.k)
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,6 @@ def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
     ends = sum(x.nbytes(storage) for x in end_matrices(config))
     ends += sum(4 * x.n for x in end_vectors(config))
     return config.num_layers * block + ends
-
-
-def has_scales(storage: StorageFormat) -> bool:
-    """Whether a storage format keeps scales beside its data."""
-    return storage in (StorageFormat.Q4, StorageFormat.Q8)
 
 
 def page_padded(nbytes: int) -> int:

@@ -33,7 +33,6 @@ from hetero.models.layout import (
     block_vectors,
     end_matrices,
     end_vectors,
-    has_scales,
     page_padded,
 )
 from hetero.models.manifest import WEIGHTS_FILE, Manifest, check_files, read_manifest
@@ -102,7 +101,7 @@ class QuantizedWeights(ModelWeights):
 
     def _packed(self, prefix: str, shape: MatrixShape) -> PackedWeight:
         name = prefix + shape.name
-        scales = self.file.array(f"{name}.scales") if has_scales(self._storage) else None
+        scales = self.file.array(f"{name}.scales") if self._storage.grouped else None
         data = self.file.array(f"{name}.data")
         return PackedWeight(self._storage, shape.n, shape.k, data, scales)
 
@@ -186,7 +185,7 @@ def _matrix_plan(prefix: str, shape: MatrixShape, storage: StorageFormat) -> lis
     data = PlannedTensor(
         f"{name}.data", _DTYPES[storage.value], data_shape(storage, shape.n, shape.k)
     )
-    if not has_scales(storage):
+    if not storage.grouped:
         return [data]
     return [data, PlannedTensor(f"{name}.scales", "F16", scales_shape(shape.n, shape.k))]
 

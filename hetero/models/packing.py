@@ -29,7 +29,6 @@ from hetero.backends.weights import (
     scales_shape,
 )
 from hetero.errors import ModelError
-from hetero.models.layout import has_scales
 
 PIECE_ELEMENTS = 1 << 16  # stays in a core's cache
 _BATCH_PIECES = 128
@@ -93,7 +92,7 @@ class SourceTensor:
 def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
     """A zero-filled weight in page-aligned memory (q4: its scales are zero), to be filled once."""
     data = _pages(data_dtype(storage), data_shape(storage, n, k))
-    scales = _pages(np.dtype(np.float16), scales_shape(n, k)) if has_scales(storage) else None
+    scales = _pages(np.dtype(np.float16), scales_shape(n, k)) if storage.grouped else None
     return PackedWeight(storage, n, k, data, scales)
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.ops import RopeScaling, StorageFormat, WeightFormat
-from hetero.backends.weights import GROUP_SIZE, ROW_BLOCK, Float32Array, PackedWeight
+from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
 from hetero.models.layout import block_matrices, block_vectors, end_matrices, end_vectors
@@ -224,7 +225,7 @@ class RandomWeights(ModelWeights):
     def _draw(self, name: str, storage: StorageFormat, n: int, k: int) -> PackedWeight:
         packed = empty_packed(storage, n, k)
         generator = self._generator(name)
-        if storage in (StorageFormat.F16, StorageFormat.F32):
+        if not storage.grouped:
             _fill_floats(generator, packed)
         else:
             self._fill_bits(generator, packed.data)

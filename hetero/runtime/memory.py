@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.backends.weights import data_dtype, data_shape, scales_shape
+from hetero.backends.weights import packed_bytes
 from hetero.errors import UserError
 from hetero.profiler.environment import memory_bytes
 from hetero.runtime.decoder import Node
@@ -112,11 +110,7 @@ def _rows_bytes(op: MatMul, rows: Span, device: Device) -> int:
     own = device.capabilities.weight_bytes.get(op.weight_format)
     if own is not None:
         return math.ceil(own * count * op.k)
-    storage = WeightFormat(op.weight_format).storage
-    size = int(np.prod(data_shape(storage, count, op.k))) * data_dtype(storage).itemsize
-    if storage.value in ("q4", "q8"):
-        size += 2 * int(np.prod(scales_shape(count, op.k)))
-    return size
+    return packed_bytes(op.weight_format.storage, count, op.k)
 
 
 def _gib(nbytes: int) -> str:

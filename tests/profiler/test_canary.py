@@ -96,7 +96,7 @@ def not_finite(op: Op, m: int, y: Any) -> None:
 def test_wrong_kernels_are_found(spoil: Any, shape: tuple[int, int, int]) -> None:
     found = check(spoil, shape)
     assert found is not None
-    assert found.tolerance == canary.TOLERANCE[W4]
+    assert found.tolerance == W4.tolerance
     assert f"MatMul w4a16 (plain) of {shape[0]}×{shape[1]}×{shape[2]}" in found.detail
     assert ("not finite" in found.detail) == (spoil is not_finite)
 

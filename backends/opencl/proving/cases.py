@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe, weight_names
+from hetero.backends.opencl.matmul import WEIGHT_FORMATS
+from hetero.backends.ops import OUTPUT_PORTS, Op, describe, weight_names
 from hetero.backends.protocol import FIXED_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import pack
@@ -25,14 +27,6 @@ from hetero.backends.weights import pack
 SEED: Final = 20260101
 POSITION: Final = 21  # tokens before the call's first, for what depends on positions
 DEADLINE_S = 30.0
-# Tokens, and how far fp16 arithmetic or the rounding of activations may lead.
-MATMUL: Final[Mapping[WeightFormat, tuple[tuple[int, ...], float]]] = {
-    WeightFormat.W4A16: ((1, 2, 40), 2e-3),
-    WeightFormat.W4A8: ((1, 2, 40), 2e-2),
-    WeightFormat.W8A16: ((1, 40), 2e-3),
-    WeightFormat.F16: ((1, 40), 2e-3),
-    WeightFormat.F32: ((1, 40), 1e-4),
-}
 
 
 class WrongResultError(Exception):
@@ -63,8 +57,9 @@ def cases() -> Iterator[Case]:
     yield Case(ops.Embed(vocab=40, d=96, weight_format=WeightFormat.W4A16), (7,))
     yield Case(ops.Rope(heads=4, kv_heads=2, head_dim=32, theta=1e4, max_position=64), (1, 9))
     yield Case(attention, (1, 40))
-    for name in WeightFormat:
-        yield Case(ops.MatMul(n=83, k=160, weight_format=name), *MATMUL[name])
+    for name in WEIGHT_FORMATS:
+        tokens = (1, 2, 40) if name.storage is StorageFormat.Q4 else (1, 40)
+        yield Case(ops.MatMul(n=83, k=160, weight_format=name), tokens, name.tolerance)
 
 
 def try_cases(device: OpenCLDevice, part: int = 0, of: int = 1) -> Iterator[tuple[int, int]]:

@@ -85,7 +85,7 @@ class GgufWeights(ModelWeights):
     def _packed(
         self, names: Sequence[str], orders: Sequence[npt.NDArray[np.int64] | None]
     ) -> PackedWeight:
-        loss = self.loss if self.weight_format.storage in ("q4", "q8") else None
+        loss = self.loss if self.weight_format.storage.grouped else None
         sources = [
             GgufTensor(self.file, name, loss, order)
             for name, order in zip(names, orders, strict=True)

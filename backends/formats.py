@@ -1,0 +1,135 @@
+"""Formats of matmuls: each is one record here, and everything else asks it.
+
+A format is how weights are stored (`StorageFormat`), how activations are rounded (`Activations`),
+and how far its results may lie from exact ones. A new one is a member of `WeightFormat` with its
+record below (and one of `StorageFormat`, with its layout in `hetero.backends.weights`, if weights
+are stored in a new way); `reference` computes it at once, other backends name the formats that they
+have kernels for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+GROUP_SIZE: Final = 32  # features along k that share a scale
+
+Granularity: TypeAlias = Literal["group", "token", "tensor"]
+
+
+class StorageFormat(StrEnum):
+    """How weights are stored (see `hetero.backends.weights.PackedWeight`)."""
+
+    Q4 = "q4"
+    Q8 = "q8"
+    F16 = "f16"
+    F32 = "f32"
+
+    @property
+    def bits(self) -> int:
+        """Of a weight, scales not counted."""
+        return _STORAGE[self].bits
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups of `GROUP_SIZE` weights along k have an fp16 scale each: quantised."""
+        return _STORAGE[self].grouped
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of a weight, its part of the scale included, padding not."""
+        return self.bits / 8 + (2 / GROUP_SIZE if self.grouped else 0.0)
+
+
+class _Storage(NamedTuple):
+    bits: int
+    grouped: bool
+
+
+_STORAGE: Final = {
+    StorageFormat.Q4: _Storage(bits=4, grouped=True),
+    StorageFormat.Q8: _Storage(bits=8, grouped=True),
+    StorageFormat.F16: _Storage(bits=16, grouped=False),
+    StorageFormat.F32: _Storage(bits=32, grouped=False),
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a matmul makes of its float32 input before it multiplies.
+
+    bits            of a code, symmetric; 0: floating point (fp32, or fp16 where a GPU has it)
+    granularity     of the codes' scales: a `group` of 32 features of a token, a `token`, the tensor
+    static          scales are the model's, from calibration; else they are max|x| / largest code
+    """
+
+    bits: int = 0
+    granularity: Granularity | None = None
+    static: bool = False
+
+    @property
+    def are_floats(self) -> bool:
+        """Whether nothing is quantised."""
+        return self.bits == 0
+
+    @property
+    def largest(self) -> int:
+        """The largest code."""
+        return (1 << (self.bits - 1)) - 1
+
+
+FLOATS: Final = Activations()
+INT8_GROUPS: Final = Activations(8, "group")
+
+
+class WeightFormat(StrEnum):
+    """Weight and activation precision of a matmul, as `--weights` names it.
+
+    `w4`: 4-bit symmetric, groups of 32 along k, one fp16 scale each. `w8`: 8-bit, same groups.
+    `a16`: floating-point activations (fp32 where the device has no fp16 arithmetic).
+    `a8`: activations quantised to int8 per token and block of 32 on the fly, as llama.cpp does.
+    """
+
+    W4A16 = "w4a16"
+    W4A8 = "w4a8"
+    W8A16 = "w8a16"
+    F16 = "f16"
+    F32 = "f32"
+
+    @property
+    def storage(self) -> StorageFormat:
+        """How the weights lie in memory, whatever the activations are."""
+        return _FORMATS[self].storage
+
+    @property
+    def activations(self) -> Activations:
+        """How its input is rounded."""
+        return _FORMATS[self].activations
+
+    @property
+    def tolerance(self) -> float:
+        """Largest ‖y - exact‖ / ‖exact‖ of a right kernel, exact being float64 on unrounded
+        activations: what the format costs, with a margin.
+        """
+        return _FORMATS[self].tolerance
+
+    @property
+    def half_is_enough(self) -> bool:
+        """Whether fp16 arithmetic keeps to it: no integers to be exact in, no 32-bit weights."""
+        return self.activations.are_floats and self.storage is not StorageFormat.F32
+
+
+class _Format(NamedTuple):
+    storage: StorageFormat
+    activations: Activations
+    tolerance: float
+
+
+_FORMATS: Final = {
+    WeightFormat.W4A16: _Format(StorageFormat.Q4, FLOATS, 2e-3),
+    WeightFormat.W4A8: _Format(StorageFormat.Q4, INT8_GROUPS, 2e-2),
+    WeightFormat.W8A16: _Format(StorageFormat.Q8, FLOATS, 2e-3),
+    WeightFormat.F16: _Format(StorageFormat.F16, FLOATS, 2e-3),
+    WeightFormat.F32: _Format(StorageFormat.F32, FLOATS, 1e-4),
+}
