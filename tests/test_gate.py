@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -55,3 +56,10 @@ def test_every_package_of_the_tree_is_built() -> None:
 
 def test_few_modules_lie_outside_rooms() -> None:
     assert len(list((ROOT / "hetero").glob("*.py"))) <= 6
+
+
+def test_hooks_are_pinned_as_the_gate_is() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    revisions = {x["repo"].rpartition("/")[2]: x.get("rev") for x in config["repos"]}
+    assert revisions["ruff-pre-commit"] == f"v{PINS[canonicalize_name('ruff')]}"
+    assert all(re.fullmatch(r"v[0-9.]+", x) for name, x in revisions.items() if name != "local")
