@@ -111,6 +111,23 @@ def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -
 
 
 @pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("outlier", [1e3, 1e4, 6e4])
+@pytest.mark.parametrize("m", [1, 5])
+def test_matmul_of_outliers(
+    device: Device, weight_format: WeightFormat, outlier: float, m: int
+) -> None:
+    """Activations as models have them: one of thousands in a token that is small otherwise."""
+    op = ops.MatMul(n=40, k=96, weight_format=weight_format)
+    require(device, op)
+    rng = np.random.default_rng(int(outlier) + m)
+    weights = {"weight": pack(0.02 * rng.standard_normal((40, 96)), weight_format.storage)}
+    tensors = make_tensors(op, m, rng, device=device)
+    tensors["x"].array[0, 17] = outlier
+    tensors["x"].array[-1, 83] = -outlier
+    check_call(device, device.prepare(op, weights), weights, tensors, m)
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
 def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFormat) -> None:
     """Rows of a cut weight, computed one segment after another, each into its own tensor."""
     rng = np.random.default_rng(4)
