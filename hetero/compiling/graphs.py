@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import WeightValue
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import find_chip
@@ -28,10 +28,11 @@ from hetero.compiling.bundle import (
 from hetero.compiling.limits import Estimate, Job, check_limits, estimate, mib
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
+from hetero.models.graph import model_graph
 from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.runtime.decoder import Node, decoder_nodes
+from hetero.profiler.model_graph import Node
 from hetero.runtime.engine import SCORING_PIECE
 from hetero.runtime.groups import NodeGroup, node_groups
 from hetero.runtime.kernels import node_weights
@@ -93,7 +94,7 @@ def prepare(request: CompileRequest) -> Compilation:
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     longest = plan.for_graphs({"npu": sizes, "gpu": ()}).step_tokens or max(sizes)
     capacity = length + padded_size(longest, [*sizes, longest])  # as the engine's caches
-    nodes = decoder_nodes(loaded.config, WeightFormat(request.weights), capacity)
+    nodes = model_graph(loaded.config, request.weights, capacity=capacity).nodes
     jobs = tuple(all_jobs(plan, nodes, sizes))
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")
