@@ -9,10 +9,11 @@ from typing import Final
 import numpy as np
 
 from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.options import HOST, Objective, Option
 from hetero.solver.pieces import Pieces
-from hetero.solver.plan import OpName, PlanError, Strategy
+from hetero.solver.plan import PlanError, Strategy
 from hetero.solver.planner import Planner, Scenario, Solution, shortest
 from hetero.solver.tilings import MatMulSpace
 

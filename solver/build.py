@@ -7,27 +7,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.calls import split
 from hetero.solver.candidates import explain
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.memory import held_by_op, weight_memory
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
 from hetero.solver.place import tiles_of
-from hetero.solver.plan import (
-    ExecutionPlan,
-    NamedStrategy,
-    OpName,
-    OpPlan,
-    Residency,
-    Rest,
-    Total,
-)
+from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpPlan, Residency, Rest, Total
 from hetero.solver.planner import Planner, Scenario, Solution
 from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_of, steps_alone
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
+from hetero.solver.steps import seconds_by_kind
 from hetero.solver.together import cuts_of, solve_together
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
@@ -36,7 +29,7 @@ KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
 def make_plan(
-    spec: ModelSpec,
+    spec: ModelGraph,
     profile: DeviceProfile,
     request: PlanRequest = DEFAULT_REQUEST,
     *,
@@ -198,17 +191,17 @@ def _prompt_total(
         kind: prompt_alone(planner.uncut, steps_alone(planner, tokens, kind), kind)
         for kind in KINDS
     }
-    return _total(done, singles).model_copy(update={"steps": done.steps})
+    return _total(planner, done, singles).model_copy(update={"steps": done.steps})
 
 
 def _decode_total(planner: Planner, solution: Solution) -> Total:
     alone = {kind: planner.uncut.single(solution.scenario, kind) for kind in KINDS}
     singles = {kind: s and Prompt((s,)) for kind, s in alone.items()}
-    found = _total(Prompt((solution,)), singles)
+    found = _total(planner, Prompt((solution,)), singles)
     return found.model_copy(update={"context": planner.settings.context})
 
 
-def _total(done: Prompt, singles: Mapping[DeviceKind, Prompt | None]) -> Total:
+def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt | None]) -> Total:
     """Time of a prompt or of a decode step beside the best single device's."""
     alone = {kind: found for kind, found in singles.items() if found is not None}
     best = min(alone.values(), key=lambda found: found.seconds, default=done)
@@ -222,12 +215,7 @@ def _total(done: Prompt, singles: Mapping[DeviceKind, Prompt | None]) -> Total:
         single_devices={kind: found.seconds for kind, found in alone.items()},
         energy_j=done.joules,
         best_single_device_j=best.joules,
-        rest_s={
-            "head": first.rests.head.together_s,
-            "attention": first.rests.attention.together_s,
-            "norm": first.rests.norm.together_s,
-            "activation": first.rests.activation.together_s,
-        },
+        rest_s=seconds_by_kind(planner.spec, first.rests),
     )
 
 

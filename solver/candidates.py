@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser
 from hetero.solver.options import INF, Option
-from hetero.solver.plan import Candidate, OpName, Strategy
+from hetero.solver.plan import Candidate, Strategy
 from hetero.solver.planner import Planner
 
 ALL: tuple[Strategy, ...] = (

@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser
 from hetero.solver.kernels import Floats, Ints
 from hetero.solver.options import GPU, INF, Objective, Option
-from hetero.solver.plan import OpName
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.tilings import Grid, MatMulSpace
 

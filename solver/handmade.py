@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from hetero.backends.protocol import DeviceKind
-from hetero.solver.model_spec import ModelSpec
+from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase, Rest, Tile
 
 
 def single_device(
-    spec: ModelSpec, device: DeviceKind, graph_sizes: tuple[int, ...] = ()
+    spec: ModelGraph, device: DeviceKind, graph_sizes: tuple[int, ...] = ()
 ) -> ExecutionPlan:
     """Everything on one device, for any token count."""
     return layer_level(spec, prefill=device, decode=device, rest=device, graph_sizes=graph_sizes)
 
 
 def layer_level(
-    spec: ModelSpec,
+    spec: ModelGraph,
     *,
     prefill: DeviceKind = "npu",
     decode: DeviceKind = "gpu",

@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser, Picked
 from hetero.solver.kernels import Bools, Floats, Ints
 from hetero.solver.memory import Held
 from hetero.solver.options import INF, Option
 from hetero.solver.pieces import Choices, npu_choices
-from hetero.solver.plan import OpName
 from hetero.solver.tilings import Grid, MatMulSpace, complement, contend, spread_of
 
 Cells = TypeVar("Cells", Floats, Ints, Bools)

@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import OpName
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.options import INF, Option
-from hetero.solver.plan import Memory, OpName
+from hetero.solver.plan import Memory
 
 if TYPE_CHECKING:
     from hetero.solver.planner import Planner, Solution
-
-PARTS: dict[str, tuple[OpName, ...]] = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
 class Limits(NamedTuple):

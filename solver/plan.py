@@ -19,15 +19,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.calls import split
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.report import document, markdown, page
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"
 ]
-OpName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head", "q", "k", "v", "gate", "up"]
 NamedStrategy: TypeAlias = Literal[
     "auto", "gpu-only", "npu-only", "layer", "row-cut", "sequence-cut", "multi-sequence-cut",
     "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
@@ -151,8 +150,8 @@ class Total(_Record):
 
     `steps` are the token counts of the calls that a prompt of m tokens runs in, each behind the
     tokens of those before it. `single_devices` are the times of the plans with all matmuls on one
-    device, by its kind; `rest_s` those of the other operators in the first call, each time: head,
-    attention, norm, activation.
+    device, by its kind; `rest_s` those of the other operators in the first call, each time: `head`
+    before the layers, then by what they do (`steps.seconds_by_kind`).
     """
 
     phase: Phase
@@ -359,7 +358,7 @@ class ExecutionPlan(_Record):
         tiles = {tile.device for op in self.ops for tile in op.tiles}
         return frozenset(tiles | {self.rest.prefill, self.rest.decode})
 
-    def check_fits(self, spec: ModelSpec) -> None:
+    def check_fits(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless every matmul of the plan has the model's shape.
 
         Names are not compared: a quantised copy of a model may be called otherwise.

@@ -11,23 +11,18 @@ from typing import Final, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
+from hetero.profiler.model_graph import ModelGraph, OpName, Stage
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.chain import Chain, solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.memory import holds_alone
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option, Power, Sync
-from hetero.solver.plan import OpName, Phase, PlanError
+from hetero.solver.plan import Phase, PlanError
 from hetero.solver.steps import RestCosts, Rests
 from hetero.solver.tilings import MatMulSpace
 
-BLOCK: Final[tuple[tuple[OpName, tuple[OpName, ...]], ...]] = (
-    ("qkv", ("q", "k", "v")), ("o", ()), ("gate_up", ("gate", "up")), ("down", ()),
-)  # fmt: skip
-# The operators behind each group, and what is always queued.
-BEHIND: Final = {"qkv": "attention", "o": "norm", "gate_up": "activation", "down": "norm"}
 TILE_AND_GATE: Final = 2.0
 SHORT_ROOM: Final = 2  # launches that are submitted while a norm or an activation runs
 Extra = Mapping[OpName, list[Option]]
@@ -110,7 +105,7 @@ class Planner:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: ModelGraph,
         profile: DeviceProfile,
         settings: Settings = Settings(),
         *,
@@ -235,35 +230,26 @@ class Planner:
             return 0.0
         if "gpu" not in self._rest_costs.devices:  # nothing of the GPU's is waited for before it
             return 0.0 if name == "lm_head" else TILE_AND_GATE
-        stages = BEHIND.values()
-        rests = self._rest_costs.on("gpu", 1, self.settings.context)
-        between = sum(map(self._rest_costs.launches, stages))
-        block = [x for x in self.spec.matmuls if x.name != "lm_head"]
-        alone_s: float = sum(getattr(rests, stage).gpu_s for stage in stages)
-        for x in block:
-            if x.name != name:
-                alone_s += float(self.kernels.table("gpu", [1], [x.n], x.k).seconds[0, 0])
+        block = self.spec.block
+        behind = self._rest_costs.on("gpu", 1, self.settings.context).behind
+        between = sum(sum(share.times for share in stage.behind) for stage in block)
+        alone_s: float = sum(behind[x.name].gpu_s for x in block if x.name in behind)
+        for stage in block:
+            if stage.name != name:
+                n, k = self.shape(stage.name)
+                alone_s += float(self.kernels.table("gpu", [1], [n], k).seconds[0, 0])
         late = between + len(block) + 1 - alone_s / sync.busy_s
-        if name == "o":
-            in_short_waits = SHORT_ROOM * (len(stages) - 1)  # all but attention are short
-            launches = between + TILE_AND_GATE * len(stages) - in_short_waits
-            late = max(late, launches - rests.attention.gpu_s / sync.busy_s)
+        for i, stage in enumerate(block):
+            if block[(i + 1) % len(block)].name == name and stage.attends:
+                waits = sum(bool(other.behind) for other in block)
+                in_short_waits = SHORT_ROOM * (waits - 1)  # all but attention are short
+                launches = between + TILE_AND_GATE * len(block) - in_short_waits
+                late = max(late, launches - behind[stage.name].gpu_s / sync.busy_s)
         return max(0.0, late)
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""
-        spec = self.spec
-        d = spec.hidden_size
-        match name:
-            case "q":
-                return spec.heads * spec.head_dim, d
-            case "k" | "v":
-                return spec.kv_heads * spec.head_dim, d
-            case "gate" | "up":
-                return spec.intermediate_size, d
-            case _:
-                matmul = spec.matmul(name)
-                return matmul.n, matmul.k
+        return self.spec.shapes[name]
 
     @property
     def step_tokens(self) -> int | None:
@@ -358,14 +344,10 @@ class Planner:
         default as the settings say).
         """
         apart = self.settings.apart if apart is None else apart
-        known = {x.name for x in self.spec.matmuls}
-        for name, parts in BLOCK:
-            if name in known:
-                yield name
-                if apart and (name != "gate_up" or self.spec.gated):
-                    yield from parts
-        if "lm_head" in known:
-            yield "lm_head"
+        for stage in (*self.spec.block, *self.spec.tail):
+            yield stage.name
+            if apart:
+                yield from stage.members
 
     def _best(
         self, scenario: Scenario, objective: Objective, options: Extra, rest: DeviceKind | None
@@ -397,8 +379,8 @@ class Planner:
     ) -> Solution | None:
         """Try fused groups and their parts; fused unless apart wins by the margin."""
         choices = [
-            [g for g in ((name,), parts) if g and all(p in options for p in g)]
-            for name, parts in BLOCK
+            [g for g in ((stage.name,), stage.members) if g and all(p in options for p in g)]
+            for stage in self.spec.block
         ]
         best: Solution | None = None
         for groups in itertools.product(*choices):
@@ -423,24 +405,16 @@ class Planner:
         options: Extra,
         groups: tuple[tuple[OpName, ...], ...],
     ) -> Solution | None:
-        between = {name: getattr(rests, stage) for name, stage in BEHIND.items()}
-        block: list[list[Option]] = []
-        names: list[OpName | None] = []
-        for (fused, _), members in zip(BLOCK, groups, strict=True):
-            for name in members:
-                block.append(options[name])
-                names.append(name)
-            block.append([between[fused]])
-            names.append(None)
-        tail = [options["lm_head"]] if "lm_head" in options else []
-        chain = solve_chain([[rests.head]], block, tail, self.spec.layers, objective)
+        tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in options]
+        block = _Run(options, rests, zip(self.spec.block, groups, strict=True))
+        ending = _Run(options, rests, tail)
+        layers = self.spec.layers
+        chain = solve_chain([[rests.head]], block.stages, ending.stages, layers, objective)
         if chain is None:
             return None
-        chosen = {x: o for x, o in zip(names, chain.block, strict=True) if x is not None}
-        if tail:
-            chosen["lm_head"] = chain.tail[0]
+        chosen = block.chosen(chain.block) | ending.chosen(chain.tail)
         around_s = self.around_s(rests.device)
-        return Solution(scenario, chosen, rests, chain, self.spec.layers, self.power, around_s)
+        return Solution(scenario, chosen, rests, chain, layers, self.power, around_s)
 
     def around_s(self, rest: DeviceKind) -> float:
         """The control thread's time before the first and after the last launch of a step, and the
@@ -468,6 +442,27 @@ class Planner:
                 f"(precision {self.settings.precision}), only of {', '.join(known) or 'nothing'}: "
                 "choose another --weights or --precision, or measure it with `hetero profile`"
             )
+
+
+class _Run:
+    """Stages of a chain: matmuls of plans, each with what runs behind it, if anything does."""
+
+    def __init__(
+        self, options: Extra, rests: Rests, groups: Iterable[tuple[Stage, tuple[OpName, ...]]]
+    ) -> None:
+        self.stages: list[list[Option]] = []
+        self._names: list[OpName | None] = []
+        for stage, members in groups:
+            self.stages += [options[name] for name in members]
+            self._names += members
+            if stage.name in rests.behind:
+                self.stages.append([rests.behind[stage.name]])
+                self._names.append(None)
+
+    def chosen(self, options: Sequence[Option]) -> dict[OpName, Option]:
+        """Options of the matmuls, of one option for each stage."""
+        named = zip(self._names, options, strict=True)
+        return {name: option for name, option in named if name is not None}
 
 
 def shortest(*limits: int | None) -> int | None:

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Sequence
 from typing import Final
 
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.solver.build import assemble, entry
 from hetero.solver.chooser import Chooser
@@ -18,9 +19,8 @@ from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
 from hetero.solver.joint import JointSpace
 from hetero.solver.memory import Held, held_by_op
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
-from hetero.solver.plan import ExecutionPlan, OpName, Phase
+from hetero.solver.plan import ExecutionPlan, Phase
 from hetero.solver.planner import Planner, Scenario, Solution, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
 from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_of
@@ -44,7 +44,7 @@ def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
 
 
 def prepare_solver(
-    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, cuts: int = CUTS
+    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, cuts: int = CUTS
 ) -> PreparedSolver:
     """A solver for any prompt length, with at most `cuts` row cuts of each matmul, chosen for the
     lengths of the request. Raises `PlanError` or `ProfileError`.

@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import npu_sequence, online_s
 from hetero.solver.chooser import Chooser, Rules
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
-from hetero.solver.plan import ExecutionPlan, OpName, PlanError, Tile
-from hetero.solver.planner import BLOCK, Planner, Scenario, Solution
+from hetero.solver.plan import ExecutionPlan, PlanError, Tile
+from hetero.solver.planner import Planner, Scenario, Solution
 from hetero.solver.prompts import call_scenarios, prompt_of
 from hetero.solver.request import PlanRequest
 from hetero.solver.sizing import planner_for
 
 
 def repredict(
-    plan: ExecutionPlan, spec: ModelSpec, profile: DeviceProfile, steps: Iterable[Scenario] = ()
+    plan: ExecutionPlan, spec: ModelGraph, profile: DeviceProfile, steps: Iterable[Scenario] = ()
 ) -> dict[Scenario, float]:
     """Seconds of prompts and steps by this profile; of the plan's own by default. Prompts run in
     the plan's calls; those of `online-prepare` contain preparing their graphs.
@@ -82,17 +82,15 @@ def _with_graphs_of(planner: Planner, partitions: Iterable[Sequence[Tile]]) -> P
     return planner.with_graph_sizes((*planner.sizes, *late)) if late else planner
 
 
-def _names(plan: ExecutionPlan, spec: ModelSpec, step: Scenario) -> Iterable[OpName]:
+def _names(plan: ExecutionPlan, spec: ModelGraph, step: Scenario) -> Iterable[OpName]:
     """The matmuls of a step: a fused one where the plan has it at these tokens, else its members,
     as the runtime reads a plan.
     """
     phase, m, _ = step
     listed = {o.op for o in plan.ops if o.phase == phase and (o.m is None or o.m >= m)}
-    of_groups = dict(BLOCK)
-    for matmul in spec.matmuls:
-        members = of_groups.get(matmul.name, ())
-        whole = matmul.name in listed and not plan.is_apart(phase, m, matmul.name, members)
-        yield from (matmul.name,) if whole or not members else members
+    for name, members, _ in (*spec.block, *spec.tail):
+        whole = name in listed and not plan.is_apart(phase, m, name, members)
+        yield from (name,) if whole or not members else members
 
 
 def _tokens(step: Scenario, name: OpName) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from hetero.profiler.model_graph import OpName, Stage
 from hetero.solver.chooser import Chooser
 from hetero.solver.memory import Held, Limits, held_bytes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
-from hetero.solver.plan import OpName, PlanError
-from hetero.solver.planner import BLOCK, Planner, Scenario, Solution
+from hetero.solver.plan import PlanError
+from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.steps import Rests
 from hetero.solver.tilings import Grid
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
@@ -30,8 +32,7 @@ def solve(
     """Best plans of all scenarios together within the limits; `weight` is how much a step counts.
     Raises `PlanError` if none fits.
     """
-    names = [name for name, _ in BLOCK] + ["lm_head"]
-    wanted: list[OpName] = [x for x in names if x in {y.name for y in planner.spec.matmuls}]
+    wanted: list[OpName] = [x.name for x in planner.spec.matmuls]
     weights = [weight(scenario) for scenario in scenarios]
     program = _Program(planner, scenarios, weights, objective, wanted, places)
     held = program.minimise(limits)
@@ -215,37 +216,36 @@ class _Builder:
         self,
         scenario: Scenario,
         weight: float,
-        rests: object,
+        rests: Rests,
         wrap: int,
         start: int,
         used: dict[tuple[OpName, Held], list[int]],
     ) -> None:
-        program, layers = self.program, self.program.planner.spec.layers
-        stages = _stages(program.names, rests)
-        first = stages[0]
-        head = rests.head  # type: ignore[attr-defined]
+        program, graph = self.program, self.program.planner.spec
+        block, tail = _stages(graph.block, rests), _stages(graph.tail, rests)
+        head = rests.head
         entered = {state: self._row(0, 0) for state in STATES}
         begin = self._column(weight * program.objective.cost(head, GPU))
         self.entries += [(start, begin, 1.0), (entered[head.leaves], begin, -1.0)]
-        for stage in stages:
-            tail = stage == "lm_head"
-            leaving = {state: self._row(0, 0) for state in STATES} if not tail else None
-            if tail:
+        for i, stage in enumerate([*block, *tail]):
+            last = bool(tail) and i == len(block) + len(tail) - 1
+            leaving = {state: self._row(0, 0) for state in STATES} if not last else None
+            if i == len(block):
                 self._bar_other(entered, wrap)
-            for held, option in self._stage_options(scenario, stage):
+            for name, held, option in self._stage_options(scenario, stage):
                 for state in STATES:
-                    cost = self._cost(option, state, wrap, stage is first, tail, layers)
+                    cost = self._cost(option, state, wrap, i == 0, i >= len(block), graph.layers)
                     if cost >= INF:
                         continue
                     column = self._column(weight * cost)
                     self.entries.append((entered[state], column, 1.0))
                     if leaving is not None:
                         self.entries.append((leaving[option.leaves], column, -1.0))
-                    if held is not None:
-                        used.setdefault((stage, held), []).append(column)  # type: ignore[arg-type]
+                    if name is not None and held is not None:
+                        used.setdefault((name, held), []).append(column)
             if leaving is not None:
                 entered = leaving
-        if "lm_head" not in program.names:
+        if not tail:
             self._drain(entered, wrap)
 
     def _cost(
@@ -259,14 +259,15 @@ class _Builder:
             return once + (layers - 1) * objective.cost(option, wrap) if layers > 1 else once
         return layers * once
 
-    def _stage_options(self, scenario: Scenario, stage: object) -> list[tuple[Held | None, Option]]:
+    def _stage_options(
+        self, scenario: Scenario, stage: OpName | Option
+    ) -> list[tuple[OpName | None, Held | None, Option]]:
         if isinstance(stage, Option):
-            return [(None, stage)]
-        name: OpName = stage  # type: ignore[assignment]
+            return [(None, None, stage)]
         return [
-            (held, option)
-            for held in self.program.choices[name]
-            for option in self.program.options(scenario, name, held)
+            (stage, held, option)
+            for held in self.program.choices[stage]
+            for option in self.program.options(scenario, stage, held)
         ]
 
     def _bar_other(self, entered: dict[int, int], wrap: int) -> None:
@@ -281,17 +282,11 @@ class _Builder:
         self.entries.append((entered[wrap], column, 1.0))
 
 
-def _stages(names: Sequence[OpName], rests: object) -> list[object]:
-    """Names of matmuls and options of the rest, in the order in which they run."""
-    between = {
-        "qkv": rests.attention,  # type: ignore[attr-defined]
-        "o": rests.norm,  # type: ignore[attr-defined]
-        "gate_up": rests.activation,  # type: ignore[attr-defined]
-        "down": rests.norm,  # type: ignore[attr-defined]
-    }
-    found: list[object] = []
-    for name in names:
-        found.append(name)
-        if name in between:
-            found.append(between[name])
+def _stages(stages: Iterable[Stage], rests: Rests) -> list[OpName | Option]:
+    """Names of matmuls and options of what is behind them, in the order in which they run."""
+    found: list[OpName | Option] = []
+    for stage in stages:
+        found.append(stage.name)
+        if stage.name in rests.behind:
+            found.append(rests.behind[stage.name])
     return found

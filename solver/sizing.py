@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver import graph_sizes as sizes_module
 from hetero.solver.chooser import Rules
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import INF
 from hetero.solver.plan import PlanError
 from hetero.solver.planner import Planner, Settings, with_graph_sizes
@@ -17,7 +17,7 @@ from hetero.solver.together import solve_together
 
 
 def planner_for(
-    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, apart: bool = True
+    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, apart: bool = True
 ) -> tuple[Planner, list[str]]:
     """A planner with the graph sizes that were asked for, and what to say about it."""
     rules = Rules(request.margin, request.max_gpu_share, request.shared)

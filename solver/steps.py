@@ -1,42 +1,41 @@
-"""The operators of a step that are not matmuls, as stages of the chain."""
+"""The operators of a step that are not matmuls of plans, as stages of the chain."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from hetero.backends.ops import Act, Attention, GatedAct, LayerNorm, RMSNorm, Rope
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph, OpName, Share
 from hetero.profiler.predict import other_s, padded_count
 from hetero.profiler.records import OtherPredictor
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import GPU, HOST, Option, Sync
 
-# Stage of the chain that an operator belongs to, and how often a layer has that stage (0: the stage
-# comes once, before the layers).
-STAGES: Final = {
-    "embed": ("head", 0),
-    "positions": ("head", 0),
-    "first_norm": ("head", 0),
-    "rope": ("attention", 1),
-    "attention": ("attention", 1),
-    "norm": ("norm", 2),
-    "out_norm": ("norm", 2),
-    "join": ("norm", 2),
-    "activation": ("activation", 1),
+# What operators do, for people.
+KINDS: Final[dict[type, str]] = {
+    Rope: "attention",
+    Attention: "attention",
+    RMSNorm: "norm",
+    LayerNorm: "norm",
+    GatedAct: "activation",
+    Act: "activation",
 }
 KEPT: Final = 1024  # times that are remembered
 
 
 @dataclass(frozen=True)
 class Rests:
-    """One device's time of everything between the matmuls."""
+    """One device's time of everything that is no matmul of a plan: before the layers, and behind
+    each matmul (those with nothing behind them are left out).
+    """
 
     head: Option
-    attention: Option
-    norm: Option
-    activation: Option
+    behind: Mapping[OpName, Option]
 
     @property
     def device(self) -> DeviceKind:
@@ -49,13 +48,13 @@ class RestCosts:
     all of them.
     """
 
-    def __init__(self, cost: CostModel, spec: ModelSpec, sync: Sync) -> None:
-        self.cost, self.spec, self.sync = cost, spec, sync
+    def __init__(self, cost: CostModel, graph: ModelGraph, sync: Sync) -> None:
+        self.cost, self.graph, self.sync = cost, graph, sync
         self._known: dict[tuple[DeviceKind, int, int], Rests] = {}
-        steps = spec.step_ops(spec.max_position)[len(spec.matmuls) :]
-        self.steps = [
-            (STAGES[step.name][0], step.op, step.count / _occasions(step.name, spec))
-            for step in steps
+        stages = (*graph.block, *graph.tail)
+        self._shares: list[tuple[OpName | None, Share]] = [
+            *((None, share) for share in graph.head),
+            *((stage.name, share) for stage in stages for share in stage.behind),
         ]
         kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
         self._predictors: dict[DeviceKind, list[OtherPredictor]] = {}
@@ -64,14 +63,14 @@ class RestCosts:
         if not self.devices:
             missing = sorted({reason for found in reasons.values() for reason in found})
             raise ProfileError(
-                f"profile {cost.profile.name} lacks operators of {spec.name} "
+                f"profile {cost.profile.name} lacks operators of {graph.name} "
                 f"({', '.join(missing)}): take it again with `hetero profile`"
             )
 
     def _reasons(self, kind: DeviceKind) -> list[str]:
         if kind not in self.cost.profile.devices:
             return [f"no {kind}"]
-        checks = [self.cost.allowed_op(kind, op, 1) for _, op, _ in self.steps]
+        checks = [self.cost.allowed_op(kind, share.op, 1) for _, share in self._shares]
         return [check.reason for check in checks if not check]
 
     def on(self, kind: DeviceKind, m: int, context: int) -> Rests:
@@ -84,29 +83,37 @@ class RestCosts:
         return self._known[key]
 
     def _rests(self, kind: DeviceKind, m: int, context: int) -> Rests:
-        times = dict.fromkeys(("head", "attention", "norm", "activation"), 0.0)
         if kind not in self._predictors:
-            self._predictors[kind] = [self.cost.other(kind, op) for _, op, _ in self.steps]
+            self._predictors[kind] = [self.cost.other(kind, x.op) for _, x in self._shares]
         tokens = padded_count(self.cost.device(kind), m)
-        for (stage, op, share), predictor in zip(self.steps, self._predictors[kind], strict=True):
-            times[stage] += share * other_s(predictor, op, tokens, context)
+        times: dict[OpName | None, float] = {None: 0.0}
+        for (name, share), predictor in zip(self._shares, self._predictors[kind], strict=True):
+            seconds = share.times * other_s(predictor, share.op, tokens, context)
+            times[name] = times.get(name, 0.0) + seconds
         sync = self.sync.at(m)
         return Rests(
-            head=_option(kind, times["head"], sync),
-            attention=_option(kind, times["attention"], sync),
-            norm=_option(kind, times["norm"], sync),
-            activation=_option(kind, times["activation"], sync),
+            _option(kind, times.pop(None), sync),
+            {name: _option(kind, x, sync) for name, x in times.items() if name is not None},
         )
 
-    def launches(self, stage: str) -> float:
-        """Kernels of one occasion of a stage."""
-        return sum(share for found, _, share in self.steps if found == stage)
+
+def seconds_by_kind(graph: ModelGraph, rests: Rests) -> dict[str, float]:
+    """Seconds of the other operators of a layer, each time, by what they do: `head` (before the
+    layers), then `attention`, `norm`, `activation`; by the matmul that they are behind where they
+    do several of these things.
+    """
+    found: dict[str, list[float]] = {"head": [rests.head.together_s]}
+    for stage in graph.block:
+        if stage.name in rests.behind:
+            name = _kind(stage.behind) or stage.name
+            found.setdefault(name, []).append(rests.behind[stage.name].together_s)
+    return {name: statistics.fmean(seconds) for name, seconds in found.items()}
 
 
-def _occasions(name: str, spec: ModelSpec) -> int:
-    """How often a step has an operator's stage."""
-    per_layer = STAGES[name][1]
-    return per_layer * spec.layers if per_layer else 1
+def _kind(shares: Iterable[Share]) -> str | None:
+    """What operators do, if they all do the same."""
+    kinds = {KINDS.get(type(share.op)) for share in shares}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _option(kind: DeviceKind, seconds: float, sync: Sync) -> Option:

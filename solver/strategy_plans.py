@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import force, longest_step, online_s
 from hetero.solver.build import assemble
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.options import Option
-from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpName, PlanError, Total
+from hetero.solver.plan import ExecutionPlan, NamedStrategy, PlanError, Total
 from hetero.solver.planner import Planner, Scenario, Solution
 from hetero.solver.request import DECODE, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
@@ -23,7 +23,7 @@ _DECODES = {"auto": "auto", "gpu-only": "gpu-only", "npu-only": "npu-only", "row
 
 
 def strategy_plan(
-    spec: ModelSpec,
+    spec: ModelGraph,
     profile: DeviceProfile,
     strategy: NamedStrategy,
     token_counts: Sequence[int],
@@ -54,7 +54,7 @@ def strategy_plan(
 
 
 def whole_matmuls(
-    spec: ModelSpec, profile: DeviceProfile, request: PlanRequest, *, tokens: int = 256
+    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, tokens: int = 256
 ) -> ExecutionPlan:
     """Layer level for every token count: each matmul whole on one device, the one that is faster in
     a chain of `tokens` tokens (and in decoding). Entries have one tile and hold for any length.

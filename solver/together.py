@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import OpName
 from hetero.solver import residency
 from hetero.solver.cuts import row_cuts
 from hetero.solver.memory import Limits, limits_of, weight_memory
 from hetero.solver.options import Objective
-from hetero.solver.plan import PHASES, Memory, OpName
+from hetero.solver.plan import PHASES, Memory
 from hetero.solver.planner import Planner, Scenario, Solution
 from hetero.solver.request import PlanRequest
 

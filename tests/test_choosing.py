@@ -17,9 +17,9 @@ from hetero.models import model_spec
 from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.files import shipped_host
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.solver.handmade import single_device
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, PlanError
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import prepare_solver
@@ -31,7 +31,7 @@ NAMES = {"gpu": "opencl", "npu": "ort-cpu"}
 
 
 @pytest.fixture(scope="module")
-def spec() -> ModelSpec:
+def spec() -> ModelGraph:
     return model_spec("llama-3-8b")
 
 
@@ -69,14 +69,14 @@ def named(chip: DeviceProfile, *, npu_scale: float = 1.0, **backends: str) -> De
 
 
 @pytest.mark.parametrize("mode", ["gpu", "npu"])
-def test_one_device_needs_no_profile(spec: ModelSpec, mode: Any) -> None:
+def test_one_device_needs_no_profile(spec: ModelGraph, mode: Any) -> None:
     assert choose(spec, Wishes(mode=mode)) == Choice(mode, reason=f"{mode} alone, as asked for")
     with pytest.raises(UserError, match="profile 'nowhere': there is no such file"):
         choose(spec, Wishes(mode=mode, profile="nowhere"))
 
 
 @pytest.mark.parametrize("mode", ["hetero", "auto"])
-def test_without_any_profile_it_is_layer_level_and_says_why(spec: ModelSpec, mode: Any) -> None:
+def test_without_any_profile_it_is_layer_level_and_says_why(spec: ModelGraph, mode: Any) -> None:
     found = choose(spec, Wishes(mode=mode))
     assert (found.mode, found.plan) == ("hetero", None)
     assert found.reason.startswith(f"{mode}: layer level, because this machine has no profile")
@@ -84,7 +84,7 @@ def test_without_any_profile_it_is_layer_level_and_says_why(spec: ModelSpec, mod
 
 
 def test_this_machines_profile_is_found_in_the_cache(
-    spec: ModelSpec, chip: DeviceProfile, empty_cache: Path
+    spec: ModelGraph, chip: DeviceProfile, empty_cache: Path
 ) -> None:
     empty_cache.parent.mkdir()
     named(chip).save(empty_cache)
@@ -95,14 +95,14 @@ def test_this_machines_profile_is_found_in_the_cache(
     assert "(profile here)" in found.reason
 
 
-def test_a_broken_cached_profile_is_no_reason_to_stop(spec: ModelSpec, empty_cache: Path) -> None:
+def test_a_broken_cached_profile_is_no_reason_to_stop(spec: ModelGraph, empty_cache: Path) -> None:
     empty_cache.parent.mkdir()
     empty_cache.write_text("{", encoding="utf-8")
     assert choose(spec, Wishes(mode="auto")).reason.startswith("auto: layer level, because")
 
 
 def test_a_cached_profile_of_other_backends_is_not_used(
-    spec: ModelSpec, chip: DeviceProfile, empty_cache: Path
+    spec: ModelGraph, chip: DeviceProfile, empty_cache: Path
 ) -> None:
     empty_cache.parent.mkdir()
     named(chip).save(empty_cache)
@@ -113,7 +113,7 @@ def test_a_cached_profile_of_other_backends_is_not_used(
 
 
 def test_the_shipped_host_profile_comes_with_a_notice(
-    spec: ModelSpec, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
+    spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.planning.DeviceProfile.load", lambda _: named(chip))
@@ -143,7 +143,7 @@ def test_the_shipped_profile_of_a_pc_like_this(
     assert shipped_host() == name
 
 
-def test_auto_takes_what_is_predicted_fastest(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_auto_takes_what_is_predicted_fastest(spec: ModelGraph, chip: DeviceProfile) -> None:
     both = choose(spec, Wishes(mode="auto", profile=named(chip)))
     assert both.mode == "hetero"
     assert both.reason.startswith(
@@ -177,7 +177,7 @@ def with_every_core(profile: DeviceProfile, cores: int = 4) -> DeviceProfile:
     ],
 )
 def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
-    spec: ModelSpec,
+    spec: ModelGraph,
     chip: DeviceProfile,
     monkeypatch: pytest.MonkeyPatch,
     here: int,
@@ -207,13 +207,13 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
         assert f"opencl-cores {duration(both_s)}" in found.reason
 
 
-def test_auto_with_every_core_named_needs_no_profile(spec: ModelSpec) -> None:
+def test_auto_with_every_core_named_needs_no_profile(spec: ModelGraph) -> None:
     found = choose(spec, Wishes(mode="auto", gpu="opencl-cores"))
     assert (found.mode, found.gpu, found.plan) == ("gpu", None, None)
     assert found.reason == "auto: gpu alone, because opencl-cores leaves no other core"
 
 
-def test_hetero_is_at_least_layer_level(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -> None:
     no_npu = named(chip).model_copy(update={"predictors": named(chip).predictors[:1]})
     assert {p.device for p in no_npu.predictors} == {"gpu"}
     assert choose(spec, Wishes(profile=no_npu)).plan is None  # layer level, made by rule
@@ -224,7 +224,7 @@ def test_hetero_is_at_least_layer_level(spec: ModelSpec, chip: DeviceProfile) ->
 
 @pytest.mark.parametrize("npu_scale", [1.0, 4.0, 100.0])
 def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
-    spec: ModelSpec, chip: DeviceProfile, npu_scale: float
+    spec: ModelGraph, chip: DeviceProfile, npu_scale: float
 ) -> None:
     found = choose(spec, Wishes(profile=named(chip, npu_scale=npu_scale))).solver
     free = prepare_solver(spec, named(chip, npu_scale=npu_scale), PlanRequest(explain=False))
@@ -240,7 +240,7 @@ def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     assert (alone > 0) == (npu_scale > 1)
 
 
-def test_plans_are_tensor_level_for_any_length(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DeviceProfile) -> None:
     found = choose(spec, Wishes(mode="auto", profile=named(chip), step_tokens=512))
     assert found.reason.startswith("auto: tensor level, predicted for")
     assert found.plan is not None
@@ -249,7 +249,7 @@ def test_plans_are_tensor_level_for_any_length(spec: ModelSpec, chip: DeviceProf
     assert {op.m for op in found.solver.plan_for(301).ops} == {301, None}
 
 
-def test_a_strategy_is_forced(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_a_strategy_is_forced(spec: ModelGraph, chip: DeviceProfile) -> None:
     wishes = Wishes(profile=named(chip), strategy="padding", seq_lens=(300,))
     plan = choose(spec, wishes).plan
     assert plan is not None
@@ -276,7 +276,7 @@ class _Device:
         self.info = type("I", (), {"backend": "ort-cpu"})
 
 
-def test_plans_follow_the_devices_that_could_be_opened(spec: ModelSpec) -> None:
+def test_plans_follow_the_devices_that_could_be_opened(spec: ModelGraph) -> None:
     npu: Any = _Device((1, 32))
     gpu: Any = _Device(())
     plan = single_device(spec, "npu")
@@ -287,7 +287,7 @@ def test_plans_follow_the_devices_that_could_be_opened(spec: ModelSpec) -> None:
 
 
 def test_graphs_that_the_device_does_not_have_are_refused(
-    spec: ModelSpec, chip: DeviceProfile
+    spec: ModelGraph, chip: DeviceProfile
 ) -> None:
     wishes = Wishes(profile=named(chip), strategy="padding", seq_lens=(300,))
     choice = choose(spec, wishes)

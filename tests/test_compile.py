@@ -15,7 +15,7 @@ from hetero.cli.app import main
 from hetero.compiling.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
 from hetero.compiling.graphs import CompileRequest, compile_model, node_jobs, prepare
 from hetero.errors import ModelError, UserError
-from hetero.runtime.decoder import Node
+from hetero.profiler.model_graph import Node
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.checkpoints import Case, make_checkpoint

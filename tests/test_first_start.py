@@ -25,9 +25,9 @@ from hetero.placement.comparing import Work, compare
 from hetero.placement.device_set import open_devices
 from hetero.profiler.cost import CostModel
 from hetero.profiler.files import shipped_host
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, phase_of, typical
 from hetero.profiler.scaling import reference_tasks, scaled
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Planner
 from hetero.solver.report.units import duration
 from tests.helpers import Command
@@ -47,7 +47,7 @@ def host() -> DeviceProfile:
 
 
 @pytest.fixture(scope="module")
-def spec() -> ModelSpec:
+def spec() -> ModelGraph:
     return model_spec("llama-3.2-1b")
 
 
@@ -111,7 +111,7 @@ def test_it_is_measured_once_and_said_at_every_start(
 
 
 def test_a_profile_of_this_machine_or_asked_for_is_as_it_is(
-    host: DeviceProfile, spec: ModelSpec, machines: Machines, folder: Path
+    host: DeviceProfile, spec: ModelGraph, machines: Machines, folder: Path
 ) -> None:
     assert scaled_here(host, "") == (host, "")
     assert planning.find_profile("host") == host
@@ -126,7 +126,7 @@ def test_a_profile_of_this_machine_or_asked_for_is_as_it_is(
 
 
 def test_auto_compares_the_scaled_times(
-    host: DeviceProfile, spec: ModelSpec, machines: Machines
+    host: DeviceProfile, spec: ModelGraph, machines: Machines
 ) -> None:
     found = choose(spec, Wishes(mode="auto", expected=(256,)))
     assert found.notes[0].endswith("(prefill/decode), measured here in 1.2 s")
@@ -296,7 +296,7 @@ def test_a_profile_without_kernels_that_ran_is_not_scaled(machines: Machines) ->
 
 
 def test_factors_of_other_devices_are_forgotten(
-    host: DeviceProfile, spec: ModelSpec, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    host: DeviceProfile, spec: ModelGraph, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     with open_device("reference", kind="gpu") as gpu, open_device("reference", kind="npu") as npu:
         machines = Machines(host)

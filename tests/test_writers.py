@@ -51,7 +51,6 @@ def writers(model: Path, llm: LLM, plan: ExecutionPlan) -> dict[str, Writer]:
     return {
         "plan": plan.save,
         "plan's report": plan.report,
-        "model's shapes": open_model(model).spec().save,
         "trace": lambda path: Trace().save(path, about={}),
         "session": llm.save_session,
         "profile": profile.save,
@@ -60,7 +59,7 @@ def writers(model: Path, llm: LLM, plan: ExecutionPlan) -> dict[str, Writer]:
 
 
 NAMES = (
-    "plan", "plan's report", "model's shapes", "trace", "session", "profile", "profile's report",
+    "plan", "plan's report", "trace", "session", "profile", "profile's report",
 )  # fmt: skip
 DURABLE = tuple(name for name in NAMES if name != "trace")
 

@@ -20,9 +20,9 @@ from hetero.placement.planning import (
     parse_size,
     parse_tokens,
 )
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan
 from hetero.solver.report import content, units
 from hetero.solver.report.content import TableData
@@ -145,7 +145,7 @@ def _show(
         print(json_line(plan.model_dump_json()), flush=True)
 
 
-def _other(name: str, spec: ModelSpec, request: PlanRequest) -> ExecutionPlan:
+def _other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
     found = load_either(name)
     if isinstance(found, DeviceProfile):
         return make_plan(spec, found, request)

@@ -27,9 +27,10 @@ from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack,
 from hetero.errors import UserError
 from hetero.models import open_model
 from hetero.models.fields import read_text
+from hetero.models.graph import model_graph
 from hetero.models.layout import block_vectors
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.runtime.decoder import Node, decoder_nodes
+from hetero.profiler.model_graph import Node
 
 DAMPING: Final = 0.01  # of the mean diagonal of H, as in the paper
 SEQUENCE_TOKENS: Final = 512
@@ -77,7 +78,7 @@ class CalibratedWeights(ModelWeights):
     def _calibrate(self, progress: Progress | None) -> None:
         """Run the decoder node by node on all sequences; every matmul is quantised on the way."""
         longest = max(len(x) for x in self._sequences)
-        nodes = decoder_nodes(self.config, WeightFormat.F32, longest)
+        nodes = model_graph(self.config, WeightFormat.F32, capacity=longest).nodes
         states = [_state(x) for x in self._sequences]
         chosen: dict[str, PackedWeight] = {}
         for done, node in enumerate(nodes):

@@ -29,10 +29,11 @@ from hetero.compiling.bundle import (
 from hetero.compiling.limits import Estimate, Job, check_limits, estimate, mib
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
+from hetero.models.graph import model_graph
 from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.runtime.decoder import Node, decoder_nodes
+from hetero.profiler.model_graph import Node
 from hetero.runtime.engine import SCORING_PIECE
 from hetero.runtime.groups import NodeGroup, node_groups
 from hetero.runtime.kernels import node_weights
@@ -94,7 +95,7 @@ def prepare(request: CompileRequest) -> Compilation:
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     longest = plan.for_graphs({"npu": sizes, "gpu": ()}).step_tokens or max(sizes)
     capacity = length + padded_size(longest, [*sizes, longest])  # as the engine's caches
-    nodes = decoder_nodes(loaded.config, WeightFormat(request.weights), capacity)
+    nodes = model_graph(loaded.config, request.weights, capacity=capacity).nodes
     jobs = tuple(all_jobs(plan, nodes, sizes))
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hetero.backends.ops import Op
 from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES, RESERVED_BYTES
 from hetero.errors import UserError
-from hetero.runtime.decoder import Node
+from hetero.profiler.model_graph import Node
 from hetero.runtime.groups import NodeGroup
 
 # Largest constant of one graph; an ONNX file holds 2 GiB.

@@ -35,10 +35,10 @@ from hetero.models import LoadedModel, open_model
 from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
+from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
 from hetero.runtime.sync import SyncMethod
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
 
 DEFAULT_CONTEXT = 4096
@@ -147,7 +147,7 @@ class LLM:
             self.devices.close()
             raise
 
-    def _make_engine(self, spec: ModelSpec, *, adapt: bool, **options: Any) -> Engine:
+    def _make_engine(self, spec: ModelGraph, *, adapt: bool, **options: Any) -> Engine:
         """The engine of the plan on the devices that are open."""
         devices = self.devices.devices
         self.plan = plan_on(self.choice, spec, devices)

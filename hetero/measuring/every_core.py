@@ -26,6 +26,7 @@ from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
 from hetero.models import model_spec, open_model
+from hetero.models.graph import model_graph
 from hetero.models.random_models import RandomWeights, known_config
 from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import open_devices
@@ -153,7 +154,7 @@ def _time_model(
     opened = open_devices("gpu", gpu=backend)
     engine = Engine(
         weights,
-        single_device(weights.config.spec(weights.weight_format), "gpu"),
+        single_device(model_graph(weights.config, weights.weight_format), "gpu"),
         opened.devices,
         max_seq_len=tokens + WARM_STEPS + STEPS,
         control_core=opened.control_core,

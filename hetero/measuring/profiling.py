@@ -17,11 +17,11 @@ from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
 from hetero.placement.device_set import DeviceMode, open_devices
 from hetero.profiler.grid import Shape
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
 from hetero.profiler.other_ops import BLOCKS, Block
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
-from hetero.solver.model_spec import ModelSpec
 
 SHORTEST_BUDGET_S: Final = 1.0
 LONGEST_BUDGET_S: Final = 1e6
@@ -86,12 +86,12 @@ def profile_device(
         opened.close()
 
 
-def model_shapes(spec: ModelSpec) -> tuple[Shape, ...]:
+def model_shapes(spec: ModelGraph) -> tuple[Shape, ...]:
     """The matmuls of a model as the profiler takes them."""
     return tuple(Shape(matmul.name, matmul.n, matmul.k) for matmul in spec.matmuls)
 
 
-def model_options(spec: ModelSpec, formats: Iterable[WeightFormat]) -> dict[str, Any]:
+def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str, Any]:
     """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
     stored = (spec.model_copy(update={"weight_format": f}) for f in formats)
     own = Block(spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)

@@ -20,10 +20,11 @@ from hetero.models.chat_template import Message
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
+from hetero.models.graph import model_graph
 from hetero.models.manifest import MANIFEST_FILE, is_quantised, read_manifest
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.solver.model_spec import ModelSpec
+from hetero.profiler.model_graph import ModelGraph
 
 __all__ = [
     "BlockWeights",
@@ -90,9 +91,9 @@ class LoadedModel:
         """Ids that end a text: those of the configuration, else the tokenizer's."""
         return self.config.eos_ids or self.tokenizer.eos_ids
 
-    def spec(self) -> ModelSpec:
+    def spec(self) -> ModelGraph:
         """Shapes only, for the solver."""
-        return self.config.spec(self.weights.weight_format, self.name)
+        return model_graph(self.config, self.weights.weight_format, self.name)
 
 
 def default_weights(model: str | Path) -> str:
@@ -127,7 +128,7 @@ def open_model(
     return _open_checkpoint(path, weight_format)
 
 
-def model_spec(model: str | Path, weights: str = "w4a16") -> ModelSpec:
+def model_spec(model: str | Path, weights: str = "w4a16") -> ModelGraph:
     """Shapes of a MODEL, or of a known model by NAME alone; no weight is read.
 
     Raises `ModelError`.
@@ -135,12 +136,12 @@ def model_spec(model: str | Path, weights: str = "w4a16") -> ModelSpec:
     weight_format = _weight_format(weights)
     name = str(model).removeprefix(random_models.PREFIX)
     if name.lower() in random_models.KNOWN_MODELS and not Path(model).is_dir():
-        return random_models.known_config(name).spec(weight_format, name.lower())
+        return model_graph(random_models.known_config(name), weight_format, name.lower())
     if str(model).startswith(random_models.PREFIX):
-        return random_models.known_config(name).spec(weight_format, name.lower())
+        return model_graph(random_models.known_config(name), weight_format, name.lower())
     path = _path(str(model))
     config = gguf_config(path) if path.is_file() else ModelConfig.from_directory(path)
-    return config.spec(weight_format, path.name)
+    return model_graph(config, weight_format, path.name)
 
 
 def _weight_format(weights: str) -> WeightFormat:

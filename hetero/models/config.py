@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from hetero.backends.ops import Activation, RopeScaling, WeightFormat
+from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import NO_SCALING, read_rope, refuse_partial_rotary, rope_dict
-from hetero.solver.model_spec import MatMulName, MatMulSpec, ModelSpec
+from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
 
@@ -171,40 +171,6 @@ class ModelConfig:
         if self.dtype is not None:
             raw["dtype"] = self.dtype
         return raw | architecture.write(self)
-
-    def spec(self, weight_format: WeightFormat, name: str = "") -> ModelSpec:
-        """Shapes only, for the solver."""
-        return ModelSpec(
-            name=name or self.architecture,
-            architecture=self.architecture,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            layers=self.num_layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            max_position=self.max_position,
-            weight_format=weight_format,
-            matmuls=self.matmuls(),
-            activation=self.activation,
-            rms_norm_eps=self.rms_norm_eps,
-            rope_theta=self.rope_theta,
-            rope_scaling=self.rope_scaling,
-            qk_norm=self.qk_norm,
-            windows=self.windows,
-            tie_word_embeddings=self.tie_word_embeddings,
-            rotary_dim=self.rotary_dim,
-            positions=self.positions,
-            norm=self.norm,
-            out_norms=self.out_norms,
-            parallel=self.parallel,
-            gated=self.gated,
-            attention_scale=self.attention_scale,
-            attention_softcap=self.attention_softcap,
-            logit_softcap=self.logit_softcap,
-            embed_scale=self.embed_scale,
-        )
 
     def matmuls(self) -> tuple[MatMulSpec, ...]:
         """The matmuls of a block and the output head, in the order in which they run."""

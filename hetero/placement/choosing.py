@@ -15,9 +15,9 @@ from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
 from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name, graphs_of
 from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy, PlanError
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
@@ -81,7 +81,7 @@ class Wishes:
     weight_budget_bytes: int | None = None
 
 
-def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
+def choose(spec: ModelGraph, wishes: Wishes) -> Choice:
     """Decide before any device is opened. Raises `UserError`, `PlanError` or `ProfileError` for
     what was asked for by name and cannot be.
     """
@@ -107,7 +107,9 @@ def choose(spec: ModelSpec, wishes: Wishes) -> Choice:
         return _by_rule(wishes, str(error))
 
 
-def plan_on(choice: Choice, spec: ModelSpec, devices: Mapping[DeviceKind, Device]) -> ExecutionPlan:
+def plan_on(
+    choice: Choice, spec: ModelGraph, devices: Mapping[DeviceKind, Device]
+) -> ExecutionPlan:
     """The choice's plan on the devices that could be opened, in calls that they can run; by rule
     where it needs another.
 
@@ -133,7 +135,7 @@ def _by_rule(wishes: Wishes, why: str, notes: tuple[str, ...] = ()) -> Choice:
 
 
 def _choose_by(
-    spec: ModelSpec, profile: DeviceProfile, wishes: Wishes, notes: tuple[str, ...]
+    spec: ModelGraph, profile: DeviceProfile, wishes: Wishes, notes: tuple[str, ...]
 ) -> Choice:
     npu = profile.devices.get("npu")
     sizes = npu.capabilities.graph_sizes if npu is not None else ()

@@ -16,10 +16,10 @@ from hetero.measuring.first_start import scaled_here
 from hetero.models import model_spec
 from hetero.profiler import files
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.kernels import Precision
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan
 from hetero.solver.request import GraphSizes, PlanRequest
 
@@ -27,7 +27,7 @@ ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
 
 
 def plan(
-    model: str | Path | ModelSpec,
+    model: str | Path | ModelGraph,
     profile: ProfileLike = None,
     *,
     seq_lens: Sequence[int] | Mapping[int, float] = (64, 256, 1024),
@@ -51,7 +51,7 @@ def plan(
     comes. `curves` adds what a report draws (a second or so); the rest is as in `hetero plan
     --help`. Raises `UserError`, `PlanError` or `ProfileError`.
     """
-    spec = model if isinstance(model, ModelSpec) else model_spec(model, weights)
+    spec = model if isinstance(model, ModelGraph) else model_spec(model, weights)
     request = PlanRequest(
         seq_lens=tuple(seq_lens),
         length_weights=tuple(seq_lens.values()) if isinstance(seq_lens, Mapping) else (),

@@ -15,15 +15,14 @@ import numpy.typing as npt
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.host.affinity import pinned
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
+from hetero.models.graph import model_graph
 from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import graphs_of
 from hetero.profiler.sync import timer_slack
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
-from hetero.runtime.decoder import decoder_nodes
 from hetero.runtime.executor import Executor, Usage
 from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
@@ -132,7 +131,7 @@ class Engine:
         # A padded last piece writes rows behind the last token; they lie beyond every context.
         covering = self._covering(self._longest)
         capacity = self.max_seq_len + covering
-        self.nodes = decoder_nodes(config, WeightFormat(weights.weight_format), capacity)
+        self.nodes = model_graph(config, weights.weight_format, capacity=capacity).nodes
         slots = slot_shapes(
             config,
             tokens=self._longest + covering,  # a second graph may begin where the first ends
@@ -375,7 +374,7 @@ class Engine:
         self.devices = rest
         with suppress(DeviceError):
             lost.close()
-        spec = self.config.spec(WeightFormat(self._weights.weight_format), name=self.plan.model)
+        spec = model_graph(self.config, self._weights.weight_format, self.plan.model)
         try:
             self._build(single_device(spec, kind), None, None)
             self.pool.copy_caches(old, self.position)

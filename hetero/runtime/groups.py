@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.runtime.decoder import Node
+from hetero.profiler.model_graph import Node
 from hetero.runtime.plan_book import PlanBook
 from hetero.solver.plan import FusedGroup, Phase
 

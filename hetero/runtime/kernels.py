@@ -21,7 +21,7 @@ from hetero.backends.protocol import (
 from hetero.backends.weights import ROW_BLOCK, PackedWeight
 from hetero.errors import memory_for
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.runtime.decoder import Node
+from hetero.profiler.model_graph import Node
 from hetero.runtime.groups import NodeGroup
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.solver.plan import PlanError

@@ -33,7 +33,7 @@ from hetero.backends.protocol import (
     Operand,
     takes_panels,
 )
-from hetero.runtime.decoder import Node
+from hetero.profiler.model_graph import Node
 from hetero.runtime.groups import NodeGroup
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices, KernelSet

@@ -11,7 +11,7 @@ from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.weights import packed_bytes
 from hetero.errors import UserError
 from hetero.profiler.environment import memory_bytes
-from hetero.runtime.decoder import Node
+from hetero.profiler.model_graph import Node
 from hetero.runtime.plan_book import PlanBook, Span
 from hetero.runtime.pool import Shape, nbytes_of
 from hetero.solver.plan import PHASES

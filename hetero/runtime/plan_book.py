@@ -9,9 +9,9 @@ from typing import Protocol
 
 from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
 from hetero.backends.protocol import Capabilities, DeviceKind
-from hetero.runtime.decoder import Node
+from hetero.profiler.model_graph import Node, OpName
 from hetero.solver.calls import padded_size
-from hetero.solver.plan import PHASES, ExecutionPlan, OpName, OpPlan, Phase, PlanError, Tile
+from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase, PlanError, Tile
 
 Span = tuple[int, int]
 

@@ -18,7 +18,7 @@ from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import CACHE_PORTS, Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
-from hetero.runtime.decoder import slot_widths
+from hetero.models.graph import slot_widths
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)

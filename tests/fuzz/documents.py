@@ -23,6 +23,7 @@ from hetero.models.quantized import save
 from hetero.placement.planning import load_either
 from hetero.profiler import journal
 from hetero.profiler.files import shipped_path
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import Event
 from hetero.profiler.other_ops import Block
 from hetero.profiler.records import DeviceProfile
@@ -30,7 +31,6 @@ from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
 from hetero.runtime.engine import Engine
 from hetero.solver.build import make_plan
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
@@ -81,7 +81,7 @@ class _OfAModel(Target):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.model: LoadedModel = open_model(str(tiny_files.write_directory(folder / "model")))
-        self.spec: ModelSpec = self.model.spec()
+        self.spec: ModelGraph = self.model.spec()
 
 
 class Plan(_OfAModel):

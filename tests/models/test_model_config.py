@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.backends.ops import RopeScaling, WeightFormat
+from hetero.backends.ops import RopeScaling
 from hetero.backends.rope import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
+from hetero.models.graph import rope_of
 from hetero.models.random_models import KNOWN_MODELS
 
 BASE: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_frequencies_are_those_of_transformers(scaling: dict[str, Any] | None) -
     theirs = modeling.LlamaRotaryEmbedding(
         modeling.LlamaConfig.from_dict(json.loads(json.dumps(raw)))
     )
-    rope = ModelConfig.from_dict(raw).spec(WeightFormat.F32).rope_op()
+    rope = rope_of(ModelConfig.from_dict(raw))
     np.testing.assert_allclose(inverse_frequencies(rope), theirs.inv_freq.numpy(), rtol=1e-5)
     assert attention_factor(rope.scaling) == pytest.approx(theirs.attention_scaling)
 

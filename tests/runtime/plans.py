@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from hetero.solver.model_spec import ModelSpec
+from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
 
 STRATEGIES = (
@@ -15,7 +15,7 @@ ROWS = 32  # cuts at multiples of this are allowed on every backend here
 
 
 def random_plan(
-    spec: ModelSpec,
+    spec: ModelGraph,
     tokens: int,
     graphs: Sequence[int],
     rng: random.Random,

@@ -13,6 +13,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.registry import open_device
 from hetero.models import open_model
+from hetero.models.graph import model_graph
 from hetero.runtime import memory
 from hetero.runtime.engine import Engine, pool_bytes
 from hetero.solver.handmade import layer_level, single_device
@@ -62,7 +63,7 @@ def test_the_pool_has_the_size_that_was_computed(folder: str, name: str, panels:
         assert engine.pool.nbytes == engine.needs.pool_bytes, "a step allocated"
         assert engine.needs.largest_bytes < engine.needs.pool_bytes
         assert ("qkv gathered" in engine.pool.names()) == (not panels)
-        alone = sum(4 * m.n * m.k * m.count for m in engine.config.spec("f32").matmuls)
+        alone = sum(4 * m.n * m.k * m.count for m in model_graph(engine.config, "f32").matmuls)
         assert engine.needs.weight_bytes >= alone - 16 * 4 * 64  # the last block of rows is padded
         bound = pool_bytes(engine.config, engine.max_seq_len, 512)
         assert bound >= engine.needs.pool_bytes or not panels

@@ -7,7 +7,8 @@ import pytest
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Capabilities
 from hetero.models import open_model
-from hetero.runtime.decoder import Node, decoder_nodes
+from hetero.models.graph import model_graph
+from hetero.profiler.model_graph import Node
 from hetero.runtime.plan_book import PlanBook
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest
 from tests.runtime.models import tiny_model
@@ -22,7 +23,7 @@ NPU = Capabilities(
 def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
     folder = tiny_model(tmp_path_factory.mktemp("tiny"))
     config = open_model(str(folder), weights="f32").weights.config
-    nodes = decoder_nodes(config, WeightFormat.F32, 64)
+    nodes = model_graph(config, WeightFormat.F32, capacity=64).nodes
     return next(n for n in nodes if n.plan_op == "down")
 
 

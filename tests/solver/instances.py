@@ -8,9 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.ops import (
+    Attention,
+    Embed,
+    GatedAct,
+    MatMul,
+    Op,
+    RMSNorm,
+    Rope,
+    WeightFormat,
+)
 from hetero.backends.protocol import PerGraphSize
 from hetero.profiler.cost import CostModel
+from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.profiler.records import (
     CapabilityRecord,
     DeviceProfile,
@@ -22,9 +32,7 @@ from hetero.profiler.records import (
     ShapeRange,
 )
 from hetero.solver.chooser import Rules
-from hetero.solver.model_spec import MatMulSpec, ModelSpec
 from hetero.solver.options import Sync
-from hetero.solver.plan import OpName
 from hetero.solver.planner import SHORT_ROOM, Planner, Settings
 
 F32 = WeightFormat.F32
@@ -168,16 +176,37 @@ def _capabilities(kind: str, instance: Instance) -> CapabilityRecord:
     )
 
 
-def spec_of(instance: Instance) -> ModelSpec:
-    return ModelSpec(
-        name="tiny", architecture="llama", hidden_size=1, intermediate_size=3,
-        layers=instance.layers,
-        heads=1, kv_heads=1, head_dim=2, vocab_size=9, max_position=99, weight_format=F32,
-        matmuls=tuple(
-            MatMulSpec(name=x, n=n, k=instance.ks[x], count=instance.layers)  # type: ignore[arg-type]
-            for x, n in instance.rows.items()
+def spec_of(instance: Instance) -> ModelGraph:
+    """Layers of the instance's matmuls with a Llama's operators between them; not validated, since
+    their random sizes fit no tensors.
+    """
+    norm = RMSNorm(d=1, eps=1e-6, add=True)
+    between: dict[str, tuple[Op, ...]] = {
+        "qkv": (
+            Rope(heads=1, kv_heads=1, head_dim=2, theta=1e4, max_position=99),
+            Attention(heads=1, kv_heads=1, head_dim=2, capacity=99),
         ),
-    )  # fmt: skip
+        "o": (norm,),
+        "gate_up": (GatedAct(f=3),),
+        "down": (norm,),
+    }
+    nodes = [
+        _node("embed", Embed(vocab=9, d=1, weight_format=F32)),
+        _node("norm", RMSNorm(d=1, eps=1e-6)),
+    ]
+    for layer in range(instance.layers):
+        for name in NAMES:
+            op = MatMul(n=instance.rows[name], k=instance.ks[name], weight_format=F32)
+            nodes.append(_node(f"{layer}.{name}", op, layer=layer, plan_op=name))
+            behind = enumerate(between[name])
+            nodes += [_node(f"{layer}.{name}.{i}", x, layer=layer) for i, x in behind]
+    return ModelGraph.model_construct(
+        name="tiny", architecture="llama", max_position=99, weight_format=F32, nodes=tuple(nodes)
+    )
+
+
+def _node(name: str, op: Op, **own: Any) -> Node:
+    return Node(name=name, op=op, slots=dict.fromkeys(op.ports, "any"), **own)
 
 
 def planner_of(instance: Instance, *, apart: bool = False, **changes: Any) -> Planner:

@@ -10,11 +10,11 @@ import pytest
 
 from hetero.backends.ops import WeightFormat
 from hetero.models import model_spec
+from hetero.profiler.model_graph import OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import EXACT, row_cuts
 from hetero.solver.options import GPU, Option
-from hetero.solver.plan import OpName
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.request import DECODE, PlanRequest
 from hetero.solver.tilings import Grid

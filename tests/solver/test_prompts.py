@@ -6,12 +6,13 @@ from typing import Any, get_args
 
 import pytest
 
+from hetero.backends.ops import Attention
 from hetero.models import model_spec
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import longest_step
 from hetero.solver.build import make_plan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, PlanError, check_cover
 from hetero.solver.planner import Planner, Scenario, Settings
 from hetero.solver.prepared import prepare_solver
@@ -29,7 +30,7 @@ def profile(request: pytest.FixtureRequest) -> DeviceProfile:
 
 
 @pytest.fixture(scope="module")
-def spec() -> ModelSpec:
+def spec() -> ModelGraph:
     return model_spec("llama-3.2-1b")
 
 
@@ -41,7 +42,7 @@ def test_each_call_is_behind_the_tokens_of_those_before_it() -> None:
 
 
 def test_a_prompt_takes_its_calls_and_one_output_head(
-    spec: ModelSpec, profile: DeviceProfile
+    spec: ModelGraph, profile: DeviceProfile
 ) -> None:
     planner = Planner(spec, profile)
     prompt = solve_prompt((512, 512, 76), planner.solve)
@@ -55,13 +56,13 @@ def test_a_prompt_takes_its_calls_and_one_output_head(
 
 
 def test_later_calls_cost_what_the_profile_says_of_attention(
-    spec: ModelSpec, profile: DeviceProfile
+    spec: ModelGraph, profile: DeviceProfile
 ) -> None:
     """All else of equal calls is equal, so they differ by their layers' attention."""
     planner = Planner(spec, profile)
     prompt = prompt_alone(planner, (512,) * 4, "gpu")
     assert prompt is not None
-    op = next(s.op for s in spec.step_ops(spec.max_position) if s.name == "attention")
+    op = next(op for op in spec.others if isinstance(op, Attention))
     for i, call in enumerate(prompt.calls[:-1]):
         more = (
             planner.cost.other_s("gpu", op, 512, 512 * i).seconds
@@ -74,7 +75,7 @@ def test_later_calls_cost_what_the_profile_says_of_attention(
 
 @pytest.mark.parametrize("step_tokens", [None, 512])
 def test_a_plan_answers_for_prompts_longer_than_a_call(
-    spec: ModelSpec, profile: DeviceProfile, step_tokens: int | None
+    spec: ModelGraph, profile: DeviceProfile, step_tokens: int | None
 ) -> None:
     request = PlanRequest(seq_lens=(LONG, 300), step_tokens=step_tokens, explain=False)
     plan = make_plan(spec, profile, request)
@@ -100,7 +101,7 @@ def test_a_plan_answers_for_prompts_longer_than_a_call(
 
 @pytest.mark.parametrize("name", get_args(NamedStrategy))
 def test_every_strategy_plans_a_long_prompt(
-    spec: ModelSpec, profile: DeviceProfile, name: NamedStrategy
+    spec: ModelGraph, profile: DeviceProfile, name: NamedStrategy
 ) -> None:
     plan = strategy_plan(spec, profile, name, (LONG,))
     (total, decode) = plan.totals
@@ -118,7 +119,7 @@ def test_every_strategy_plans_a_long_prompt(
     assert found == pytest.approx(total.predicted_s, rel=1e-9)
 
 
-def test_graph_sizes_are_chosen_for_the_calls_of_long_prompts(spec: ModelSpec) -> None:
+def test_graph_sizes_are_chosen_for_the_calls_of_long_prompts(spec: ModelGraph) -> None:
     chip = DeviceProfile.load("snapdragon-8-gen-3")
     request = PlanRequest(seq_lens=(5000,), graph_sizes="auto", explain=False)
     plan = make_plan(spec, chip, request)
@@ -140,7 +141,7 @@ def test_calls_come_as_often_as_their_prompts() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 512, 513, 1000, LONG, 8192])
 def test_a_prepared_solver_plans_every_call_of_any_prompt(
-    spec: ModelSpec, profile: DeviceProfile, tokens: int
+    spec: ModelGraph, profile: DeviceProfile, tokens: int
 ) -> None:
     solver = prepare_solver(spec, profile, PlanRequest(seq_lens=(64, 512), step_tokens=512))
     steps = solver.plan.steps(tokens)
@@ -153,7 +154,7 @@ def test_a_prepared_solver_plans_every_call_of_any_prompt(
             check_cover(tuple(t.resolved(rows) for t in op.tiles), m=rows, n=op.n, what=op.op)
 
 
-def test_other_operators_run_on_an_npu_in_one_graph(spec: ModelSpec) -> None:
+def test_other_operators_run_on_an_npu_in_one_graph(spec: ModelGraph) -> None:
     """So calls of more tokens than one holds have them on the GPU, and all calls of a plan too."""
     host = DeviceProfile.load("host")
     planner = Planner(spec, host)
@@ -186,7 +187,7 @@ NPU = (1, 8, 64, 256)
     ],
 )
 def test_calls_of_plans_by_rule_fit_the_devices_graphs(
-    spec: ModelSpec, made: Any, graphs: Any, step_tokens: int, sizes: Any, steps: Any
+    spec: ModelGraph, made: Any, graphs: Any, step_tokens: int, sizes: Any, steps: Any
 ) -> None:
     plan = made(spec, next(iter(graphs))) if made is single_device else made(spec)
     found = plan.for_graphs(graphs)
@@ -197,7 +198,7 @@ def test_calls_of_plans_by_rule_fit_the_devices_graphs(
     assert found.for_graphs(graphs) is found
 
 
-def test_a_document_is_for_the_lengths_that_it_lists(spec: ModelSpec) -> None:
+def test_a_document_is_for_the_lengths_that_it_lists(spec: ModelGraph) -> None:
     host = DeviceProfile.load("host")
     graphs: Any = {"gpu": (), "npu": (1, 64, 256, 1024)}
     plan = make_plan(spec, host, PlanRequest(seq_lens=(64, 256, LONG), explain=False))

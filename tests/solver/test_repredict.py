@@ -8,9 +8,9 @@ import pytest
 
 from hetero.backends.ops import WeightFormat
 from hetero.models import model_spec
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
 from hetero.solver.build import make_plan
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, Phase
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.repredict import repredict
@@ -31,31 +31,31 @@ def profile(request: pytest.FixtureRequest) -> DeviceProfile:
 
 
 @pytest.fixture(scope="module")
-def spec() -> ModelSpec:
+def spec() -> ModelGraph:
     return model_spec("llama-3.2-1b")
 
 
-def made(spec: ModelSpec, profile: DeviceProfile, strategy: NamedStrategy) -> ExecutionPlan:
+def made(spec: ModelGraph, profile: DeviceProfile, strategy: NamedStrategy) -> ExecutionPlan:
     return strategy_plan(spec, profile, strategy, LENGTHS)
 
 
 @pytest.mark.parametrize("strategy", get_args(NamedStrategy))
 def test_a_plan_takes_by_its_own_profile_what_it_says(
-    spec: ModelSpec, profile: DeviceProfile, strategy: NamedStrategy
+    spec: ModelGraph, profile: DeviceProfile, strategy: NamedStrategy
 ) -> None:
     plan = made(spec, profile, strategy)
     expected = {Scenario(t.phase, t.m): t.predicted_s for t in plan.totals}
     assert repredict(plan, spec, profile) == pytest.approx(expected, rel=1e-9)
 
 
-def test_tokens_behind_others_take_longer(spec: ModelSpec, profile: DeviceProfile) -> None:
+def test_tokens_behind_others_take_longer(spec: ModelGraph, profile: DeviceProfile) -> None:
     plan = made(spec, profile, "chunked")
     steps = [Scenario("prefill", 64, context) for context in (0, 256, 2048)]
     found = repredict(plan, spec, profile, steps)
     assert found[steps[0]] < found[steps[1]] < found[steps[2]]
 
 
-def test_a_device_whose_layers_share_no_graphs_prepares_one_for_each(spec: ModelSpec) -> None:
+def test_a_device_whose_layers_share_no_graphs_prepares_one_for_each(spec: ModelGraph) -> None:
     chip = DeviceProfile.load("snapdragon-8-gen-3")
     assert all(p.layers_share for p in chip.preparation_predictors)
     alone = tuple(p.model_copy(update={"layers_share": False}) for p in chip.preparation_predictors)
@@ -67,7 +67,7 @@ def test_a_device_whose_layers_share_no_graphs_prepares_one_for_each(spec: Model
     assert each[135] - shared[135] == pytest.approx((spec.layers - 1) * 0.4084, rel=0.01)
 
 
-def test_groups_may_be_apart_at_some_lengths(spec: ModelSpec) -> None:
+def test_groups_may_be_apart_at_some_lengths(spec: ModelGraph) -> None:
     profile = DeviceProfile.load("host")
     plan = made(spec, profile, "gpu-only")
     fused = repredict(plan, spec, profile)
@@ -100,7 +100,7 @@ def slower(profile: DeviceProfile, device: str, factor: float) -> DeviceProfile:
     return profile.model_copy(update={"predictors": tuple(map(slow, profile.predictors))})
 
 
-def test_a_slower_device_makes_its_steps_slower_and_no_others(spec: ModelSpec) -> None:
+def test_a_slower_device_makes_its_steps_slower_and_no_others(spec: ModelGraph) -> None:
     profile = DeviceProfile.load("host")
     slow = slower(profile, "npu", 2.0)
     for strategy, low, high in (("gpu-only", 1.0, 1.0), ("npu-only", 1.3, 2.0)):

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from hetero.models import model_spec
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpPlan, PlanError, check_cover
 from hetero.solver.strategy_plans import strategy_plan
 
@@ -22,11 +22,11 @@ def chip() -> DeviceProfile:
 
 
 @pytest.fixture(scope="module")
-def spec() -> ModelSpec:
+def spec() -> ModelGraph:
     return model_spec("llama-3-8b")
 
 
-def made(spec: ModelSpec, chip: DeviceProfile, name: str) -> ExecutionPlan:
+def made(spec: ModelGraph, chip: DeviceProfile, name: str) -> ExecutionPlan:
     return strategy_plan(spec, chip, name, PROMPTS)  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ def block_entries(plan: ExecutionPlan) -> list[OpPlan]:
 
 @pytest.mark.parametrize("name", get_args(NamedStrategy))
 def test_every_strategy_covers_every_call_of_every_prompt(
-    spec: ModelSpec, chip: DeviceProfile, name: str
+    spec: ModelGraph, chip: DeviceProfile, name: str
 ) -> None:
     plan = made(spec, chip, name)
     assert plan.strategy == name
@@ -51,7 +51,7 @@ def test_every_strategy_covers_every_call_of_every_prompt(
 
 @pytest.mark.parametrize("name", ["gpu-only", *NPU_ONLY])
 def test_one_device_computes_all_prefill_matmuls(
-    spec: ModelSpec, chip: DeviceProfile, name: str
+    spec: ModelGraph, chip: DeviceProfile, name: str
 ) -> None:
     kinds = {t.device for o in block_entries(made(spec, chip, name)) for t in o.tiles}
     assert kinds == {"npu" if name in NPU_ONLY else "gpu"}
@@ -59,7 +59,7 @@ def test_one_device_computes_all_prefill_matmuls(
 
 @pytest.mark.parametrize("name", ["row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"])
 def test_a_forced_cut_is_that_cut_or_one_device(
-    spec: ModelSpec, chip: DeviceProfile, name: str
+    spec: ModelGraph, chip: DeviceProfile, name: str
 ) -> None:
     found = block_entries(made(spec, chip, name))
     cuts = {o.strategy for o in found if len({t.device for t in o.tiles}) > 1}
@@ -70,7 +70,7 @@ def graphs(plan: ExecutionPlan, m: int) -> tuple[int | None, ...]:
     return tuple(t.graph_size for t in plan.partition("prefill", m, "down"))
 
 
-def test_graphs_of_the_npu_only_strategies(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_graphs_of_the_npu_only_strategies(spec: ModelGraph, chip: DeviceProfile) -> None:
     assert graphs(made(spec, chip, "padding"), 300) == (512,)
     assert graphs(made(spec, chip, "pipe"), 300) == (256, 64)
     chunked = made(spec, chip, "chunked")
@@ -79,7 +79,7 @@ def test_graphs_of_the_npu_only_strategies(spec: ModelSpec, chip: DeviceProfile)
 
 
 def test_online_preparation_uses_a_graph_that_is_not_prepared_and_pays_for_it(
-    spec: ModelSpec, chip: DeviceProfile
+    spec: ModelGraph, chip: DeviceProfile
 ) -> None:
     plan = made(spec, chip, "online-prepare")
     assert graphs(plan, 135) == (135,)
@@ -89,7 +89,7 @@ def test_online_preparation_uses_a_graph_that_is_not_prepared_and_pays_for_it(
     assert 0.3 < total.predicted_s - compute < 0.6  # 408 ms of preparation, and the rest
 
 
-def test_only_the_pipe_may_have_more_than_two_pieces(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_only_the_pipe_may_have_more_than_two_pieces(spec: ModelGraph, chip: DeviceProfile) -> None:
     few = strategy_plan(spec, chip, "pipe", (1000,))
     entry = next(o for o in few.ops if o.op == "down" and o.m == 1000)
     thirds = [
@@ -102,7 +102,7 @@ def test_only_the_pipe_may_have_more_than_two_pieces(spec: ModelSpec, chip: Devi
         OpPlan.model_validate(document | {"pipe": False})
 
 
-def test_prefill_comparisons_decode_at_layer_level(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_prefill_comparisons_decode_at_layer_level(spec: ModelGraph, chip: DeviceProfile) -> None:
     for name in ("padding", "layer", "sequence-cut"):
         decode = [o for o in made(spec, chip, name).ops if o.phase == "decode"]
         assert {o.strategy for o in decode} == {"gpu-only"}
@@ -110,7 +110,7 @@ def test_prefill_comparisons_decode_at_layer_level(spec: ModelSpec, chip: Device
     assert "row-cut" in cut
 
 
-def test_unknown_names_and_lengths_are_one_sentence(spec: ModelSpec, chip: DeviceProfile) -> None:
+def test_unknown_names_and_lengths_are_one_sentence(spec: ModelGraph, chip: DeviceProfile) -> None:
     with pytest.raises(PlanError, match="unknown strategy 'diagonal': choose one of auto, gpu"):
         made(spec, chip, "diagonal")
     with pytest.raises(PlanError, match="token counts from 1 on, got \\[0\\]"):

@@ -14,12 +14,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import RopeScaling, WeightFormat
+from hetero.backends.ops import RopeScaling
 from hetero.backends.rope import inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
+from hetero.models.graph import rope_of
 
 ARCHITECTURES: Final = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "internlm2": "internlm2",
@@ -186,6 +187,6 @@ def _llama3_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
 
 
 def _divisors(config: ModelConfig, scaling: RopeScaling) -> npt.NDArray[np.float64]:
-    rope = config.spec(WeightFormat.F32).rope_op()
+    rope = rope_of(config)
     plain = replace(rope, scaling=RopeScaling())
     return inverse_frequencies(plain) / inverse_frequencies(replace(rope, scaling=scaling))

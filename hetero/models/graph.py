@@ -1,0 +1,220 @@
+"""The decoder as a graph of nodes: operations, the slots they work on, the weights they take.
+
+Notation as in `hetero.backends.ops`. One list serves every phase, token count and plan; one decoder
+serves every architecture, which only says in its `ModelConfig` what differs.
+
+    serial     h = norm(x);  x += attention(h);  h = norm(x);  x += feed_forward(h)
+    parallel   h = norm(x);  x += attention(h) + feed_forward(h)
+    out_norms  what is added to x is normed once more before
+
+The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
+`added`) to it, writes the sum to the other slot, and the normed sum to `h`.
+"""
+
+from __future__ import annotations
+
+from hetero.backends.ops import (
+    Act,
+    Add,
+    AddPositions,
+    Attention,
+    Embed,
+    GatedAct,
+    LayerNorm,
+    MatMul,
+    Op,
+    RMSNorm,
+    Rope,
+    WeightFormat,
+)
+from hetero.backends.protocol import CACHE_PORTS
+from hetero.models.config import ModelConfig
+from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
+
+OF_THE_POOL = frozenset({"tokens", "position", "logits"})  # slots that are not [tokens, features]
+
+
+def model_graph(
+    config: ModelConfig,
+    weight_format: WeightFormat | str,
+    name: str = "",
+    *,
+    capacity: int | None = None,
+) -> ModelGraph:
+    """The graph of a model, from token ids in slot `tokens` to `logits`, with KV caches of
+    `capacity` tokens (None: of all positions).
+    """
+    stored = WeightFormat(weight_format)
+    decoder = _Decoder(config, stored, capacity or config.max_position)
+    return ModelGraph(
+        name=name or config.architecture,
+        architecture=config.architecture,
+        max_position=config.max_position,
+        weight_format=stored,
+        nodes=tuple(decoder.nodes()),
+    )
+
+
+def slot_widths(config: ModelConfig) -> dict[str, int]:
+    """Features per token of every float32 slot but `logits` and the caches."""
+    one_layer = _Decoder(config, WeightFormat.F32, capacity=1, layers=1).nodes()
+    return {
+        slot: shape[-1]
+        for slot, shape in slot_shapes(one_layer).items()
+        if slot not in OF_THE_POOL and slot.partition(".")[0] not in CACHE_PORTS
+    }
+
+
+def rope_of(config: ModelConfig, capacity: int | None = None) -> Rope:
+    """Operation record of the rotary embedding, with the query/key norm if there is one."""
+    return Rope(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        max_position=capacity or config.max_position,
+        rotary_dim=config.rotary_dim,
+        scaling=config.rope_scaling,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+    )
+
+
+class _Decoder:
+    """The nodes in the making."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weight_format: WeightFormat,
+        capacity: int,
+        layers: int | None = None,
+    ) -> None:
+        self.config, self.weight_format, self.capacity = config, weight_format, capacity
+        self.layers = layers or config.num_layers
+        self.matmuls = {matmul.name: matmul for matmul in config.matmuls()}
+        self.stream = "x"
+        self.layer: int | None = None
+        self.found: list[Node] = []
+
+    def nodes(self) -> list[Node]:
+        """See `model_graph`."""
+        self._embed()
+        for layer in range(self.layers):
+            self.layer = layer
+            if layer == 0:
+                self._add("input_norm", self._norm_op(), x=self.stream, y="h")
+            self._block(layer)
+            last = layer == self.layers - 1
+            self.layer = None if last else layer + 1
+            self._norm("final_norm" if last else "input_norm")
+        self._matmul("lm_head", "h", "logits")
+        return self.found
+
+    def _embed(self) -> None:
+        config = self.config
+        embed = Embed(
+            vocab=config.vocab_size,
+            d=config.hidden_size,
+            weight_format=self.weight_format,
+            scale=config.embed_scale,
+        )
+        if not config.positions:
+            self._add("embed", embed, tokens="tokens", y="x")
+            return
+        positions = AddPositions(
+            d=config.hidden_size, rows=config.positions, offset=config.position_offset
+        )
+        self._add("embed", embed, tokens="tokens", y="x2")
+        self._add("positions", positions, x="x2", position="position", y="x")
+
+    def _block(self, layer: int) -> None:
+        """Everything between a block's input norm and the norm that follows it."""
+        if self.config.parallel:
+            self._attention(layer, "t")
+            self._feed_forward("t2")
+            self._add("join", Add(d=self.config.hidden_size), x="t", residual="t2", y="added")
+            return
+        self._attention(layer, "t")
+        self._out_norm("o_norm")
+        self._norm("post_norm")
+        self._feed_forward("t")
+        self._out_norm("down_norm")
+
+    def _attention(self, layer: int, target: str) -> None:
+        config = self.config
+        self._matmul("qkv", "h", "qkv")
+        turned = "qkv"
+        if not config.positions:
+            turned = "rotated"
+            rope = rope_of(config, self.capacity)
+            self._add("rope", rope, qkv="qkv", position="position", out=turned)
+        attention = Attention(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            capacity=self.capacity,
+            window=config.windows[layer],
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+        )
+        self._add(
+            "attention",
+            attention,
+            qkv=turned,
+            position="position",
+            out="attended",
+            k_cache=f"k_cache.{layer}",
+            v_cache=f"v_cache.{layer}",
+        )
+        self._matmul("o", "attended", target)
+
+    def _feed_forward(self, target: str) -> None:
+        self._matmul("gate_up", "h", "gate_up")
+        kind = GatedAct if self.config.gated else Act
+        activation = kind(f=self.config.intermediate_size, activation=self.config.activation)
+        self._add("activation", activation, x="gate_up", y="activated")
+        self._matmul("down", "activated", target)
+
+    def _out_norm(self, name: str) -> None:
+        if self.config.out_norms:
+            self._add(name, self._norm_op(), x="t", y="added")
+
+    def _norm(self, name: str) -> None:
+        """Add to the residual stream, and norm the sum into `h`."""
+        added = "added" if self.config.out_norms or self.config.parallel else "t"
+        before, self.stream = self.stream, "x2" if self.stream == "x" else "x"
+        norm = self._norm_op(add=True)
+        self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
+
+    def _norm_op(self, *, add: bool = False) -> RMSNorm | LayerNorm:
+        kind = LayerNorm if self.config.norm == "layer" else RMSNorm
+        return kind(d=self.config.hidden_size, eps=self.config.rms_norm_eps, add=add)
+
+    def _matmul(self, name: MatMulName, source: str, target: str) -> None:
+        spec = self.matmuls[name]
+        op = MatMul(
+            n=spec.n,
+            k=spec.k,
+            weight_format=self.weight_format,
+            bias=spec.bias,
+            softcap=self.config.logit_softcap if name == "lm_head" else 0.0,
+        )
+        self._add(name, op, plan_op=name, x=source, y=target)
+
+    def _add(self, name: str, op: Op, *, plan_op: OpName | None = None, **slots: str) -> None:
+        full = name if self.layer is None else f"layer{self.layer}.{name}"
+        members = _members(name, self.config)
+        self.found.append(
+            Node(name=full, op=op, slots=slots, plan_op=plan_op, layer=self.layer, members=members)
+        )
+
+
+def _members(name: str, config: ModelConfig) -> tuple[tuple[OpName, int], ...]:
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    match name:
+        case "qkv":
+            return (("q", 0), ("k", queries), ("v", queries + keys))
+        case "gate_up" if config.gated:
+            return (("gate", 0), ("up", config.intermediate_size))
+        case _:
+            return ()

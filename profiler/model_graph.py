@@ -1,0 +1,429 @@
+"""`ModelGraph`: what a model computes, operation by operation (docs/model-graph.md); no weights.
+
+Written from model files by `hetero.models.graph`. The profiler times its operations, the solver
+prices its layers, the runtime and the compiler lower its nodes: nobody else says what a block is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, MatMul, Op, Rope, WeightFormat
+from hetero.backends.protocol import CACHE_PORTS, port_shape
+from hetero.backends.weights import data_dtype, data_shape, scales_shape
+
+SCHEMA_VERSION: Final = 1
+MOST_NODES: Final = 1 << 17
+MOST_LAYERS: Final = 4096
+LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
+MAY_BE_ZERO: Final = frozenset({"window", "rotary_dim", "offset", "original_max_position"})
+
+MatMulName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head"]
+OpName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head", "q", "k", "v", "gate", "up"]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _read_op(value: Any) -> Op:
+    """An operation from its record or its document. Raises `ValueError`."""
+    if isinstance(value, _OPS):
+        given: Op = value
+        return given
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind not in _KINDS:
+        raise ValueError(f"an operation is of a kind of {', '.join(_KINDS)}, got {kind!r}")
+    fields = {name: field for name, field in value.items() if name != "kind"}
+    _refuse_unknown(_KINDS[kind], fields)
+    op: Op = TypeAdapter(_KINDS[kind]).validate_python(fields)
+    _check_numbers(op)
+    return op
+
+
+def _write_op(op: Op) -> dict[str, Any]:
+    return {"kind": type(op).__name__, **dataclasses.asdict(op)}
+
+
+def _refuse_unknown(kind: Any, fields: Mapping[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(fields) - known):
+        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}")
+    scaling = fields.get("scaling")
+    if isinstance(scaling, dict):
+        _refuse_unknown(type(_KINDS["Rope"].__dataclass_fields__["scaling"].default), scaling)
+
+
+def _check_numbers(record: Any) -> None:
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if dataclasses.is_dataclass(value):
+            _check_numbers(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} must be finite, got {value}")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            least = 0 if field.name in MAY_BE_ZERO else 1
+            if not least <= value <= LARGEST:
+                raise ValueError(f"{field.name} is from {least} to {LARGEST}, got {value}")
+
+
+_OPS: Final = get_args(Op)
+_KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in _OPS}
+AnyOp = Annotated[Op, PlainValidator(_read_op), PlainSerializer(_write_op)]
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Node:
+    """One operation of the model.
+
+    `name` is unique and for people (`layer3.qkv`); its last part is also what the weights are found
+    by. `slots` maps the operation's ports to slots of the activation pool. `plan_op` is the plan's
+    name of a matmul that may be cut, None for everything else. `layer` is None before and after the
+    layers. `members` are the plan's names for runs of the weight's rows (q, k and v of qkv), with
+    the first row of each.
+    """
+
+    name: Name
+    op: AnyOp
+    slots: dict[Name, Name]
+    plan_op: OpName | None = None
+    layer: Annotated[int, Field(ge=0, lt=MOST_LAYERS)] | None = None
+    members: tuple[tuple[OpName, Annotated[int, Field(ge=0, le=LARGEST)]], ...] = ()
+
+    def __post_init__(self) -> None:
+        if set(self.slots) != set(self.op.ports):
+            kind = type(self.op).__name__
+            raise ValueError(f"{self.name}: {kind} has the ports {self.op.ports}")
+        starts = [start for _, start in self.members]
+        if self.plan_op is None and not self.members:
+            return
+        if not isinstance(self.op, MatMul) or self.plan_op is None:
+            raise ValueError(f"{self.name}: only a matmul has a place in plans")
+        if starts and (starts[0] or starts != sorted(set(starts)) or starts[-1] >= self.op.n):
+            raise ValueError(f"{self.name}: members begin at rising rows from 0 on, got {starts}")
+
+    @property
+    def writes(self) -> set[str]:
+        """Slots that it writes, its caches left out."""
+        return {slot for port, slot in self.slots.items() if port in OUTPUT_PORTS}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatMulSpec:
+    """A matmul `y[m, n] = x[m, k] · W[n, k]ᵀ` that occurs `count` times in the model."""
+
+    name: MatMulName
+    n: int
+    k: int
+    count: int
+    bias: bool = False
+
+
+class Share(NamedTuple):
+    """An operation, and how often a layer (before the layers: a step) launches it on average."""
+
+    op: Op
+    times: float
+
+
+class Stage(NamedTuple):
+    """A matmul of a plan, the members that it may be cut into, and what runs behind it before the
+    next one.
+    """
+
+    name: OpName
+    members: tuple[OpName, ...]
+    behind: tuple[Share, ...]
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is behind it."""
+        return any(isinstance(share.op, Attention) for share in self.behind)
+
+
+class ModelGraph(BaseModel):
+    """Operations of a decoder-only model in the order in which they run, and no weights.
+
+    `max_position` is in tokens. All layers have the same matmuls in the same order; what runs
+    between those may differ (sliding windows). Nodes read what a node before them wrote.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    architecture: str
+    max_position: int = Field(ge=1, le=LARGEST)
+    weight_format: WeightFormat
+    nodes: tuple[Node, ...] = Field(min_length=1, max_length=MOST_NODES)
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        twice = [name for name, count in Counter(x.name for x in self.nodes).items() if count > 1]
+        if twice:
+            raise ValueError(f"every node has a name of its own, got {twice[0]} twice")
+        _check_layers([node.layer for node in self.nodes])
+        _check_matmuls(self.nodes)
+        _check_slots(self.nodes)
+        return self
+
+    def model_copy(
+        self,
+        *,
+        update: Mapping[str, Any] | None = None,
+        deep: bool = False,  # noqa: ARG002  (nothing in it can be changed)
+    ) -> Self:
+        """A copy that is validated, and derives all anew that it derives."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**fields | dict(update or {}))
+
+    def with_capacity(self, capacity: int) -> Self:
+        """The same with KV caches of `capacity` tokens."""
+
+        def fit(op: Op) -> Op:
+            match op:
+                case Attention():
+                    return dataclasses.replace(op, capacity=capacity)
+                case Rope():
+                    return dataclasses.replace(op, max_position=capacity)
+            return op
+
+        return self.model_copy(update={"nodes": tuple(_with_op(x, fit(x.op)) for x in self.nodes)})
+
+    def with_weight_format(self, weight_format: WeightFormat) -> Self:
+        """The same with weights of another format."""
+
+        def fit(op: Op) -> Op:
+            if isinstance(op, MatMul | Embed):
+                return dataclasses.replace(op, weight_format=weight_format)
+            return op
+
+        nodes = tuple(_with_op(x, fit(x.op)) for x in self.nodes)
+        return self.model_copy(update={"nodes": nodes, "weight_format": weight_format})
+
+    @cached_property
+    def layers(self) -> int:
+        """Their number."""
+        return 1 + max((x.layer for x in self.nodes if x.layer is not None), default=-1)
+
+    @cached_property
+    def matmuls(self) -> tuple[MatMulSpec, ...]:
+        """What a plan may cut, in the order in which it runs."""
+        return tuple(
+            MatMulSpec(name=name, n=op.n, k=op.k, count=count, bias=op.bias)  # type: ignore[arg-type]
+            for name, (op, count) in self._plan_ops.items()
+        )
+
+    def matmul(self, name: MatMulName) -> MatMulSpec:
+        """The matmul of that name. Raises `KeyError` if the model has none."""
+        return next((x for x in self.matmuls if x.name == name), None) or _raise(name)
+
+    def matmul_op(self, name: MatMulName) -> MatMul:
+        """Operation record of a matmul, all rows in one piece. Raises `KeyError`."""
+        return self._plan_ops[name][0]
+
+    @cached_property
+    def shapes(self) -> dict[OpName, tuple[int, int]]:
+        """(n, k) of every matmul and of the members of fused ones."""
+        found: dict[OpName, tuple[int, int]] = {}
+        for node in self.nodes:
+            if node.plan_op is None or node.plan_op in found:
+                continue
+            assert isinstance(node.op, MatMul)
+            found[node.plan_op] = (node.op.n, node.op.k)
+            stops = [*(start for _, start in node.members[1:]), node.op.n]
+            for (name, start), stop in zip(node.members, stops, strict=False):
+                found[name] = (stop - start, node.op.k)
+        return found
+
+    @cached_property
+    def head(self) -> tuple[Share, ...]:
+        """What runs once, before the first matmul."""
+        return _shares(self._behind[None], 1)
+
+    @cached_property
+    def block(self) -> tuple[Stage, ...]:
+        """The matmuls of a layer, each with what runs behind it."""
+        return tuple(self._stage(name, self.layers) for name in self._in_layers)
+
+    @cached_property
+    def tail(self) -> tuple[Stage, ...]:
+        """The matmuls behind the layers."""
+        return tuple(self._stage(x, 1) for x in self._plan_ops if x not in self._in_layers)
+
+    @cached_property
+    def others(self) -> tuple[Op, ...]:
+        """The distinct operations that no plan cuts, in the order in which they first run."""
+        return tuple(dict.fromkeys(node.op for node in self.nodes if node.plan_op is None))
+
+    @property
+    def matmul_weight_bytes(self) -> int:
+        """Bytes of packed weights that one decode step reads: all matmuls, lm_head included."""
+        return sum(x.count * _packed_bytes(self.weight_format, x.n, x.k) for x in self.matmuls)
+
+    def _stage(self, name: OpName, count: int) -> Stage:
+        members = next(x.members for x in self.nodes if x.plan_op == name)
+        return Stage(name, tuple(x for x, _ in members), _shares(self._behind[name], count))
+
+    @cached_property
+    def _plan_ops(self) -> dict[OpName, tuple[MatMul, int]]:
+        """Every matmul of plans by name, and how often it occurs."""
+        found: dict[OpName, tuple[MatMul, int]] = {}
+        for node in self.nodes:
+            if node.plan_op is not None:
+                assert isinstance(node.op, MatMul)
+                count = found[node.plan_op][1] if node.plan_op in found else 0
+                found[node.plan_op] = (node.op, count + 1)
+        return found
+
+    @cached_property
+    def _in_layers(self) -> tuple[OpName, ...]:
+        return tuple(x.plan_op for x in self.nodes if x.layer == 0 and x.plan_op is not None)
+
+    @cached_property
+    def _behind(self) -> dict[OpName | None, list[Op]]:
+        """Operations by the matmul that they follow; None: before all of them."""
+        found: dict[OpName | None, list[Op]] = {None: []}
+        last: OpName | None = None
+        for node in self.nodes:
+            if node.plan_op is None:
+                found[last].append(node.op)
+            else:
+                last = node.plan_op
+                found.setdefault(last, [])
+        return found
+
+    # What is read off the sizes of single operations, for files of other programs.
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of the residual stream."""
+        return self._embed.d
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids."""
+        return self._embed.vocab
+
+    @property
+    def intermediate_size(self) -> int:
+        """Features of the feed-forward."""
+        return self.shapes["down"][1]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self._attention.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self._attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self._attention.head_dim
+
+    @property
+    def _embed(self) -> Embed:
+        return next(op for op in self.others if isinstance(op, Embed))
+
+    @property
+    def _attention(self) -> Attention:
+        return next(op for op in self.others if isinstance(op, Attention))
+
+
+def slot_shapes(nodes: Iterable[Node], m: int = 1) -> dict[str, tuple[int, ...]]:
+    """Shape of every slot's tensor for m tokens. Raises `ValueError` where nodes disagree."""
+    found: dict[str, tuple[int, ...]] = {}
+    for node in nodes:
+        for port, slot in node.slots.items():
+            shape = port_shape(node.op, port, m)
+            if found.setdefault(slot, shape) != shape:
+                raise ValueError(
+                    f"{node.name}: {port} has the shape {shape} for {m} tokens, slot {slot} has "
+                    f"{found[slot]}"
+                )
+    return found
+
+
+def _check_layers(layers: Sequence[int | None]) -> None:
+    """Numbers rise one by one, nodes of no layer stand before and after."""
+    numbered = [layer for layer in layers if layer is not None]
+    first = next((i for i, layer in enumerate(layers) if layer is not None), 0)
+    steps = {b - a for a, b in pairwise(numbered)}
+    whole = None not in layers[first : first + len(numbered)]
+    if not numbered or numbered[0] or not whole or not steps <= {0, 1}:
+        raise ValueError("the nodes of layers 0, 1, 2, … follow each other without others between")
+
+
+def _check_matmuls(nodes: Sequence[Node]) -> None:
+    """Plans say one thing of a matmul for all layers."""
+    known: dict[str, tuple[Op, Any]] = {}
+    order: dict[int | None, list[str]] = {}
+    layered = False
+    for node in nodes:
+        layered = layered or node.layer is not None
+        if node.plan_op is None:
+            continue
+        if known.setdefault(node.plan_op, (node.op, node.members)) != (node.op, node.members):
+            raise ValueError(f"{node.name}: {node.plan_op} differs from layer to layer")
+        if not layered:
+            raise ValueError(f"{node.name}: a matmul of plans is part of a layer or behind them")
+        order.setdefault(node.layer, []).append(node.plan_op)
+    last = 1 + max(node.layer for node in nodes if node.layer is not None)
+    first, tail = order.get(0, []), order.get(None, [])
+    alike = first and all(order.get(layer) == first for layer in range(last))
+    if not alike or len({*first, *tail}) != len(first) + len(tail):
+        raise ValueError("every layer has the same matmuls in the same order, each once")
+
+
+def _check_slots(nodes: Sequence[Node]) -> None:
+    """What is read was written before and has one shape; tokens, position and caches come along."""
+    slot_shapes(nodes)
+    written: set[str] = set()
+    for node in nodes:
+        for port, slot in node.slots.items():
+            given = port in ("tokens", "position", *CACHE_PORTS)
+            if port not in OUTPUT_PORTS and not given and slot not in written:
+                raise ValueError(f"{node.name}: nothing wrote slot {slot} before it is read")
+        written |= node.writes
+
+
+def _shares(found: Iterable[Op], count: int) -> tuple[Share, ...]:
+    """Distinct operations by their kinds' order; of one kind (windows) by their sizes."""
+    ops = Counter(found)
+    kinds = list(dict.fromkeys(type(op) for op in ops))
+    ordered = sorted(ops, key=lambda op: (kinds.index(type(op)), repr(op)))
+    return tuple(Share(op, ops[op] / count) for op in ordered)
+
+
+def _packed_bytes(weight_format: WeightFormat, n: int, k: int) -> int:
+    storage = weight_format.storage
+    size = math.prod(data_shape(storage, n, k)) * data_dtype(storage).itemsize
+    if storage.value in ("q4", "q8"):
+        size += 2 * math.prod(scales_shape(n, k))
+    return size
+
+
+def _with_op(node: Node, op: Op) -> Node:
+    return node if op is node.op else dataclasses.replace(node, op=op)
+
+
+def _raise(name: str) -> Any:
+    raise KeyError(name)
