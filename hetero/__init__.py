@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetero.contexts.context import Context
     from hetero.errors import ModelError, UserError
     from hetero.generation.llm import LLM
     from hetero.generation.loop import GenerationResult, Piece, Stats
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "hetero.generation.llm",
+    "Context": "hetero.contexts.context",
     "DeviceProfile": "hetero.profiler.records",
     "ExecutionPlan": "hetero.solver.plan",
     "GenerationResult": "hetero.generation.loop",
@@ -36,6 +38,7 @@ _LAZY = {
 
 __all__ = [
     "LLM",
+    "Context",
     "DeviceProfile",
     "ExecutionPlan",
     "GenerationResult",

@@ -276,10 +276,13 @@ class ExecutionPlan(_Record):
 
     @property
     def plan_id(self) -> str:
-        """Short name that changes whenever the placement changes."""
-        names = {"model", "ops", "rest", "graph_sizes"}
-        parts = self.model_dump_json(include=names | {"fused"} if self.fused else names)
-        return hashlib.sha256(parts.encode()).hexdigest()[:12]
+        """Short name of the placement: equal tiles have an equal one, whatever was predicted of
+        them, and other tiles another.
+        """
+        what = {"phase", "m", "op", "n", "k", "tiles"}
+        ops = sorted(op.model_dump_json(include=what) for op in self.ops)
+        rest = self.model_dump_json(include={"model", "rest", "graph_sizes", "fused"})
+        return hashlib.sha256("\n".join([rest, *ops]).encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
         """Tiles of one matmul at m tokens. Raises `PlanError` if the plan says nothing of it."""

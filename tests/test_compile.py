@@ -225,7 +225,7 @@ def test_fused_groups_are_compiled_as_the_runtime_asks_for_them(tmp_path: Path) 
     ]  # fmt: skip
     compile_model(ready, tmp_path / "bundle")
     with LLM(str(tmp_path / "bundle")) as llm:
-        llm.engine.prefill([3, 4, 5])
-        llm.engine.decode(6)
+        llm.engine.prefill(llm.context, [3, 4, 5])
+        llm.engine.decode(llm.context, 6)
         store = llm.devices.devices["npu"].store  # type: ignore[attr-defined]
     assert (store.counts.compiled, store.counts.rebuilt) == (0, [])

@@ -160,7 +160,9 @@ pid = os.fork()
 if pid == 0:
     for buffer in buffers:
         buffer.bytes[:] = 1
-    for tensor in map(llm.engine.pool.__getitem__, llm.engine.pool.names()):
+    cache = llm.context.cache
+    tensors = [llm.engine.pool[name] for name in llm.engine.pool.names()]
+    for tensor in tensors + [cache[slot] for slot in cache.layout.slots]:
         tensor.array.reshape(-1)[:1000] = 7
     os._exit(0)
 os.waitpid(pid, 0)

@@ -43,10 +43,10 @@ def reference(model: str, count: int) -> tuple[list[int], list[Any]]:
     """(token ids of prompt and greedy answer, logits that chose each of `count` answer tokens)."""
     with LLM(model, device="npu", npu="reference") as llm:
         tokens = llm.encode(PROMPT)
-        logits = [llm.engine.prefill(tokens).copy()]
+        logits = [llm.engine.prefill(llm.context, tokens).copy()]
         while len(logits) < count:
             tokens.append(int(logits[-1].argmax()))
-            logits.append(llm.engine.decode(tokens[-1]).copy())
+            logits.append(llm.engine.decode(llm.context, tokens[-1]).copy())
     return tokens, logits
 
 
@@ -57,14 +57,14 @@ def test_greedy_text_equals_the_references(name: str, device: Any) -> None:
     start = len(tokens) - len(expected) + 1
     with LLM(model, device=device, npu="qnn", max_seq_len=LENGTH) as llm:
         assert llm.devices.fallback == ""
-        logits = llm.engine.prefill(tokens[:start]).copy()
+        logits = llm.engine.prefill(llm.context, tokens[:start]).copy()
         for i, wanted in enumerate(expected):
             second, best = np.sort(wanted)[-2:]
             assert logits.argmax() == wanted.argmax() or best - second < CLOSE, f"token {i}"
             assert np.abs(logits - wanted).max() < 10 * CLOSE, f"token {i}"
             if i < len(expected) - 1:
-                logits = llm.engine.decode(tokens[start + i]).copy()
-        assert set(llm.engine.usage()) == ({"npu"} if device == "npu" else {"gpu", "npu"})
+                logits = llm.engine.decode(llm.context, tokens[start + i]).copy()
+        assert set(llm.context.work.devices) == ({"npu"} if device == "npu" else {"gpu", "npu"})
 
 
 def test_the_second_start_compiles_nothing() -> None:
@@ -97,12 +97,12 @@ def test_architectures_and_fused_groups(name: str, fused: Any, tmp_path: Path) -
         plan = single_device(model_spec(tmp_path), "npu").model_copy(update={"fused": fused})
         taken = plan if npu == "qnn" else None
         with LLM(str(tmp_path), device="npu", npu=npu, plan=taken, max_seq_len=60) as llm:
-            engine = llm.engine
-            logits = [engine.prefill(TOKEN_IDS).copy()]
-            logits += [engine.decode(token).copy() for token in (5, 6)]
-            engine.truncate(len(TOKEN_IDS) - 1)
-            found[npu] = [*logits, engine.decode(8).copy()]
-            launches = {launch.node for launch in engine.step("decode", 1).launches}
+            engine, context = llm.engine, llm.context
+            logits = [engine.prefill(context, TOKEN_IDS).copy()]
+            logits += [engine.decode(context, token).copy() for token in (5, 6)]
+            context.truncate(len(TOKEN_IDS) - 1)
+            found[npu] = [*logits, engine.decode(context, 8).copy()]
+            launches = {launch.node for launch in engine.step(context, "decode", 1).launches}
     whole = "block" in fused
     assert ("layer1.block" in launches) == whole
     assert ("layer1.feed_forward" in launches) == (fused == ("feed_forward",))

@@ -78,7 +78,7 @@ def test_the_answer_ends_at_max_tokens_and_the_context_with_it(tiny: LLM, count:
     plain = tiny.generate(prompt, max_tokens=count)
     guessed = tiny.generate(prompt, max_tokens=count, speculative=7)
     assert (guessed.tokens, guessed.finish_reason) == (plain.tokens, "length")
-    assert tiny.engine.position == len(prompt) + count - 1
+    assert tiny.context.cached == len(prompt) + count - 1
 
 
 @pytest.mark.parametrize("room", range(1, 10))
@@ -109,7 +109,7 @@ def test_an_answer_that_is_not_read_to_its_end_leaves_no_guess_in_the_context(
         prompt, max_tokens=40, speculative=7, temperature=1.0, seed=2, logit_bias={8: 1e3, 9: 1e3}
     )
     tokens = [piece.token for piece in islice(stream, taken)]
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     longer = [*prompt, *tokens, 3, 1]
     again = tiny.generate(longer, max_tokens=4, reuse=True, logprobs=3)
     fresh = tiny.generate(longer, max_tokens=4, logprobs=3)

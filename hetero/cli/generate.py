@@ -142,15 +142,15 @@ def generate_command(
 
 def _answer(llm: LLM, prompt: str, options: GenerateOptions, *, quiet: bool) -> GenerationResult:
     """The answer, printed as it comes unless `quiet`."""
-    ended: list[GenerationResult] = []
     echoed = prompt if options["echo"] else ""
-    for piece in llm.stream(prompt, on_end=ended, **options):
+    answer = llm.stream(prompt, **options)
+    for piece in answer:
         if not quiet:
             print(answer_text(echoed + piece.text), end="", flush=True)
             echoed = ""
     if not quiet:
         print(flush=True)
-    return ended[0]
+    return answer.result()
 
 
 def chat_command(

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from hetero.arguments import check_messages
+from hetero.contexts.context import Context
 from hetero.errors import UserError
-from hetero.generation.loop import GenerationResult, Piece
 
 if TYPE_CHECKING:
     from hetero.generation.llm import LLM
+    from hetero.generation.loop import GenerationResult, Piece
     from hetero.generation.options import GenerateOptions
 
 
@@ -20,11 +21,15 @@ class Conversation:
 
     A turn prefills only what the context does not hold already. When history and answer no longer
     fit the context, the oldest messages after the system message are left out, a turn at a time;
-    `dropped` counts them. `messages` is the whole history.
+    `dropped` counts them. `messages` is the whole history, `last` the last finished answer.
     """
 
-    def __init__(self, llm: LLM, *, system: str | None = None) -> None:
+    def __init__(
+        self, llm: LLM, *, system: str | None = None, context: Context | None = None
+    ) -> None:
         self._llm = llm
+        self._context = llm.context if context is None else context
+        self.last: GenerationResult | None = None
         self.messages: list[dict[str, Any]] = []
         self.dropped = 0
         if system:
@@ -32,37 +37,31 @@ class Conversation:
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> GenerationResult:
         """The model's answer to a message."""
-        ended: list[GenerationResult] = []
-        for _ in self.stream(text, on_end=ended, **options):
+        for _ in self.stream(text, **options):
             pass
-        return ended[0]
+        assert self.last is not None
+        return self.last
 
-    def stream(
-        self,
-        text: str,
-        *,
-        on_end: list[GenerationResult] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Iterator[Piece]:
+    def stream(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Pieces of the answer; an answer that is not read to its end is not remembered."""
         asked = {"role": "user", "content": text}
         tokens = self._fitting([*self.messages, asked], int(options.get("max_tokens", 1)))
-        ended: list[GenerationResult] = []
         options["chat"] = options["reuse"] = True
-        yield from self._llm.stream(tokens, on_end=ended, **options)
-        self.messages += [asked, {"role": "assistant", "content": ended[0].text}]
-        if on_end is not None:
-            on_end += ended
+        options["context"] = self._context
+        with self._llm.stream(tokens, **options) as answer:
+            yield from answer
+        self.last = answer.result()
+        self.messages += [asked, {"role": "assistant", "content": self.last.text}]
 
     def save(self, path: str | Path) -> None:
-        """Write history and context to a file (see `LLM.save_session`)."""
-        self._llm.save_session(path, messages=self.messages)
+        """Write history and context to a file (see `Context.save`)."""
+        self._context.save(path, messages=self.messages)
 
     def load(self, path: str | Path) -> None:
         """Go on from a file that `save` wrote. Raises `ModelError`, and changes nothing, if it is
         broken or of another model.
         """
-        self.messages = self._llm.load_session(path)
+        self.messages = self._context.load(path)
 
     def _fitting(self, messages: Sequence[dict[str, Any]], answer: int) -> list[int]:
         """Token ids of as much of the conversation as leaves room for an answer.

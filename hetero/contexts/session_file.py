@@ -1,15 +1,19 @@
-"""Sessions on disk: the tokens of a context with its keys and values, verified when loaded.
+"""Contexts on disk: their tokens with keys and values, verified when loaded.
 
-A safetensors file: `tokens` int32 [position], `k.i` and `v.i` float32 [G, position, D] of every
-layer; its metadata names the model and the hash of all bytes of the tensors. The
-destination is complete or absent (`hetero.backends.host.files`).
+A safetensors file: `tokens` int32 [tokens], `k.i` and `v.i` float32 [G, cached, D] of every layer
+for the first of them (all but what was chosen last); its metadata has the `Identity` and the hash
+of all bytes of the tensors. The destination is complete or absent (`hetero.backends.host.files`).
+
+Keys and values depend on the model and on the format that it computes in. They do not depend on
+which device computed which part of a matmul, so a file says nothing of the plan (files of version 1
+name one, which is not looked at).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -19,35 +23,67 @@ import numpy.typing as npt
 
 from hetero.arguments import check_messages
 from hetero.backends.host.files import atomic_writer
+from hetero.contexts.kv_cache import KvCache
 from hetero.errors import ModelError, UserError
-from hetero.models import LoadedModel
 from hetero.models.safetensors_file import SafetensorsFile
-from hetero.runtime.engine import Engine
 
 KIND: Final = "hetero-session"
-SCHEMA_VERSION: Final = "1"
+SCHEMA_VERSION: Final = "2"
+READABLE: Final = ("1", SCHEMA_VERSION)
+NUMERICS: Final = "float32, keys after RoPE"
 _DTYPES: Final = {"tokens": "I32"}
 Array = npt.NDArray[Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What keys and values of equal tokens depend on, besides the layout of the cache.
+
+    `model` is `LoadedModel.fingerprint`, `weights` the weight format, `vocabulary` the number of
+    ids.
+    """
+
+    model: str
+    weights: str
+    vocabulary: int
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """As a file has it."""
+        return {"model": self.model, "weights": self.weights, "numerics": NUMERICS}
+
+
 @dataclass(frozen=True)
 class Session:
-    """What a session file holds besides the keys and values."""
+    """A file's contents: `cached` of the `tokens` have keys and values, which are still on disk."""
 
     tokens: list[int]
+    cached: int
     messages: list[dict[str, Any]]
+    file: SafetensorsFile
+
+    def restore(self, cache: KvCache) -> None:
+        """Copy the keys and values into a cache."""
+        for name, into in _caches(cache, self.cached):
+            into[:] = self.file.array(name)
 
 
 def save_session(
-    path: Path, model: LoadedModel, engine: Engine, tokens: Sequence[int], messages: Sequence[Any]
+    path: Path,
+    identity: Identity,
+    cache: KvCache,
+    tokens: Sequence[int],
+    cached: int,
+    messages: Sequence[Any] = (),
 ) -> None:
-    """Write the context. Raises `UserError` if it is empty or cannot be written."""
-    if not tokens:
+    """Write a context. Raises `UserError` if it is empty or cannot be written."""
+    if not cached:
         raise UserError(f"{path}: there is nothing to save yet; generate something first")
     arrays: dict[str, Array] = {"tokens": np.asarray(tokens, dtype=np.int32)}
-    for name, cache in _caches(model, engine):
-        arrays[name] = np.ascontiguousarray(cache[:, : len(tokens)])
-    metadata = _metadata(model, engine) | {
+    arrays |= {name: np.ascontiguousarray(part) for name, part in _caches(cache, cached)}
+    metadata = identity.metadata | {
+        "kind": KIND,
+        "schema_version": SCHEMA_VERSION,
         "messages": json.dumps(list(messages)),
         "sha256": _digest(arrays.values()),
     }
@@ -61,49 +97,35 @@ def save_session(
         ) from error
 
 
-def load_session(path: Path, model: LoadedModel, engine: Engine) -> Session:
-    """Put a saved context into the engine. Raises `ModelError`, and changes nothing, if it is
-    broken, of another model, or too long.
+def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> Session:
+    """A saved context, checked whole; `cache` is one that it is to fit, `limit` the most tokens.
+
+    Raises `ModelError` if it is broken, of another model, or too long.
     """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such session file; check the path")
     file = SafetensorsFile(path)
-    _check_metadata(path, file, _metadata(model, engine))
-    count = _check_shapes(path, file, model)
-    if count > engine.max_seq_len:
+    _check_metadata(path, file, identity)
+    count, cached = _check_shapes(path, file, cache)
+    if count > limit:
         raise ModelError(
-            f"{path}: holds {count} tokens, more than the context of {engine.max_seq_len}; open "
-            "the model with a larger max_seq_len"
+            f"{path}: holds {count} tokens, more than the context of {limit}; open the model with "
+            "a larger max_seq_len"
         )
-    names = ["tokens", *(name for name, _ in _caches(model, engine))]
+    names = ["tokens", *(name for name, _ in _caches(cache, 0))]
     if _digest(file.array(name) for name in names) != file.metadata.get("sha256"):
         raise ModelError(f"{path}: session file is damaged (its hash differs); save it again")
     tokens = [int(x) for x in file.array("tokens")]
-    if any(not 0 <= x < model.config.vocab_size for x in tokens):
+    if any(not 0 <= x < identity.vocabulary for x in tokens):
         raise ModelError(f"{path}: session file holds ids outside the vocabulary; save it again")
-    messages = _messages(path, file.metadata.get("messages", "[]"))
-    for name, cache in _caches(model, engine):
-        cache[:, :count] = file.array(name)
-    engine.position = count
-    return Session(tokens, messages)
+    return Session(tokens, cached, _messages(path, file.metadata.get("messages", "[]")), file)
 
 
-def _caches(model: LoadedModel, engine: Engine) -> Iterable[tuple[str, Array]]:
-    """Every cache [G, C, D] with its name in the file."""
-    for layer in range(model.config.num_layers):
-        for kind in ("k", "v"):
-            yield f"{kind}.{layer}", engine.pool[f"{kind}_cache.{layer}"].array
-
-
-def _metadata(model: LoadedModel, engine: Engine) -> dict[str, str]:
-    """What a session must have in common with the model that loads it."""
-    return {
-        "kind": KIND,
-        "schema_version": SCHEMA_VERSION,
-        "model": model.fingerprint,
-        "weights": str(model.weights.weight_format),
-        "plan": engine.plan.plan_id,
-    }
+def _caches(cache: KvCache, tokens: int) -> Iterator[tuple[str, Array]]:
+    """The first tokens of every cache, [G, tokens, D], with its name in the file."""
+    for layer in range(cache.layout.layers):
+        for kind, array in zip("kv", cache.layer(layer), strict=True):
+            yield f"{kind}.{layer}", array[:, :tokens]
 
 
 def _digest(arrays: Iterable[Array]) -> str:
@@ -131,32 +153,42 @@ def _write(file: BinaryIO, arrays: Mapping[str, Array], metadata: dict[str, str]
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _check_metadata(path: Path, file: SafetensorsFile, wanted: Mapping[str, str]) -> None:
-    if file.metadata.get("kind") != KIND:
+def _check_metadata(path: Path, file: SafetensorsFile, identity: Identity) -> None:
+    found = file.metadata
+    if found.get("kind") != KIND:
         raise ModelError(f"{path}: is not a session file; give one that save_session wrote")
+    wanted = identity.metadata
+    if found.get("schema_version") == "1":  # had no other
+        found = {"numerics": NUMERICS, **found}
     reasons = {
-        "schema_version": "was written by another version of hetero",
         "model": "belongs to another model, or the model has changed",
-        "weights": f"was saved with --weights {file.metadata.get('weights')}",
-        "plan": "was saved with another plan or device",
+        "weights": f"was saved with --weights {found.get('weights')}",
+        "numerics": f"holds keys and values as {found.get('numerics')}",
     }
-    for name, reason in reasons.items():
-        if file.metadata.get(name) != wanted[name]:
-            raise ModelError(f"{path}: session {reason}; start a new session, or open it as it was")
+    wrong = [reason for name, reason in reasons.items() if found.get(name) != wanted[name]]
+    if found.get("schema_version") not in READABLE:
+        wrong.insert(0, "was written by another version of hetero")
+    if wrong:
+        raise ModelError(f"{path}: session {wrong[0]}; start a new session, or open it as it was")
 
 
-def _check_shapes(path: Path, file: SafetensorsFile, model: LoadedModel) -> int:
-    """Tokens of the session, when every tensor is there in its shape."""
-    entry = file.entries.get("tokens")
-    count = entry.shape[0] if entry is not None and len(entry.shape) == 1 else 0
-    cache = ("F32", (model.config.kv_heads, count, model.config.head_dim))
+def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[int, int]:
+    """Tokens of the session and how many are cached, when every tensor is there in its shape."""
+    count, cached = _length(file, "tokens", 0), _length(file, "k.0", 1)
+    layout = cache.layout
+    shape = ("F32", (layout.kv_heads, cached, layout.head_dim))
     expected: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("I32", (count,))}
-    for layer in range(model.config.num_layers):
-        expected |= {f"k.{layer}": cache, f"v.{layer}": cache}
+    expected |= {name: shape for name, _ in _caches(cache, 0)}
     found = {name: (x.dtype, x.shape) for name, x in file.entries.items()}
-    if not count or found != expected:
+    if not 0 < cached <= min(count, layout.capacity) or found != expected:
         raise ModelError(f"{path}: session file does not hold this model's cache; save it again")
-    return count
+    return count, cached
+
+
+def _length(file: SafetensorsFile, name: str, axis: int) -> int:
+    """Of a tensor along an axis; 0 if there is none."""
+    entry = file.entries.get(name)
+    return entry.shape[axis] if entry is not None and len(entry.shape) > axis else 0
 
 
 def _messages(path: Path, text: object) -> list[dict[str, Any]]:

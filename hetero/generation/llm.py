@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,16 +21,15 @@ from hetero.arguments import (
     check_messages,
     check_prompt,
 )
-from hetero.backends.errors import DeviceLostError, KernelBuildError
-from hetero.backends.host import forks
+from hetero.backends.errors import KernelBuildError
 from hetero.backends.host.files import is_replaceable
 from hetero.backends.protocol import DeviceKind
 from hetero.compiling.bundle import find_bundle
-from hetero.contexts import session_file
+from hetero.contexts.context import Context
 from hetero.contexts.conversation import Conversation
 from hetero.errors import ModelError, UserError
-from hetero.generation.loop import Generation, GenerationResult, Piece
-from hetero.generation.options import GenerateOptions, read_options
+from hetero.generation.loop import Generation, GenerationResult
+from hetero.generation.options import Asked, GenerateOptions, read_options
 from hetero.models import LoadedModel, open_model
 from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
@@ -42,7 +41,6 @@ from hetero.runtime.sync import SyncMethod
 from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
 
 DEFAULT_CONTEXT = 4096
-IN_USE = "another thread was using it when this process was forked"
 
 
 class LLM:
@@ -63,9 +61,13 @@ class LLM:
     measured speeds, unless `adapt` is off: answers may then differ in the last bits of their
     logits.
 
-    Calls from several threads are served one after another. A stream holds the model until it is
-    exhausted or closed; another call of the thread that reads it is refused. Raises `UserError`
-    (`ModelError`) for what the user can mend, `DeviceError` for what a device could not do.
+    A prompt is answered on a context: the model's own (`context`), from the start unless `reuse`,
+    or one of `new_context`, which the prompt goes on from. Answers on different contexts take turns
+    step by step, whichever threads they are read from; a stream that is not read keeps nobody else
+    waiting. On the model's own context calls from several threads are served one after another, and
+    a stream has it until it is finished or closed; another call of the thread that reads it is
+    refused. Raises `UserError` (`ModelError`) for what the user can mend, `DeviceError` for what a
+    device could not do.
     """
 
     def __init__(
@@ -88,10 +90,6 @@ class LLM:
         adapt: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        self._lock = threading.Lock()
-        self._reader: int | None = None  # thread that holds an unfinished stream
-        self._lost = False
-        forks.in_child(self._forked)
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
@@ -108,7 +106,6 @@ class LLM:
         if given is not None:
             given.check_fits(spec)
             device = _device_of(given, device)
-        self._context: list[int] = []  # tokens that the KV cache holds
         budget = None if memory_budget is None else parse_size(memory_budget)
         wishes = Wishes(
             mode=device or "hetero",
@@ -139,19 +136,21 @@ class LLM:
         )
         try:
             try:
-                self._engine = make()
+                self._engine, self._context = make()
             except KernelBuildError as error:
                 self.devices.without_gpu(str(error), npu)
-                self._engine = make()
+                self._engine, self._context = make()
         except BaseException:
             self.devices.close()
             raise
 
-    def _make_engine(self, spec: ModelGraph, *, adapt: bool, **options: Any) -> Engine:
-        """The engine of the plan on the devices that are open."""
+    def _make_engine(
+        self, spec: ModelGraph, *, adapt: bool, **options: Any
+    ) -> tuple[Engine, Context]:
+        """The engine of the plan on the devices that are open, and the model's own context."""
         devices = self.devices.devices
         self.plan = plan_on(self.choice, spec, devices)
-        return Engine(
+        engine = Engine(
             self._loaded.weights,
             self.plan,
             devices,
@@ -159,13 +158,39 @@ class LLM:
             control_core=self.devices.control_core,
             solver=self.choice.solver_on(devices),
             adapt=adapt and self.devices.numbers == "measured",
+            fingerprint=self._loaded.fingerprint,
             **options,
         )
+        return engine, engine.new_context(waits=True)
 
     @property
     def engine(self) -> Engine:
         """The engine, for benchmarks and tests."""
         return self._engine
+
+    @property
+    def context(self) -> Context:
+        """The model's own context, where no other is given: it holds the last answer on it."""
+        return self._context
+
+    def new_context(self) -> Context:
+        """An empty context, for `generate`, `stream` and the others to go on from.
+
+        Raises `UserError` where there is no memory for another one.
+        """
+        return self._engine.new_context()
+
+    def load_context(self, path: str | os.PathLike[str]) -> Context:
+        """A context that `Context.save` or `save_session` wrote. Raises `ModelError` if the file is
+        broken or of another model.
+        """
+        context = self.new_context()
+        try:
+            context.load(path)
+        except BaseException:
+            context.close()
+            raise
+        return context
 
     @property
     def model(self) -> LoadedModel:
@@ -190,11 +215,8 @@ class LLM:
         answers on one machine and plan. `speculative` tokens are guessed ahead from the text so
         far (`hetero.generation.speculative`), which changes no answer.
         """
-        with self._turn():
-            generation = self._start(prompt, options)
-            for _ in self._pieces(generation):
-                pass
-            return generation.result()
+        with self.stream(prompt, **options) as generation:
+            return _finish(generation)
 
     def generate_many(
         self,
@@ -205,42 +227,45 @@ class LLM:
     ) -> list[list[GenerationResult]]:
         """`n` answers to each prompt, the likeliest (by mean log-probability) first.
 
-        Answer i is drawn with seed + i; log-probabilities are always kept.
+        Answer i is drawn with seed + i; log-probabilities are always kept. A prompt is read once;
+        the other answers are drawn on forks, one at a time. With `context` every prompt goes on
+        from a fork of it, and it stays as it is.
         """
         check_count("n", n)
         if isinstance(prompts, str):
             raise UserError("prompts must be a list of prompts; for one use generate")
         if options.get("logprobs") is None:
             options["logprobs"] = 0
-        seed = options.get("seed")
         found = []
         for prompt in prompts:
-            answers = []
-            for i in range(n):
-                if seed is not None:
-                    options["seed"] = check_count("seed", seed, 0) + i
-                answers.append(self.generate(prompt, **options))
+            answers = self._answers(prompt, n, read_options(options))
             found.append(sorted(answers, key=lambda x: -x.mean_logprob))
         return found
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        on_end: list[GenerationResult] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Iterator[Piece]:
-        """Pieces of the answer as they come; `on_end` receives the finished result."""
-        with self._turn():
-            generation = self._start(prompt, options)
-            try:
-                for piece in self._pieces(generation):
-                    self._reader = threading.get_ident()
-                    yield piece
-            finally:
-                self._reader = None
-            if on_end is not None:
-                on_end.append(generation.result())
+    def _answers(
+        self, prompt: str | Sequence[int], n: int, asked: Asked
+    ) -> Iterator[GenerationResult]:
+        """Answers to one prompt; answer i is drawn with seed + i."""
+        given = asked.context
+        if given is not None:
+            asked = replace(asked, context=self._engine.contexts.own(given).fork())
+        seed = asked.sampling.seed
+        try:
+            with self._begin(prompt, asked, keep_prompt=n > 1) as first:
+                yield _finish(first)
+                for i in range(1, n):
+                    sampling = replace(asked.sampling, seed=None if seed is None else seed + i)
+                    with first.fork(sampling) as other, other.context:
+                        yield _finish(other)
+        finally:
+            if given is not None and asked.context is not None:
+                asked.context.close()
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Generation:
+        """The answer as it comes: an iterator of pieces, whose `result()` is the whole answer once
+        it is exhausted. Its context is in use until then, or until `close()`.
+        """
+        return self._begin(prompt, read_options(options))
 
     def chat(
         self, messages: Sequence[Message], **options: Unpack[GenerateOptions]
@@ -249,32 +274,32 @@ class LLM:
         options["chat"] = True
         return self.generate(self.encode_chat(messages), **options)
 
-    def conversation(self, *, system: str | None = None) -> Conversation:
-        """A conversation with history, of which each turn prefills only what is new."""
-        return Conversation(self, system=system)
+    def conversation(
+        self, *, system: str | None = None, context: Context | None = None
+    ) -> Conversation:
+        """A conversation with history, of which each turn prefills only what is new.
+
+        On the model's own context, which others use as well, or on one that it has for itself.
+        """
+        return Conversation(self, system=system, context=context)
 
     def save_session(self, path: str | Path, *, messages: Sequence[Message] = ()) -> None:
-        """Write the context (tokens, keys, values) and `messages` to a file, all or nothing."""
-        with self._turn():
-            session_file.save_session(
-                Path(path), self._loaded, self._engine, self._context, messages
-            )
+        """Write the model's own context and `messages` to a file, all or nothing."""
+        self._context.save(path, messages=messages)
 
     def load_session(self, path: str | Path) -> list[dict[str, Any]]:
-        """Put a saved context back, for calls with `reuse`; returns its messages.
-
-        Raises `ModelError`, and changes nothing, if the file is broken or of another model.
+        """Put a saved context in the place of the model's own, for calls with `reuse`; returns its
+        messages. Raises `ModelError`, and changes nothing, if the file is broken or of another
+        model.
         """
-        with self._turn():
-            session = session_file.load_session(Path(path), self._loaded, self._engine)
-            self._context = session.tokens
-            return session.messages
+        return self._context.load(path)
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits float32 [tokens, vocab] after every token of a fresh context."""
-        with self._turn():
-            self._rewind([])
-            return self._engine.score(check_ids(tokens))
+        ids = check_ids(tokens)
+        with self._context.held(), self._engine.lock.held():
+            self._context.rewind(0)
+            return self._engine.score(self._context, ids)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -288,18 +313,23 @@ class LLM:
             raise UserError(
                 f"cannot write the trace {path} ({error.strerror}): choose another path"
             ) from error
-        with self._turn():
+        with engine.lock.held():
             engine.start_trace()
         try:
             yield
         finally:
             about = {"model": self._loaded.name, "plan": self.plan.plan_id}
             about |= {kind: d.info.name for kind, d in self.devices.devices.items()}
-            engine.stop_trace().save(path, about=about)
+            with engine.lock.held():
+                trace = engine.stop_trace()
+            trace.save(path, about=about)
 
     def close(self) -> None:
-        """Free the devices; idempotent. Later calls raise `DeviceLostError`."""
-        self._engine.close()
+        """Free the devices, when the step that runs is over; idempotent. Later calls, and streams
+        that are unfinished, raise `DeviceLostError`.
+        """
+        with self._engine.lock.closing():
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -312,75 +342,62 @@ class LLM:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the other threads' calls. Raises where this thread would wait for itself."""
-        if self._reader == threading.get_ident():
-            raise UserError(
-                "a stream of this model is unfinished: read it to its end or close() it before the "
-                "next call"
-            )
-        if self._lost:
-            raise DeviceLostError("engine", "running the model", IN_USE, forks.REMEDY)
-        with self._lock:
-            yield
-
-    def _forked(self) -> None:
-        """In a forked child: a call that another thread was in will never end there."""
-        if self._lock.locked() and self._reader != threading.get_ident():
-            self._lost, self._lock = True, threading.Lock()
-
-    def _start(self, prompt: str | Sequence[int], options: GenerateOptions) -> Generation:
-        """Check everything, and rewind the context to what the prompt shares with it."""
-        asked = read_options(options)
+    def _begin(
+        self, prompt: str | Sequence[int], asked: Asked, *, keep_prompt: bool = False
+    ) -> Generation:
+        """Check everything and take the context for an answer."""
         asked.sampling.check_vocabulary(self._loaded.config.vocab_size)
         given = check_prompt(prompt)
         tokens = self.encode(given, chat=asked.chat) if isinstance(given, str) else given
-        self._check_room(tokens)
-        whole = not asked.reuse or (asked.echo and asked.logprobs is not None)
-        reused = self._rewind([] if whole else tokens[:-1])
-        self._engine.check(tokens[reused:])
-        return Generation(
-            self._engine,
-            self._loaded.tokenizer,
-            tokens,
-            asked.sampling,
-            max_tokens=asked.max_tokens,
-            reused=reused,
-            continues=not asked.chat,
-            eos_ids=self._loaded.eos_ids,
-            stop=asked.stop,
-            logprobs=asked.logprobs,
-            echo=asked.echo,
-            fallback=self.devices.fallback,
-            speculative=asked.speculative,
-            choice=self.choice.reason,
-        )
-
-    def _pieces(self, generation: Generation) -> Iterator[Piece]:
-        """The answer's pieces; afterwards, also after an error, the context is known again."""
+        context = self._context
+        if asked.context is not None:
+            context = self._engine.contexts.own(asked.context)
+        context.hold()
         try:
-            yield from generation
-        finally:
-            self._context = generation.context
+            goes_on = asked.context is not None and not asked.reuse
+            if goes_on and isinstance(given, str):
+                tokens = self._without_start(context, tokens)
+            self._check_room(len(context) if goes_on else 0, tokens)
+            self._engine.check_tokens(tokens)
+            reused = 0 if goes_on else self._rewind(context, tokens, asked)
+            return Generation(
+                self._engine,
+                context,
+                self._loaded,
+                tokens,
+                asked,
+                reused=reused,
+                keep_prompt=keep_prompt,
+                fallback=self.devices.fallback,
+                choice=self.choice.reason,
+            )
+        except BaseException:
+            context.release()
+            raise
 
-    def _rewind(self, tokens: Sequence[int]) -> int:
-        """Keep what the context shares with the beginning of `tokens`; how many that are."""
-        pairs = zip(self._context, tokens, strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        kept = min(len(self._context), len(tokens)) if shared is None else shared
-        kept = min(kept, self._engine.position)
-        self._engine.truncate(kept)
-        self._context = self._context[:kept]
+    def _rewind(self, context: Context, tokens: Sequence[int], asked: Asked) -> int:
+        """Keep what the context shares with the beginning of a whole text, if that is asked for;
+        how many tokens that are.
+        """
+        whole = not asked.reuse or (asked.echo and asked.logprobs is not None)
+        kept = 0 if whole else context.shared(tokens[:-1])
+        context.rewind(kept)
         return kept
 
-    def _check_room(self, tokens: Sequence[int]) -> None:
-        """The context must hold the prompt and at least one token of an answer."""
-        if len(tokens) >= self.max_seq_len:
+    def _without_start(self, context: Context, tokens: list[int]) -> list[int]:
+        """A text's tokens; without the one that a text begins with if it goes on from another."""
+        start = self._loaded.tokenizer.bos_id
+        goes_on = len(context) > 0 and len(tokens) > 1 and tokens[0] == start
+        return tokens[1:] if goes_on else tokens
+
+    def _check_room(self, before: int, tokens: Sequence[int]) -> None:
+        """The context must hold the prompt, behind what it holds, and one token of an answer."""
+        if before + len(tokens) >= self.max_seq_len:
+            behind = f" behind the {before} that it goes on from" if before else ""
+            remedy = "truncate() the context" if before else "shorten the prompt"
             raise ContextFullError(
-                f"a prompt of {len(tokens)} tokens and its answer do not fit the context of "
-                f"{self.max_seq_len}: shorten the prompt or open the model with a larger "
-                "max_seq_len"
+                f"a prompt of {len(tokens)} tokens{behind} and its answer do not fit the context "
+                f"of {self.max_seq_len}: {remedy} or open the model with a larger max_seq_len"
             )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -408,6 +425,13 @@ class LLM:
                 f"max_seq_len must be in [1, {limit}] for {self._loaded.name}, got {asked}"
             )
         return asked
+
+
+def _finish(generation: Generation) -> GenerationResult:
+    """Its whole answer."""
+    for _ in generation:
+        pass
+    return generation.result()
 
 
 def _device_of(plan: ExecutionPlan, asked: DeviceMode | None) -> DeviceMode:

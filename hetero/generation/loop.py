@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeAlias
 
+from hetero.contexts.context import Context
 from hetero.errors import UserError
+from hetero.generation.options import Asked
 from hetero.generation.sampling import Logits, Sampler, SamplingParams, TokenLogprob, token_logprob
 from hetero.generation.speculative import Acceptance, LookupDecoder
-from hetero.models.tokenizer import StreamDecoder, Tokenizer
+from hetero.models import LoadedModel
+from hetero.models.tokenizer import StreamDecoder
 from hetero.runtime.engine import Engine
+from hetero.runtime.usage import Work
 
 FinishReason: TypeAlias = Literal["stop", "length", "context"]
 
@@ -126,128 +132,228 @@ class StopFilter:
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
-class Generation:
-    """One answer in the making; iterate over its pieces, then ask for the `result`.
+class Generation(Iterator[Piece]):
+    """One answer in the making. Iterate over its pieces, then ask for the `result`.
 
-    The engine's context holds the first `reused` tokens of the prompt, and nothing else; the rest
-    is prefilled. Used by one thread, which is the engine's control thread meanwhile. `continues`
-    says that the text goes on from the prompt (its first piece may begin with a space), not that
-    it answers it. With `logprobs` (how many alternatives) every token's log-probability is kept;
-    with `echo` the prompt is part of the text, and of the log-probabilities.
+    Or drive it from outside: `step` runs the devices once and gives a piece, if there is one, until
+    it is `finished`. The devices are held for a step at a time, so several generations on contexts
+    of their own take turns as their readers ask, from one thread or from many; a slow reader keeps
+    nobody waiting. Its context is its own until it is finished or closed, and then holds
+    the prompt and the answer, whose last token is still to be computed. A generation itself
+    is used by one thread at a time.
+
+    `prompt` goes on from what `context` holds. The first `reused` tokens of it are there already
+    and counted only. `whole` says that it is no beginning of a text: with `logprobs` (how many
+    alternatives) every token's log-probability is kept; with `echo` the prompt is part of the text,
+    and of the log-probabilities. With `keep_prompt` the context is not given up before `close`, and
+    `fork` gives further answers.
     """
 
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer,
+        context: Context,
+        model: LoadedModel,
         prompt: Sequence[int],
-        params: SamplingParams,
+        asked: Asked,
         *,
-        max_tokens: int,
         reused: int = 0,
-        continues: bool = True,
-        eos_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
-        logprobs: int | None = None,
-        echo: bool = False,
+        keep_prompt: bool = False,
         fallback: str = "",
-        speculative: int = 0,
         choice: str = "",
         clock: Clock = time.perf_counter,
     ) -> None:
-        if max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
-        self._engine = engine
-        self._sampler = Sampler(params)
-        self._decoder: StreamDecoder = tokenizer.decoder(prompt if continues else ())
-        self._end = frozenset(eos_ids)
-        self._prompt = list(prompt)
-        self._reused = reused
-        self._max_tokens = max_tokens
-        self._filter = StopFilter(stop)
-        self._alternatives = logprobs
+        self.context = context
+        self._engine, self._model, self._asked = engine, model, asked
+        self._prompt, self._reused = list(prompt), reused
+        self._keeps, self._kept = keep_prompt, _Kept()
+        self._fallback, self._choice, self._clock = fallback, choice, clock
+        self._todo = [*context.pending, *self._prompt[reused:]]
+        self._base = context.cached  # tokens that are not computed here
+        self._seen = [*context.tokens, *self._prompt[reused:]]
+        self._sampler = Sampler(asked.sampling)
+        continues = not asked.chat
+        self._decoder: StreamDecoder = model.tokenizer.decoder(self._prompt if continues else ())
+        self._end = frozenset(model.eos_ids)
+        self._filter = StopFilter(asked.stop)
         self._logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        self._echo = echo
-        self._fallback, self._choice = fallback, choice
-        self._clock = clock
         self._tokens: list[int] = []
-        self._texts: list[str] = [tokenizer.decode(prompt)] if echo else []
+        self._texts: list[str] = [model.tokenizer.decode(prompt)] if asked.echo else []
         self._reason: FinishReason | None = None
-        self._decode_steps = 0
-        self._speculative = speculative
         self._lookup: LookupDecoder | None = None
+        self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
+        self._next: int | None = None  # the token that was chosen last
+        self._decode_steps = 0
+        self._before = context.work.copy()
+        self._work: Work | None = None  # of this answer, once it has ended
         self._times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+        self._held = True
 
     @property
-    def context(self) -> list[int]:
-        """Tokens that the engine's context holds."""
-        return (self._prompt + self._tokens)[: self._engine.position]
+    def finished(self) -> bool:
+        """Whether there is nothing more to come."""
+        return self._reason is not None or not self._held
 
-    def __iter__(self) -> Iterator[Piece]:
-        if self._speculative:
-            self._lookup = LookupDecoder(self._engine, self._prompt, self._speculative)
-        start = self._clock()
-        self._engine.reset_usage()
-        logits = self._read_prompt()
-        token = self._choose(logits)
-        first = last = self._clock()
-        decode = self._engine.decode if self._lookup is None else self._lookup.decode
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        while not self.finished:
+            if (piece := self.step()) is not None:
+                return piece
+        raise StopIteration
+
+    def step(self) -> Piece | None:
+        """Run the devices once: a call of the prompt, or for the next token. None while the prompt
+        is read. Raises `ValueError` if it is finished, else what the engine does.
+        """
+        if self.finished:
+            raise ValueError("this answer is finished: ask for its result")
+        self.context.reader = threading.get_ident()
         try:
-            while True:
-                self._times = (start, first, last)
-                piece = self._take(token)
-                yield piece
-                if piece.finish_reason is not None:
-                    return
-                logits = decode(token)
-                self._decode_steps += 1
-                token = self._choose(logits)
-                last = self._clock()
-        finally:  # also where nobody reads on: the context must hold no guess
-            if self._lookup is not None:
-                self._lookup.close()
+            with self._engine.lock.held():
+                token = self._prompt_step() if self._next is None else self._decode_step()
+            if token is None:
+                return None
+            piece = self._take(token)
+        except BaseException:
+            self.close()
+            raise
+        if piece.finish_reason is not None:
+            self._end_text()
+            if not self._keeps:
+                self.close()
+        return piece
+
+    def close(self) -> None:
+        """Give the context up, which holds what was read so far; idempotent."""
+        if self._held:
+            self._end_text()
+            self._held = False
+            self.context.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_held", False):
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def fork(self, sampling: SamplingParams) -> Generation:
+        """Another answer to the same prompt, which is not read again, on a fork of the context.
+
+        Close that context when it is done. Raises `UserError` where there is no memory for it.
+        """
+        kept = self._kept
+        assert self._held
+        assert kept.logits is not None, "keep_prompt, and a step behind the prompt"
+        context = self.context.copy()
+        context.rewind(kept.length)
+        context.hold()
+        other = Generation(
+            self._engine,
+            context,
+            self._model,
+            self._prompt,
+            replace(self._asked, sampling=sampling),
+            reused=len(self._prompt),
+            fallback=self._fallback,
+            choice=self._choice,
+            clock=self._clock,
+        )
+        other._kept, other._seen = kept, self._seen[: len(self._seen) - len(self._tokens)]
+        return other
 
     def result(self) -> GenerationResult:
-        """The answer so far; complete once iteration has ended."""
+        """The answer so far; complete once it is finished."""
         return GenerationResult(
             text="".join(self._texts),
             tokens=tuple(self._tokens),
             finish_reason=self._reason or "length",
             stats=self._stats(),
             logprobs=tuple(self._logprobs),
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self._kept.logprobs,
         )
 
-    def _read_prompt(self) -> Logits:
-        """Logits after the prompt's last token."""
+    def _prompt_step(self) -> int | None:
+        """A call of the prompt; the first token behind the last one."""
+        if self._calls is None:
+            if self._asked.speculative:
+                self._lookup = LookupDecoder(
+                    self._engine, self.context, self._seen, self._asked.speculative
+                )
+            self._times = (self._clock(), 0.0, 0.0)
+            self._calls = self._prompt_calls()
+        logits = next(self._calls)
+        if logits is None:
+            return None
+        if self._keeps:
+            self._kept.logits, self._kept.length = logits.copy(), self.context.cached
+        token = self._choose(logits)
+        now = self._clock()
+        self._times = (self._times[0], now, now)
+        return token
+
+    def _prompt_calls(self) -> Iterator[Logits | None]:
+        """Reads the prompt; the last item is the logits behind it."""
+        if self._kept.logits is not None:
+            yield self._kept.logits
+        elif not (self._asked.echo and self._asked.logprobs is not None):
+            yield from self._engine.prefill_calls(self.context, self._todo)
+        else:
+            yield from self._score()
+
+    def _score(self) -> Iterator[Logits | None]:
+        """As the engine's `prefill_calls`; keeps the log-probabilities of the prompt."""
+        scores: list[Logits] = []
+        for part in self._engine.score_calls(self.context, self._todo):
+            scores.extend(part)
+            yield None
         rest = self._prompt[self._reused :]
-        if not (self._echo and self._alternatives is not None):
-            return self._engine.prefill(rest)
-        scores = self._engine.score(rest)
-        self._prompt_logprobs = tuple(
-            token_logprob(logits, token, self._alternatives)
-            for logits, token in zip(scores[:-1], rest[1:], strict=True)
+        first = len(self._todo) - len(rest)  # behind what the context had left to compute
+        self._kept.logprobs = tuple(
+            token_logprob(logits, token, self._asked.logprobs or 0)
+            for logits, token in zip(scores[first:-1], rest[1:], strict=True)
         )
-        last: Logits = scores[-1]
-        return last
+        yield scores[-1]
+
+    def _decode_step(self) -> int:
+        assert self._next is not None
+        if self._lookup is None:
+            logits = self._engine.decode(self.context, self._next)
+        else:
+            logits = self._lookup.decode(self._next)
+        self._decode_steps += 1
+        token = self._choose(logits)
+        self._times = (*self._times[:2], self._clock())
+        return token
 
     def _choose(self, logits: Logits) -> int:
-        token = self._sampler.choose(logits, self._prompt + self._tokens, self._tokens)
-        if self._alternatives is not None:
-            self._logprobs.append(token_logprob(logits, token, self._alternatives))
+        token = self._sampler.choose(logits, self._seen, self._tokens)
+        if self._asked.logprobs is not None:
+            self._logprobs.append(token_logprob(logits, token, self._asked.logprobs))
         return token
 
     def _take(self, token: int) -> Piece:
         """Account for a chosen token; decide whether it ends the answer."""
+        self._next = token
         if token in self._end:
             text, self._reason = self._decoder.finish(), "stop"
         else:
             self._tokens.append(token)
+            self._seen.append(token)
             text = self._decoder.push(token)
-            if len(self._tokens) >= self._max_tokens:
+            if len(self._tokens) >= self._asked.max_tokens:
                 self._reason = "length"
-            elif len(self._prompt) + len(self._tokens) >= self._engine.max_seq_len:
+            elif len(self._seen) >= self._engine.max_seq_len:
                 self._reason = "context"
             if self._reason is not None:
                 text += self._decoder.finish()
@@ -259,16 +365,29 @@ class Generation:
         self._texts.append(shown)
         return Piece(text=shown, token=token, finish_reason=self._reason)
 
+    def _end_text(self) -> None:
+        """The context holds no guess, and all that was said; the answer's work is known. Takes no
+        lock: also who is collected as garbage does this.
+        """
+        if self._work is not None:
+            return
+        self._work = self.context.work.since(self._before)
+        if self._lookup is not None:
+            self._lookup.close()
+        if self._next is not None:  # the prompt was read
+            self.context.note(self._seen[self.context.cached :])
+
     def _stats(self) -> Stats:
         start, first, last = self._times
-        usage = self._engine.usage()
+        work = self._work or self.context.work.since(self._before)
         placement: dict[str, DeviceShare | str] = {
-            kind: DeviceShare(ops=use.ops, busy_s=use.busy_s) for kind, use in usage.items()
+            kind: DeviceShare(ops=use.ops, busy_s=use.busy_s) for kind, use in work.devices.items()
         }
         fallback = self._engine.fallback or self._fallback
         if fallback:
             placement["fallback"] = fallback
-        ttft = first - start
+        ttft = max(first - start, 0.0)
+        shared = self._engine.gpu_share is not None and work.wall_s > 0
         return Stats(
             prompt_tokens=len(self._prompt),
             completion_tokens=len(self._tokens),
@@ -279,6 +398,17 @@ class Generation:
             placement=placement,
             speculation=self._lookup.statistics if self._lookup is not None else None,
             adaptations=tuple(self._engine.adaptations),
-            gpu_share=share.share if (share := self._engine.gpu_share) is not None else None,
+            gpu_share=work.gpu_busy_s / work.wall_s if shared else None,
             choice=self._choice,
         )
+
+
+@dataclass
+class _Kept:
+    """What several answers to one prompt share: the logits behind it, the context's length there,
+    the log-probabilities of its tokens.
+    """
+
+    logits: Logits | None = None
+    length: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from hetero.arguments import check_count, check_stop
+from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.generation.sampling import SamplingParams
 
@@ -31,16 +32,20 @@ class SamplingOptions(TypedDict, total=False):
 class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of `LLM.generate` and `LLM.stream`.
 
+    context      what the prompt goes on from; afterwards it holds prompt and answer as well
+                 (default: nothing)
     max_tokens   longest answer (default 256)
     stop         texts that end the answer; they are not part of it
     chat         a text goes through the chat template; the answer is a text of its own
-    reuse        prefill only what the context does not hold already (conversations); the numbers
-                 may differ in their last bits from those of a fresh context
+    reuse        the prompt is the whole text: what the context shares with its beginning is kept
+                 and not prefilled again, the rest is forgotten (conversations); the numbers may
+                 differ in their last bits from those of a fresh context
     logprobs     keep every token's log-probability, and those of this many alternatives
     echo         the prompt is part of the result's text (and of its log-probabilities)
     speculative  tokens that are guessed ahead from the text so far; changes no answer
     """
 
+    context: Context | None
     max_tokens: int
     stop: Sequence[str]
     chat: bool
@@ -54,6 +59,7 @@ class GenerateOptions(SamplingOptions, total=False):
 class Asked:
     """Checked options, with their defaults."""
 
+    context: Context | None
     max_tokens: int
     stop: tuple[str, ...]
     chat: bool
@@ -69,6 +75,7 @@ def read_options(options: GenerateOptions) -> Asked:
     given: dict[str, Any] = {**options}
     logprobs = given.pop("logprobs", None)
     return Asked(
+        context=given.pop("context", None),
         max_tokens=check_count("max_tokens", given.pop("max_tokens", DEFAULT_MAX_TOKENS)),
         stop=check_stop(given.pop("stop", ())),
         chat=bool(given.pop("chat", False)),

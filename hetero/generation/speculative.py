@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.runtime.engine import LONGEST_VERIFIED, Engine
 
@@ -40,23 +41,25 @@ class Acceptance:
 class LookupDecoder:
     """Gives the logits after each token, as `Engine.decode` does, computing several at once.
 
-    `tokens` are those that the engine's context holds when `decode` is first called. The steps that
-    verify guesses are lowered at once, so that no kernel is compiled while an answer waits. Owned
-    by the generation's thread; `close` leaves the context at the tokens that were taken.
+    `tokens` is the text when `decode` is first called. The steps that verify guesses are lowered at
+    once, so that no kernel is compiled while an answer waits. Owned by the generation; `close`
+    leaves the context at the tokens that were taken.
     """
 
-    def __init__(self, engine: Engine, tokens: Sequence[int], draft_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, context: Context, tokens: Sequence[int], draft_tokens: int
+    ) -> None:
         if not 1 <= draft_tokens < LONGEST_VERIFIED:
             raise UserError(
                 f"speculative decoding guesses 1 to {LONGEST_VERIFIED - 1} tokens ahead, got "
                 f"{draft_tokens}"
             )
         self.statistics = Acceptance()
-        self._engine = engine
+        self._engine, self._context = engine, context
         self._history = list(tokens)
         self._longest = draft_tokens
         for count in range(1, draft_tokens + 2):
-            engine.step("decode", count, count)
+            engine.step(context, "decode", count, count)
         self._start = 0  # context before the last call
         self._draft: list[int] = []
         self._rows: Logits | None = None
@@ -71,9 +74,9 @@ class LookupDecoder:
             self._taken += 1
             return self._row(self._taken - 1)
         self.close()
-        self._start = self._engine.position
+        self._start = self._context.cached
         self._draft = self._guess()
-        self._rows = self._engine.verify([token, *self._draft])
+        self._rows = self._engine.verify(self._context, [token, *self._draft])
         self._taken = 1
         self.statistics.calls += 1
         self.statistics.drafted += len(self._draft)
@@ -82,7 +85,7 @@ class LookupDecoder:
     def close(self) -> None:
         """Forget what was computed for guesses that were wrong."""
         if self._rows is not None:
-            self._engine.truncate(self._start + self._taken)
+            self._context.rewind(self._start + self._taken)
             self._rows = None
 
     def _row(self, index: int) -> Logits:
@@ -92,7 +95,7 @@ class LookupDecoder:
 
     def _guess(self) -> list[int]:
         """Tokens that followed the last occurrence of the end of the text."""
-        room = self._engine.max_seq_len - self._engine.position - 1
+        room = self._engine.max_seq_len - self._context.cached - 1
         longest = min(self._longest, room)
         history = np.asarray(self._history)
         for length in range(min(LONGEST_MATCH, len(history) - 1), SHORTEST_MATCH - 1, -1):

@@ -261,13 +261,13 @@ def _check_room(models: Iterable[LLM], options: BenchOptions) -> None:
 
 def _round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[Sample, Sample]:
     """Prefill and decode of one round; decode follows the prompt."""
-    engine = llm.engine
-    engine.truncate(0)
+    engine, context = llm.engine, llm.context
+    context.truncate(0)
     before, start = engine.copied_bytes, time.perf_counter()
-    logits = engine.prefill(prompt if prompt else [0])
+    logits = engine.prefill(context, prompt if prompt else [0])
     between, middle = engine.copied_bytes, time.perf_counter()
     for _ in range(decode_tokens):
-        logits = engine.decode(int(np.argmax(logits)))
+        logits = engine.decode(context, int(np.argmax(logits)))
     after, end = engine.copied_bytes, time.perf_counter()
     return (
         Sample(len(prompt) / (middle - start), (between - before) // max(len(prompt), 1)),

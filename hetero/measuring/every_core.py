@@ -159,15 +159,16 @@ def _time_model(
         max_seq_len=tokens + WARM_STEPS + STEPS,
         control_core=opened.control_core,
     )
+    context = engine.new_context()
     prompts, steps = [], []
     for _ in range(1 + PROMPTS):
-        engine.truncate(0)
+        context.truncate(0)
         start_s = time.perf_counter()
-        engine.prefill([5] * tokens)
+        engine.prefill(context, [5] * tokens)
         prompts.append(time.perf_counter() - start_s)
     for _ in range(WARM_STEPS + STEPS):
         start_s = time.perf_counter()
-        engine.decode(5)
+        engine.decode(context, 5)
         steps.append(time.perf_counter() - start_s)
     engine.close()
     return prompts[1:], steps[WARM_STEPS:]

@@ -52,16 +52,16 @@ def measure_step_s(gpu: str = "auto", *, model_bytes: int | None = None) -> floa
 
 def _measure(engine: Engine, weights: HostBuffer) -> float:
     found: list[float] = []
-    engine.prefill([5] * CONTEXT)
+    context = engine.new_context()
+    engine.prefill(context, [5] * CONTEXT)
     with ThreadPoolExecutor(1, initializer=_pin) as other:
         for _ in range(WARM + STEPS):
             other.submit(weights.bytes.view(np.uint8).max).result()
             start_s = time.perf_counter()
-            engine.decode(5)
+            engine.decode(context, 5)
             whole_s = time.perf_counter() - start_s
-            stamps = engine.executor.stamps
-            found.append(whole_s - (stamps[-1] - stamps[0]))
-            engine.truncate(CONTEXT)
+            found.append(whole_s - engine.last_run.wall_s)
+            context.truncate(CONTEXT)
     return statistics.median(found[WARM:])
 
 

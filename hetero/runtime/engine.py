@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +17,10 @@ from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutErro
 from hetero.backends.host.affinity import pinned
 from hetero.backends.memory import Tensor
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
+from hetero.contexts.context import Context
+from hetero.contexts.kv_cache import CacheLayout
+from hetero.contexts.session_file import Identity
+from hetero.contexts.store import ContextStore
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph
@@ -23,17 +28,19 @@ from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import graphs_of
 from hetero.profiler.sync import timer_slack
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
-from hetero.runtime.executor import Executor, Usage
+from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.lowering import Lowering, Step
-from hetero.runtime.memory import check_memory, gathered_slots, needs_of
+from hetero.runtime.memory import check_contexts, check_memory, gathered_slots, needs_of
 from hetero.runtime.plan_book import PlanBook
 from hetero.runtime.pool import ActivationPool, nbytes_of, slot_shapes
+from hetero.runtime.step_lock import StepLock
 from hetero.runtime.sync import Synchroniser, SyncMethod
 from hetero.runtime.trace import Trace
+from hetero.runtime.usage import StepRun, Usage
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, Phase
 
@@ -45,11 +52,22 @@ WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("
 
 
 def pool_bytes(config: ModelConfig, max_seq_len: int, longest: int) -> int:
-    """At most what the pool takes for calls of up to `longest` tokens, padded to twice as many."""
-    slots = slot_shapes(
-        config, tokens=3 * longest, capacity=max_seq_len + 2 * longest, logit_rows=SCORING_PIECE
+    """At most what the pool and one context take, for calls of up to `longest` tokens, padded to
+    twice as many.
+    """
+    slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE)
+    cache = cache_layout(config, max_seq_len + 2 * longest)
+    return sum(nbytes_of(shape) for shape in slots.values()) + cache.nbytes
+
+
+def cache_layout(config: ModelConfig, capacity: int) -> CacheLayout:
+    """The caches of a model, for so many tokens."""
+    return CacheLayout(
+        layers=config.num_layers,
+        kv_heads=config.kv_heads,
+        capacity=capacity,
+        head_dim=config.head_dim,
     )
-    return sum(nbytes_of(shape) for shape in slots.values())
 
 
 class ContextFullError(UserError):
@@ -57,22 +75,25 @@ class ContextFullError(UserError):
 
 
 class Engine:
-    """One model, its KV cache and its lowered steps. Used by one thread at a time.
+    """One model and its lowered steps, which run on any of its contexts. Used by one thread at a
+    time: `lock` is for callers that have several, held from a step until its logits are read.
 
     A prompt runs in the calls that `plan.steps` names; `plan` is the one that was given, fitted to
     the devices' graphs. A phase and token count is lowered once to a `Step`; the last `STEPS_KEPT`
-    are kept. Tokens are given by `prefill` and `decode`, which return float32 logits [vocab] of the
-    last token as a view that the next call overwrites. `position` is the number of tokens in the
-    cache. `solver` gives a plan for prompts of a length that `plan` does not list. A device that
-    fails is dropped with one warning and `fallback` says why; the other goes on from the same
-    state. With `adapt` and a solver the cuts follow the devices' measured speeds; `adaptations`
+    are kept. Tokens are appended to a context by `prefill` and `decode`, which return float32
+    logits [vocab] of the last token as a view that the next step of any context overwrites.
+    `solver` gives a plan for prompts of a length that `plan` does not list. A device that fails is
+    dropped with one warning and `fallback` says why; the other goes on from the same state of every
+    context. With `adapt` and a solver the cuts follow the devices' measured speeds; `adaptations`
     says when and why.
 
-    `needs` is the memory of pool and weights, computed before any is allocated; more than
-    `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
-    (`UserError`). `max_gpu_share` below 1 bounds the part of the time that the GPU is busy; then
-    `gpu_share` tells what it was. `copied_bytes` are those that steps had to copy between the
-    devices' memories so far: none, but for comparisons.
+    `contexts` are those of `new_context`; `fingerprint` is the model's, for contexts on disk. What
+    a step took is in its context's `work`, and in `last_run`. `needs` is the memory of pool,
+    weights and one context, computed before any is allocated; more than `memory_budget_bytes`, than
+    the machine has or than a device allocates at once is refused (`UserError`). `max_gpu_share`
+    below 1 bounds the part of the time that the GPU is busy; then `gpu_share` tells what it was.
+    `copied_bytes` are those that steps had to copy between the devices' memories so far: none, but
+    for comparisons.
     """
 
     def __init__(
@@ -90,12 +111,17 @@ class Engine:
         adapt: bool = True,
         memory_budget_bytes: int | None = None,
         max_gpu_share: float = 1.0,
+        fingerprint: str = "",
     ) -> None:
         config = weights.config
         self.config = config
         self.devices = dict(devices)
         self.max_seq_len = max_seq_len
-        self.position = 0
+        self.lock = StepLock()
+        identity = Identity(
+            model=fingerprint, weights=str(weights.weight_format), vocabulary=config.vocab_size
+        )
+        self.contexts = ContextStore(self.lock, identity, max_seq_len)
         self.fallback = ""
         self.copied_bytes = 0
         self.trace: Trace | None = None
@@ -111,6 +137,8 @@ class Engine:
         self._timed = False
         self._steps: OrderedDict[tuple[Phase, int, int, bool], Step] = OrderedDict()
         self._last: Step | None = None
+        self._last_run: StepRun | None = None
+        self._warmed = False
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
         self._closed = False
         self._build(plan, solver, progress)
@@ -135,11 +163,11 @@ class Engine:
         slots = slot_shapes(
             config,
             tokens=self._longest + covering,  # a second graph may begin where the first ends
-            capacity=capacity,
             logit_rows=SCORING_PIECE,
             gathered=gathered_slots(self.nodes, self.book, self.devices),
         )
-        self.needs = needs_of(slots, self.nodes, self.book, self.devices)
+        layout = cache_layout(config, capacity)
+        self.needs = needs_of(slots, layout, self.nodes, self.book, self.devices)
         check_memory(self.needs, self.devices, self._memory_budget_bytes)
         self._groups = node_groups(self.nodes, plan.fused) if "npu" in self.devices else {}
         self.kernels = prepare_kernels(
@@ -147,8 +175,11 @@ class Engine:
         )
         for device in self.devices.values():
             device.settle()
-        self.pool = ActivationPool(slots, self.devices.get("npu") or self.devices["gpu"])
+        owner = self.devices.get("npu") or self.devices["gpu"]
+        self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
+        admit = partial(check_contexts, self.needs, budget_bytes=self._memory_budget_bytes)
+        self.contexts.provide(layout, owner.allocate, admit)
         self._set_timing(False)
         with self._control():
             self.synchroniser = Synchroniser(
@@ -158,9 +189,29 @@ class Engine:
                 gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
             )
         self._lower()
-        for phase, m in WARM_STEPS:
-            if phase == "decode" or not self.book.online:
-                self.step(phase, min(m, self._longest))
+        for phase, m in self._warm_steps():
+            self._lowered(phase, m, 1)
+        for context in self.contexts.open_contexts():
+            self._warm(context)
+
+    def _warm_steps(self) -> list[tuple[Phase, int]]:
+        phases = [x for x in WARM_STEPS if x[0] == "decode" or not self.book.online]
+        return [(phase, min(m, self._longest)) for phase, m in phases]
+
+    def _warm(self, context: Context) -> None:
+        """The first time: launch what no context has launched yet, which may compile it."""
+        if not self._warmed:
+            self._warmed = True
+            for phase, m in self._warm_steps():
+                self.step(context, phase, m)
+
+    def new_context(self, *, waits: bool = False) -> Context:
+        """An empty context. Raises `UserError` where there is no memory for another one."""
+        self._check_open()
+        context = self.contexts.open(waits=waits)
+        with self.lock.held():
+            self._warm(context)
+        return context
 
     def _lower(self) -> None:
         """Lower steps anew, by the book as it is now."""
@@ -175,60 +226,70 @@ class Engine:
             self._groups,
         )
 
-    def prefill(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Append a prompt to the context, in the plan's calls; logits [vocab] after its last."""
-        self.check(tokens)
-        self._run_prompt(tokens)
-        return self._last_logits()
+    def prefill(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
+        *_, logits = self.prefill_calls(context, tokens)
+        assert logits is not None
+        return logits
 
-    def decode(self, token: int) -> npt.NDArray[np.float32]:
-        """Append one token to the context; logits [vocab] after it."""
-        self.check((token,))
-        self._run("decode", (token,), 1)
-        return self._last_logits()
+    def prefill_calls(
+        self, context: Context, tokens: Sequence[int]
+    ) -> Iterator[npt.NDArray[np.float32] | None]:
+        """As `prefill`, one call of the plan for each item; the last item is the logits.
 
-    def verify(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        Steps of other contexts may run between two items.
+        """
+        self.check(context, tokens)
+        for is_last in self._prompt_calls(context, tokens):
+            yield self._last_logits(context) if is_last else None
+
+    def decode(self, context: Context, token: int) -> npt.NDArray[np.float32]:
+        """Append one token to a context; logits [vocab] after it."""
+        self.check(context, (token,))
+        self._run(context, "decode", (token,), 1)
+        return self._last_logits(context)
+
+    def verify(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
-        self.check(tokens)
+        self.check(context, tokens)
         if len(tokens) > LONGEST_VERIFIED:
             raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
-        self._run("decode", tokens, len(tokens))
-        return self._finite(self._logits(len(tokens)).copy())
+        self._run(context, "decode", tokens, len(tokens))
+        return self._finite(context, self._logits(len(tokens)).copy())
 
-    def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    def score(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
-        self.check(tokens)
-        parts = []
+        return np.concatenate(list(self.score_calls(context, tokens)))
+
+    def score_calls(
+        self, context: Context, tokens: Sequence[int]
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """As `score`, one call for each item."""
+        self.check(context, tokens)
         for start in range(0, len(tokens), SCORING_PIECE):
             piece = tokens[start : start + SCORING_PIECE]
             for count in self.plan.steps(len(piece), SCORING_PIECE):
-                self._run("prefill", piece[:count], count)
-                parts.append(self._finite(self._logits(count).copy()))
+                self._run(context, "prefill", piece[:count], count)
+                yield self._finite(context, self._logits(count).copy())
                 piece = piece[count:]
-        return np.concatenate(parts)
 
-    def truncate(self, position: int) -> None:
-        """Forget every token from `position` on."""
-        if not 0 <= position <= self.position:
-            raise ValueError(f"the context holds {self.position} tokens, cannot cut at {position}")
-        self.position = position
-
-    def usage(self) -> dict[DeviceKind, Usage]:
-        """What each device did since the last `reset_usage`."""
-        return {kind: Usage(u.ops, u.busy_s) for kind, u in self.executor.usage.items()}
-
-    def reset_usage(self) -> None:
-        """Start counting anew."""
-        self.executor.usage.clear()
-        if self.gpu_share is not None:
-            self.gpu_share.reset()
-
-    def step(self, phase: Phase, m: int, logit_rows: int = 1, *, gates: bool = True) -> Step:
-        """The lowered step of m tokens whose last `logit_rows` rows get logits.
+    def step(
+        self, context: Context, phase: Phase, m: int, logit_rows: int = 1, *, gates: bool = True
+    ) -> Step:
+        """The step of m tokens on a context whose last `logit_rows` rows get logits, lowered and
+        bound where it has not been.
 
         Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
         of an `online-prepare` plan prepare their graphs every time: that is what it compares.
         """
+        step, cache = self._lowered(phase, m, logit_rows, gates=gates), context.cache
+        if (bound := step.bound.get(cache)) is not None:
+            return bound
+        with memory_for(f"the {phase} step of {m} tokens"):
+            return step.on(cache)
+
+    def _lowered(self, phase: Phase, m: int, logit_rows: int, *, gates: bool = True) -> Step:
+        """As `step`, for any context."""
         gates = gates and phase == "decode" and bool(self.synchroniser.bells)
         key = (phase, m, logit_rows, gates)
         if key not in self._steps:
@@ -258,6 +319,12 @@ class Engine:
         """The step that ran last, with its completions."""
         assert self._last is not None
         return self._last
+
+    @property
+    def last_run(self) -> StepRun:
+        """What it took."""
+        assert self._last_run is not None
+        return self._last_run
 
     def start_trace(self) -> None:
         """Record every step from here on, with the devices' own clocks where they have one."""
@@ -298,28 +365,34 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _run_prompt(self, tokens: Sequence[int]) -> None:
-        """Call after call; what is left is cut anew where the plan has changed meanwhile."""
-        plan, steps, start = self.plan, list(self.plan.steps(len(tokens))), 0
-        while steps:
-            count = steps.pop(0)
-            self._run("prefill", tokens[start : start + count], 0 if steps else 1)
-            start += count
-            if steps:
-                self._check_stream(self.last_step.tokens)
-            if steps and self.plan is not plan:
+    def _prompt_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[bool]:
+        """Call after call, and whether it was the last; what is left is cut anew where the plan has
+        changed meanwhile.
+        """
+        plan: ExecutionPlan | None = None
+        steps: list[int] = []
+        start = 0
+        while start < len(tokens):
+            if self.plan is not plan:
                 plan, steps = self.plan, list(self.plan.steps(len(tokens) - start))
+            part = tokens[start : start + steps.pop(0)]
+            start += len(part)
+            self._run(context, "prefill", part, 1 if start == len(tokens) else 0)
+            if start < len(tokens):
+                self._check_stream(context, self.last_step.tokens)
+            yield start == len(tokens)
 
-    def _run(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> None:
+    def _run(self, context: Context, phase: Phase, tokens: Sequence[int], logit_rows: int) -> None:
         try:
-            self._last = self._attempt(phase, tokens, logit_rows)
+            self._last = self._attempt(context, phase, tokens, logit_rows)
         except DeviceError as error:
             self._drop(error)
             if len(tokens) > self._longest:  # the other device has shorter calls
-                self._run_prompt(tokens)
+                for _ in self._prompt_calls(context, tokens):
+                    pass
                 return
-            self._last = self._attempt(phase, tokens, logit_rows)
-        self.position += len(tokens)
+            self._last = self._attempt(context, phase, tokens, logit_rows)
+        context.advance(tokens)
         if self._adapter is not None and (change := self._adapter.proposal()) is not None:
             self._change_cuts(change)
 
@@ -330,35 +403,43 @@ class Engine:
         self.book = self.book.with_plan(self.plan, change.solver)
         self._lower()
 
-    def _attempt(self, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
+    def _attempt(
+        self, context: Context, phase: Phase, tokens: Sequence[int], logit_rows: int
+    ) -> Step:
+        self._check_open()  # another thread may have closed the model since the last step
         gates = self.synchroniser.gates_now()
-        step = self.step(phase, len(tokens), logit_rows, gates=gates)
+        step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
         slot = self.pool["tokens"].array
         slot[: len(tokens)] = tokens
         slot[len(tokens) :] = 0
-        self.pool["position"].array[0] = self.position
-        before_s = self.usage().get("gpu", Usage()).busy_s
+        self.pool["position"].array[0] = context.cached
         timed = self._adapter is not None and self._adapter.due(phase, len(tokens))
         self._set_timing(timed)
         with self._control():
-            self.executor.run(step)
+            self._last_run = run = self.executor.run(step)
         if timed and self._adapter is not None:
-            self._adapter.observe(step, self.executor.stamps)
+            self._adapter.observe(step, run.stamps)
         self.copied_bytes += step.copied_bytes
+        context.work.add(run, len(tokens))
         if self.gpu_share is not None:
-            used_s = self.usage().get("gpu", Usage()).busy_s - before_s
-            stamps = self.executor.stamps
-            self.gpu_share.after(gpu_busy_s(step, used_s), stamps[-1] - stamps[0])
+            self._share(context, step, run)
         if self.trace is not None:
-            self.trace.add(step, self.executor)
+            self.trace.add(step, run)
         return step
+
+    def _share(self, context: Context, step: Step, run: StepRun) -> None:
+        """Pause where the GPU was busy for more than its share."""
+        assert self.gpu_share is not None
+        busy_s = gpu_busy_s(step, run.usage.get("gpu", Usage()).busy_s)
+        context.work.gpu_busy_s += busy_s
+        context.work.wall_s += self.gpu_share.after(busy_s, run.wall_s)
 
     def _drop(self, error: DeviceError) -> None:
         """Go on without the device that failed, from the same state, with one warning.
 
-        Raises the error where no other device is left. The KV cache is copied into a new pool,
-        because a device that hangs may still write into the old one. Where the other device cannot
-        take over (memory, for one) the model is closed.
+        Raises the error where no other device is left. Activations and every context's keys and
+        values get new memory, because a device that hangs may still write into the old one. Where
+        the other device cannot take over (memory, for one) the model is closed.
         """
         failed = self._culprit(error)
         rest = {kind: device for kind, device in self.devices.items() if kind != failed}
@@ -370,14 +451,14 @@ class Engine:
             f"{error}"
         )
         warnings.warn(self.fallback, FallbackWarning, stacklevel=5)
-        lost, old = self.devices[failed], self.pool
+        lost = self.devices[failed]
         self.devices = rest
         with suppress(DeviceError):
             lost.close()
         spec = model_graph(self.config, self._weights.weight_format, self.plan.model)
         try:
+            self._warmed = False
             self._build(single_device(spec, kind), None, None)
-            self.pool.copy_caches(old, self.position)
         except BaseException:
             self.close()
             raise
@@ -397,25 +478,26 @@ class Engine:
         with pinned(self._control_core), timer_slack(1):
             yield
 
-    def _last_logits(self) -> npt.NDArray[np.float32]:
-        return self._finite(self._logits(1)[0])
+    def _last_logits(self, context: Context) -> npt.NDArray[np.float32]:
+        return self._finite(context, self._logits(1)[0])
 
-    def _check_stream(self, count: int) -> None:
+    def _check_stream(self, context: Context, count: int) -> None:
         """As `_finite`, for a step without logits: the last token has seen all others."""
         slot = self.nodes[-1].slots["x"]  # what the output head would read
         if self._sync != "copy":  # where it would lie in the GPU's memory alone
-            self._finite(self.pool[slot].array[count - 1])
+            self._finite(context, self.pool[slot].array[count - 1])
 
-    def _finite(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _finite(self, context: Context, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The values. Raises `DeviceError`, and forgets the step's tokens, if any is not finite:
         names the operation and the device that wrote the first such value.
         """
         if all_finite(values):
             return values
         step = self.last_step
-        self.position = int(self.pool["position"].array[0])
+        context.rewind(int(self.pool["position"].array[0]))
         if step.bell is not None:
-            step = self.step(step.phase, step.tokens, len(np.atleast_2d(values)), gates=False)
+            rows = len(np.atleast_2d(values))
+            step = self.step(context, step.phase, step.tokens, rows, gates=False)
         with self._control():
             launch = first_not_finite(step)
         why = "values are not finite: weights are damaged, or too large for this arithmetic"
@@ -439,21 +521,29 @@ class Engine:
             return self.pool["logits"].array[:1]
         return logits.gather(rows)
 
-    def check(self, tokens: Sequence[int]) -> None:
-        """Raise what `prefill(tokens)` would raise, without running anything."""
-        if self._closed:
-            raise DeviceLostError("engine", "running the model", "the model was closed")
-        if not len(tokens):
-            raise UserError("the prompt is empty: give at least one token")
-        if self.position + len(tokens) > self.max_seq_len:
+    def check(self, context: Context, tokens: Sequence[int]) -> None:
+        """Raise what `prefill` would raise, without running anything."""
+        self.check_tokens(tokens)
+        self.contexts.own(context).cache  # noqa: B018, raises where it is closed
+        if context.cached + len(tokens) > self.max_seq_len:
             raise ContextFullError(
-                f"{self.position + len(tokens)} tokens do not fit the context of "
+                f"{context.cached + len(tokens)} tokens do not fit the context of "
                 f"{self.max_seq_len}: shorten the prompt or open the model with a larger "
                 "max_seq_len"
             )
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """As `check`, whatever the context."""
+        self._check_open()
+        if not len(tokens):
+            raise UserError("the prompt is empty: give at least one token")
         bad = next((t for t in tokens if not 0 <= t < self.config.vocab_size), None)
         if bad is not None:
             raise UserError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeviceLostError("engine", "running the model", "the model was closed")
 
     def _fitted(self, plan: ExecutionPlan, source: Solver | None) -> ExecutionPlan:
         """The plan with calls that these devices can run."""

@@ -5,60 +5,37 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.protocol import Completion, DeviceKind
+from hetero.backends.protocol import Completion
 from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT
+from hetero.runtime.usage import StepRun, Usage
 
 DRAIN_DEADLINE_S = 5.0
 
 
-@dataclass
-class Usage:
-    """What one device did: `ops` calls, `busy_s` seconds.
-
-    A blocking device is busy while a call runs. An asynchronous one counts from a submission to an
-    idle queue until the host has seen the last submission complete.
-    """
-
-    ops: int = 0
-    busy_s: float = 0.0
-
-
-@dataclass
 class Executor:
-    """Runs steps on the control thread and counts what each device did.
+    """Runs steps on the control thread; keeps nothing between two of them."""
 
-    `stamps` are the times of the last step: its start, then the end of every action; `slept` the
-    seconds that each of its waits was asleep.
-    """
-
-    usage: dict[DeviceKind, Usage] = field(default_factory=dict)
-    stamps: list[float] = field(default_factory=list)
-    slept: list[float] = field(default_factory=list)
-
-    def run(self, step: Step) -> None:
+    def run(self, step: Step) -> StepRun:
         """Execute; when it returns, all outputs are visible to the host."""
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle of a step costs milliseconds
         try:
-            busy = self._walk(step)
+            busy, stamps, slept = self._walk(step)
         except BaseException:  # Ctrl-C too: what is queued must not write into the next step
             drain(step)
             raise
         finally:
             if collecting:
                 gc.enable()
-        for kind, ops in step.counts.items():
-            usage = self.usage.setdefault(kind, Usage())
-            usage.ops += ops
-            usage.busy_s += busy[KINDS.index(kind)]
+        usage = {kind: Usage(n, busy[KINDS.index(kind)]) for kind, n in step.counts.items()}
+        return StepRun(usage=usage, stamps=stamps, slept=slept)
 
-    def _walk(self, step: Step) -> list[float]:
-        """Run every action; busy seconds of each of `KINDS`.
+    def _walk(self, step: Step) -> tuple[list[float], list[float], list[float]]:
+        """Run every action; busy seconds of each of `KINDS`, and stamps and sleeps of `StepRun`.
 
         A completion of the run before is freed when its launch is submitted again. To touch all 200
         of a step before anything is submitted takes 0.1 ms and more: they left the caches long ago.
@@ -68,9 +45,8 @@ class Executor:
         step.completions = completions
         busy, since, last = [0.0, 0.0], [0.0, 0.0], [-1, -1]
         at_s = now()
-        self.stamps = stamps = [at_s]
-        self.slept = []
-        stamp, slept = stamps.append, self.slept.append
+        stamps, sleeps = [at_s], list[float]()
+        stamp, slept = stamps.append, sleeps.append
         if step.bell is not None:
             step.bell.settle()
         for code, index, kind, target in step.program:
@@ -105,7 +81,7 @@ class Executor:
             stamp(at_s)
         if step.bell is not None:
             step.bell.check()
-        return busy
+        return busy, stamps, sleeps
 
 
 def drain(step: Step) -> None:

@@ -35,8 +35,9 @@ class GpuShare:
         """Part of the time that the GPU was busy."""
         return self.busy_s / self.wall_s if self.wall_s else 0.0
 
-    def after(self, busy_s: float, wall_s: float) -> None:
-        """Account for a step, and pause where the GPU was busy for more than its share.
+    def after(self, busy_s: float, wall_s: float) -> float:
+        """Account for a step, and pause where the GPU was busy for more than its share; seconds of
+        both.
 
         Only what this step overdrew is paid back, so that a cheap step saves nothing up.
         """
@@ -48,6 +49,7 @@ class GpuShare:
         self.busy_s += busy_s
         self.wall_s += wall_s + pause_s
         self.paused_s += pause_s
+        return wall_s + pause_s
 
 
 def gpu_busy_s(step: Step, fallback_s: float) -> float:

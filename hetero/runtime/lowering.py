@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, MatMul
+from hetero.backends.ops import OUTPUT_PORTS, MatMul, describe
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
@@ -33,7 +34,9 @@ from hetero.backends.protocol import (
     Operand,
     takes_panels,
 )
+from hetero.contexts.kv_cache import KvCache
 from hetero.profiler.model_graph import Node
+from hetero.runtime.cache_calls import CacheCall, bind_program
 from hetero.runtime.groups import NodeGroup
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices, KernelSet
@@ -56,7 +59,9 @@ from hetero.solver.plan import Phase, PlanError
 
 @dataclass(eq=False)
 class Step:
-    """A phase at one token count, lowered.
+    """A phase at one token count, lowered for any context: what reads and writes keys and values is
+    a `CacheCall`, and `on` gives the step that works on one cache, made when it is first asked for.
+    All other calls are shared. A cache's step lives as long as both.
 
     `logits` is None where none are computed. `launches` keeps everything alive that the program
     uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
@@ -74,6 +79,24 @@ class Step:
     counts: Mapping[DeviceKind, int] = field(default_factory=dict)
     completions: list[Completion | None] = field(default_factory=list)
     bell: Doorbell | None = None
+    bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def on(self, cache: KvCache) -> Step:
+        """The step on a context's keys and values. Raises what binding does."""
+        found = self.bound.get(cache)
+        if found is None:
+            program, launches = bind_program(self.program, self.launches, cache)
+            found = dataclasses.replace(
+                self,
+                program=program,
+                launches=launches,
+                completions=[None] * len(launches),
+                bound=weakref.WeakKeyDictionary(),
+            )
+            self.bound[cache] = found
+        return found
 
 
 class _Gather(BoundCall):
@@ -210,7 +233,10 @@ class _Lowered:
         kind = self.lowering.book.rest(self.phase)
         capabilities = self.devices[kind].capabilities
         operands: dict[str, Operand] = {}
+        caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
         for port, slot in node.slots.items():
+            if port in caches:
+                continue
             operand = self._operand(slot)
             if isinstance(operand, Panels):
                 if port in OUTPUT_PORTS:
@@ -221,7 +247,9 @@ class _Lowered:
                 self.layout.pop(slot, None)
             operands[port] = operand
         kernel = self.lowering.kernels.other(node, kind)
-        call = kernel.bind(self._own(kind, operands), self._padded())
+        own, m = self._own(kind, operands), self._padded()
+        name = describe(node.op)
+        call = CacheCall(name, kernel, own, caches, m) if caches else kernel.bind(own, m)
         return _Item(kind, call, *self._slots(node, kind), (0, self.m), None, operands)
 
     def _padded(self) -> int:
@@ -240,10 +268,12 @@ class _Lowered:
         for port, slot in zip(sorted(OUTPUT_PORTS), group.group.outputs, strict=False):
             self.layout.pop(slot, None)
             handed[port] = operands.setdefault(slot, self.pool[slot])
-        operands |= {port: self.pool[slot] for port, slot in group.fixed.items()}
-        call = self.lowering.kernels.group(group).bind(operands, graph)
-        caches = (slot for port, slot in group.fixed.items() if port in CACHE_PORTS)
-        writes = frozenset({*caches, *group.group.outputs})
+        caches = {port: slot for port, slot in group.fixed.items() if port in CACHE_PORTS}
+        operands |= {p: self.pool[slot] for p, slot in group.fixed.items() if p not in caches}
+        kernel = self.lowering.kernels.group(group)
+        name, bind = group.name, kernel.bind
+        call = CacheCall(name, kernel, operands, caches, graph) if caches else bind(operands, graph)
+        writes = frozenset({*caches.values(), *group.group.outputs})
         reads = frozenset({*group.group.inputs, *group.fixed.values()})
         return _Item("npu", call, reads, writes, (0, self.m), None, handed)
 

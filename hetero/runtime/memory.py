@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.weights import packed_bytes
+from hetero.contexts.kv_cache import CacheLayout
 from hetero.errors import UserError
 from hetero.profiler.environment import memory_bytes
 from hetero.profiler.model_graph import Node
@@ -19,26 +20,31 @@ from hetero.solver.plan import PHASES
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Bytes: the pool's slots, the rows of the weights on each device, the largest single slot."""
+    """Bytes: the pool's slots, the rows of the weights on each device, the keys and values of each
+    of so many `contexts`, the largest single buffer.
+    """
 
     pool_bytes: int
     weight_bytes: int
+    context_bytes: int
     largest_bytes: int
+    contexts: int = 1
 
     @property
     def total_bytes(self) -> int:
-        """Pool and weights together."""
-        return self.pool_bytes + self.weight_bytes
+        """Everything together."""
+        return self.pool_bytes + self.weight_bytes + self.contexts * self.context_bytes
 
 
 def needs_of(
     slots: Mapping[str, Shape],
+    layout: CacheLayout,
     nodes: Iterable[Node],
     book: PlanBook,
     devices: Mapping[DeviceKind, Device],
 ) -> Needs:
-    """What the slots and the plan's weights take. A row that two devices compute counts twice, and
-    one of a device whose graphs own their weights once for each graph size.
+    """What the slots, a context and the plan's weights take. A row that two devices compute counts
+    twice, and one of a device whose graphs own their weights once for each graph size.
     """
     sizes = [nbytes_of(shape) for shape in slots.values()]
     weights = sum(
@@ -49,7 +55,12 @@ def needs_of(
         for spans in book.segments(node, kind).values()
         for rows in spans
     )
-    return Needs(pool_bytes=sum(sizes), weight_bytes=weights, largest_bytes=max(sizes))
+    return Needs(
+        pool_bytes=sum(sizes),
+        weight_bytes=weights,
+        context_bytes=layout.nbytes,
+        largest_bytes=max(*sizes, layout.slot_bytes),
+    )
 
 
 def check_memory(
@@ -57,17 +68,15 @@ def check_memory(
 ) -> None:
     """Raise `UserError` with the numbers where the budget, the machine or a device has too little.
 
-    `budget_bytes` is for pool and weights together, None for the machine's memory.
+    `budget_bytes` is for everything together, None for the machine's memory.
     """
-    machine = memory_bytes()
-    limits = {"the memory budget": budget_bytes, "this machine's memory": machine}
-    for what, limit in limits.items():
-        if limit is not None and needs.total_bytes > limit:
-            raise UserError(
-                f"the model needs {_gib(needs.total_bytes)} ({_gib(needs.weight_bytes)} of weights "
-                f"and {_gib(needs.pool_bytes)} of activations and caches), {what} is "
-                f"{_gib(limit)}: open it with a smaller max_seq_len, narrower weights or one device"
-            )
+    if (lacking := _lacking(needs, budget_bytes)) is not None:
+        raise UserError(
+            f"the model needs {_gib(needs.total_bytes)} ({_gib(needs.weight_bytes)} of weights, "
+            f"{_gib(needs.pool_bytes)} of activations and {_gib(needs.context_bytes)} of keys and "
+            f"values), {lacking}: open it with a smaller max_seq_len, narrower weights or one "
+            "device"
+        )
     for device in devices.values():
         largest = device.capabilities.max_allocation_bytes
         if largest is not None and needs.largest_bytes > largest:
@@ -76,6 +85,28 @@ def check_memory(
                 f"{device.info.backend} allocates at most {_gib(largest)} at once: open the model "
                 "with a smaller max_seq_len"
             )
+
+
+def check_contexts(needs: Needs, count: int, budget_bytes: int | None) -> None:
+    """Raise `UserError` with the numbers where the budget or the machine has too little for so many
+    contexts beside the model.
+    """
+    wanted = replace(needs, contexts=count)
+    if (lacking := _lacking(wanted, budget_bytes)) is not None:
+        raise UserError(
+            f"{count} contexts of {_gib(needs.context_bytes)} each need "
+            f"{_gib(wanted.total_bytes)} with the model, {lacking}: close() a context that is no "
+            "longer needed, or open the model with a smaller max_seq_len or a larger memory budget"
+        )
+
+
+def _lacking(needs: Needs, budget_bytes: int | None) -> str | None:
+    """The limit that is exceeded, as a clause."""
+    limits = {"the memory budget": budget_bytes, "this machine's memory": memory_bytes()}
+    for what, limit in limits.items():
+        if limit is not None and needs.total_bytes > limit:
+            return f"{what} is {_gib(limit)}"
+    return None
 
 
 def gathered_slots(

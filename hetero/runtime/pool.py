@@ -1,10 +1,9 @@
-"""Activation slots and KV caches: one pool that every device of the model maps.
+"""Activation slots: one pool that every device of the model maps.
 
-Slots are reused by all layers (paper section 4.2). Memory is taken from the system when it is first
-touched, so a cache for a long context costs nothing until the context is long. Activations, which a
-prompt goes through as a whole, are in huge pages: a matmul writes some rows of every token, each on
-a page of its own otherwise (525 tokens cut between the devices take 6 % less). Caches are not: each
-head would take a huge page for the first token.
+Slots are reused by all layers (paper section 4.2), and by all contexts: a step leaves nothing in
+them that a later one reads. They are in huge pages, since a prompt goes through them as a whole: a
+matmul writes some rows of every token, each on a page of its own otherwise (525 tokens cut between
+the devices take 6 % less). Keys and values lie elsewhere (`hetero.contexts.kv_cache`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
-from hetero.backends.protocol import CACHE_PORTS, Device
+from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import slot_widths
@@ -28,22 +27,19 @@ def slot_shapes(
     config: ModelConfig,
     *,
     tokens: int,
-    capacity: int,
     logit_rows: int,
     gathered: Mapping[str, int] | None = None,
 ) -> dict[str, Shape]:
     """Every slot of a pool: `slot_widths` of the decoder, `tokens`, `position` [1], `logits`
-    [logit_rows, vocab], `k_cache.i` and `v_cache.i` [G, capacity, D]; and room to gather panels in,
-    for the slots in `gathered` with their widths.
+    [logit_rows, vocab]; and room to gather panels in, for the slots in `gathered` with their
+    widths.
     """
     widths = slot_widths(config) | {gathered_name(k): n for k, n in (gathered or {}).items()}
     found: dict[str, Shape] = {name: ((tokens, n), FLOAT32) for name, n in widths.items()}
     found["tokens"] = ((tokens,), INT32)
     found["position"] = ((1,), INT32)
     found["logits"] = ((logit_rows, config.vocab_size), FLOAT32)
-    cache: Shape = ((config.kv_heads, capacity, config.head_dim), FLOAT32)
-    names = (f"{kind}.{layer}" for layer in range(config.num_layers) for kind in CACHE_PORTS)
-    return found | dict.fromkeys(names, cache)
+    return found
 
 
 def nbytes_of(shape: Shape) -> int:
@@ -58,14 +54,13 @@ def gathered_name(slot: str) -> str:
 
 
 class ActivationPool:
-    """Named tensors for pieces of up to `tokens` tokens and a context of `capacity` tokens.
+    """Named tensors for pieces of up to `tokens` tokens.
 
     Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later.
     """
 
     def __init__(self, slots: Mapping[str, Shape], owner: Device) -> None:
         self.tokens: int = slots["tokens"][0][0]
-        self.capacity: int = slots["k_cache.0"][0][1]
         self._slots: dict[str, Tensor] = {
             name: _allocate(owner, name, shape) for name, shape in slots.items()
         }
@@ -92,23 +87,13 @@ class ActivationPool:
             for tensor in self._slots.values():
                 device.map(tensor.buffer)
 
-    def copy_caches(self, other: ActivationPool, tokens: int) -> None:
-        """Keys and values of the first tokens of another pool of the same model."""
-        for name, tensor in self._slots.items():
-            if _is_cache(name):
-                tensor.array[:, :tokens] = other[name].array[:, :tokens]
-
     def gathered(self, slot: str) -> Tensor:
         """Room [tokens, width] to gather the panels of a slot in."""
         return self._slots[gathered_name(slot)]
-
-
-def _is_cache(slot: str) -> bool:
-    return slot.partition(".")[0] in CACHE_PORTS
 
 
 def _allocate(owner: Device, name: str, shape: Shape) -> Tensor:
     """Raises `UserError` where the system refuses the memory."""
     nbytes = nbytes_of(shape)
     with memory_for(f"the {nbytes / 2**20:.1f} MiB of {name}"):
-        return Tensor(owner.allocate(nbytes, huge=not _is_cache(name)), *shape)
+        return Tensor(owner.allocate(nbytes, huge=True), *shape)

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from hetero.backends.host.files import atomic_write
 from hetero.errors import UserError
-from hetero.runtime.executor import Executor
 from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT, Launch
+from hetero.runtime.usage import StepRun
 
 GPU, NPU, CONTROL = 1, 2, 3
 LANES: Final = {GPU: "GPU", NPU: "NPU", CONTROL: "control"}
@@ -28,9 +28,9 @@ class Trace:
         self._events: list[dict[str, Any]] = []
         self._start_s: float | None = None
 
-    def add(self, step: Step, executor: Executor) -> None:
-        """Everything that the executor did in its last step."""
-        stamps = executor.stamps
+    def add(self, step: Step, run: StepRun) -> None:
+        """Everything that happened in the last run of a step."""
+        stamps = run.stamps
         if self._start_s is None:
             self._start_s = stamps[0]
         self._events.append(
@@ -42,18 +42,16 @@ class Trace:
                 {"tokens": step.tokens},
             )
         )
-        ended = self._control(step, executor)
+        ended = self._control(step, run)
         for index, submitted_s in ended.items():
             self._asynchronous(step, index, *submitted_s)
 
-    def _control(self, step: Step, executor: Executor) -> dict[int, tuple[float, float]]:
+    def _control(self, step: Step, run: StepRun) -> dict[int, tuple[float, float]]:
         """Events of the control thread and of blocking devices; submissions with seen ends."""
-        slept = iter(executor.slept)
+        slept = iter(run.slept)
         submitted: dict[int, float] = {}
         seen: dict[int, tuple[float, float]] = {}
-        for action, start_s, end_s in zip(
-            step.program, executor.stamps, executor.stamps[1:], strict=False
-        ):
+        for action, start_s, end_s in zip(step.program, run.stamps, run.stamps[1:], strict=False):
             launch = step.launches[action.launch]
             if action.code == RUN:
                 lane = KINDS.index(launch.kind) + 1

@@ -115,8 +115,9 @@ class Plan(_OfAModel):
         }
         used = {kind: device for kind, device in both.items() if kind in plan.devices()}
         with quietly(), Engine(self.model.weights, plan, used, max_seq_len=40) as engine:
-            engine.prefill(list(range(5, 25)))
-            engine.decode(7)
+            context = engine.new_context()
+            engine.prefill(context, list(range(5, 25)))
+            engine.decode(context, 7)
 
 
 class Profile(_OfAModel):

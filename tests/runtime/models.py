@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
+from hetero.contexts.context import Context
+from hetero.runtime.engine import Engine
 from tests.checkpoints import Case, make_checkpoint
 
 
@@ -12,3 +15,20 @@ def tiny_model(folder: Path, **changes: Any) -> Path:
     """Write a Llama of hidden size 64 and three layers; returns its directory."""
     make_checkpoint(Case("tiny", "Llama", changes), folder)
     return folder
+
+
+_contexts: weakref.WeakKeyDictionary[Engine, Context] = weakref.WeakKeyDictionary()
+
+
+def context_of(engine: Engine) -> Context:
+    """One context of an engine, always the same."""
+    if engine not in _contexts:
+        _contexts[engine] = engine.new_context()
+    return _contexts[engine]
+
+
+def emptied(engine: Engine) -> Context:
+    """The same, without a token."""
+    context = context_of(engine)
+    context.truncate(0)
+    return context

@@ -13,7 +13,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ import pyopencl as cl
 
 from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
+from hetero.contexts.context import Context
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
 from hetero.runtime.program import AHEAD, RUN, SUBMIT
 from hetero.runtime.sync import SyncMethod
-from tests.runtime.models import tiny_model
+from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import random_plan
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
@@ -53,8 +54,10 @@ def open_engine(folder: Path, seed: int, sync: SyncMethod = "fast") -> Engine:
 
 
 @contextmanager
-def late(engine: Engine, rng: random.Random) -> Iterator[None]:
-    """Every launch and flag of the GPU waits for some work first, every NPU call sleeps around."""
+def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -> Iterator[None]:
+    """Every launch and flag of the GPU waits for some work first, every NPU call sleeps around, in
+    the steps of `contexts` (default: `context_of`).
+    """
     gpu: Any = engine.devices["gpu"]
     kernel = cl.Kernel(cl.Program(gpu.context, WORK).build(), "work")
     data = cl.Buffer(gpu.context, cl.mem_flags.READ_WRITE, 4)
@@ -80,13 +83,20 @@ def late(engine: Engine, rng: random.Random) -> Iterator[None]:
         return call
 
     engine._lower()
-    decoding = [engine.step("decode", 1, gates=gates) for gates in (False, True)]
-    for step in (engine.step("prefill", PROMPT), *{id(x): x for x in decoding}.values()):
+    steps = {
+        id(step): step
+        for context in contexts or (context_of(engine),)
+        for step in (
+            engine.step(context, "prefill", PROMPT),
+            *(engine.step(context, "decode", 1, gates=gates) for gates in (False, True)),
+        )
+    }
+    for step in steps.values():
         program = []
         for action in step.program:
             wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
             program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
-        object.__setattr__(step, "program", tuple(program))  # it is frozen
+        step.program = tuple(program)
     try:
         yield
     finally:
@@ -95,19 +105,19 @@ def late(engine: Engine, rng: random.Random) -> Iterator[None]:
 
 def logits(engine: Engine, tokens: list[int]) -> list[Any]:
     """After a prompt and after every further token, activations spoiled in between."""
-    engine.truncate(0)
+    context = emptied(engine)
     spoil(engine)
-    found = [engine.prefill(tokens[:PROMPT]).copy()]
+    found = [engine.prefill(context, tokens[:PROMPT]).copy()]
     for token in tokens[PROMPT:]:
         spoil(engine)
-        found.append(engine.decode(token).copy())
+        found.append(engine.decode(context, token).copy())
     return found
 
 
 def spoil(engine: Engine) -> None:
     """Overwrite everything that a step has to write before it reads."""
     for name in engine.pool.names():
-        if name not in ("tokens", "position") and "_cache" not in name:
+        if name not in ("tokens", "position"):
             engine.pool[name].array[:] = POISON
 
 

@@ -20,7 +20,7 @@ from hetero.solver.options import Sync
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
-from tests.runtime.models import tiny_model
+from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.test_faults import slow_down
 from tests.solver.instances import profile_of, random_instance
 
@@ -85,11 +85,11 @@ def make_engine(loaded: LoadedModel, **options: Any) -> Engine:
 
 
 def answer(engine: Engine, steps: int) -> list[int]:
-    engine.truncate(0)
-    logits, found = engine.prefill(TOKENS), []
+    context = emptied(engine)
+    logits, found = engine.prefill(context, TOKENS), []
     for _ in range(steps):
         found.append(int(np.argmax(logits)))
-        logits = engine.decode(found[-1])
+        logits = engine.decode(context, found[-1])
     return found
 
 
@@ -116,7 +116,7 @@ def gpu_part(engine: Engine) -> int:
     """Rows of a decode step's blocks that the GPU computes."""
     return sum(
         launch.rows[1] - launch.rows[0]
-        for launch in engine.step("decode", 1).launches
+        for launch in engine.step(context_of(engine), "decode", 1).launches
         if launch.kind == "gpu" and launch.rows is not None and launch.node != "lm_head"
     )
 

@@ -21,7 +21,7 @@ from hetero.runtime.engine import ContextFullError, Engine
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import ExecutionPlan, PlanError
 from tests.checkpoints import relative_error
-from tests.runtime.models import tiny_model
+from tests.runtime.models import context_of, tiny_model
 
 VOCABULARY = 263
 
@@ -45,24 +45,24 @@ def test_any_way_of_feeding_a_prompt_gives_the_same_logits(
     """Pieces over a filled cache, padded graphs and decode agree with one prefill."""
     cuts = cuts if sum(cuts) <= 199 else [sum(cuts) % 199 + 1]
     tokens = np.random.default_rng(seed).integers(0, VOCABULARY, sum(cuts)).tolist()
-    engine = llm.engine
-    engine.truncate(0)
-    whole = engine.prefill(tokens).copy()
-    engine.truncate(0)
+    engine, context = llm.engine, llm.context
+    context.truncate(0)
+    whole = engine.prefill(context, tokens).copy()
+    context.truncate(0)
     start = 0
     for cut in cuts:
-        part = engine.prefill(tokens[start : start + cut]).copy()
+        part = engine.prefill(context, tokens[start : start + cut]).copy()
         start += cut
     assert relative_error(part, whole) < 2e-5
 
 
 def test_cutting_the_context_back_forgets(llm: LLM) -> None:
-    engine = llm.engine
-    engine.truncate(0)
-    expected = engine.prefill([1, 2, 3]).copy()
-    engine.prefill(list(range(50)))
-    engine.truncate(2)
-    assert relative_error(engine.decode(3), expected) < 2e-5
+    engine, context = llm.engine, llm.context
+    context.truncate(0)
+    expected = engine.prefill(context, [1, 2, 3]).copy()
+    engine.prefill(context, list(range(50)))
+    context.truncate(2)
+    assert relative_error(engine.decode(context, 3), expected) < 2e-5
 
 
 def test_the_context_ends_an_answer_and_refuses_a_prompt(llm: LLM) -> None:
@@ -85,11 +85,12 @@ def test_impossible_prompts_are_named(llm: LLM, tokens: list[int], message: str)
 
 def test_streamed_pieces_are_the_text(llm: LLM) -> None:
     options: Any = {"max_tokens": 30, "temperature": 1.5, "seed": 3}
-    ended: list[Any] = []
-    pieces = list(llm.stream([7, 8, 9], on_end=ended, **options))
-    assert "".join(piece.text for piece in pieces) == ended[0].text
-    assert ended[0].text == llm.generate([7, 8, 9], **options).text
-    assert pieces[-1].finish_reason == ended[0].finish_reason
+    stream = llm.stream([7, 8, 9], **options)
+    pieces = list(stream)
+    ended = stream.result()
+    assert "".join(piece.text for piece in pieces) == ended.text
+    assert ended.text == llm.generate([7, 8, 9], **options).text
+    assert pieces[-1].finish_reason == ended.finish_reason
 
 
 def test_closed_models_say_so_and_open_again(folder: str) -> None:
@@ -161,7 +162,7 @@ def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Path, as_path:
     with LLM(folder, plan=as_path(tmp_path / "plan.json")) as llm:
         assert isinstance(llm.plan, ExecutionPlan)
         assert llm.plan.plan_id == plan.plan_id
-        kinds = {launch.kind for launch in llm.engine.step("decode", 1).launches}
+        kinds = {launch.kind for launch in llm.engine.step(llm.context, "decode", 1).launches}
     assert kinds == {"npu"}
 
 
@@ -182,14 +183,14 @@ def test_a_wait_past_its_deadline_names_the_kernel(
     with open_reference(folder, delay_s=float("inf")) as engine:
         engine.synchroniser.deadline_s = 0.05
         with pytest.raises(WaitTimeoutError, match=r"w4a16\).*\(gpu: reference open\)"):
-            engine.prefill([1, 2, 3])
+            engine.prefill(context_of(engine), [1, 2, 3])
 
 
 def test_delays_change_no_token(folder: str) -> None:
     with open_reference(folder) as fast, open_reference(folder, delay_s=0.001) as slow:
         for engine in (fast, slow):
-            engine.prefill([1, 2, 3])
-        assert np.array_equal(fast.decode(4), slow.decode(4))
+            engine.prefill(context_of(engine), [1, 2, 3])
+        assert np.array_equal(*(e.decode(context_of(e), 4) for e in (fast, slow)))
 
 
 def test_a_call_inside_an_unfinished_stream_is_refused_instead_of_waiting_forever(llm: LLM) -> None:

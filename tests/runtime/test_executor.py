@@ -67,25 +67,23 @@ def make_step(log: LOG) -> Step:
 
 def test_actions_run_in_order_without_the_collector() -> None:
     log: LOG = []
-    executor = Executor()
-    executor.run(make_step(log))
+    run = Executor().run(make_step(log))
     assert log == [
         "submit a", "submit b", "wait a 3.0", "run c gc=False", "submit d", "wait d 3.0",
     ]  # fmt: skip
-    assert {kind: use.ops for kind, use in executor.usage.items()} == {"gpu": 3, "npu": 1}
-    assert all(use.busy_s > 0 for use in executor.usage.values())
-    assert len(executor.stamps) == 7
-    assert executor.stamps == sorted(executor.stamps)
+    assert {kind: use.ops for kind, use in run.usage.items()} == {"gpu": 3, "npu": 1}
+    assert all(use.busy_s > 0 for use in run.usage.values())
+    assert len(run.stamps) == 7
+    assert run.stamps == sorted(run.stamps)
     assert gc.isenabled()
 
 
 def test_the_gpu_is_busy_until_its_last_submission_is_seen_complete() -> None:
     log: LOG = []
-    executor = Executor()
-    executor.run(make_step(log))
-    stamps = executor.stamps
-    assert executor.usage["gpu"].busy_s == pytest.approx(stamps[6] - stamps[0])
-    assert executor.usage["npu"].busy_s == pytest.approx(stamps[4] - stamps[3])
+    run = Executor().run(make_step(log))
+    stamps = run.stamps
+    assert run.usage["gpu"].busy_s == pytest.approx(stamps[6] - stamps[0])
+    assert run.usage["npu"].busy_s == pytest.approx(stamps[4] - stamps[3])
 
 
 def test_the_collector_comes_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

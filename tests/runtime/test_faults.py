@@ -26,7 +26,7 @@ from hetero.runtime.program import RING, SUBMIT
 from hetero.runtime.sync import GATELESS_STEPS
 from hetero.solver.handmade import single_device
 from tests.checkpoints import relative_error
-from tests.runtime.models import tiny_model
+from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import random_plan
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
@@ -56,11 +56,11 @@ def make_engine(
 
 def answer(engine: Engine, steps: int = 12) -> list[int]:
     """Greedy tokens after a prompt."""
-    engine.truncate(0)
-    logits, found = engine.prefill(TOKENS), []
+    context = emptied(engine)
+    logits, found = engine.prefill(context, TOKENS), []
     for _ in range(steps):
         found.append(int(np.argmax(logits)))
-        logits = engine.decode(found[-1])
+        logits = engine.decode(context, found[-1])
     return found
 
 
@@ -148,7 +148,7 @@ def test_a_hang_without_another_device_is_a_timeout(
         Engine(loaded.weights, plan, {"gpu": device}, max_seq_len=80, deadline_s=0.05) as engine,
         pytest.raises(WaitTimeoutError, match=r"\(gpu: reference open\) failed"),
     ):
-        engine.prefill(TOKENS)
+        engine.prefill(context_of(engine), TOKENS)
 
 
 class Interrupt:
@@ -185,9 +185,9 @@ def test_ctrl_c_at_any_action_leaves_a_usable_model(
     }
     with Engine(loaded.weights, plan, devices, max_seq_len=80) as engine:
         assert answer(engine) == wanted
-        step = engine.step("prefill", 40)
+        step = engine.step(context_of(engine), "prefill", 40)
         for at in random.Random(1).sample(range(len(step.program)), 12):
-            engine.truncate(0)
+            context_of(engine).truncate(0)
             with pytest.raises(KeyboardInterrupt):
                 engine.executor.run(Interrupt(step, at).broken())
             assert answer(engine, 4) == wanted[:4]
@@ -196,7 +196,7 @@ def test_ctrl_c_at_any_action_leaves_a_usable_model(
 def test_interrupted_steps_are_drained(folder: Path) -> None:
     with make_engine(folder) as engine:
         answer(engine, 1)
-        step = engine.step("prefill", 40)
+        step = engine.step(context_of(engine), "prefill", 40)
         at = next(i for i, a in enumerate(step.program) if a.code != SUBMIT and i > 20)
         with pytest.raises(KeyboardInterrupt):
             engine.executor.run(Interrupt(step, at).broken())
@@ -228,12 +228,13 @@ def test_two_models_in_two_threads(folder: Path) -> None:
 
 def test_a_closed_engine_says_so(folder: Path) -> None:
     engine = make_engine(folder)
-    expected = engine.prefill(TOKENS).copy()
+    context = context_of(engine)
+    expected = engine.prefill(context, TOKENS).copy()
     engine.close()
     with pytest.raises(DeviceLostError, match="the model was closed"):
-        engine.prefill(TOKENS)
+        engine.prefill(context_of(engine), TOKENS)
     with make_engine(folder) as again:
-        assert relative_error(again.prefill(TOKENS), expected) < 1e-6
+        assert relative_error(again.prefill(context_of(again), TOKENS), expected) < 1e-6
 
 
 def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> Engine:
@@ -245,7 +246,7 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
     )
     devices = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
     engine = Engine(loaded.weights, plan, devices, max_seq_len=80)  # type: ignore[arg-type]
-    if engine.step("decode", 1).bell is None:
+    if engine.step(context_of(engine), "decode", 1).bell is None:
         engine.close()
         pytest.skip("no doorbell works on this device")
     monkeypatch.setattr(engine.synchroniser, "preempted", lambda *_: None)  # keeps its gates
@@ -286,10 +287,11 @@ def test_gates_change_no_token_whatever_is_late(
 
     with gated_engine(folder, monkeypatch, rest) as engine:
         assert answer(engine) == wanted
-        step = engine.step("decode", 1)
+        step = engine.step(context_of(engine), "decode", 1)
         assert RING in {action.code for action in step.program}
         program = tuple(a._replace(target=late(a.target)) for a in step.program)
-        engine._steps["decode", 1, 1, True] = dataclasses.replace(step, program=program)
+        late_step = dataclasses.replace(step, program=program)
+        engine._steps["decode", 1, 1, True].bound[context_of(engine).cache] = late_step
         for _ in range(4):
             assert answer(engine) == wanted
 
@@ -299,7 +301,7 @@ def test_a_broken_off_step_leaves_no_gate_closed(
 ) -> None:
     with gated_engine(folder, monkeypatch, "npu") as engine:
         assert answer(engine, 4) == wanted[:4]
-        step = engine.step("decode", 1)
+        step = engine.step(context_of(engine), "decode", 1)
         for at in random.Random(1).sample(range(len(step.program)), 12):
             with pytest.raises(KeyboardInterrupt):
                 engine.executor.run(Interrupt(step, at).broken())
@@ -311,7 +313,7 @@ def test_a_gate_that_gave_up_drops_the_gpu(
     folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gated_engine(folder, monkeypatch, "npu") as engine:
-        bell = engine.step("decode", 1).bell
+        bell = engine.step(context_of(engine), "decode", 1).bell
         bell.gate._call = bell.gate._bound(1)  # type: ignore[union-attr]
         with pytest.warns(FallbackWarning, match="waiting at a gate"):
             assert answer(engine) == wanted

@@ -57,7 +57,7 @@ def test_the_layer_and_the_device_are_named(
             with pytest.raises(DeviceError, match=rf"layer1\.down .* on the {kind}") as found:
                 call()
             assert (found.value.device, found.value.code) == (backend, "NOT_FINITE")
-            assert llm.engine.position == 0
+            assert len(llm.context) == 0
 
 
 def test_a_piece_without_logits_is_looked_at(broken: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_piece_without_logits_is_looked_at(broken: Path) -> None:
         with pytest.raises(DeviceError, match=r"layer1\.down"):
             llm.generate([*PROMPT, *PROMPT], max_tokens=1)
         assert llm.engine.last_step.logits is None
-        assert llm.engine.position == 0
+        assert len(llm.context) == 0
 
 
 def test_cut_matmuls_in_panels(broken: Path) -> None:

@@ -29,7 +29,7 @@ from tests.checkpoints import (
     reference_logits,
     relative_error,
 )
-from tests.runtime.models import tiny_model
+from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import random_plan
 
 CONTEXT = 8192
@@ -59,9 +59,9 @@ def prompt_of(tokens: int) -> list[int]:
 
 def traced(engine: Engine, path: Path, tokens: int) -> tuple[int, ...]:
     """Token counts of the calls that an engine really makes of a prompt, by its trace."""
-    engine.truncate(0)
+    context = emptied(engine)
     engine.start_trace()
-    engine.prefill(prompt_of(tokens))
+    engine.prefill(context, prompt_of(tokens))
     engine.stop_trace().save(path, about={})
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     steps = [e for e in events if e["name"].startswith("prefill ")]
@@ -87,9 +87,8 @@ def test_a_long_prompt_on_both_devices_is_planned(checkpoint: tuple[str, Any]) -
         assert llm.choice.solver is not None, llm.choice.reason
         assert llm.choice.reason.startswith("hetero: tensor level (profile ")
         assert llm.plan.steps(3500) == (512,) * 6 + (428,)
-        llm.engine.reset_usage()
-        llm.engine.prefill(prompt_of(3500))
-        assert set(llm.engine.usage()) == {"gpu", "npu"}
+        llm.engine.prefill(llm.context, prompt_of(3500))
+        assert set(llm.context.work.devices) == {"gpu", "npu"}
 
 
 @pytest.mark.parametrize("tokens", [600, 1300])
@@ -103,10 +102,9 @@ def test_numbers_of_long_prompts_match_transformers(
         expected = reference_logits(model, [*prompt_of(tokens), 5, 6])
     finally:
         model.load_state_dict(original)
-    engine = llm.engine
-    engine.truncate(0)
-    found = [engine.prefill(prompt_of(tokens)).copy()]
-    found += [engine.decode(token).copy() for token in (5, 6)]
+    engine, context = llm.engine, emptied(llm.engine)
+    found = [engine.prefill(context, prompt_of(tokens)).copy()]
+    found += [engine.decode(context, token).copy() for token in (5, 6)]
     assert relative_error(np.stack(found), expected[tokens - 1 :]) <= 3e-3
 
 
@@ -120,9 +118,11 @@ def test_numbers_at_the_end_of_a_long_context_are_those_of_one_device(
     opened = open_devices("gpu")
     with Engine(loaded.weights, plan, opened.devices, max_seq_len=CONTEXT) as one:
         assert one.plan.steps(200) == (64, 64, 64, 8)
-        expected = [one.prefill(tokens).copy(), one.decode(7).copy()]
-    llm.engine.truncate(0)
-    found = [llm.engine.prefill(tokens).copy(), llm.engine.decode(7).copy()]
+        expected = [
+            one.prefill(context_of(one), tokens).copy(), one.decode(context_of(one), 7).copy()
+        ]  # fmt: skip
+    context = emptied(llm.engine)
+    found = [llm.engine.prefill(context, tokens).copy(), llm.engine.decode(context, 7).copy()]
     assert relative_error(np.stack(found), np.stack(expected)) <= 1e-3
 
 
@@ -160,11 +160,11 @@ def test_what_is_left_of_a_prompt_is_cut_for_the_device_that_is_left(
         }
         with Engine(loaded.weights, plan, devices, max_seq_len=256) as engine:
             assert engine.plan.steps(230) == (100, 100, 30)
-            return engine.prefill(tokens).copy(), engine
+            return engine.prefill(context_of(engine), tokens).copy(), engine
 
     expected, _ = answer(plan, {})
     with pytest.warns(FallbackWarning, match=f"the {failed} failed"):
         found, engine = answer(plan, {failed: {"fail_launch": launch}})
-    assert engine.position == 230
+    assert context_of(engine).cached == 230
     assert engine.plan.step_tokens == (64 if failed == "gpu" else 512)
     assert relative_error(found, expected) <= 2e-5

@@ -19,6 +19,7 @@ from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
+from hetero.contexts.kv_cache import CacheLayout, KvCache
 from hetero.models import open_model
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
 from hetero.solver.handmade import layer_level
@@ -39,7 +40,7 @@ def llm(tmp_path_factory: Any) -> Any:
 def test_both_devices_see_the_same_bytes_at_the_same_address(llm: LLM) -> None:
     gpu: Any = llm.engine.devices["gpu"]
     for slot in ("h", "qkv", "k_cache.0", "logits"):
-        tensor = llm.engine.pool[slot]
+        tensor = (llm.context.cache if "cache" in slot else llm.engine.pool)[slot]
         view, _ = cl.enqueue_map_buffer(
             gpu.queue,
             gpu.map(tensor.buffer),
@@ -63,31 +64,31 @@ def test_a_generation_copies_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
     engine = llm.engine
-    first = engine.step("prefill", 7)
-    assert engine.step("prefill", 7) is first
-    assert engine.step("prefill", 8) is not first
+    first = engine.step(llm.context, "prefill", 7)
+    assert engine.step(llm.context, "prefill", 7) is first
+    assert engine.step(llm.context, "prefill", 8) is not first
     for m in range(9, 40):
-        engine.step("prefill", m)
-    assert engine.step("prefill", 7) is not first, "old steps are let go"
+        engine.step(llm.context, "prefill", m)
+    assert engine.step(llm.context, "prefill", 7) is not first, "old steps are let go"
 
 
 def test_kernels_of_cuts_that_no_step_has_are_let_go(llm: LLM) -> None:
     engine = llm.engine
     mapped = engine.kernels._mapped
-    engine.step("decode", 1)
+    engine.step(llm.context, "decode", 1)
     assert {key[1] for key in mapped} == {"gpu"}
     held = len(mapped)
     llm.generate([5, 6, 7], max_tokens=3)
     assert len(mapped) == held, "steps share the kernels of equal cuts"
     engine._lower()
-    engine._last = engine.step("prefill", 7)  # of no GPU matmul
+    engine._last = engine.step(llm.context, "prefill", 7)  # of no GPU matmul
     gc.collect()
     assert not [key for key in mapped if key[0] != "lm_head"]
 
 
 def test_layer_level_puts_matmuls_of_a_prompt_on_the_npu_and_the_rest_on_the_gpu(llm: LLM) -> None:
     kinds: dict[DeviceKind, set[str]] = {"gpu": set(), "npu": set()}
-    for launch in llm.engine.step("prefill", 32).launches:
+    for launch in llm.engine.step(llm.context, "prefill", 32).launches:
         kinds[launch.kind].add(launch.call.name.split("(")[0])
     assert kinds["npu"] == {"MatMul"}
     assert kinds["gpu"] >= {"Embed", "RMSNorm", "Rope", "Attention", "GatedAct"}
@@ -182,18 +183,15 @@ def test_activations_are_in_huge_pages_and_caches_are_not() -> None:
         return allocate(nbytes, huge=huge)
 
     device.allocate = recorded  # type: ignore[method-assign]
-    wide, cache = (1 << 10, 1 << 10), (4, 1 << 10, 1 << 9)
-    slots = {
-        "tokens": (wide, FLOAT32),
-        "k_cache.0": (cache, FLOAT32),
-        "v_cache.0": (cache, FLOAT32),
-    }
+    slots = {"tokens": ((1 << 10, 1 << 10), FLOAT32)}
+    layout = CacheLayout(layers=2, kv_heads=4, capacity=1 << 10, head_dim=1 << 9)
     pool = ActivationPool(slots, device)
-    assert asked == {nbytes_of(slots["tokens"]): True, nbytes_of(slots["k_cache.0"]): False}
+    assert KvCache(layout, device.allocate).nbytes == layout.nbytes
+    assert asked == {nbytes_of(slots["tokens"]): True, layout.slot_bytes: False}
     assert pool["tokens"].buffer.address % HUGE_BYTES == 0
 
 
-def test_the_pool_holds_every_cache(llm: LLM) -> None:
-    capacity = llm.engine.pool.capacity
+def test_a_cache_has_room_for_the_longest_padded_call(llm: LLM) -> None:
+    capacity = llm.context.cache.layout.capacity
     assert capacity >= llm.max_seq_len + llm.engine.pool.tokens // 2  # the longest call, padded
     assert llm.engine.pool.nbytes > 0

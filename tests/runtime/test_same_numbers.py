@@ -136,8 +136,9 @@ def check_both_phases(
     llm: LLM, tokens: list[int], length: int, expected: Any, tolerance: float
 ) -> None:
     """Prefill of `length` tokens, then the rest one by one."""
-    llm.engine.truncate(0)
-    got = [llm.engine.prefill(tokens[:length]).copy()]
-    got += [llm.engine.decode(token).copy() for token in tokens[length:]]
+    context = llm.context
+    context.truncate(0)
+    got = [llm.engine.prefill(context, tokens[:length]).copy()]
+    got += [llm.engine.decode(context, token).copy() for token in tokens[length:]]
     error = relative_error(np.stack(got), expected[length - 1 :])
     assert error <= tolerance, f"{length} tokens and {DECODED} decoded: off by {error:.2g}"

@@ -21,7 +21,7 @@ from hetero.runtime.kernels import OnlineCall
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, PlanError
 from tests.checkpoints import relative_error
-from tests.runtime.models import tiny_model
+from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import STRATEGIES, random_plan
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
@@ -78,9 +78,9 @@ def expected(folder: Path) -> Iterator[Any]:
 
 
 def run(engine: Engine, tokens: list[int]) -> list[Any]:
-    engine.truncate(0)
-    found = [engine.prefill(tokens[:-3]).copy()]
-    found += [engine.decode(token).copy() for token in tokens[-3:]]
+    context = emptied(engine)
+    found = [engine.prefill(context, tokens[:-3]).copy()]
+    found += [engine.decode(context, token).copy() for token in tokens[-3:]]
     return found
 
 
@@ -105,7 +105,9 @@ def test_every_strategy(folder: Path, expected: Any, strategy: str, pair: str, s
     plan = random_plan(spec, 45, GRAPHS, random.Random(5), strategies=[strategy])
     with make_engine(folder, plan, pair, "f32", sync=sync) as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        assert engine.step("prefill", 45).copied_bytes == 0  # merging moves nothing
+        assert (
+            engine.step(context_of(engine), "prefill", 45).copied_bytes == 0
+        )  # merging moves nothing
 
 
 @pytest.mark.parametrize(("pair", "rest"), [("real", "gpu"), ("real", "npu"), ("reference", "gpu")])
@@ -118,15 +120,21 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
     alone = single_device(spec, "gpu")
     with make_engine(folder, plan, pair, "f32", sync="copy") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        copied = engine.step("prefill", 45).copied_bytes
+        copied = engine.step(context_of(engine), "prefill", 45).copied_bytes
         assert copied > 45 * 64 * 4 * spec.layers  # every layer's hidden states, at the least
-        copies = [x for x in engine.step("decode", 1).launches if "copy of" in x.call.name]
+        copies = [
+            x
+            for x in engine.step(context_of(engine), "decode", 1).launches
+            if "copy of" in x.call.name
+        ]
         assert len(copies) > spec.layers
         if pair == "real":
             assert engine.devices["gpu"].copies > 0  # type: ignore[attr-defined]
     with make_engine(folder, alone, pair, "f32", sync="copy") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        assert engine.step("decode", 1).copied_bytes == 4 * 263  # the logits, for the host
+        assert (
+            engine.step(context_of(engine), "decode", 1).copied_bytes == 4 * 263
+        )  # the logits, for the host
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -157,7 +165,7 @@ def test_the_rest_on_the_npu_reads_split_results(folder: Path, expected: Any, pa
     plan = random_plan(spec, 45, GRAPHS, random.Random(3), strategies=["row-cut"], rest="npu")
     with make_engine(folder, plan, pair, "f32") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        gathers = engine.step("prefill", 45).copied_bytes
+        gathers = engine.step(context_of(engine), "prefill", 45).copied_bytes
         assert (gathers > 0) == (pair == "real")  # ONNX Runtime takes whole tensors
 
 
@@ -171,7 +179,7 @@ def test_panels_reach_as_far_as_the_padded_graph_that_reads_them(
     plan = random_plan(spec, 45, GRAPHS, random.Random(seed), rest="npu")
     with make_engine(folder, plan, "reference", "f32") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        assert engine.step("prefill", 45).copied_bytes == 0
+        assert engine.step(context_of(engine), "prefill", 45).copied_bytes == 0
 
 
 def test_scoring_and_longer_prompts_than_planned(folder: Path, expected: Any) -> None:
@@ -180,8 +188,7 @@ def test_scoring_and_longer_prompts_than_planned(folder: Path, expected: Any) ->
     plan = random_plan(spec, 33, GRAPHS, random.Random(8), strategies=["hybrid-cut", "row-cut"])
     with make_engine(folder, plan, "real", "f32") as engine:
         check(engine, ids, expected("f32", ids), TOLERANCE["f32"])
-        engine.truncate(0)
-        scored = engine.score(ids)
+        scored = engine.score(emptied(engine), ids)
         assert relative_error(scored[-1], expected("f32", ids)[-1]) < 2e-5
         assert scored.shape == (150, 263)
 
@@ -259,15 +266,15 @@ def test_online_preparation_makes_the_graphs_of_every_prompt_anew(
             check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
         matmuls = sum(x.plan_op is not None for x in engine.nodes) - 1  # the head has one token
         assert made == [45] * matmuls * 2
-        engine.truncate(0)
         made.clear()
-        engine.prefill(tokens[:30])  # a length that is not listed has exact graphs as well
+        engine.prefill(
+            emptied(engine), tokens[:30]
+        )  # a length that is not listed has exact graphs as well
         assert made == [30] * matmuls
         calls = [launch.call for launch in engine.last_step.launches]
         late = [call for call in calls if isinstance(call, OnlineCall)]
         assert len(late) == matmuls
-        engine.truncate(0)
-        engine.prefill(tokens[:45])  # which frees those of the prompt before
+        engine.prefill(emptied(engine), tokens[:45])  # which frees those of the prompt before
         for call in late:
             with pytest.raises(ValueError, match="prepare"):
                 call.run()

@@ -410,10 +410,10 @@ class TestEveryCore:
                     engine, random = llm.engine, np.random.default_rng(0)
                     found = []
                     for count in (1, 2, 7, 33, 130):
-                        engine.truncate(0)
+                        llm.context.truncate(0)
                         tokens = random.integers(3, llm.model.config.vocab_size, count).tolist()
-                        found.append(engine.prefill(tokens).copy())
-                        found += [engine.decode(token).copy() for token in tokens[:5]]
+                        found.append(engine.prefill(llm.context, tokens).copy())
+                        found += [engine.decode(llm.context, token).copy() for token in tokens[:5]]
                     assert np.isfinite(found).all()
                     print(weights, hashlib.sha256(np.stack(found).tobytes()).hexdigest())
             """

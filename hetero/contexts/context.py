@@ -1,0 +1,223 @@
+"""A context: a text that a model goes on from, as a value."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from hetero.contexts.kv_cache import KvCache
+from hetero.contexts.session_file import Identity, read_session, save_session
+from hetero.errors import UserError
+from hetero.runtime.step_lock import lost_error
+from hetero.runtime.usage import Work
+
+
+class Home(Protocol):
+    """The model that a context belongs to (`hetero.contexts.store`)."""
+
+    identity: Identity
+    max_tokens: int
+
+    def open(self) -> Context:
+        """Another context, empty. Raises `UserError` where there is no room for it."""
+
+
+class Context:
+    """Tokens, and the model's keys and values of them. Made by `LLM.new_context` or `load_context`,
+    or by `fork`.
+
+    `tokens` is the text; the first `cached` of them have keys and values, which is all of them but
+    what was chosen last: the next call computes those first. A context is used by one call or
+    stream at a time; another one meanwhile is a `UserError`. With `waits` (a model's own
+    context) the calls of other threads wait for their turn instead. Contexts of one model do not
+    disturb each other, whichever threads use them.
+
+    The memory comes back when a context is closed, or when nothing refers to it any more. A context
+    that is closed while an answer is made on it ends that answer with the same `UserError`
+    as every later use. Reading (`tokens`, `len`) is allowed at any time.
+    """
+
+    def __init__(self, home: Home, cache: KvCache, *, waits: bool = False) -> None:
+        self.work = Work()
+        self.reader: int | None = None  # the thread that the call or stream runs in
+        self._home = home
+        self._cache: KvCache | None = cache
+        self._tokens: list[int] = []
+        self._cached = 0
+        self._waits = waits
+        self._hold = threading.Lock()
+        self._lost = False
+
+    # --- for everyone -----------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Ids of the text."""
+        return tuple(self._tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __bool__(self) -> bool:  # an empty one is a context, too
+        return True
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self)} of {self._home.max_tokens} tokens"
+        return f"<hetero.Context, {state}>"
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._cache is None
+
+    def fork(self) -> Context:
+        """An equal context that goes its own way. Costs a copy of the keys and values so far.
+
+        Raises `UserError` where there is no memory for another one.
+        """
+        with self.held():
+            return self.copy()
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all but the first tokens. Raises `UserError` if there are fewer."""
+        with self.held():
+            if not 0 <= tokens <= len(self):
+                raise UserError(
+                    f"a context of {len(self)} tokens cannot be cut to {tokens}: give a number "
+                    f"from 0 to {len(self)}"
+                )
+            self.rewind(tokens)
+
+    def save(self, path: str | os.PathLike[str], *, messages: Sequence[Any] = ()) -> None:
+        """Write it to a file, all or nothing, with the messages that it came from.
+
+        Raises `UserError` if it is empty or the file cannot be written.
+        """
+        with self.held():
+            save_session(
+                Path(path), self._home.identity, self.cache, self._tokens, self._cached, messages
+            )
+
+    def load(self, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+        """Become what `save` wrote, on any plan and any device of the same model; its messages.
+
+        Raises `ModelError`, and changes nothing, if the file is broken or of another model.
+        """
+        with self.held():
+            home, cache = self._home, self.cache
+            session = read_session(Path(path), home.identity, cache, home.max_tokens)
+            session.restore(cache)
+            self._tokens, self._cached = session.tokens, session.cached
+            return session.messages
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        self._cache = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- for who makes an answer on it ------------------------------------------------------
+
+    @property
+    def home(self) -> Home:
+        """The model's contexts."""
+        return self._home
+
+    @property
+    def cache(self) -> KvCache:
+        """The keys and values. Raises `UserError` if the context was closed."""
+        if self._cache is None:
+            raise UserError("this context was closed: make another one with new_context()")
+        return self._cache
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are in the cache: where the next step begins."""
+        return self._cached
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The rest of the tokens."""
+        return tuple(self._tokens[self._cached :])
+
+    def hold(self) -> None:
+        """Use it alone from here on. Raises `UserError` if it is closed, or in use."""
+        if not self._hold.acquire(blocking=False):
+            if self._lost:
+                raise lost_error()
+            if not self._waits or self.reader == threading.get_ident():
+                raise UserError(
+                    "a stream of this context is unfinished: read it to its end or close() it "
+                    "before the next call, or use another context"
+                )
+            self._hold.acquire()
+        self.reader = threading.get_ident()
+        if self._cache is None:
+            self.release()
+            _ = self.cache  # raises
+
+    def release(self) -> None:
+        """Let others use it. Never blocks: who is collected as garbage does this."""
+        self.reader = None
+        self._hold.release()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """`hold` for a block."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def copy(self) -> Context:
+        """As `fork`, for who holds it."""
+        cache, other = self.cache, self._home.open()
+        other.cache.copy_from(cache, self._cached)
+        other._tokens, other._cached = list(self._tokens), self._cached
+        return other
+
+    def rewind(self, tokens: int) -> None:
+        """As `truncate`, for who holds it."""
+        del self._tokens[tokens:]
+        self._cached = min(self._cached, tokens)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """A step has computed keys and values of these tokens, the first behind the cached ones."""
+        self._tokens[self._cached : self._cached + len(tokens)] = tokens
+        self._cached += len(tokens)
+
+    def note(self, tokens: Sequence[int]) -> None:
+        """Text that no step has computed yet."""
+        self._tokens += tokens
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many of the first `tokens` are cached."""
+        pairs = zip(self._tokens[: self._cached], tokens, strict=False)
+        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        return min(self._cached, len(tokens)) if differing is None else differing
+
+    def move(self, cache: KvCache) -> None:
+        """Go on in another cache: the devices have changed."""
+        if self._cache is not None:
+            cache.copy_from(self._cache, self._cached)
+            self._cache = cache
+
+    def forked(self) -> None:
+        """In a forked child: what another thread's call was at work on never becomes free."""
+        if self._hold.locked() and self.reader != threading.get_ident():
+            self._lost = True

@@ -1,0 +1,67 @@
+"""The contexts of one loaded model: who is open, and how many fit the memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TypeAlias
+
+from hetero.backends.host import forks
+from hetero.contexts.context import Context
+from hetero.contexts.kv_cache import Allocate, CacheLayout, KvCache
+from hetero.contexts.session_file import Identity
+from hetero.errors import UserError
+from hetero.runtime.step_lock import StepLock
+
+Admit: TypeAlias = Callable[[int], None]
+
+
+class ContextStore:
+    """Opens contexts and knows those that are open; it keeps none of them alive.
+
+    The engine says what a cache is, where its memory comes from and, by `admit(count)`, which
+    raises `UserError`, whether so many contexts fit (`provide`). Any thread may open one.
+    """
+
+    def __init__(self, lock: StepLock, identity: Identity, max_tokens: int) -> None:
+        self.identity = identity
+        self.max_tokens = max_tokens
+        self._lock = lock
+        self._open: weakref.WeakSet[Context] = weakref.WeakSet()
+        forks.in_child(self._forked)
+
+    def provide(self, layout: CacheLayout, allocate: Allocate, admit: Admit) -> None:
+        """Caches are like this from here on; contexts that are open move into such ones."""
+        self._layout, self._allocate, self._admit = layout, allocate, admit
+        for context in self.open_contexts():
+            context.move(KvCache(layout, allocate))
+
+    def open_contexts(self) -> list[Context]:
+        """Those that take memory."""
+        return [context for context in list(self._open) if not context.closed]
+
+    def open(self, *, waits: bool = False) -> Context:
+        """An empty context. Raises `UserError` where there is no memory for another one."""
+        with self._lock.held():
+            self._admit(len(self.open_contexts()) + 1)
+            context = Context(self, KvCache(self._layout, self._allocate), waits=waits)
+            self._open.add(context)
+        return context
+
+    def own(self, context: object) -> Context:
+        """The context, if it is one of these. Raises `UserError`."""
+        if not isinstance(context, Context):
+            raise UserError(
+                "context must be a Context from new_context(), got "
+                f"{type(context).__name__} {str(context)[:40]!r}"
+            )
+        if context.home is not self:
+            raise UserError(
+                "this context belongs to another model: use it with the one whose new_context() "
+                "made it"
+            )
+        return context
+
+    def _forked(self) -> None:
+        for context in self.open_contexts():
+            context.forked()

@@ -1,0 +1,75 @@
+"""Calls that work on the keys and values of whichever context a step runs on.
+
+A launch has its addresses bound into it, so a launch of attention exists once for each context that
+runs a step. Everything else of the step is shared, and the executor walks bound calls alone: which
+context a step is for costs nothing while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from hetero.backends.protocol import BoundCall, Completion, Kernel, Operand
+from hetero.contexts.kv_cache import KvCache
+from hetero.runtime.program import AHEAD, RUN, SUBMIT, Action, Launch
+
+LAUNCHING: Final = (SUBMIT, RUN, AHEAD)
+
+
+class CacheCall(BoundCall):
+    """A call that lacks its caches: `caches` are their slots by port."""
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Kernel,
+        operands: Mapping[str, Operand],
+        caches: Mapping[str, str],
+        m: int,
+    ) -> None:
+        self.name, self.m = name, m
+        self._kernel, self._operands, self._caches = kernel, dict(operands), dict(caches)
+
+    def on(self, cache: KvCache) -> BoundCall:
+        """The call on a context's caches. Raises what `Kernel.bind` does."""
+        caches = {port: cache[slot] for port, slot in self._caches.items()}
+        return self._kernel.bind({**self._operands, **caches}, self.m)
+
+    def run(self) -> None:
+        """See `BoundCall.run`."""
+        raise self._unbound()
+
+    def submit(self) -> Completion:
+        """See `BoundCall.submit`."""
+        raise self._unbound()
+
+    def enqueue(self) -> Completion:
+        """See `BoundCall.enqueue`."""
+        raise self._unbound()
+
+    def _unbound(self) -> ValueError:
+        return ValueError(f"{self.name}: a step runs on a context, see Step.on")
+
+
+def bind_program(
+    program: tuple[Action, ...], launches: tuple[Launch, ...], cache: KvCache
+) -> tuple[tuple[Action, ...], tuple[Launch, ...]]:
+    """A step's program and launches on a context's caches."""
+    calls = {
+        index: launch.call.on(cache)
+        for index, launch in enumerate(launches)
+        if isinstance(launch.call, CacheCall)
+    }
+    return (
+        tuple(
+            action._replace(target=getattr(calls[action.launch], action.target.__name__))
+            if action.launch in calls and action.code in LAUNCHING
+            else action
+            for action in program
+        ),
+        tuple(
+            launch._replace(call=calls.get(index, launch.call))
+            for index, launch in enumerate(launches)
+        ),
+    )
