@@ -19,7 +19,7 @@ from hetero.backends.host.files import atomic_write
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import force, latency_s
-from hetero.solver.options import Sync
+from hetero.solver.overheads import Overheads
 from hetero.solver.planner import Planner, Scenario, Solution
 
 MODELS = {
@@ -61,8 +61,10 @@ class Chip:
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.fast = {name: Planner(model_spec(x), profile) for name, x in MODELS.items()}
-        slow = Sync.slow(self.fast["Llama-8B"].cost)
-        self.slow = {name: Planner(model_spec(x), profile, sync=slow) for name, x in MODELS.items()}
+        slow = Overheads.slow(self.fast["Llama-8B"].cost)
+        self.slow = {
+            name: Planner(model_spec(x), profile, overheads=slow) for name, x in MODELS.items()
+        }
 
     def speed(self, model: str, system: str, scenario: Scenario) -> float:
         """Tokens per second."""
@@ -85,7 +87,7 @@ def _same_plan(planner: Planner, chosen: Solution) -> Solution:
     scenario, options = chosen.scenario, {}
     for name, option in chosen.options.items():
         m = 1 if name == "lm_head" else scenario.m
-        sync = planner.sync
+        sync = planner.overheads
         n, k = planner.shape(name)
         copies = sync.copy(m * k) + sync.copy(m * n)
         match option.mode:

@@ -52,7 +52,7 @@ def _single(planner: Planner, scenario: Scenario, kind: DeviceKind) -> Solution:
 
 def layer_level(planner: Planner, scenario: Scenario) -> Solution:
     """Hetero-layer: whole matmuls, each on the device that is faster for it."""
-    chooser = Chooser(planner.sync, Rules(margin=0.0), Objective())
+    chooser = Chooser(planner.overheads, Rules(margin=0.0), Objective())
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
         m = 1 if name == "lm_head" else scenario.m
@@ -65,7 +65,7 @@ def layer_level(planner: Planner, scenario: Scenario) -> Solution:
 
 def _only(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
     """One strategy for every matmul where it exists, the best single device elsewhere."""
-    chooser = Chooser(planner.sync, Rules(margin=0.0), Objective())
+    chooser = Chooser(planner.overheads, Rules(margin=0.0), Objective())
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
         m = 1 if name == "lm_head" else scenario.m
@@ -113,7 +113,7 @@ def _matmuls(planner: Planner) -> Iterable[OpName]:
 
 
 def _whole(planner: Planner, name: OpName) -> list[Option]:
-    chooser = Chooser(planner.sync, Rules(margin=0.0), Objective())
+    chooser = Chooser(planner.overheads, Rules(margin=0.0), Objective())
     return [o for o in chooser.options(planner.space(name), 1) if not o.is_cut]
 
 
@@ -182,6 +182,10 @@ def npu_sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], 
     whole = float(table.sum())
     name: Strategy = "npu-only" if len(graphs) == 1 else "multi-sequence-cut"
     base = Option(name, "npu", whole, npu_s=whole, leaves=HOST, rows=space.n)
-    enter = planner.sync.wait_s + planner.sync.restart_s + planner.sync.copy(4.0 * m * space.k)
-    leave = planner.sync.copy(4.0 * m * space.n)
+    enter = (
+        planner.overheads.wait_s
+        + planner.overheads.npu_restart_s
+        + planner.overheads.copy(4.0 * m * space.k)
+    )
+    leave = planner.overheads.copy(4.0 * m * space.n)
     return base._replace(enter_s=(enter + leave, leave), pieces=Pieces(spans, graphs))

@@ -17,7 +17,7 @@ def explain(planner: Planner, name: OpName, m: int, chosen: Option) -> tuple[Can
     """Candidates by time, the best tiling of each strategy, entered after a GPU kernel."""
     space = planner.whole.space(name)
     rules = planner.settings.rules
-    chooser = Chooser(planner.sync, rules, planner.objective())
+    chooser = Chooser(planner.overheads, rules, planner.objective())
     best = {o.strategy: o for o in chooser.named(space, m) if o.together_s < INF}
     if (
         chosen.strategy not in best

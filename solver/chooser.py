@@ -13,7 +13,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from hetero.solver.kernels import Bools, Floats, Ints
-from hetero.solver.options import GPU, HOST, INF, Objective, Option, Sync
+from hetero.solver.options import GPU, HOST, INF, Objective, Option
+from hetero.solver.overheads import Overheads
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import Strategy
 from hetero.solver.tilings import Grid, MatMulSpace
@@ -79,8 +80,8 @@ class Cheapest:
 class Chooser:
     """Reduces the tilings of a matmul to the few that can be part of a best chain."""
 
-    def __init__(self, sync: Sync, rules: Rules, objective: Objective) -> None:
-        self.sync, self.rules, self.objective = sync, rules, objective
+    def __init__(self, overheads: Overheads, rules: Rules, objective: Objective) -> None:
+        self.overheads, self.rules, self.objective = overheads, rules, objective
 
     def options(
         self,
@@ -103,10 +104,10 @@ class Chooser:
 
     def made(self, space: MatMulSpace, m: int, grid: Grid, picked: Picked) -> list[Option]:
         """The options of these places, the margin applied (`options`)."""
-        sync = self.sync.at(m)
-        gpu = [] if picked.gpu_s is None else [self._gpu_only(space, m, sync, picked.gpu_s)]
+        overheads = self.overheads.at(m)
+        gpu = [] if picked.gpu_s is None else [self._gpu_only(space, m, overheads, picked.gpu_s)]
         npu = [] if picked.npu is None else [self._npu_only(space, m, grid, picked.npu)]
-        cuts = [self._cut(space, m, sync, grid, *place) for place in picked.cuts]
+        cuts = [self._cut(space, m, overheads, grid, *place) for place in picked.cuts]
         if not npu and not cuts:
             return [option.open() for option in gpu]  # nothing else can compute it
         singles = gpu + npu
@@ -124,8 +125,8 @@ class Chooser:
         return list(best.values())
 
     def _every_strategy(self, space: MatMulSpace, grid: Grid, m: int) -> Iterator[Option]:
-        sync = self.sync.at(m)
-        yield self._gpu_only(space, m, sync, grid.gpu_only_s)
+        overheads = self.overheads.at(m)
+        yield self._gpu_only(space, m, overheads, grid.gpu_only_s)
         codes = _strategy_codes(grid, m)
         for code in np.unique(codes):
             mask = (codes == code) & np.isfinite(grid.together_s)
@@ -133,7 +134,7 @@ class Chooser:
             if picked.npu is not None:
                 yield self._npu_only(space, m, grid, picked.npu)
             for place in picked.cuts:
-                yield self._cut(space, m, sync, grid, *place)
+                yield self._cut(space, m, overheads, grid, *place)
 
     def _pick(
         self, space: MatMulSpace, m: int, grid: Grid, mask: Bools | None, gpu_s: float | None
@@ -151,7 +152,7 @@ class Chooser:
     ) -> Cheapest:
         """The cheapest cuts of a grid of these matmuls, each with as many columns."""
         costs = np.where(grid.npu_dominant == _BY_MODE, price, INF)[None]
-        if self.sync.copies:
+        if self.overheads.copies:
             rows = grid.rows.reshape(len(spaces), -1)
             copies = [self._copies(x, m, grid.cuts, r) for x, r in zip(spaces, rows, strict=True)]
             costs = costs + np.concatenate(copies, axis=-1)
@@ -179,33 +180,33 @@ class Chooser:
             both = np.minimum(gpu, npu)
             joules = power.gpu_w * (gpu - both) + power.npu_w * (npu - both) + power.both_w * both
             price = price + objective.joules * joules
-        price = price + objective.idle * grid.dry_s
+        price = price + objective.idle * grid.times.restarts_s
         return np.where(possible, price, INF)
 
-    def _gpu_only(self, space: MatMulSpace, m: int, sync: Sync, seconds: float) -> Option:
-        into = sync.copy(ACTIVATION_BYTES * m * space.k)
+    def _gpu_only(self, space: MatMulSpace, m: int, overheads: Overheads, seconds: float) -> Option:
+        into = overheads.copy(ACTIVATION_BYTES * m * space.k)
         option = Option(
             "gpu-only",
             "gpu",
             together_s=seconds,
             gpu_s=seconds,
-            enter_s=(0.0, sync.submit_s + into),
+            enter_s=(0.0, overheads.submit_s + into),
             leaves=GPU,
         )
         return option if self.rules.max_gpu_share >= 1 else option.bar(GPU, HOST)
 
     def _npu_only(self, space: MatMulSpace, m: int, grid: Grid, place: Cell) -> Option:
-        pieces, sync = grid.pieces(*place), self.sync
-        enter = sync.wait_s + sync.copy(ACTIVATION_BYTES * m * space.k)
-        leave = sync.copy(ACTIVATION_BYTES * m * space.n)
+        pieces, overheads = grid.pieces(*place), self.overheads
+        enter = overheads.wait_s + overheads.copy(ACTIVATION_BYTES * m * space.k)
+        leave = overheads.copy(ACTIVATION_BYTES * m * space.n)
         return Option(
             "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
             "npu",
             together_s=float(grid.npu_s[place]),
             npu_s=float(grid.npu_s[place]),
-            enter_s=(enter + leave + grid.behind_gpu_s(place), leave),
+            enter_s=(enter + leave + grid.times.behind_gpu_s(place), leave),
             leaves=HOST,
-            back_s=sync.at(m).submit_s,
+            back_s=overheads.at(m).submit_s,
             rows=space.n,
             pieces=pieces,
         )
@@ -222,21 +223,30 @@ class Chooser:
         operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k
         piece = tokens * rows
         moved = np.stack((m * space.n - piece, piece))
-        copied_s = (self.sync.copies_s(ACTIVATION_BYTES * x) for x in (operand, moved))
+        copied_s = (self.overheads.copies_s(ACTIVATION_BYTES * x) for x in (operand, moved))
         return np.asarray(sum(copied_s))
 
     def _cut(
-        self, space: MatMulSpace, m: int, sync: Sync, grid: Grid, i: int, j: int, dominant: bool
+        self,
+        space: MatMulSpace,
+        m: int,
+        overheads: Overheads,
+        grid: Grid,
+        i: int,
+        j: int,
+        dominant: bool,
     ) -> Option:
         r, pieces = int(grid.rows[j]), grid.pieces(i, j)
         copied_s = [0.0, 0.0]  # by state
-        if sync.copies:
+        if overheads.copies:
             every = self._copied_s(space, m, grid.cuts[[i]], grid.rows[[j]])
             copied_s = every[:, MODES.index(dominant), 0, 0].tolist()
-        both = sync.join_s + float(np.broadcast_to(grid.dry_s, grid.gpu_s.shape)[i, j])
-        submit = sync.submit_s if dominant and not sync.eager else 0.0
-        from_gpu = sync.wait_s + submit + both + copied_s[GPU]
-        from_host = sync.submit_s + both + copied_s[HOST]
+        both = overheads.join_s + float(
+            np.broadcast_to(grid.times.restarts_s, grid.gpu_s.shape)[i, j]
+        )
+        submit = overheads.submit_s if dominant and not overheads.eager else 0.0
+        from_gpu = overheads.wait_s + submit + both + copied_s[GPU]
+        from_host = overheads.submit_s + both + copied_s[HOST]
         return Option(
             strategy_name(m, space.n, r, pieces),
             "npu-dominant" if dominant else "gpu-dominant",
@@ -245,7 +255,7 @@ class Chooser:
             npu_s=float(grid.npu_s[i, j]),
             enter_s=(from_gpu, from_host),
             leaves=HOST if dominant else GPU,
-            back_s=sync.submit_s if dominant else 0.0,
+            back_s=overheads.submit_s if dominant else 0.0,
             rows=r,
             pieces=pieces,
             tokens_first=bool(grid.tokens_first[i, j]),

@@ -87,7 +87,7 @@ class _Wanted:
         objective: Objective,
     ) -> None:
         space = planner.space(name)
-        chooser = Chooser(planner.sync, planner.settings.rules, objective)
+        chooser = Chooser(planner.overheads, planner.settings.rules, objective)
         made = [_call(chooser, space, m, share) for m, share in _shares(name, scenarios).items()]
         calls = [call for call in made if min(call.alone, float(call.price.min())) < INF]
         columns = sorted({c for call in calls if (c := _column(call)) < len(space.rows) - 1})

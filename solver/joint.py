@@ -20,7 +20,7 @@ from hetero.solver.kernels import Bools, Floats, Ints
 from hetero.solver.memory import Held
 from hetero.solver.options import INF, Option
 from hetero.solver.pieces import Choices, npu_choices
-from hetero.solver.tilings import Grid, MatMulSpace, complement, contend, spread_of
+from hetero.solver.tilings import Grid, MatMulSpace, complement, contend
 
 Cells = TypeVar("Cells", Floats, Ints, Bools)
 
@@ -52,7 +52,7 @@ class JointSpace:
         self._npu = _wide([x.npu_table(counts) for x in members])
         self._pieces = self._by_smaller_graphs(members[0])
         self._rows = _wide([x.rows[None] for x in members])[0]
-        self._launches = np.repeat([x.launches for x in members], width)
+        self._late = np.repeat([x.late for x in members], width)
         whole = [x.whole for x in self.columns.values()]
         self._all_rows = np.repeat(self._margin[:, whole], width, axis=1)
         fits = _wide([_fitting(c) for c in self.columns.values()])
@@ -84,19 +84,13 @@ class JointSpace:
             self._margin[left], self._all_rows[left], self._low[cuts], self._low[m]
         )
         gpu, npu = contend(first.kernels, m, gpu, npu)
-        ahead_s = first.sync.ahead_s(m, self._launches)
         return Grid(
             0.0,
-            gpu,
-            npu,
+            first.overheads.cut(first.kernels, m, gpu, npu, self._late),
             self._rows,
             choices,
             every,
             tokens_first,
-            ahead_s,
-            spread_of(first.kernels, m),
-            first.sync.restart_s,
-            first.sync.starting(m),
         )
 
     def _by_smaller_graphs(self, space: MatMulSpace) -> list[tuple[Floats, Floats]]:

@@ -6,119 +6,19 @@ knows that it is complete, the GPU's queue has run dry (docs/solver.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.cost import CostModel, WaitMethod
-from hetero.profiler.predict import Floats
-from hetero.profiler.records import phase_of
-from hetero.solver.pieces import Ints, Pieces
+from hetero.profiler.cost import CostModel
+from hetero.solver.pieces import Pieces
 from hetero.solver.plan import Strategy
 
 GPU: Final = 0
 HOST: Final = 1
 INF: Final = float("inf")
 BOTH: Final[frozenset[DeviceKind]] = frozenset({"gpu", "npu"})
-Launches = TypeVar("Launches", float, Floats)  # of one matmul, or of each of several
 Mode: TypeAlias = Literal["gpu", "npu", "gpu-dominant", "npu-dominant"]
-
-
-@dataclass(frozen=True)
-class Sync:
-    """Costs between the devices, in seconds.
-
-    wait_s      until the host knows of the GPU's last kernel
-    submit_s    submission to an empty queue
-    join_s      learning that the GPU's part of a cut is done, where that is not seen on the way
-    ring_s      starting what was queued ahead behind a gate (decode only); None: nothing is
-    busy_s      one submission behind others, made by the thread on which the NPU's calls block
-    restart_s   how much longer an NPU call takes when its thread did something else before
-    copy_s, copy_s_per_byte    a copy of activations to or from the NPU, fixed and per byte
-    eager       the GPU's tile is queued behind its operand before the host waits for that
-    """
-
-    wait_s: float = 0.0
-    submit_s: float = 0.0
-    join_s: float = 0.0
-    ring_s: float | None = None
-    busy_s: float = 0.0
-    restart_s: float = 0.0
-    copy_s: float = 0.0
-    copy_s_per_byte: float = 0.0
-    eager: bool = False
-
-    @classmethod
-    def of(cls, cost: CostModel, method: WaitMethod = "fast") -> Sync:
-        """Fast synchronisation of the profile's device, with copies if memory is not unified."""
-        if "gpu" not in cost.profile.devices:
-            return cls()
-        fixed = cost.copy_s("gpu", 0)
-        npu = cost.profile.devices.get("npu")
-        blocks = npu is not None and not npu.capabilities.asynchronous
-        return cls(
-            wait_s=cost.wait_s("gpu", method),
-            submit_s=cost.submit_s("gpu", "empty"),
-            ring_s=cost.ring_s("gpu") if blocks else None,
-            busy_s=cost.submit_s("gpu", "busy"),
-            restart_s=cost.restart_s(),
-            copy_s=fixed,
-            copy_s_per_byte=(cost.copy_s("gpu", 1 << 20) - fixed) / (1 << 20),
-            eager=True,
-        )
-
-    @classmethod
-    def slow(cls, cost: CostModel) -> Sync:
-        """Without the paper's fast synchronisation: every wait is a `finish`, and activations are
-        copied on the way to the NPU and back (sections 3.1 and 4.2).
-        """
-        sync = cost.profile.sync["gpu"]
-        finish = cost.wait_s("gpu", "finish")
-        return cls(
-            wait_s=finish,
-            submit_s=sync.submit_empty_s,
-            join_s=finish,
-            restart_s=cost.restart_s(),
-            copy_s=sync.copy_fixed_s,
-            copy_s_per_byte=sync.copy_s_per_byte,
-        )
-
-    def at(self, m: int) -> Sync:
-        """In a step of m tokens: with gates, starting the GPU costs a ring, not a submission."""
-        return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
-
-    def gates(self, m: int) -> bool:
-        """Whether launches are queued ahead behind gates in a step of m tokens."""
-        return self.ring_s is not None and phase_of(m) == "decode"
-
-    def ahead_s(self, m: int, launches: Launches) -> Launches:
-        """How late an NPU tile is because its thread submits so many launches, in decoding with
-        gates.
-        """
-        return self.busy_s * launches if self.gates(m) else 0.0 * launches
-
-    def starting(self, m: int) -> tuple[float, float]:
-        """Seconds to start the GPU on what follows a cut, if its queue has run dry, and from the
-        end of the NPU's tile until the queue has that.
-        """
-        if self.gates(m):
-            return self.ring_s or 0.0, 0.0
-        return self.submit_s, self.busy_s
-
-    @property
-    def copies(self) -> bool:
-        """Whether activations are copied at all."""
-        return self.copy_s != 0 or self.copy_s_per_byte != 0
-
-    def copy(self, nbytes: float) -> float:
-        """One copy; nothing where nothing is copied."""
-        return float(self.copies_s(np.asarray(nbytes))) if self.copies else 0.0
-
-    def copies_s(self, nbytes: Ints | Floats) -> Floats:
-        """`copy` of many."""
-        return np.where(nbytes > 0, self.copy_s + self.copy_s_per_byte * nbytes, 0.0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
@@ -16,15 +16,15 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.chain import Chain, solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
+from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.memory import holds_alone
-from hetero.solver.options import INF, Objective, Option, Power, Sync
+from hetero.solver.options import INF, Objective, Option, Power
+from hetero.solver.overheads import Block, BlockStage, Overheads
 from hetero.solver.plan import Phase, PlanError
 from hetero.solver.steps import RestCosts, Rests
 from hetero.solver.tilings import MatMulSpace
 
-TILE_AND_GATE: Final = 2.0
-SHORT_ROOM: Final = 2  # launches that are submitted while a norm or an activation runs
 Extra = Mapping[OpName, list[Option]]
 
 
@@ -60,7 +60,7 @@ class Scenario(NamedTuple):
 
 class Solution(NamedTuple):
     """A solved scenario: option of every matmul by name, the rest's device, and the whole step.
-    `around_s` is what the step takes besides its operators (`Planner.around_s`).
+    `around_s` is what the step takes besides its operators (`Overheads.around_s`).
     """
 
     scenario: Scenario
@@ -110,14 +110,14 @@ class Planner:
         settings: Settings = Settings(),
         *,
         cost: CostModel | None = None,
-        sync: Sync | None = None,
+        overheads: Overheads | None = None,
         rows: Mapping[OpName, Sequence[int]] | None = None,
     ) -> None:
         self.rows = dict(rows or {})
         self.spec, self.profile, self.settings = spec, profile, settings
         self.cost = cost or CostModel(profile)
         self.kernels = Kernels(self.cost, spec.weight_format, settings.precision)
-        self.sync = sync or Sync.of(self.cost)
+        self.overheads = overheads or HostQueue.of(self.cost)
         self.power = Power.of(self.cost)
         record = profile.devices.get("npu")
         self.sizes = graph_sizes(record) if record is not None else ()
@@ -174,14 +174,19 @@ class Planner:
             profile,
             self.settings,
             cost=self.cost.with_profile(profile),
-            sync=self.sync,
+            overheads=self.overheads,
             rows=self.rows,
         )
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
         """The same with these row cuts alone, which are prepared (`MatMulSpace`)."""
         limited = Planner(
-            self.spec, self.profile, self.settings, cost=self.cost, sync=self.sync, rows=rows
+            self.spec,
+            self.profile,
+            self.settings,
+            cost=self.cost,
+            overheads=self.overheads,
+            rows=rows,
         )
         limited.whole = self.whole
         return limited
@@ -190,14 +195,19 @@ class Planner:
         """The same with devices that take so many times as long as the profile says."""
         cost = DriftedCost(self.cost, factors)
         return Planner(
-            self.spec, self.profile, self.settings, cost=cost, sync=self.sync, rows=self.rows
+            self.spec,
+            self.profile,
+            self.settings,
+            cost=cost,
+            overheads=self.overheads,
+            rows=self.rows,
         )
 
     def menu(self, name: OpName, m: int, objective: Objective) -> list[Option]:
         """What a matmul may choose from (`Chooser.options`), worked out once."""
         key = (name, m, objective)
         if key not in self._menus:
-            chooser = Chooser(self.sync, self.settings.rules, objective)
+            chooser = Chooser(self.overheads, self.settings.rules, objective)
             self._menus[key] = chooser.options(self.space(name), m)
         return self._menus[key]
 
@@ -211,41 +221,30 @@ class Planner:
                 k,
                 row_steps=self.settings.row_steps,
                 rows=self.rows.get(name),
-                sync=self.sync,
-                launches=self._launches_late(name),
+                overheads=self.overheads,
+                late=self.overheads.launches_late(name, lambda: self._block),
             )
         return self._spaces[name]
 
-    def _launches_late(self, name: OpName) -> float:
-        """GPU launches of a block whose submission delays a matmul's NPU tile
-        (`hetero.runtime.program`): with flags that are the events of their launches,
-
-        - as if every matmul had a tile on both devices, those that fit neither into attention nor
-          into the short waits delay the tile behind attention;
-        - as if this matmul alone had, those that take longer to submit than the GPU takes for all
-          else of a block. Of a small model that is many, and such a cut never pays.
-        """
-        sync = self.sync
-        if sync.ring_s is None or not sync.busy_s:
-            return 0.0
-        if "gpu" not in self._rest_costs.devices:  # nothing of the GPU's is waited for before it
-            return 0.0 if name == "lm_head" else TILE_AND_GATE
-        block = self.spec.block
-        behind = self._rest_costs.on("gpu", 1, self.settings.context).behind
-        between = sum(sum(share.times for share in stage.behind) for stage in block)
-        alone_s: float = sum(behind[x.name].gpu_s for x in block if x.name in behind)
-        for stage in block:
-            if stage.name != name:
-                n, k = self.shape(stage.name)
-                alone_s += float(self.kernels.table("gpu", [1], [n], k).seconds[0, 0])
-        late = between + len(block) + 1 - alone_s / sync.busy_s
-        for i, stage in enumerate(block):
-            if block[(i + 1) % len(block)].name == name and stage.attends:
-                waits = sum(bool(other.behind) for other in block)
-                in_short_waits = SHORT_ROOM * (waits - 1)  # all but attention are short
-                launches = between + TILE_AND_GATE * len(block) - in_short_waits
-                late = max(late, launches - behind[stage.name].gpu_s / sync.busy_s)
-        return max(0.0, late)
+    @cached_property
+    def _block(self) -> Block:
+        """A block of one token by the GPU alone."""
+        behind: Mapping[OpName, Option] = {}
+        if rest_on_gpu := "gpu" in self._rest_costs.devices:
+            behind = self._rest_costs.on("gpu", 1, self.settings.context).behind
+        return Block(
+            tuple(
+                BlockStage(
+                    stage.name,
+                    float(self.kernels.table("gpu", [1], [n], k).seconds[0, 0]),
+                    behind[stage.name].gpu_s if stage.name in behind else 0.0,
+                    sum(share.times for share in stage.behind),
+                    stage.attends,
+                )
+                for stage, (n, k) in ((x, self.shape(x.name)) for x in self.spec.block)
+            ),
+            rest_on_gpu,
+        )
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""
@@ -332,7 +331,7 @@ class Planner:
 
     @cached_property
     def _rest_costs(self) -> RestCosts:
-        return RestCosts(self.cost, self.spec, self.sync)
+        return RestCosts(self.cost, self.spec, self.overheads)
 
     @cached_property
     def model_fingerprint(self) -> str:
@@ -413,17 +412,8 @@ class Planner:
         if chain is None:
             return None
         chosen = block.chosen(chain.block) | ending.chosen(chain.tail)
-        around_s = self.around_s(rests.device)
+        around_s = self.overheads.around_s(rests.device)
         return Solution(scenario, chosen, rests, chain, layers, self.power, around_s)
-
-    def around_s(self, rest: DeviceKind) -> float:
-        """The control thread's time before the first and after the last launch of a step, and the
-        first submission, whose queue is empty. 0 if it was not measured.
-        """
-        step_s = self.profile.host_sync.step_s
-        if step_s is None:
-            return 0.0
-        return step_s + (self.sync.submit_s if rest == "gpu" else 0.0)
 
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:

@@ -80,7 +80,7 @@ class PreparedSolver:
         self._planner = planner.with_rows(rows)
         solutions = solve_within(self._planner, scenarios, self._objective, calls, said)
         self.held = held_by_op(self._planner, solutions)
-        self._chooser = Chooser(planner.sync, planner.settings.rules, self._objective)
+        self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
         self._rest = {s.scenario.phase: s.rests.device for s in solutions}
         self._block: list[OpName] = [name for name in names if name != "lm_head"]
         self._joint = self._join()

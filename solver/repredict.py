@@ -102,7 +102,7 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
     space = planner.space(name)
     npu = [tile for tile in tiles if tile.device == "npu"]
     grid = space.grid(m, every=True)
-    chooser = Chooser(planner.sync, Rules(margin=-INF), Objective())
+    chooser = Chooser(planner.overheads, Rules(margin=-INF), Objective())
     mask = np.zeros(grid.together_s.shape, dtype=bool)
     wanted: Pieces | None = None
     if npu:

@@ -59,7 +59,7 @@ class _Program:
     ) -> None:
         self.planner, self.scenarios, self.weights = planner, scenarios, weights
         self.objective, self.names, self.places = objective, names, places
-        self.chooser = Chooser(planner.sync, planner.settings.rules, objective)
+        self.chooser = Chooser(planner.overheads, planner.settings.rules, objective)
         self._grids: dict[tuple[OpName, int], Grid] = {}
         self.choices = {name: self._residencies(name) for name in names}
         self._options: dict[tuple[Scenario, OpName, Held], list[Option]] = {}

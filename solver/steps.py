@@ -14,7 +14,8 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName, Share
 from hetero.profiler.predict import other_s, padded_count
 from hetero.profiler.records import OtherPredictor
-from hetero.solver.options import GPU, HOST, Option, Sync
+from hetero.solver.options import GPU, HOST, Option
+from hetero.solver.overheads import Overheads
 
 # What operators do, for people.
 KINDS: Final[dict[type, str]] = {
@@ -48,8 +49,8 @@ class RestCosts:
     all of them.
     """
 
-    def __init__(self, cost: CostModel, graph: ModelGraph, sync: Sync) -> None:
-        self.cost, self.graph, self.sync = cost, graph, sync
+    def __init__(self, cost: CostModel, graph: ModelGraph, overheads: Overheads) -> None:
+        self.cost, self.graph, self.overheads = cost, graph, overheads
         self._known: dict[tuple[DeviceKind, int, int], Rests] = {}
         stages = (*graph.block, *graph.tail)
         self._shares: list[tuple[OpName | None, Share]] = [
@@ -90,10 +91,10 @@ class RestCosts:
         for (name, share), predictor in zip(self._shares, self._predictors[kind], strict=True):
             seconds = share.times * other_s(predictor, share.op, tokens, context)
             times[name] = times.get(name, 0.0) + seconds
-        sync = self.sync.at(m)
+        overheads = self.overheads.at(m)
         return Rests(
-            _option(kind, times.pop(None), sync),
-            {name: _option(kind, x, sync) for name, x in times.items() if name is not None},
+            _option(kind, times.pop(None), overheads),
+            {name: _option(kind, x, overheads) for name, x in times.items() if name is not None},
         )
 
 
@@ -116,11 +117,11 @@ def _kind(shares: Iterable[Share]) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _option(kind: DeviceKind, seconds: float, sync: Sync) -> Option:
+def _option(kind: DeviceKind, seconds: float, overheads: Overheads) -> Option:
     if kind == "gpu":
         return Option(
-            "gpu-only", "gpu", seconds, gpu_s=seconds, enter_s=(0.0, sync.submit_s), leaves=GPU
+            "gpu-only", "gpu", seconds, gpu_s=seconds, enter_s=(0.0, overheads.submit_s), leaves=GPU
         )
     return Option(
-        "npu-only", "npu", seconds, npu_s=seconds, enter_s=(sync.wait_s, 0.0), leaves=HOST
+        "npu-only", "npu", seconds, npu_s=seconds, enter_s=(overheads.wait_s, 0.0), leaves=HOST
     )

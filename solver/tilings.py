@@ -8,71 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import numpy as np
 
 from hetero.profiler.records import phase_of
 from hetero.solver.kernels import Bools, Floats, Ints, Kernels, graph_sizes
-from hetero.solver.options import Sync
+from hetero.solver.overheads import CutTimes, Overheads
 from hetero.solver.pieces import Choices, Pieces, npu_choices
 
-FREE = Sync()
-FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter
+FREE: Final = Overheads()
 
 
 @dataclass(frozen=True)
 class Grid:
     """Costed tilings of one matmul at m tokens.
 
-    `ahead_s` (of the matmul or of each column) passes on the NPU's thread before its tile, and
-    `restart_s` if the thread did something else before. `spread` is how much the GPU's and the
-    NPU's times vary, as fractions of them (standard deviations), `starting` as in `Sync`.
+    `times` has what both halves of each tiling make together.
     """
 
     gpu_only_s: float
-    gpu_s: Floats
-    npu_s: Floats
+    times: CutTimes
     rows: Ints
     choices: Choices
     every_npu_s: Floats
     tokens_first: Bools
-    ahead_s: Floats | float = 0.0
-    spread: tuple[float, float] = (0.0, 0.0)
-    restart_s: float = 0.0
-    starting: tuple[float, float] = (0.0, 0.0)
 
-    @cached_property
+    @property
+    def gpu_s(self) -> Floats:
+        """[T, R] seconds of the GPU's part."""
+        return self.times.gpu_s
+
+    @property
+    def npu_s(self) -> Floats:
+        """[T, R] seconds of the NPU's part."""
+        return self.times.npu_s
+
+    @property
     def together_s(self) -> Floats:
         """[T, R] until both are done."""
-        return longer(self.gpu_s, self.npu_thread_s, self.spread)
+        return self.times.together_s
 
-    @cached_property
-    def dry_s(self) -> Floats | float:
-        """[T, R] what starting the GPU again is expected to cost beyond what the mode says: all of
-        it where the NPU's thread is done last, else nothing. Times that vary make that a chance.
-        """
-        start_s, behind_s = self.starting
-        if not start_s or self.spread == (0.0, 0.0):
-            return 0.0
-        chance = later(self.npu_thread_s + behind_s, self.gpu_s, self.spread[::-1])
-        return np.asarray(start_s * (chance - self.npu_dominant))
-
-    @cached_property
-    def npu_thread_s(self) -> Floats:
-        """[T, R] until the NPU's thread is done."""
-        return np.asarray(self.npu_s + (self.ahead_s + self.restart_s))
-
-    def behind_gpu_s(self, place: tuple[int, int]) -> float:
-        """How much longer a tiling without the GPU takes behind the GPU than behind other calls."""
-        ahead_s = np.broadcast_to(self.ahead_s, self.npu_s.shape)
-        return float(ahead_s[place]) + self.restart_s
-
-    @cached_property
+    @property
     def npu_dominant(self) -> Bools:
-        """[T, R] whether the NPU's thread is done last."""
-        return np.asarray(self.npu_thread_s >= self.gpu_s)
+        """[T, R] whether the NPU is done last."""
+        return self.times.npu_dominant
 
     @property
     def cuts(self) -> Ints:
@@ -93,7 +73,7 @@ class MatMulSpace:
 
     `rows` limits the row cuts, `row_steps` their number; every alignment step by default. `rows`
     are prepared, so an NPU with graphs computes each run of rows between them by a call of its own.
-    `launches` are the GPU's whose submission delays an NPU tile in decoding (`Sync.ahead_s`).
+    `late` is `Overheads.launches_late`.
     """
 
     def __init__(
@@ -104,11 +84,11 @@ class MatMulSpace:
         *,
         row_steps: int | None = None,
         rows: Sequence[int] | None = None,
-        sync: Sync = FREE,
-        launches: float = 0.0,
+        overheads: Overheads = FREE,
+        late: float = 0.0,
     ) -> None:
         self.kernels, self.n, self.k = kernels, n, k
-        self.sync, self.launches = sync, launches
+        self.overheads, self.late = overheads, late
         self.has_npu = kernels.has("npu")
         record = kernels.cost.profile.devices.get("npu")
         self.sizes = graph_sizes(record) if record is not None else ()
@@ -134,27 +114,18 @@ class MatMulSpace:
         gpu, npu = contend(self.kernels, m, gpu, npu)
         return Grid(
             alone,
-            gpu,
-            npu,
+            self.overheads.cut(self.kernels, m, gpu, npu, self.late),
             self.rows,
             choices,
             every_npu,
             tokens_first,
-            self.ahead_s(m),
-            spread_of(self.kernels, m),
-            self.sync.restart_s,
-            self.sync.starting(m),
         )
-
-    def ahead_s(self, m: int) -> float:
-        """How late an NPU tile of m tokens is because of submissions."""
-        return self.sync.ahead_s(m, self.launches)
 
     def _gpu_grid(self, m: int) -> Grid:
         alone = float(self.kernels.table("gpu", [m], [self.n], self.k).seconds[0, 0])
         none = np.full((1, 1), np.inf)
         choices = npu_choices(m, (), m)
-        return Grid(alone, none, none, self.rows[-1:], choices, none, none < 0)
+        return Grid(alone, CutTimes(none, none), self.rows[-1:], choices, none, none < 0)
 
     def npu_table(self, counts: Ints) -> Floats:
         """[G + 1, R] NPU seconds of every graph, the last row nothing; [L, R] of these token counts
@@ -233,50 +204,3 @@ def contend(kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Flo
     if some:
         gpu_all[impossible] = npu_all[impossible] = np.inf
     return gpu_all, npu_all
-
-
-def spread_of(kernels: Kernels, m: int) -> tuple[float, float]:
-    """How much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
-    cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
-    return cost.spread("gpu", *key), cost.spread("npu", *key)
-
-
-def longer(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
-    """Expected value of the longer of two times with these relative standard deviations.
-
-    Two times that vary are never both at their mean: what takes 10 ms on either device, give or
-    take 1 ms, takes 10.6 ms on both (C. E. Clark, "The greatest of a finite set of random
-    variables", Operations Research 9, 1961; independent and normal). With no spread the maximum.
-    """
-    top = np.maximum(a, b)
-    if spread == (0.0, 0.0):
-        return top
-    deviation = _deviation(a, b, spread)
-    with np.errstate(invalid="ignore", divide="ignore"):  # impossible ones, and those of no time
-        apart = np.abs(a - b) / -deviation
-    near = np.flatnonzero(apart > -FAR)  # elsewhere nothing is added that a float64 could hold
-    x, deviation = apart.ravel()[near], deviation.ravel()[near]
-    more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * _below(x))
-    total = top.ravel()
-    total[near] += np.maximum(more, 0.0)
-    return total.reshape(top.shape)
-
-
-def later(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
-    """The chance that the first of two times is the longer one, as in `longer`; 0 where either is
-    infinite.
-    """
-    with np.errstate(invalid="ignore", divide="ignore"):
-        apart = (a - b) / _deviation(a, b, spread)
-    return np.where(np.isfinite(a + b), _below(np.clip(apart, -FAR, FAR)), 0.0)
-
-
-def _deviation(a: Floats, b: Floats, spread: tuple[float, float]) -> Floats:
-    """Standard deviation of the difference of two times with these relative ones."""
-    with np.errstate(invalid="ignore"):  # no spread, and a time that is infinite
-        return np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
-
-
-def _below(x: Floats) -> Floats:
-    """The normal distribution function to 5e-4 (numpy has none)."""
-    return np.asarray(0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3))

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell, Operand
-from hetero.solver.planner import SHORT_ROOM
+from hetero.solver.host_queue import SHORT_ROOM
 
 Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action

@@ -16,7 +16,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.adaptive import Adapter, Habits, entries
 from hetero.runtime.engine import Engine
-from hetero.solver.options import Sync
+from hetero.solver.overheads import Overheads
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
@@ -63,7 +63,7 @@ def loaded(tmp_path_factory: Any) -> LoadedModel:
 def solver_of(loaded: LoadedModel) -> PreparedSolver:
     spec = loaded.spec().model_copy(update={"weight_format": WeightFormat.F32})
     profile = even_profile()
-    planner = Planner(spec, profile, cost=EvenCost(profile), sync=Sync(0.0, 0.0, 0.0))
+    planner = Planner(spec, profile, cost=EvenCost(profile), overheads=Overheads(0.0, 0.0, 0.0))
     return PreparedSolver(planner, PlanRequest(seq_lens=(40, 70)))
 
 

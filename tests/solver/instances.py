@@ -32,14 +32,15 @@ from hetero.profiler.records import (
     ShapeRange,
 )
 from hetero.solver.chooser import Rules
-from hetero.solver.options import Sync
-from hetero.solver.planner import SHORT_ROOM, Planner, Settings
+from hetero.solver.host_queue import HostQueue
+from hetero.solver.planner import Planner, Settings
 
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
 RESTS = 2 + 1 + 1 + 1  # launches of a block that are not matmuls
-LATE = RESTS + 4 * 2 - 3 * SHORT_ROOM  # with tiles and gates: not submitted in its short waits
+SHORT = 2  # launches are submitted in each of a block's three short waits
+LATE = RESTS + 4 * 2 - 3 * SHORT  # with tiles and gates: those that are not
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Instance:
     tables: dict[str, dict[int, np.ndarray]]
     sizes: tuple[int, ...]
     contention: tuple[float, float]
-    sync: Sync
+    sync: HostQueue
     rest_s: dict[str, float]
     margin: float
     layers: int
@@ -101,10 +102,10 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
         for device, slow in (("gpu", 1.0), ("npu", float(rng.choice([0.2, 1.0, 2.0]))))
     }
     some = lambda: float(rng.choice([0.0, 0.1, 1.0]))  # noqa: E731
-    sync = Sync(
+    sync = HostQueue(
         wait_s=some(), submit_s=some(), join_s=some() / 4, copy_s=some() / 4 * rng.integers(2)
     )
-    sync = replace(sync, restart_s=some() / 4, eager=bool(seed % 2))
+    sync = replace(sync, npu_restart_s=some() / 4, eager=bool(seed % 2))
     if rng.integers(2):  # gates, in steps of few tokens
         sync = replace(sync, ring_s=some() / 2, busy_s=some() / 2)
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
@@ -217,7 +218,7 @@ def planner_of(instance: Instance, *, apart: bool = False, **changes: Any) -> Pl
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
     settings = Settings(rules=rules, apart=apart)
     cost = TableCost(profile, instance)
-    return Planner(spec_of(instance), profile, settings, cost=cost, sync=instance.sync)
+    return Planner(spec_of(instance), profile, settings, cost=cost, overheads=instance.sync)
 
 
 @dataclass
@@ -238,7 +239,7 @@ class Way:
         return self.together + self.enter[state]
 
 
-def sync_at(instance: Instance, m: int) -> tuple[Sync, bool]:
+def sync_at(instance: Instance, m: int) -> tuple[HostQueue, bool]:
     """Costs in a step of m tokens, and whether it has gates."""
     sync = instance.sync
     if sync.ring_s is None or m > 8:
@@ -278,13 +279,13 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
             npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
             if t == m and r == n:
                 enter = (
-                    sync.wait_s + sync.restart_s + ahead + moved(m * k) + moved(m * n),
+                    sync.wait_s + sync.npu_restart_s + ahead + moved(m * k) + moved(m * n),
                     moved(m * n),
                 )
                 ways.append(Way("npu", 0, npu, npu, enter, 1, sync.submit_s, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
-            ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead + sync.restart_s))
+            ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead + sync.npu_restart_s))
     return ways
 
 

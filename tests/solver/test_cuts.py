@@ -30,7 +30,7 @@ def scenarios_of(planner: Planner) -> list[Scenario]:
 def cost(planner: Planner, grid: Grid, m: int) -> float:
     """The best cut, or the better device alone."""
     objective = planner.objective()
-    chooser = Chooser(planner.sync, planner.settings.rules, objective)
+    chooser = Chooser(planner.overheads, planner.settings.rules, objective)
     whole_s = min([float(grid.npu_s[i, -1]) for i, t in enumerate(grid.cuts) if t == m])
     alone = Option("npu-only", "npu", whole_s), Option("gpu-only", "gpu", grid.gpu_only_s)
     return min(float(chooser.price(grid, m).min()), *(objective.cost(o, GPU) for o in alone))
@@ -109,7 +109,7 @@ def test_row_cuts_on_a_measured_profile_are_the_best_subset(weights: WeightForma
 
 def best_row(planner: Planner, grid: Grid, m: int) -> int:
     """The row cut that is fastest for one length; all rows where one device alone is faster."""
-    chooser = Chooser(planner.sync, planner.settings.rules, planner.objective())
+    chooser = Chooser(planner.overheads, planner.settings.rules, planner.objective())
     price = chooser.price(grid, m).min(axis=0)
     alone = cost(planner, grid, m) < price.min()
     return int(grid.rows[-1 if alone else int(price.argmin())])

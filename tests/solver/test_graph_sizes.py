@@ -41,7 +41,7 @@ def sized(planner: Planner, kind: PerGraphSize, s_per_token: float) -> Planner:
         }
     )
     cost = planner.cost.with_profile(profile)
-    return Planner(planner.spec, profile, planner.settings, cost=cost, sync=planner.sync)
+    return Planner(planner.spec, profile, planner.settings, cost=cost, overheads=planner.overheads)
 
 
 def program_of(seed: int, kind: PerGraphSize) -> SizeProgram:

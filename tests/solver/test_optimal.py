@@ -37,7 +37,7 @@ def test_every_matmul_is_as_good_as_trying_all_tilings(block: int) -> None:
         planner = planner_of(instance)
         m = 1 + seed % (2 * instance.sizes[-1])
         name = NAMES[seed % 4]
-        chooser = Chooser(planner.sync, Rules(margin=instance.margin), Objective())
+        chooser = Chooser(planner.overheads, Rules(margin=instance.margin), Objective())
         found = chooser.options(planner.space(name), m)  # type: ignore[arg-type]
         costs = allowed_costs(every_way(instance, name, m), instance.margin)
         for state in (GPU, HOST):
@@ -123,7 +123,7 @@ def test_the_chain_never_loses_to_a_greedy_solver(seed: int) -> None:
     instance = random_instance(seed)
     planner = planner_of(instance, margin=0.0, rest_npu=True)
     scenario = Scenario("prefill", 1 + seed % (2 * instance.sizes[-1]))
-    chooser = Chooser(planner.sync, planner.settings.rules, planner.objective())
+    chooser = Chooser(planner.overheads, planner.settings.rules, planner.objective())
     greedy = {}
     for name in NAMES:
         options = chooser.options(planner.space(name), scenario.m)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def test_every_length_is_solved_as_the_planner_does_with_what_is_prepared(seed: 
     plan = prepared.plan
     rows = {name: found.cuts for name, found in plan.residency.items()}
     twin = planner.with_rows(prepared.rows)
-    chooser = Chooser(twin.sync, twin.settings.rules, Objective(power=twin.power))
+    chooser = Chooser(twin.overheads, twin.settings.rules, Objective(power=twin.power))
     for m in range(1, 2 * planner.sizes[-1] + 1, 1 + seed % 3):
         options = {}
         for name in NAMES:
@@ -150,7 +150,7 @@ def test_drifted_devices_get_the_plan_of_a_profile_that_says_so(seed: int) -> No
         found = slow.solution_for(scenario)
         cost.instance.npu_scale = 3.0
         twin = Planner(
-            planner.spec, planner.profile, planner.settings, cost=cost, sync=planner.sync,
+            planner.spec, planner.profile, planner.settings, cost=cost, overheads=planner.overheads,
             rows=prepared.rows,
         )  # fmt: skip
         options = {}
@@ -158,7 +158,7 @@ def test_drifted_devices_get_the_plan_of_a_profile_that_says_so(seed: int) -> No
             held, space = slow.held[name], twin.space(name)
             grid = space.grid(m)
             options[name] = Chooser(
-                twin.sync, twin.settings.rules, Objective(power=twin.power)
+                twin.overheads, twin.settings.rules, Objective(power=twin.power)
             ).options(
                 space, m, grid=grid, mask=mask_of(grid, held, m, space.n), gpu_alone=held.gpu == 0
             )

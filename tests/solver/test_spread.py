@@ -17,10 +17,9 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.records import LEAST_SAMPLES, DeviceProfile, Phase, ReferencePoint
 from hetero.profiler.stats import SMOOTHED_S, drift
 from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.host_queue import HostCutTimes, later, longer
 from hetero.solver.options import INF, Objective
-from hetero.solver.pieces import npu_choices
 from hetero.solver.planner import Planner, Scenario
-from hetero.solver.tilings import Grid, later, longer
 
 W4A8 = WeightFormat.W4A8
 KEYS: Final = tuple(itertools.product(get_args(DeviceKind), get_args(Phase)))
@@ -67,17 +66,13 @@ def test_the_chance_that_a_queue_runs_dry(
         t * (1 + s * rng.standard_normal(400_000)) for t, s in zip(times, spread, strict=True)
     )
     chance = float((npu + 0.5 * (1 + spread[1] * rng.standard_normal(400_000)) > gpu).mean())
-    one, none = np.ones((1, 1)), np.zeros((1, 1), dtype=bool)
-    choices = npu_choices(8, (8,), 1)
-    grid = Grid(
-        0.0, times[0] * one, times[1] * one, np.asarray([4]), choices, one, none,
-        spread=spread, starting=(3.0, 0.5),
-    )  # fmt: skip
+    one = np.ones((1, 1))
+    halves = HostCutTimes(times[0] * one, times[1] * one, spread=spread, start_s=3.0, behind_s=0.5)
     dominant = times[1] >= times[0]
     expected = 3.0 * (chance - dominant)  # the mode says all of it or nothing
-    assert np.asarray(grid.dry_s)[0, 0] == pytest.approx(expected, abs=0.05)
-    calm = replace(grid, spread=(0.0, 0.0))
-    assert np.all(calm.dry_s == 0)
+    assert np.asarray(halves.restarts_s)[0, 0] == pytest.approx(expected, abs=0.05)
+    calm = replace(halves, spread=(0.0, 0.0))
+    assert np.all(calm.restarts_s == 0)
     impossible = later(np.asarray([np.inf, 1.0, np.inf]), np.asarray([1.0, np.inf, np.inf]), spread)
     assert impossible.tolist() == [0.0, 0.0, 0.0]
 
@@ -97,7 +92,7 @@ def test_a_cut_that_is_balanced_to_the_microsecond_pays_for_the_queue_that_may_r
     for factor in np.linspace(0.9, 1.1, 41):
         slower = {("npu", "prefill"): float(factor), ("npu", "decode"): float(factor)}
         planner = Planner(spec, profile).drifted(slower)
-        chooser = Chooser(planner.sync, Rules(margin=-INF), Objective())
+        chooser = Chooser(planner.overheads, Rules(margin=-INF), Objective())
         options = chooser.options(planner.space("down"), m, mask=mask)
         (cut,) = [option for option in options if option.is_cut]
         found.append(cut.seconds_alone())

@@ -1,0 +1,232 @@
+"""Corrections of the paper's costs for a GPU that is fed by the thread which drives the NPU.
+
+That is a PC: OpenCL on one core plays the GPU, ONNX Runtime on another the NPU, and the control
+thread's own microseconds are a part of every step. Each correction can be taken out (`CORRECTIONS`,
+docs/corrections.md); with none of them the answers are those of `Overheads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, Literal, Self, TypeAlias, get_args
+
+import numpy as np
+
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.cost import CostModel, WaitMethod
+from hetero.profiler.model_graph import OpName
+from hetero.profiler.records import phase_of
+from hetero.solver.kernels import Floats, Kernels
+from hetero.solver.overheads import Block, CutTimes, Overheads
+
+Correction: TypeAlias = Literal["gates", "launches", "restart", "spread", "step"]
+CORRECTIONS: Final[frozenset[Correction]] = frozenset(get_args(Correction))
+FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter
+TILE_AND_GATE: Final = 2.0
+SHORT_ROOM: Final = 2  # launches that are submitted while a norm or an activation runs
+Spread: TypeAlias = tuple[float, float]  # relative standard deviations, GPU and NPU
+
+
+@dataclass(frozen=True)
+class HostCutTimes(CutTimes):
+    """What halves make together where times vary and a thread has work of its own.
+
+    late_s      [T, R] or less: until the NPU's tile may begin, behind the thread's submissions,
+    restart_s   and because the thread did something else before
+    spread      how much the GPU's and the NPU's times vary, as fractions of them
+    start_s     starting the GPU on what follows, if its queue has run dry,
+    behind_s    and from the end of the NPU's tile until the queue has that
+    """
+
+    late_s: Floats | float = 0.0
+    restart_s: float = 0.0
+    spread: Spread = (0.0, 0.0)
+    start_s: float = 0.0
+    behind_s: float = 0.0
+
+    @cached_property
+    def npu_thread_s(self) -> Floats:
+        """See `CutTimes`."""
+        return np.asarray(self.npu_s + (self.late_s + self.restart_s))
+
+    @cached_property
+    def together_s(self) -> Floats:
+        """See `CutTimes`; the expected value."""
+        return longer(self.gpu_s, self.npu_thread_s, self.spread)
+
+    @cached_property
+    def restarts_s(self) -> Floats | float:
+        """See `CutTimes`: all of a start where the NPU's thread is done last, else nothing. Times
+        that vary make that a chance.
+        """
+        if not self.start_s or self.spread == (0.0, 0.0):
+            return 0.0
+        chance = later(self.npu_thread_s + self.behind_s, self.gpu_s, self.spread[::-1])
+        return np.asarray(self.start_s * (chance - self.npu_dominant))
+
+    def behind_gpu_s(self, place: tuple[int, int]) -> float:
+        """See `CutTimes`."""
+        late_s = np.broadcast_to(self.late_s, self.npu_s.shape)
+        return float(late_s[place]) + self.restart_s
+
+
+@dataclass(frozen=True)
+class HostQueue(Overheads):
+    """The paper's costs with the corrections that a profile has measurements for.
+
+    ring_s      starting what was queued ahead behind a gate (decode only); None: nothing is
+    busy_s      one submission behind others, made by the thread on which the NPU's calls block
+    step_s      the thread's time before the first and after the last launch of a step; None:
+                not measured
+    varies      whether times vary (`CostModel.spread`)
+    counts      whether submissions delay the NPU's tiles
+    """
+
+    ring_s: float | None = None
+    busy_s: float = 0.0
+    step_s: float | None = None
+    varies: bool = True
+    counts: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        cost: CostModel,
+        method: WaitMethod = "fast",
+        corrections: frozenset[Correction] = CORRECTIONS,
+    ) -> Self:
+        """See `Overheads.of`."""
+        paper = Overheads.of(cost, method)
+        if "gpu" not in cost.profile.devices:
+            return cls()
+        npu = cost.profile.devices.get("npu")
+        blocks = npu is not None and not npu.capabilities.asynchronous
+        shared = vars(paper) | {
+            "npu_restart_s": cost.restart_s() if "restart" in corrections else 0.0
+        }
+        return cls(
+            **shared,
+            ring_s=cost.ring_s("gpu") if blocks and "gates" in corrections else None,
+            busy_s=cost.submit_s("gpu", "busy"),
+            step_s=cost.profile.host_sync.step_s if "step" in corrections else None,
+            varies="spread" in corrections,
+            counts="launches" in corrections,
+        )
+
+    @classmethod
+    def slow(cls, cost: CostModel) -> Self:
+        """See `Overheads.slow`."""
+        return cls(
+            **vars(Overheads.slow(cost)) | {"npu_restart_s": cost.restart_s()},
+            step_s=cost.profile.host_sync.step_s,
+        )
+
+    def at(self, m: int) -> Self:
+        """See `Overheads.at`: with gates, starting the GPU costs a ring, not a submission."""
+        return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
+
+    def gates(self, m: int) -> bool:
+        """Whether launches are queued ahead behind gates in a step of m tokens."""
+        return self.ring_s is not None and phase_of(m) == "decode"
+
+    def cut(
+        self, kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats, late: Floats | float
+    ) -> CutTimes:
+        """See `Overheads.cut`."""
+        start_s, behind_s = (self.ring_s or 0.0, 0.0) if self.gates(m) else (
+            self.submit_s, self.busy_s
+        )  # fmt: skip
+        return HostCutTimes(
+            gpu_s,
+            npu_s,
+            late_s=self.busy_s * late if self.gates(m) else 0.0 * late,
+            restart_s=self.npu_restart_s,
+            spread=spread_of(kernels, m) if self.varies else (0.0, 0.0),
+            start_s=start_s,
+            behind_s=behind_s,
+        )
+
+    def launches_late(self, name: OpName, block: Callable[[], Block]) -> float:
+        """See `Overheads.launches_late` (`hetero.runtime.program`): with flags that are the events
+        of their launches,
+
+        - as if every matmul had a tile on both devices, those that fit neither into attention nor
+          into the short waits delay the tile behind attention;
+        - as if this matmul alone had, those that take longer to submit than the GPU takes for all
+          else of a block. Of a small model that is many, and such a cut never pays.
+        """
+        if self.ring_s is None or not self.busy_s or not self.counts:
+            return 0.0
+        stages, rest_on_gpu = block()
+        if not rest_on_gpu:  # nothing of the GPU's is waited for before it
+            return 0.0 if name == "lm_head" else TILE_AND_GATE
+        between = sum(stage.launches_behind for stage in stages)
+        alone_s = sum(x.behind_s for x in stages)
+        for stage in stages:
+            if stage.name != name:
+                alone_s += stage.seconds
+        late = between + len(stages) + 1 - alone_s / self.busy_s
+        for i, stage in enumerate(stages):
+            if stages[(i + 1) % len(stages)].name == name and stage.attends:
+                waits = sum(other.launches_behind > 0 for other in stages)
+                in_short_waits = SHORT_ROOM * (waits - 1)  # all but attention are short
+                launches = between + TILE_AND_GATE * len(stages) - in_short_waits
+                late = max(late, launches - stage.behind_s / self.busy_s)
+        return max(0.0, late)
+
+    def around_s(self, rest: DeviceKind) -> float:
+        """See `Overheads.around_s`: the control thread's time before the first and after the last
+        launch, and the first submission, whose queue is empty. 0 if it was not measured.
+        """
+        if self.step_s is None:
+            return 0.0
+        return self.step_s + (self.submit_s if rest == "gpu" else 0.0)
+
+
+def spread_of(kernels: Kernels, m: int) -> Spread:
+    """How much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
+    cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
+    return cost.spread("gpu", *key), cost.spread("npu", *key)
+
+
+def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
+    """Expected value of the longer of two times with these relative standard deviations.
+
+    Two times that vary are never both at their mean: what takes 10 ms on either device, give or
+    take 1 ms, takes 10.6 ms on both (C. E. Clark, "The greatest of a finite set of random
+    variables", Operations Research 9, 1961; independent and normal). With no spread the maximum.
+    """
+    top = np.maximum(a, b)
+    if spread == (0.0, 0.0):
+        return top
+    deviation = _deviation(a, b, spread)
+    with np.errstate(invalid="ignore", divide="ignore"):  # impossible ones, and those of no time
+        apart = np.abs(a - b) / -deviation
+    near = np.flatnonzero(apart > -FAR)  # elsewhere nothing is added that a float64 could hold
+    x, deviation = apart.ravel()[near], deviation.ravel()[near]
+    more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * _below(x))
+    total = top.ravel()
+    total[near] += np.maximum(more, 0.0)
+    return total.reshape(top.shape)
+
+
+def later(a: Floats, b: Floats, spread: Spread) -> Floats:
+    """The chance that the first of two times is the longer one, as in `longer`; 0 where either is
+    infinite.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        apart = (a - b) / _deviation(a, b, spread)
+    return np.where(np.isfinite(a + b), _below(np.clip(apart, -FAR, FAR)), 0.0)
+
+
+def _deviation(a: Floats, b: Floats, spread: Spread) -> Floats:
+    """Standard deviation of the difference of two times with these relative ones."""
+    with np.errstate(invalid="ignore"):  # no spread, and a time that is infinite
+        return np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
+
+
+def _below(x: Floats) -> Floats:
+    """The normal distribution function to 5e-4 (numpy has none)."""
+    return np.asarray(0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3))

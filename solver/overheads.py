@@ -1,0 +1,161 @@
+"""What a step costs beyond its kernels, as the paper has it (sections 3.1, 4.2 and 4.3): T_sync,
+T_copy, and both devices' times added up by their maximum.
+
+The search asks an `Overheads`, and for the tilings of a matmul the `CutTimes` that it makes. Those
+here are the paper's. `hetero.solver.host_queue` answers the same questions for a GPU that is fed by
+a thread which also drives the NPU, as on a PC; docs/corrections.md lists what it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.cost import CostModel, WaitMethod
+from hetero.profiler.model_graph import OpName
+from hetero.solver.kernels import Bools, Floats, Ints, Kernels
+
+
+@dataclass(frozen=True)
+class CutTimes:
+    """What the halves of tilings make together; of several matmuls, each has a run of columns.
+
+    gpu_s, npu_s    [T, R] seconds of each device's part, contention included
+    """
+
+    gpu_s: Floats
+    npu_s: Floats
+
+    @cached_property
+    def npu_thread_s(self) -> Floats:
+        """[T, R] until the thread that drives the NPU is done."""
+        return self.npu_s
+
+    @cached_property
+    def together_s(self) -> Floats:
+        """[T, R] until both are done: max(T_gpu, T_npu)."""
+        return np.maximum(self.gpu_s, self.npu_thread_s)
+
+    @cached_property
+    def npu_dominant(self) -> Bools:
+        """[T, R] whether the NPU's thread is done last."""
+        return np.asarray(self.npu_thread_s >= self.gpu_s)
+
+    @property
+    def restarts_s(self) -> Floats | float:
+        """[T, R] what starting the GPU again is expected to cost beyond what the mode says."""
+        return 0.0
+
+    def behind_gpu_s(self, place: tuple[int, int]) -> float:  # noqa: ARG002
+        """How much longer a tiling without the GPU takes behind the GPU than behind other calls."""
+        return 0.0
+
+
+class BlockStage(NamedTuple):
+    """A matmul of a decoder block and what is behind it, decoded by the GPU alone."""
+
+    name: OpName
+    seconds: float
+    behind_s: float
+    launches_behind: float
+    attends: bool
+
+
+class Block(NamedTuple):
+    """A decoder block; `rest_on_gpu`: whether the GPU can compute what is not a matmul."""
+
+    stages: tuple[BlockStage, ...]
+    rest_on_gpu: bool
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Costs between the devices, in seconds.
+
+    wait_s      until the host knows of the GPU's last kernel
+    submit_s    submission to an empty queue
+    join_s      learning that the GPU's part of a cut is done, where that is not seen on the way
+    copy_s, copy_s_per_byte    a copy of activations to or from the NPU, fixed and per byte
+    eager       the GPU's tile is queued behind its operand before the host waits for that
+    npu_restart_s   how much longer an NPU call takes when its thread did something else before
+    """
+
+    wait_s: float = 0.0
+    submit_s: float = 0.0
+    join_s: float = 0.0
+    copy_s: float = 0.0
+    copy_s_per_byte: float = 0.0
+    eager: bool = False
+    npu_restart_s: float = 0.0
+
+    @classmethod
+    def of(cls, cost: CostModel, method: WaitMethod = "fast") -> Self:
+        """Fast synchronisation of the profile's device, with copies if memory is not unified."""
+        if "gpu" not in cost.profile.devices:
+            return cls()
+        fixed = cost.copy_s("gpu", 0)
+        return cls(
+            wait_s=cost.wait_s("gpu", method),
+            submit_s=cost.submit_s("gpu", "empty"),
+            copy_s=fixed,
+            copy_s_per_byte=(cost.copy_s("gpu", 1 << 20) - fixed) / (1 << 20),
+            eager=True,
+        )
+
+    @classmethod
+    def slow(cls, cost: CostModel) -> Self:
+        """Without the paper's fast synchronisation: every wait is a `finish`, and activations are
+        copied on the way to the NPU and back (sections 3.1 and 4.2).
+        """
+        sync = cost.profile.sync["gpu"]
+        finish = cost.wait_s("gpu", "finish")
+        return cls(
+            wait_s=finish,
+            submit_s=sync.submit_empty_s,
+            join_s=finish,
+            copy_s=sync.copy_fixed_s,
+            copy_s_per_byte=sync.copy_s_per_byte,
+        )
+
+    def at(self, m: int) -> Self:  # noqa: ARG002
+        """In a step of m tokens."""
+        return self
+
+    def cut(
+        self,
+        kernels: Kernels,  # noqa: ARG002
+        m: int,  # noqa: ARG002
+        gpu_s: Floats,
+        npu_s: Floats,
+        late: Floats | float,  # noqa: ARG002
+    ) -> CutTimes:
+        """What halves of m tokens make together; `late` is `launches_late` (of each column)."""
+        return CutTimes(gpu_s, npu_s)
+
+    def launches_late(self, name: OpName, block: Callable[[], Block]) -> float:  # noqa: ARG002
+        """GPU launches whose submission delays the NPU's tile of a matmul when one token is
+        decoded.
+        """
+        return 0.0
+
+    def around_s(self, rest: DeviceKind) -> float:  # noqa: ARG002
+        """What a step takes besides its operators, the first of which `rest` computes."""
+        return 0.0
+
+    @property
+    def copies(self) -> bool:
+        """Whether activations are copied at all."""
+        return self.copy_s != 0 or self.copy_s_per_byte != 0
+
+    def copy(self, nbytes: float) -> float:
+        """One copy; nothing where nothing is copied."""
+        return float(self.copies_s(np.asarray(nbytes))) if self.copies else 0.0
+
+    def copies_s(self, nbytes: Ints | Floats) -> Floats:
+        """`copy` of many."""
+        return np.where(nbytes > 0, self.copy_s + self.copy_s_per_byte * nbytes, 0.0)
