@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -164,9 +164,10 @@ def drivers(
     for name in names.split(","):
         if name not in passed:
             print(f"{name}: not installed, or its trial failed (`hetero devices`)")
-    backend, common = "opencl-cores" if every_core else "opencl", {"max_seq_len": p + n + 1}
+    backend = "opencl-cores" if every_core else "opencl"
+    common: dict[str, Any] = {"weights": weights, "max_seq_len": p + n + 1}
     models = {
-        name: LLM(model, device="gpu", gpu=f"{backend}:{name}", weights=weights, **common)
+        name: LLM(model, device="gpu", gpu=f"{backend}:{name}", **common)
         for name in names.split(",")
         if name in passed
     }
@@ -246,9 +247,9 @@ def attention(
                 times.clear()  # the warm-up
     print(f"measured; {query} heads, {kv} of keys, of {width}; {LAYERS} layers, {r} rounds\n")
     rows = []
-    for (context, kind), s in sorted(times.items()):
+    for (context, name), s in sorted(times.items()):
         speed = 8 * kv * width * context / statistics.median(s) / 1e9
-        rows.append([context, kind, *spread(s, 1e6, 1), f"{speed:.1f}"])
+        rows.append([context, name, *spread(s, 1e6, 1), f"{speed:.1f}"])
     table("context|device|us (median)|min|max|GB/s", rows)
     finish()
     opened.close()

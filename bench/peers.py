@@ -89,7 +89,7 @@ def rows(found: dict[str, Samples], memory: dict[str, int], base: str) -> Iterat
             yield [name, test, *spread(samples[test]), ratio, f"{nbytes / MIB:.0f}"]
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True, no_args_is_help=False)
 def peers(
     ctx: typer.Context,
     model: str = "llama-3.2-1b",

@@ -175,7 +175,8 @@ def soak(
     1 if memory grew by more than 1 % or any answer differs.
     """
     options: dict[str, Any] = {"device": device, "strategy": strategy}
-    rng, later, generated, turns = np.random.default_rng(0), [], 0, 0
+    rng, generated, turns = np.random.default_rng(0), 0, 0
+    later: list[int] = []
     with LLM(model, max_seq_len=512, adapt=False, **options) as llm:
         before, start_s = answers(llm), time.monotonic()
         while (spent_s := time.monotonic() - start_s) < 60 * minutes or not later:

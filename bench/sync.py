@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,8 +117,8 @@ def methods(
         "layer": layer_level(spec, prefill="npu", decode="npu", rest="gpu"),
     }
     for level, plan in plans.items():
-        models = {x: LLM(model, plan=plan, sync=x, **common) for x in METHODS}  # type: ignore[arg-type]
-        waits = {x: (lambda llm=llm: decode(llm, n)) for x, llm in models.items()}
+        models: dict[str, LLM] = {x: LLM(model, plan=plan, sync=x, **common) for x in METHODS}  # type: ignore[arg-type]
+        waits = {x: partial(decode, llm, n) for x, llm in models.items()}
         speeds = in_turns(waits, r, warm=2)
         for sync, values in speeds.items():
             ratio = statistics.median(np.divide(speeds["fast"], values).tolist())

@@ -144,7 +144,7 @@ def accuracy(
         taken = saved.model_copy(update={"predictors": predictors})
     else:
         opened, cores = open_devices("hetero"), assign_cores()
-        cores_of = {"gpu_core": cores.gpu, "control_core": cores.control}
+        cores_of: dict[str, Any] = {"gpu_core": cores.gpu, "control_core": cores.control}
         options = Options(budget_s=parse_budget(budget), **cores_of)
         with pinned(opened.control_core):
             taken = profile_devices(opened.devices, options, out=profile)

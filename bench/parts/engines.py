@@ -64,8 +64,9 @@ class LlamaCpp:
         os.sched_setaffinity(0, cores)
         from llama_cpp import Llama
 
+        sizes = {"n_ctx": CONTEXT, "n_batch": 512, "n_ubatch": 512}
         count = {"n_threads": threads, "n_threads_batch": threads}
-        self._model = Llama(path, n_ctx=CONTEXT, n_batch=512, n_ubatch=512, verbose=False, **count)
+        self._model: Any = Llama(path, verbose=False, **sizes, **count)  # type: ignore[arg-type]
 
     def round(self, prompt: int, decode: int) -> dict[str, float]:
         """One prefill and the decode after it."""

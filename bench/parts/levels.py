@@ -96,7 +96,7 @@ class Chosen:
     def __init__(self, **options: Any) -> None:
         self._llm = LLM(**options)
 
-    def about(self) -> tuple[str, str, list[str]]:
+    def about(self) -> tuple[str, str, list[str | None]]:
         """The choice and its reason, the plan, and what is the same for two that run the same."""
         llm = self._llm
         runs = [llm.plan.plan_id, *(llm.devices.name(kind) for kind in KINDS)]
@@ -120,7 +120,7 @@ class Contender:
     name: str
     plan: ExecutionPlan
     runner: Engine | Worker
-    runs: list[str] = field(default_factory=list)
+    runs: list[str | None] = field(default_factory=list)
     times: dict[str, list[float]] = field(default_factory=dict)
     means: dict[str, list[float]] = field(default_factory=dict)
     layers: dict[str, list[tuple[list[float], float]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Speed of the OpenCL matmul on one core, beside the core's limits and ONNX Runtime."""
+"""Speed of the OpenCL matmul on one core, beside ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -14,63 +14,11 @@ from common import Rounds, finish, in_turns, integers, random_weight, table
 
 from hetero.backends import opencl
 from hetero.backends.memory import new_tensor
-from hetero.backends.opencl.program_source import source, uncached
 from hetero.backends.ops import MatMul, WeightFormat
 
 SHAPES = "3072x2048,2048x2048,16384x2048,2048x8192"  # Llama-3.2-1B: rows, features
 ACCURACY_LEVEL = {WeightFormat.W4A16: 0, WeightFormat.W4A8: 4, WeightFormat.W8A16: 0}
 STREAMED_TOKENS = 8  # up to this token count the weights, not the arithmetic, set the speed
-LOOPS = 1 << 20
-PEAK_SOURCE = """
-__kernel void peak_read(__global const float *a, __global float *out, const int n) {
-  vfloat s[4] = {0, 0, 0, 0};
-  for (size_t i = 0; i < n; i++)
-    _Pragma("unroll") for (int j = 0; j < 4; j++) s[j] += VLOAD(a + (4 * i + j) * VEC);
-  VSTORE(s[0] + s[1] + s[2] + s[3], out);
-}
-#define LOOP(name, type, as_type, step)                                           \\
-  __kernel void name(__global const float *a, __global float *out, const int n) { \\
-    type s[12], b = as_type(VLOAD(a));                                            \\
-    for (int i = 0; i < 12; i++) s[i] = i;                                        \\
-    for (int j = 0; j < n; j++)                                                   \\
-      _Pragma("unroll") for (int i = 0; i < 12; i++) step;                        \\
-    for (int i = 1; i < 12; i++) s[0] += s[i];                                    \\
-    VSTORE(CAT(as_float, VEC)(s[0]), out);                                        \\
-  }
-LOOP(peak_float, vfloat, CAT(as_float, VEC), s[i] = s[i] * b + b)
-#if VEC == 16 && defined(__AVX512VNNI__)
-LOOP(peak_int8, int16, as_int16, s[i] = __builtin_ia32_vpdpbusd512(s[i], b, b))
-#endif
-"""
-
-
-def peaks(device: Any) -> list[str]:
-    """What the core can at most: best of five of three small kernels on the device's worker."""
-    import pyopencl as cl
-
-    width = device.tuning.vector
-    program = uncached(device.context, source("common.cl") + PEAK_SOURCE)
-    program.build(["-cl-mad-enable", f"-DVEC={width}"])
-    data = np.ones(1 << 26, dtype=np.float32)
-    operand, out = device.constant(data), device.shared_scratch(4096)
-
-    def best_s(name: str, count: int) -> float:
-        kernel, times = cl.Kernel(program, name), []
-        kernel.set_args(operand, out, np.int32(count))
-        for _ in range(6):
-            start_s = time.process_time()
-            cl.enqueue_nd_range_kernel(device.queue, kernel, (1,), (1,))
-            device.queue.finish()
-            times.append(time.process_time() - start_s)
-        return min(times[1:])
-
-    read = data.nbytes / best_s("peak_read", data.size // (4 * width))
-    found = [f"{read / 1e9:.1f} GB/s read"]
-    for name, each in (("peak_float", 2), ("peak_int8", 8)):
-        if name in program.kernel_names.split(";"):
-            operations = each * width * 12 * LOOPS / best_s(name, LOOPS)
-            found.append(f"{operations / 1e9:.0f} GOP/s {name.removeprefix('peak_')}")
-    return found
 
 
 def ort_model(op: MatMul) -> Any:
@@ -80,13 +28,13 @@ def ort_model(op: MatMul) -> Any:
 
     rng = np.random.default_rng(1)
     if op.weight_format is WeightFormat.F32:
-        values = {"w": rng.standard_normal((op.k, op.n), dtype=np.float32)}
+        values: dict[str, Any] = {"w": rng.standard_normal((op.k, op.n), dtype=np.float32)}
         node = helper.make_node("MatMul", ["x", "w"], ["y"])
     else:
         bits = 8 if op.weight_format is WeightFormat.W8A16 else 4
         data = rng.integers(0, 256, (op.n, op.k // 32, 4 * bits), dtype=np.uint8)
         values = {"w": data, "s": rng.random((op.n, op.k // 32), dtype=np.float32)}
-        sizes = {"K": op.k, "N": op.n, "bits": bits, "block_size": 32}
+        sizes: dict[str, Any] = {"K": op.k, "N": op.n, "bits": bits, "block_size": 32}
         sizes["accuracy_level"] = ACCURACY_LEVEL[op.weight_format]
         node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"],
                                 domain="com.microsoft", **sizes)  # fmt: skip
@@ -145,7 +93,7 @@ def matmul(
     baseline: Annotated[bool, typer.Option(help="ONNX Runtime beside it")] = True,
     clock: Annotated[str, typer.Option(help="cpu or wall")] = "cpu",
 ) -> None:
-    """Speed of the OpenCL matmul on one core, beside the core's limits and ONNX Runtime.
+    """Speed of the OpenCL matmul on one core, beside ONNX Runtime.
 
     Decode-like token counts stream a working set of distinct matrices the size of a model. GB/s
     count weights and scales once per call. The clock is the process's CPU time, which other
@@ -157,7 +105,7 @@ def matmul(
     now = time.process_time if clock == "cpu" else time.perf_counter
     head = "format|n x k|m|runtime|ms (median)|min|max|GOP/s|GB/s|× opencl"
     with opencl.open(cpu=core, family=family) as device:
-        print(f"measured; {device.info.fingerprint}: {', '.join(peaks(device))}; {r} rounds\n")
+        print(f"measured; {device.info.fingerprint}; {r} rounds\n")
         rows = []
         for name in formats.split(","):
             for shape in shapes.split(","):

@@ -18,19 +18,17 @@ import numpy as np
 import typer
 from common import DATA, LLAMA, MIB, Worker, finish, new_app, table
 
-from hetero import LLM
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import new_tensor
 from hetero.backends.ops import WeightFormat
-from hetero.backends.qnn import catalog, integer
+from hetero.backends.qnn import integer
 from hetero.backends.qnn import open as open_qnn
-from hetero.backends.qnn.store import Identity, read_entry, weight_digest
+from hetero.backends.qnn.store import Identity, weight_digest
 from hetero.backends.weights import PackedWeight, pack
 from hetero.profiler.compiled import Scheduler, Work, fit_model, leave_one_out
 
 app = new_app(__doc__)
-CLOSE = 0.02  # of two logits
 SOC = "sm8650"
 FORMS: tuple[tuple[Any, WeightFormat, str], ...] = (
     ("float16", WeightFormat.W4A16, "groups"),
@@ -117,7 +115,8 @@ class Opened:
             for _ in range(count)
         ]
         tensors = {"x": new_tensor((32, k)), "y": new_tensor((32, n))}
-        with open_qnn(graph_sizes=(32,), cache=folder) as device:
+        opened: Any = open_qnn(graph_sizes=(32,), cache=folder)
+        with opened as device:
             seconds, memory, calls = [], [_resident()], []
             for weight in weights:
                 start_s = time.perf_counter()
@@ -253,26 +252,6 @@ def _private_of_tree(pid: int) -> int:
     return total
 
 
-@app.command("sharing")
-def sharing(n: int = 2048, k: int = 2048) -> None:
-    """One binary for 1, 32, 64 and 128 tokens over the binary of 32 alone; bound: 1.05."""
-
-    def rows() -> Iterator[list[object]]:
-        for weight_format in (WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16):
-            op = ops.MatMul(n=n, k=k, weight_format=weight_format)
-            weights: Any = {"weight": scaled_weight(weight_format, n, k, "groups")}
-            graphs = [catalog.graph(op, m, weights, "random") for m in (1, 32, 64, 128)]
-            with tempfile.TemporaryDirectory() as folder, open_qnn(cache=folder) as device:
-                store: Any = device.store  # type: ignore[attr-defined]
-                many = read_entry(store.compile_shared(graphs)).nbytes
-                one = read_entry(store.compile(*graphs[1])).nbytes
-            yield [weight_format, many, one, f"{many / one:.3f}"]
-
-    print(f"measured; {n} x {k}\n")
-    table("weights|bytes for four sizes|for one|ratio", rows())
-    finish()
-
-
 @app.command("calibrate")
 def calibrate() -> None:
     """The physical model of schedules: fit to six NPU timings, and leave-one-out error."""
@@ -294,29 +273,3 @@ def calibrate() -> None:
     alone = np.mean(np.abs(leave_one_out(memory, seconds, 1e15)))
     mean = f"mean absolute error left out: {np.mean(np.abs(left_out)):.0%}"
     finish(f"{mean}; from DRAM traffic alone: {alone:.0%}")
-
-
-@app.command("text")
-def text(model: str, tokens: int = 30) -> None:
-    """Greedy tokens of `--device npu` and `hetero` on QNN against numpy float64."""
-    with LLM(model, device="npu", npu="reference") as llm:
-        ids = llm.encode("Once upon a time")
-        expected = [llm.engine.prefill(ids).copy()]
-        while len(expected) < tokens:
-            ids.append(int(expected[-1].argmax()))
-            expected.append(llm.engine.decode(ids[-1]).copy())
-        answer, start = llm.model.tokenizer.decode(ids), len(ids) - tokens + 1
-    rows = []
-    for device in ("npu", "hetero"):
-        with LLM(model, device=device, npu="qnn") as llm:  # type: ignore[arg-type]
-            got = [llm.engine.prefill(ids[:start]).copy()]
-            got += [llm.engine.decode(token).copy() for token in ids[start:]]
-        pairs = list(zip(got, expected, strict=True))
-        equal = [found.argmax() == wanted.argmax() for found, wanted in pairs]
-        gaps = (np.diff(np.sort(wanted)[-2:])[0] for _, wanted in pairs)
-        close = sum(not same and gap < CLOSE for same, gap in zip(equal, gaps, strict=True))
-        largest = max(float(np.abs(found - wanted).max()) for found, wanted in pairs)
-        rows.append([device, sum(equal), close, f"{largest:.4f}"])
-    print(f"emulated; {model}, {tokens} tokens: {answer}\n")
-    table(f"device|tokens equal|others within {CLOSE}|largest error of logits", rows)
-    finish()

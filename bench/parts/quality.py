@@ -90,7 +90,8 @@ def own_texts(model: Path, seed: int, count: int) -> str:
     """Texts of a model at temperature 1."""
     with LLM(str(model), device="npu", weights="f32") as llm:
         bos = llm.model.tokenizer.bos_id
-        start, options = [1 if bos is None else bos], {"max_tokens": 400, "temperature": 1.0}
+        start = [1 if bos is None else bos]
+        options: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0}
         texts = [llm.generate(start, seed=seed + i, **options).text for i in range(count)]
     return "\n".join(texts)
 
