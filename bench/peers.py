@@ -1,246 +1,160 @@
-"""hetero and its peers on the same weights, quantisation, cores and prompts, interleaved.
+"""hetero beside its peers, and its own ways to run a model beside each other.
 
     pip install -e '.[peers]' onnxruntime-genai
-    python bench/peers.py --model llama-3.2-1b --profile host.json -p 256 -n 32 -r 3
+    python bench/peers.py --model llama-3.2-1b --profile host -p 256 -n 32 -r 3
+    python bench/peers.py levels --profile host      # tensor level, single devices, strategies
+    python bench/peers.py open-gguf                  # a GGUF file of 4 GB
 
-One GGUF file of random Q4_0 weights serves all: hetero and llama.cpp read it, for ONNX Runtime and
-ONNX Runtime GenAI its blocks become one graph (`whole_onnx`). All compute with int8 activations
-(`w4a8`). Every engine has a process of its own, and rounds are interleaved; two threads mean both
-cores. A peer that is not installed, or that fails, is named instead of measured.
+Without a subcommand: one GGUF file of random Q4_0 weights serves all; hetero and llama.cpp read it,
+for ONNX Runtime and ONNX Runtime GenAI its blocks become one graph. All compute with int8
+activations (`w4a8`). Every engine has a process of its own, and rounds are interleaved; two threads
+mean both cores. A peer that is not installed, or that fails, is named instead of measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from compare_llama_cpp import CONTEXT, LlamaCpp, _gguf_tensors, write_gguf
-from whole_onnx import write_onnx
-from workers import Engine, Worker
+import typer
+from common import MIB, Prompt, Rounds, Tokens, Worker, finish, new_app, pss_bytes, spread, table
+from parts import engines
+from parts.engines import CONTEXT
+from parts.gguf_files import random_q4, write_large, write_q4
+from parts.levels import levels
 
 from hetero.backends.ops import WeightFormat
-from hetero.generation.llm import LLM
-from hetero.measuring.benchmark import environment
-from hetero.models import model_spec
+from hetero.models import model_spec, open_model
 
+app = new_app(__doc__)
+app.command("levels")(levels)
 WARM_UP_TOKENS = 4
+BASE = "llama.cpp, 2 threads"
+MODES = {
+    "hetero": "hetero, tensor level",
+    "auto": "hetero, auto",
+    "gpu": "hetero, OpenCL core",
+    "npu": "hetero, ONNX Runtime core",
+}
+Samples = dict[str, list[float]]
 
 
-def prompt_of(prompt_tokens: int, decode_tokens: int) -> list[int]:
-    """The same token ids for every engine."""
-    return np.random.default_rng(0).integers(3, 32000, prompt_tokens + decode_tokens).tolist()
-
-
-def speeds(
-    prompt_tokens: int, decode_tokens: int, start_s: float, middle_s: float
-) -> dict[str, float]:
-    """Tokens/s of a round that ends now."""
-    end_s = time.perf_counter()
-    return {
-        "prefill": prompt_tokens / (middle_s - start_s),
-        "decode": decode_tokens / (end_s - middle_s),
-    }
-
-
-class Hetero(Engine):
-    """hetero on some devices."""
-
-    def __init__(self, *, path: str, device: str, profile: str | None, length: int) -> None:
-        both = device in ("hetero", "auto")
-        self._llm = LLM(
-            path,
-            device=device,  # type: ignore[arg-type]
-            weights="w4a8",
-            profile=profile if both else None,
-            prompt_lengths=(length,) if both else (),
-            max_seq_len=CONTEXT,
-        )
-        print(f"{device}: {self._llm.choice.reason or self._llm.plan.plan_id}", file=sys.stderr)
-
-    def round(self, prompt_tokens: int, decode_tokens: int) -> dict[str, float]:
-        """One prefill and the decode after it."""
-        tokens = prompt_of(prompt_tokens, decode_tokens)
-        engine = self._llm.engine
-        engine.truncate(0)
-        start_s = time.perf_counter()
-        engine.prefill(tokens[:prompt_tokens])
-        middle_s = time.perf_counter()
-        for token in tokens[prompt_tokens:]:
-            engine.decode(token)
-        return speeds(prompt_tokens, decode_tokens, start_s, middle_s)
-
-
-class OnnxRuntime(Engine):
-    """The whole model in one session of ONNX Runtime; keys and values stay where they are."""
-
-    def __init__(self, *, path: str, threads: int, layers: int, heads: int, size: int) -> None:
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._caches = {
-            f"{i}.{kind}": ort.OrtValue.ortvalue_from_numpy(
-                np.zeros((1, heads, CONTEXT, size), np.float32)
-            )
-            for i in range(layers)
-            for kind in ("key", "value")
-        }
-
-    def _step(self, tokens: list[int], position: int) -> np.ndarray[Any, Any]:
-        binding = self._session.io_binding()
-        binding.bind_cpu_input("input_ids", np.array([tokens], np.int64))
-        mask = np.ones((1, position + len(tokens)), np.int64)
-        binding.bind_cpu_input("attention_mask", mask)
-        for name, value in self._caches.items():
-            binding.bind_ortvalue_input(f"past_key_values.{name}", value)
-            binding.bind_ortvalue_output(f"present.{name}", value)
-        binding.bind_output("logits")
-        self._session.run_with_iobinding(binding)
-        logits: np.ndarray[Any, Any] = binding.get_outputs()[-1].numpy()
-        return logits
-
-    def round(self, prompt_tokens: int, decode_tokens: int) -> dict[str, float]:
-        """One prefill and the decode after it."""
-        tokens = prompt_of(prompt_tokens, decode_tokens)
-        start_s = time.perf_counter()
-        self._step(tokens[:prompt_tokens], 0)
-        middle_s = time.perf_counter()
-        for i, token in enumerate(tokens[prompt_tokens:]):
-            self._step([token], prompt_tokens + i)
-        return speeds(prompt_tokens, decode_tokens, start_s, middle_s)
-
-
-class GenAI(Engine):
-    """ONNX Runtime GenAI on the same graph."""
-
-    def __init__(self, *, folder: str) -> None:
-        import onnxruntime_genai as og
-
-        self._og = og
-        self._model = og.Model(folder)
-
-    def round(self, prompt_tokens: int, decode_tokens: int) -> dict[str, float]:
-        """One prefill and the decode after it; GenAI samples in the same calls."""
-        tokens = prompt_of(prompt_tokens, decode_tokens)
-        params = self._og.GeneratorParams(self._model)
-        params.set_search_options(max_length=CONTEXT, min_length=CONTEXT, do_sample=False)
-        generator = self._og.Generator(self._model, params)
-        start_s = time.perf_counter()
-        generator.append_tokens(np.array([tokens[:prompt_tokens]], np.int32))
-        generator.generate_next_token()
-        middle_s = time.perf_counter()
-        for _ in range(decode_tokens):
-            generator.generate_next_token()
-        return speeds(prompt_tokens, decode_tokens, start_s, middle_s)
-
-
-def make_workers(options: argparse.Namespace, folder: Path) -> list[Worker]:
+def make_workers(model: str, profile: str | None, length: int, folder: Path) -> Iterator[Worker]:
     """Everything that is compared; files are written to `folder`."""
-    spec = model_spec(options.model, WeightFormat.W4A8)
-    path = folder / "random.gguf"
-    write_gguf(spec, path)
-    model = write_onnx(spec, dict(_gguf_tensors(spec)), folder, CONTEXT)
+    spec, path = model_spec(model, WeightFormat.W4A8), folder / "random.gguf"
+    write_q4(spec, path, CONTEXT)
     cores = sorted(os.sched_getaffinity(0))
+    for threads in (1, 2):
+        name, pinned = f"llama.cpp, {threads} thread{'s' * (threads > 1)}", cores[-threads:]
+        yield Worker(name, engines.LlamaCpp, path=str(path), threads=threads, cores=pinned)
+    for device, name in MODES.items():
+        given = {"path": str(path), "profile": profile, "length": length, "device": device}
+        yield Worker(name, engines.Hetero, **given)
+    try:
+        from parts.onnx_graph import write_onnx
+    except ImportError as error:
+        print(f"not measured: ONNX Runtime: {error}")
+        return
+    whole = str(write_onnx(spec, dict(random_q4(spec)), folder, CONTEXT))
     shape = {"layers": spec.layers, "heads": spec.kv_heads, "size": spec.head_dim}
-    common = {"path": str(path), "profile": options.profile, "length": options.p}
-    names = {
-        "hetero": "hetero, tensor level",
-        "auto": "hetero, auto",
-        "gpu": "hetero, OpenCL core",
-        "npu": "hetero, ONNX Runtime core",
-    }
-    threads = [
-        Worker(
-            f"llama.cpp, {count} thread{'s' * (count > 1)}",
-            LlamaCpp,
-            {"path": str(path), "threads": count, "cores": cores[-count:]},
-        )
-        for count in (1, 2)
-    ]
-    found = [Worker(name, Hetero, common | {"device": mode}) for mode, name in names.items()]
-    whole = {"path": str(model), "threads": 2} | shape
-    return [
-        *threads,
-        *found,
-        Worker("ONNX Runtime, 2 threads", OnnxRuntime, whole),
-        Worker("ONNX Runtime GenAI, 2 threads", GenAI, {"folder": str(folder)}),
-    ]
+    yield Worker("ONNX Runtime, 2 threads", engines.OnnxRuntime, path=whole, threads=2, **shape)
+    yield Worker("ONNX Runtime GenAI, 2 threads", engines.GenAI, folder=str(folder))
 
 
-def started(workers: list[Worker], prompt_tokens: int) -> list[Worker]:
+def started(workers: list[Worker], prompt: int) -> Iterator[Worker]:
     """Those that load and run; the others are named with the last line of their error."""
-    found = []
     for worker in workers:
         try:
             worker.start()
-            worker.round(prompt_tokens, WARM_UP_TOKENS, keep=False)
+            worker.ask("round", prompt, WARM_UP_TOKENS)
         except (RuntimeError, EOFError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error) else "its process ended"
             print(f"not measured: {worker.name}: {reason}")
         else:
-            found.append(worker)
-    return found
+            yield worker
 
 
-def table(workers: list[Worker], memory: dict[str, int], base: str) -> str:
-    """Markdown: medians with spread, the median of the rounds' ratios to a peer, memory."""
-    against = next((w for w in workers if w.name == base), workers[0]).samples
-    lines = [
-        f"| engine | test | tokens/s (median) | min | max | × {base} | PSS MiB |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+def rows(found: dict[str, Samples], memory: dict[str, int], base: str) -> Iterator[list[object]]:
+    """Medians with spread, the median of the rounds' ratios to a peer, memory."""
     for test in ("prefill", "decode"):
-        for worker in workers:
-            values = worker.samples[test]
-            ratio = statistics.median(a / b for a, b in zip(values, against[test], strict=True))
-            lines.append(
-                f"| {worker.name} | {test} | {statistics.median(values):.2f} | {min(values):.2f} "
-                f"| {max(values):.2f} | {ratio:.2f} | {memory[worker.name] / 2**20:.0f} |"
-            )
-    return "\n".join(lines)
+        for name, samples in found.items():
+            ratios = (a / b for a, b in zip(samples[test], found[base][test], strict=True))
+            ratio, nbytes = f"{statistics.median(ratios):.2f}", memory[name]
+            yield [name, test, *spread(samples[test]), ratio, f"{nbytes / MIB:.0f}"]
 
 
-def main() -> None:
-    """Parse, run the rounds in turn, print the table and the environment."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-3.2-1b")
-    parser.add_argument("--profile", help="with the model's shapes at w4a8 (hetero profile)")
-    parser.add_argument("-p", type=int, default=256)
-    parser.add_argument("-n", type=int, default=32)
-    parser.add_argument("-r", type=int, default=3)
-    parser.add_argument("--only", help="parts of the engines' names, such as 'llama.cpp,auto'")
-    options = parser.parse_args()
-    if options.p + options.n > CONTEXT:
-        parser.error(f"-p and -n together are at most {CONTEXT}")
-    wanted = [""] if options.only is None else options.only.split(",")
+@app.callback(invoke_without_command=True, no_args_is_help=False)
+def peers(
+    ctx: typer.Context,
+    model: str = "llama-3.2-1b",
+    profile: Annotated[str | None, typer.Option(help="with the model's shapes at w4a8")] = None,
+    p: Prompt = 256,
+    n: Tokens = 32,
+    r: Rounds = 3,
+    only: Annotated[str, typer.Option(help="parts of engines' names: 'llama.cpp,auto'")] = "",
+) -> None:
+    """hetero and its peers on the same weights, quantisation, cores and prompts, interleaved."""
+    if ctx.invoked_subcommand is not None:
+        return
+    if p + n > CONTEXT:
+        raise typer.BadParameter(f"-p and -n together are at most {CONTEXT}, got {p + n}")
     with tempfile.TemporaryDirectory() as folder:
-        made = make_workers(options, Path(folder))
-        made = [w for w in made if any(part in w.name for part in wanted)]
-        workers = started(made, options.p)
-        for turn in range(options.r):
-            print(f"round {turn + 1} of {options.r}", file=sys.stderr, flush=True)
+        made = [
+            worker
+            for worker in make_workers(model, profile, p, Path(folder))
+            if any(part in worker.name for part in only.split(","))
+        ]
+        workers = list(started(made, p))
+        found: dict[str, Samples] = {worker.name: {} for worker in workers}
+        for turn in range(r):
+            print(f"round {turn + 1} of {r}", file=sys.stderr, flush=True)
             for worker in workers:
-                worker.round(options.p, options.n)
-                last = ", ".join(f"{k} {v[-1]:.2f}" for k, v in worker.samples.items())
+                for test, speed in worker.ask("round", p, n).items():
+                    found[worker.name].setdefault(test, []).append(speed)
+                last = ", ".join(f"{x} {v[-1]:.2f}" for x, v in found[worker.name].items())
                 print(f"  {worker.name}: {last}", file=sys.stderr, flush=True)
-        memory = {worker.name: worker.memory_bytes() for worker in workers}
+        memory = {worker.name: worker.ask("memory") for worker in workers}
         for worker in workers:
             worker.stop()
-    print(f"{options.model} w4a8, prompt {options.p}, decode {options.n}, {options.r} rounds\n")
-    print(table(workers, memory, "llama.cpp, 2 threads"))
-    print("\n" + json.dumps(environment()))
+    if not workers:
+        raise SystemExit("no engine ran: see the lines above")
+    base = BASE if BASE in found else workers[0].name
+    print(f"measured; {model} w4a8, prompt {p}, decode {n}, {r} rounds\n")
+    head = f"engine|test|tokens/s (median)|min|max|× {base}|PSS MiB"
+    table(head, rows(found, memory, base))
+    finish()
+
+
+@app.command("open-gguf")
+def open_gguf(
+    layers: Annotated[int, typer.Option(help="of Llama 3 8B's shapes; 8 are 4.5 GB")] = 8,
+    dense: Annotated[bool, typer.Option(help="write every byte; else the file is sparse")] = False,
+    r: Rounds = 5,
+) -> None:
+    """How long a large GGUF file takes to open: it is mapped, so its size must not matter."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_large(Path(folder) / "large.gguf", layers=layers, dense=dense)
+        before, own, wall = pss_bytes("Pss_Anon"), [], []
+        for _ in range(r):
+            starts = time.process_time(), time.perf_counter()
+            loaded = open_model(path)
+            own.append(time.process_time() - starts[0])
+            wall.append(time.perf_counter() - starts[1])
+        grown, start_s = pss_bytes("Pss_Anon") - before, time.process_time()
+        count = loaded.tokenizer.vocab_size
+        tokenizer_s = time.process_time() - start_s
+        print(f"measured; {path.stat().st_size / 1e9:.2f} GB of F16, {r} rounds\n")
+    head = "opening, s of CPU time (median)|min|max|first, s by the clock|MiB|tokens|tokenizer, s"
+    table(head, [[*spread(own), f"{wall[0]:.2f}", f"{grown / MIB:.0f}", count,
+                  f"{tokenizer_s:.2f}"]])  # fmt: skip
+    finish()
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -78,7 +78,8 @@ class Progress:
 
 class Meter:
     """Measures blocks of tasks. `base` holds the reference kernels' times at the start of the run;
-    give it back to continue a run in the same units.
+    give it back to continue a run in the same units. `between` is called before reference kernels
+    are timed, some times a second: something else may run then.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Meter:
         reference_format: WeightFormat,
         base: dict[Reference, float] | None = None,
         seed: int = 0,
+        between: Callable[[], None] | None = None,
     ) -> None:
         self.workload = workload
         self.settings = settings
@@ -96,6 +98,7 @@ class Meter:
         self.base: dict[Reference, float] = dict(base or {})
         self.points: list[ReferencePoint] = []
         self._format = reference_format
+        self._between = between or (lambda: None)
         self._rng = np.random.default_rng(seed)
         self._recent: dict[Reference, deque[tuple[float, float]]] = {}
         self._start_s = self.clock.now()
@@ -153,6 +156,7 @@ class Meter:
         Now is the median of the last `SMOOTHED_S`: a few timings scatter more than a machine drifts
         in so short a time.
         """
+        self._between()
         runner = self.reference_runner(key)
         count = REFERENCE_SAMPLES if key in self.base else FIRST_REFERENCE_SAMPLES
         samples = [self._clean_time(runner) for _ in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +39,7 @@ class Options:
                    in the caches; None: more than all caches hold
     share          largest part of the grid that is measured (active sampling chooses which)
     power          whether to look for a power meter
+    between        called some times a second, when something else may run
     """
 
     name: str = "host"
@@ -54,6 +56,7 @@ class Options:
     power: bool = True
     gpu_core: int | None = None
     control_core: int | None = None
+    between: Callable[[], None] | None = None
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:

@@ -173,6 +173,7 @@ class Session:
             reference_format=self.format,
             base=base,
             seed=self.options.seed,
+            between=self.options.between,
         )
         self.meter.points += [
             ReferencePoint.model_validate(entry["point"])

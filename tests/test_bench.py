@@ -1,7 +1,10 @@
-"""The benches of the simulated chip, which need no device, run and agree with what is shipped."""
+"""The benches run in their smallest size, and every command of RESULTS.md is one of theirs."""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,17 +12,93 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCH = ROOT / "bench"
+DEMO = "--model demo --weights w4a16"
+BRIEFLY = {
+    "peers.py open-gguf --layers 1 -r 1": "GB of F16",
+    f"tensor_level.py --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
+    "predictions.py accuracy --again --profile host --rows ROWS": "decision regret",
+    "kernels.py attention --contexts 8 -r 1": "| 8 | gpu |",
+    f"sync.py breakdown --profile host {DEMO} -n 1": "step: measured",
+    "memory.py ceiling --mib 8 --seconds 0.02 -r 1": "both over the better one",
+    "paper.py fit --check": "files are up to date",
+    "paper_reproduction.py": "Order of strategies",
+    "robustness.py soak --minutes 0.01": "| yes |",
+}
+GROWS = "robustness.py soak"  # in its first second, which is what its exit code tells
+# Parses every command line with the callbacks of all commands taken out.
+PARSE = """
+import importlib, json, sys
+import typer
+sys.path.insert(0, "bench")
+
+def muted(command):
+    command.callback = lambda **_: None
+    for inner in getattr(command, "commands", {}).values():
+        muted(inner)
+    return command
+
+for name, *arguments in json.loads(sys.argv[1]):
+    app = importlib.import_module(name).app
+    muted(typer.main.get_command(app)).main(arguments, standalone_mode=False)
+    print("parsed", name, *arguments)
+"""
 
 
-@pytest.mark.parametrize("command", ["fit_snapdragon.py --check", "paper_reproduction.py"])
-def test_what_is_said_of_the_simulated_chip_can_be_made_again(command: str) -> None:
-    name, *options = command.split()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / name), *options],
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that a profile has measured on both devices, as held-out ones."""
+    profile = json.loads((ROOT / "profiler/profiles/host.json").read_text(encoding="utf-8"))
+    chosen = [x for x in profile["matmuls"] if x["weight_format"] == "w4a16"][::5]
+    path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("command", BRIEFLY)
+def test_a_bench_runs(command: str, rows: Path) -> None:
+    name, *options = command.replace("ROWS", str(rows)).split()
+    done = run([str(BENCH / name), *options])
+    assert done.returncode == 0 or GROWS in command, done.stdout[-500:] + done.stderr[-2000:]
+    assert BRIEFLY[command] in done.stdout, done.stdout[-1500:] + done.stderr[-2000:]
+
+
+def commands() -> list[list[str]]:
+    """Module and arguments of every command of the documents that starts a bench."""
+    found = []
+    for page in (BENCH / "RESULTS.md", ROOT / "docs/files.md", ROOT / "docs/snapdragon.md"):
+        text = page.read_text(encoding="utf-8")
+        for line in re.findall(r"python bench/([^`\n]+)", text):
+            name, *arguments = shlex.split(line)
+            found.append([name.removesuffix(".py"), *arguments])
+    return found
+
+
+def test_every_command_of_the_results_parses() -> None:
+    told = commands()
+    old = [
+        "tensor_level --profile host --weights w4a8 -p 256 -n 32 -r 5 --choices auto",
+        "control_plane --model random:llama-3.2-1b --weights w4a8 -n 32 --profile host",
+        "paper_reproduction --json x --profile snapdragon-8-gen-3",
+        "killed_starts --starts 200 --jobs 2 --seed 0",
+    ]
+    told += [line.split() for line in old] + [["peers"]]
+    assert {name for name, *_ in told} >= {"peers", "predictions", "kernels", "sync", "memory"}
+    done = run(["-c", PARSE, json.dumps(told)])
+    assert done.stdout.count("parsed") == len(told), done.stdout[-500:] + done.stderr[-2000:]
+
+
+def test_the_results_and_the_log_are_short() -> None:
+    assert (BENCH / "RESULTS.md").read_text(encoding="utf-8").count("\n") <= 150
+    assert (BENCH / "LOG.md").read_text(encoding="utf-8").count("\n") <= 400

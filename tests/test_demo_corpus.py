@@ -24,7 +24,7 @@ def corpus() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(DEMO_DIR))
         yield importlib.import_module("corpus")
-    for name in ("corpus", "lexicon", "plots", "plots_friends", "plots_quests"):
+    for name in ("corpus", "grammar"):
         sys.modules.pop(name, None)
 
 
@@ -121,12 +121,12 @@ def test_every_plot_keeps_its_cast(corpus: ModuleType) -> None:
         assert cast.hero.name in story
         assert cast.helper.name in story
         assert cast.place.name in story
-    assert themes == set(corpus.plots.PLOTS)
+    assert themes == set(corpus.beats.plots)
 
 
 def test_every_template_of_every_plot_can_be_told(corpus: ModuleType) -> None:
     rng = random.Random(1)
-    for theme, beats in corpus.plots.PLOTS.items():
+    for theme, beats in corpus.beats.plots.items():
         cast = corpus.make_cast(rng)
         for beat, _ in itertools.product(beats, range(20)):
             teller = corpus.Teller(rng, cast)

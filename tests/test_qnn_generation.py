@@ -23,7 +23,7 @@ if importlib.util.find_spec("onnxruntime_qnn") is None:
 
 PROMPT = "Once upon a time"
 LENGTH = 64  # of the context, which makes the graphs of attention small
-# bench/qnn.py compares 30 tokens of all; the emulator takes a second for each of the demo's, which
+# The emulator takes a second for each of the demo's (30 of all were compared once), which
 # runs on both devices in tests/test_compile.py.
 TOKENS = {("demo", "npu"): 2, ("stories260K", "npu"): 6, ("stories260K", "hetero"): 30}
 # Two best logits closer than this may change places (issue 6): the arithmetic is fp16.

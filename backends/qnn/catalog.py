@@ -16,10 +16,10 @@ from hetero.backends.qnn.store import Identity, weight_digest
 # Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
 # again: 2048×2048 costs 82 MiB of traffic for 1024 tokens at once and 25 in four pieces. With
 # k ≥ 4096 that begins at 256 tokens (4096×4096: 41 MiB, 26 as twice 128), with a large n it does
-# not (8192×2048: 43 MiB, 60 as twice 128). `bench/qnn.py layouts`.
+# not (8192×2048: 43 MiB, 60 as twice 128). `bench/kernels.py qnn layouts`.
 PIECE_ROWS = 256
 LARGE_K = 4096
-# With integer activations there is less to spill (`bench/qnn.py integer_layouts`): 512 tokens of
+# With integer activations there is less to spill (docs/qnn.md): 512 tokens of
 # 2048×2048 with a scale for each row cost 8 MiB, 12 as twice 256, but 1024 cost 20. Of k = 8192,
 # 512 tokens cost 69 MiB and 58 as twice 256; with 8 bits 29 and 37. With groups 512 tokens of
 # 8192×2048 cost 51 MiB, 28 as twice 256, and 256 tokens of 2048×8192 cost 38, 23 as twice 128.

@@ -17,7 +17,7 @@ from hetero.backends.ops import Activation, Op, StorageFormat
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import PackedWeight, padded
 
-# Up to here a 1×1 convolution reads a third of what a MatMul reads from VTCM (bench/qnn.py).
+# Up to here a 1×1 convolution reads a third of what a MatMul reads from VTCM (docs/qnn.md).
 CONVOLUTION_ROWS = 32
 LOWEST = -65504.0
 

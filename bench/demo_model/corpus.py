@@ -15,10 +15,10 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Literal
 
-import lexicon as lex
-import plots
+from grammar import PROMPTS, SMALL_TALK, Beat, beats, words
 
 Split = Literal["train", "held_out"]
 
@@ -33,35 +33,6 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")
 _SENTENCE_START = re.compile(r"(^|[.!?] |\.\" )([a-z])")
 _A_BEFORE_VOWEL = re.compile(r"\b([Aa]) (?=[aeiouAEIOU])")
-
-PROMPTS: tuple[str, ...] = (
-    "Tell me a story.",
-    "Tell me a [short|nice|good] story.",
-    "Tell me a story about a {kind}.",
-    "Tell me a story about a {kind}.",
-    "Tell me a [short|nice|funny|new] story about a {kind}.",
-    "Tell me a story about a {kind} named {name}.",
-    "Tell me a story about a {kind} and a {kind2}.",
-    "Tell me a story about a {kind} and a {thing}.",
-    "Tell me a story about a {kind} who lived {where}.",
-    "Tell me a story about {theme}.",
-    "Tell me about a {trait} {kind}.",
-    "Write a [short|] story about a {kind} {where}.",
-    "Write a [short|] story about {theme}.",
-    "Write a story [with|about] a {thing}.",
-    "Can you tell me a story about a {kind}?",
-    "Please tell me a story about {name} the {kind}.",
-    "A story about a {kind} and a {object}, please.",
-    "I want to hear a story about a {kind}.",
-)
-
-SMALL_TALK: tuple[tuple[str, str], ...] = (
-    ("[Hello|Hi|Hello there|Good morning|Hey][!|.|]", "Hello! Would you like to hear a story?"),
-    ("[Who|What] are you?", "I am a small model that tells stories. Ask me for one!"),
-    ("What can you do?", "I can tell you a story. Just ask me for one!"),
-    ("How are you[ today|]?", "I am very well, thank you. Shall I tell you a story?"),
-    ("Thank you[!|.|]", "You are welcome! Ask me whenever you want another story."),
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +51,7 @@ class Cast:
     theme: str
     hero: Being
     helper: Being
-    place: lex.Place
+    place: SimpleNamespace
     object: str
     slots: dict[str, str] = field(repr=False, default_factory=dict)
 
@@ -100,16 +71,18 @@ def make_name(rng: random.Random, gender: str) -> str:
     """A first name: usually a common one, in a third of the cases made up from syllables."""
     is_she = gender == "she"
     if rng.random() < 0.34:
-        return rng.choice(lex.NAME_STARTS) + rng.choice(lex.SHE_ENDS if is_she else lex.HE_ENDS)
-    return rng.choice(lex.SHE_NAMES if is_she else lex.HE_NAMES)
+        return rng.choice(words.name_starts) + rng.choice(
+            words.she_ends if is_she else words.he_ends
+        )
+    return rng.choice(words.she_names if is_she else words.he_names)
 
 
 def make_being(rng: random.Random, *, but_not: tuple[Being, ...] = ()) -> Being:
     """Someone whose kind and name differ from those of everyone in `but_not`."""
     while True:
         gender = rng.choice(("she", "he"))
-        people = lex.SHE_PEOPLE if gender == "she" else lex.HE_PEOPLE
-        pool = rng.choices((lex.ANIMALS, people, lex.GROWN_PEOPLE), weights=(72, 18, 10))[0]
+        people = words.she_people if gender == "she" else words.he_people
+        pool = rng.choices((words.animals, people, words.grown_people), weights=(72, 18, 10))[0]
         being = Being(rng.choice(pool), make_name(rng, gender), gender)
         if all(being.kind != other.kind and being.name != other.name for other in but_not):
             return being
@@ -118,26 +91,26 @@ def make_being(rng: random.Random, *, but_not: tuple[Being, ...] = ()) -> Being:
 def make_cast(rng: random.Random, split: Split = "train") -> Cast:
     """A cast whose combination belongs to `split`."""
     while True:
-        theme = rng.choice(tuple(plots.PLOTS))
+        theme = rng.choice(tuple(beats.plots))
         hero = make_being(rng)
         helper = make_being(rng, but_not=(hero,))
-        thing = rng.choice(lex.PLOT_OBJECTS.get(theme, lex.OBJECTS))
-        cast = Cast(theme, hero, helper, rng.choice(lex.PLACES), thing)
+        thing = rng.choice(words.plot_objects.get(theme, words.objects))
+        cast = Cast(theme, hero, helper, rng.choice(words.places), thing)
         if split_of(cast.combination) == split:
             cast.slots.update(_slots(rng, cast))
             return cast
 
 
 def _pronouns(gender: str, suffix: str) -> dict[str, str]:
-    he, him, his, himself = lex.PRONOUNS[gender]
+    he, him, his, himself = words.pronouns[gender]
     values = {"he": he, "him": him, "his": his, "himself": himself}
     return {key + suffix: value for key, value in values.items()}
 
 
 def _slots(rng: random.Random, cast: Cast) -> dict[str, str]:
     passer_by = make_being(rng, but_not=(cast.hero, cast.helper))
-    relative, relative_gender = rng.choice(lex.RELATIVES)
-    thing_2 = rng.choice([thing for thing in lex.OBJECTS if thing != cast.object])
+    relative, relative_gender = rng.choice(words.relatives)
+    thing_2 = rng.choice([thing for thing in words.objects if thing != cast.object])
     return {
         "name": cast.hero.name,
         "kind": cast.hero.kind,
@@ -154,14 +127,14 @@ def _slots(rng: random.Random, cast: Cast) -> dict[str, str]:
         "view": cast.place.view,
         "spot": rng.choice(cast.place.spots),
         "object": cast.object,
-        "thing": f"{rng.choice(lex.COLOURS)} {cast.object}",
-        "thing2": f"{rng.choice(lex.COLOURS)} {thing_2}",
-        "trait": rng.choice(lex.TRAITS),
-        "trait2": rng.choice(lex.PLOT_TRAITS.get(cast.theme, lex.TRAITS)),
+        "thing": f"{rng.choice(words.colours)} {cast.object}",
+        "thing2": f"{rng.choice(words.colours)} {thing_2}",
+        "trait": rng.choice(words.traits),
+        "trait2": rng.choice(words.plot_traits.get(cast.theme, words.traits)),
         "rel": relative,
-        "food": rng.choice(lex.FOODS),
-        "seed": rng.choice(lex.SEEDS),
-        "fear": rng.choice(lex.FEARS),
+        "food": rng.choice(words.foods),
+        "seed": rng.choice(words.seeds),
+        "fear": rng.choice(words.fears),
     }
 
 
@@ -189,7 +162,7 @@ class Teller:
         self._is_helper_known = False
         self._is_thing_known = False
 
-    def tell(self, beat: lex.Beat) -> str:
+    def tell(self, beat: Beat) -> str:
         """One telling of `beat`; empty when an optional beat is left out.
 
         Raises:
@@ -243,10 +216,10 @@ def _opening(rng: random.Random, teller: Teller) -> tuple[str, bool]:
     """The first sentences, and whether they already speak of one certain day."""
     kind = rng.random()
     if kind < 0.2:
-        return teller.tell(plots.DAY_OPENINGS), True
-    opening = teller.tell(plots.ONCE_OPENINGS if kind < 0.6 else plots.OPENINGS)
-    view = teller.tell(plots.VIEWS) if rng.random() < 0.3 else ""
-    habit = teller.tell(plots.HABITS) if rng.random() < 0.25 else ""
+        return teller.tell(beats.day_openings), True
+    opening = teller.tell(beats.once_openings if kind < 0.6 else beats.openings)
+    view = teller.tell(beats.views) if rng.random() < 0.3 else ""
+    habit = teller.tell(beats.habits) if rng.random() < 0.25 else ""
     return f"{opening} {view} {habit}", False
 
 
@@ -254,12 +227,12 @@ def tell_story(rng: random.Random, cast: Cast) -> str:
     """One story of `cast`, in one paragraph."""
     teller = Teller(rng, cast)
     opening, is_one_day = _opening(rng, teller)
-    body = " ".join(teller.tell(beat) for beat in plots.PLOTS[cast.theme])
+    body = " ".join(teller.tell(beat) for beat in beats.plots[cast.theme])
     if is_one_day:
         # "One day, a fox woke up. One day, ..." would start the story twice.
         body = re.sub(r"\bOne ((?:\w+ )?(?:day|morning|afternoon|evening|night))\b", r"That \1",
                       body, count=1)  # fmt: skip
-    ending = teller.tell(plots.ENDINGS) if rng.random() < 0.45 else ""
+    ending = teller.tell(beats.endings) if rng.random() < 0.45 else ""
     return tidy(f"{opening} {body} {ending}")
 
 

@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from bench.open_gguf import write_large
+from bench.parts.gguf_files import write_large
 from hetero import LLM
 from hetero.backends.ops import StorageFormat
 from hetero.errors import ModelError

@@ -48,6 +48,22 @@ def test_times_are_exact_and_converge_at_the_least_number_of_samples() -> None:
         assert (row.samples, row.flags, row.reference) == (5, (), pytest.approx(1.0))
 
 
+def test_something_else_may_run_between_samples() -> None:
+    """Its time is in no sample."""
+    clock = ManualClock()
+    moments: list[float] = []
+
+    def between() -> None:
+        moments.append(clock.now())
+        clock.sleep(0.05)
+
+    workload = Workload(devices(clock), clock=clock, cold=0)
+    rows = Meter(workload, settings=Settings(), reference_format=W4, between=between).measure(TASKS)
+    assert len(moments) >= 5 * 4  # each round, before each reference kernel
+    wanted = {task.key: true_s(task) for task in TASKS}
+    assert {row.key: row.seconds for row in rows} == pytest.approx(wanted, rel=1e-9)
+
+
 def test_each_task_is_visited_once_a_round() -> None:
     clock = ManualClock()
     workload = Workload(devices(clock), clock=clock, cold=0)

@@ -1,0 +1,213 @@
+"""What all benches share: options, workers in processes of their own, timelines, tables."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+from hetero.backends.memory import HostBuffer
+from hetero.backends.ops import StorageFormat
+from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape
+from hetero.measuring.benchmark import environment
+from hetero.runtime.engine import Engine
+from hetero.runtime.program import AHEAD, RUN, SUBMIT, WAIT
+
+MIB = 2**20
+DATA = Path(__file__).parent / "data"
+LLAMA = "random:llama-3.2-1b"
+
+Lengths = Annotated[str, typer.Option("-p", help="tokens of prompts, such as 256,1024")]
+Prompt = Annotated[int, typer.Option("-p", help="tokens of the prompt")]
+Tokens = Annotated[int, typer.Option("-n", help="tokens that are decoded, one by one")]
+Rounds = Annotated[int, typer.Option("-r", help="rounds; all contenders take turns in each")]
+NUMBER = re.compile(r"([-+±]?[\d.,]+( ?%)?( [a-z/]+)?)?")
+
+
+def new_app(about: str | None) -> typer.Typer:
+    """An application of subcommands that shows errors as Python does."""
+    return typer.Typer(
+        help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    )
+
+
+def integers(text: str) -> list[int]:
+    """Of `64,256`."""
+    return [int(part) for part in text.split(",")]
+
+
+def table(head: str, rows: Iterable[Sequence[object]]) -> None:
+    """Print Markdown: a head such as `engine|tokens/s`, then the rows as they come."""
+    names = head.split("|")
+    print(f"| {' | '.join(names)} |")
+    for i, row in enumerate(rows):
+        cells = [str(cell) for cell in row]
+        if i == 0:
+            sides = ("---:" if NUMBER.fullmatch(cell) else "---" for cell in cells)
+            print(f"|{'|'.join(sides)}|")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def spread(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> tuple[str, str, str]:
+    """Cells: median, least, most."""
+    shown = (statistics.median(values), min(values), max(values))
+    first, second, third = (f"{scale * value:.{digits}f}" for value in shown)
+    return first, second, third
+
+
+def finish(*notes: str) -> None:
+    """Print notes and the environment: the last line of every bench."""
+    print("\n" + "".join(f"{note}\n" for note in notes) + json.dumps(environment()))
+
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], float | Mapping[str, float]]], rounds: int, warm: int = 1
+) -> dict[str, list[Any]]:
+    """What every contender answers in each round, without the rounds that warm up."""
+    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    for turn in range(rounds + warm):
+        for name, measure in contenders.items():
+            value = measure()
+            if turn >= warm:
+                found[name].append(value)
+    return found
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s
+
+
+def random_weight(storage: StorageFormat, n: int, k: int) -> PackedWeight:
+    """A packed weight of random bits (4 and 8 bits) or normal values, in memory of its own."""
+    rng = np.random.default_rng(0)
+    shape, kind = data_shape(storage, n, k), data_dtype(storage)
+    data = HostBuffer(int(np.prod(shape)) * kind.itemsize).array(kind, shape)
+    if storage in (StorageFormat.F16, StorageFormat.F32):
+        data[...] = rng.standard_normal(shape, dtype=np.float32)
+        return PackedWeight(storage, n, k, data)
+    data[...] = np.frombuffer(rng.bytes(data.nbytes), dtype=kind).reshape(shape)
+    scales = HostBuffer(2 * int(np.prod(scales_shape(n, k)))).array(
+        np.dtype(np.float16), scales_shape(n, k)
+    )
+    scales[...] = rng.random(scales.shape, dtype=np.float32)
+    return PackedWeight(storage, n, k, data, scales)
+
+
+def run_prompt(engine: Engine, m: int) -> float:
+    """Seconds of a prompt of m tokens, the same ones every time."""
+    prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
+    engine.truncate(0)
+    return timed(lambda: engine.prefill(prompt))
+
+
+def run_steps(engine: Engine, tokens: int, context: int) -> list[float]:
+    """Seconds of each of so many decoding steps behind `context` tokens."""
+    engine.truncate(min(context, engine.position))
+    if engine.position < context:
+        engine.prefill([5] * (context - engine.position))
+    drawn = np.random.default_rng(0).integers(3, engine.config.vocab_size, tokens)
+    return [timed(lambda token=int(token): engine.decode(token)) for token in drawn]  # type: ignore[misc]
+
+
+class Span(NamedTuple):
+    """A part of the last step: `what` is `gpu` or `npu` (computing), `waits` or `submits`."""
+
+    node: str
+    what: str
+    start_s: float
+    end_s: float
+    is_matmul: bool
+
+    @property
+    def role(self) -> str:
+        """The operator's name without its layer."""
+        return self.node.rsplit(".", maxsplit=1)[-1]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+def timeline(engine: Engine) -> list[Span]:
+    """The last step: what the control thread and blocking devices did by the host's clock, and,
+    with `Device.set_timing` on, launches by their device's.
+    """
+    step, stamps = engine.last_step, engine.executor.stamps
+    spans = []
+    for at, action in enumerate(step.program):
+        launch = step.launches[action.launch]
+        what = {RUN: launch.kind, WAIT: "waits", SUBMIT: "submits", AHEAD: "submits"}
+        if (name := what.get(action.code)) is not None:
+            matmul = launch.rows is not None
+            spans.append(Span(launch.node, name, stamps[at], stamps[at + 1], matmul))
+    for launch, completion in zip(step.launches, step.completions, strict=True):
+        if completion is not None and (span := completion.span()) is not None:
+            spans.append(Span(launch.node, launch.kind, *span, launch.rows is not None))
+    return spans
+
+
+class Worker:
+    """A process that holds one engine, made there by `factory(**options)`, and answers requests:
+    only the one that was asked runs, the others block, so that rounds can be interleaved.
+    """
+
+    def __init__(self, name: str, factory: Callable[..., Any], **options: Any) -> None:
+        self.name, self._made = name, (factory, options)
+
+    def start(self) -> None:
+        """Start the process and load the engine. Raises `RuntimeError` if that fails."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, *self._made), daemon=True)
+        self._process.start()
+        self._receive()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the engine returns; `memory` is the proportional set size in bytes."""
+        self._pipe.send((method, arguments))
+        return self._receive()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join(timeout=30)
+
+    def _receive(self) -> Any:
+        succeeded, value = self._pipe.recv()
+        if not succeeded:
+            raise RuntimeError(f"worker {self.name} failed:\n{value}")
+        return value
+
+
+def pss_bytes(*kinds: str) -> int:
+    """Proportional set size of this process, or the sum of other kinds of pages (Linux)."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    wanted = tuple(f"{kind}:" for kind in kinds or ("Pss",))
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(wanted))
+
+
+def _serve(pipe: Connection, factory: Callable[..., Any], options: dict[str, Any]) -> None:
+    try:
+        engine = factory(**options)
+        pipe.send((True, None))
+        while (request := pipe.recv()) is not None:
+            method, arguments = request
+            answer = pss_bytes if method == "memory" else getattr(engine, method)
+            pipe.send((True, answer(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        raise

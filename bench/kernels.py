@@ -1,0 +1,259 @@
+"""Single kernels: cuts, OpenCL against ONNX Runtime, drivers, attention, QNN.
+
+python bench/kernels.py split -m 256,1           # a cut matmul against its two tiles alone
+python bench/kernels.py matmul --formats w4a8    # one core of OpenCL against ONNX Runtime
+python bench/kernels.py drivers                  # OpenCL drivers of processors
+python bench/kernels.py attention                # one token, keys and values in memory
+python bench/kernels.py qnn layouts              # figures of docs/qnn.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from common import (
+    LLAMA,
+    Prompt,
+    Rounds,
+    Tokens,
+    finish,
+    in_turns,
+    integers,
+    new_app,
+    random_weight,
+    run_prompt,
+    run_steps,
+    spread,
+    table,
+    timed,
+)
+from parts import qnn
+from parts.matmul import matmul
+
+from hetero.backends.host.affinity import pinned
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl import driver_reports
+from hetero.backends.ops import Attention, MatMul, WeightFormat
+from hetero.backends.protocol import BoundCall, Device, DeviceKind
+from hetero.backends.weights import PackedWeight
+from hetero.generation.llm import LLM
+from hetero.placement.device_set import open_devices
+from hetero.profiler.sync import timer_slack
+from hetero.runtime.sync import Synchroniser
+
+app = new_app(__doc__)
+app.command("matmul")(matmul)
+app.add_typer(qnn.app, name="qnn")
+SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
+COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
+LAYERS = 16
+FLUSH_BYTES = 96 << 20
+DEADLINE_S = 10.0
+Devices = dict[DeviceKind, Device]
+
+
+class Split:
+    """One weight: both devices' kernels for the whole and for their tiles."""
+
+    def __init__(
+        self, devices: Devices, weight: PackedWeight, fmt: WeightFormat, m: int, rows: int
+    ) -> None:
+        n, k = weight.n, weight.k
+        buffer = devices["npu"].allocate(4 * m * (k + n))
+        devices["gpu"].map(buffer)
+        x = Tensor(buffer, (m, k))
+        x.array[:] = np.random.default_rng(0).standard_normal((m, k))
+
+        def bind(device: Device, start: int, stop: int, at: int) -> BoundCall:
+            op = MatMul(n=stop - start, k=k, weight_format=fmt)
+            y = Tensor(buffer, (m, stop - start), offset_bytes=4 * m * (k + at))
+            kernel = device.prepare(op, {"weight": weight.rows(start, stop)})
+            return kernel.bind({"x": x, "y": y}, m)
+
+        gpu, npu = devices["gpu"], devices["npu"]
+        self.gpu, self.npu = bind(gpu, 0, n, 0), bind(npu, 0, n, 0)
+        self.npu_tile, self.gpu_tile = bind(npu, 0, rows, 0), bind(gpu, rows, n, rows)
+
+
+def split_row(
+    devices: Devices, name: str, m: int, fmt: WeightFormat, rounds: int, share: float | None
+) -> list[str]:
+    """All five times of one matmul, interleaved; `share` of the GPU, None: by their speeds."""
+    n, k = SHAPES[name]
+    weight = random_weight(fmt.storage, n, k)
+    waits = Synchroniser(devices)
+    site = waits.site(("bench", m, name, name), "gpu", name)
+    if share is None:
+        probe = Split(devices, weight, fmt, m, n // 64 * 32)
+        gpu_s = min(timed(lambda: probe.gpu.submit().wait()) for _ in range(4))
+        npu_s = min(timed(probe.npu.run) for _ in range(4))
+        share = npu_s / (gpu_s + npu_s)
+    rows = max(32, round(n * (1 - share) / 32) * 32)
+    copies = 1 if m > 8 else max(2, COLD_BYTES // weight.nbytes) | 1  # odd: 5 runs a round
+    splits = [Split(devices, weight, fmt, m, rows) for _ in range(copies)]
+    turn = itertools.count()
+
+    def both(split: Split) -> None:
+        completion = split.gpu_tile.submit()
+        split.npu_tile.run()
+        site.wait(completion)
+
+    def next_copy(run: Callable[[Split], object]) -> Callable[[], float]:
+        return lambda: timed(partial(run, splits[next(turn) % copies]))
+
+    runs: dict[str, Callable[[Split], object]] = {
+        "gpu": lambda split: split.gpu.submit().wait(),
+        "npu": lambda split: split.npu.run(),
+        "gpu_tile": lambda split: split.gpu_tile.submit().wait(),
+        "npu_tile": lambda split: split.npu_tile.run(),
+        "both": both,
+    }
+    count = rounds * (1 if m > 8 else 4)
+    found = in_turns({key: next_copy(run) for key, run in runs.items()}, count, warm=2)
+    s = {key: statistics.median(times) for key, times in found.items()}
+    longer = s["both"] / max(s["gpu_tile"], s["npu_tile"])
+    ratios = f"{longer:.3f}", f"{min(s['gpu'], s['npu']) / s['both']:.2f}"
+    return [name, str(m), f"{share:.2f}", *(f"{1e3 * s[key]:.3f}" for key in runs), *ratios]
+
+
+@app.command("split")
+def split(
+    weights: str = "w4a8",
+    m: Annotated[str, typer.Option("-m", help="token counts")] = "256,1",
+    r: Rounds = 15,
+    share: Annotated[float | None, typer.Option(help="of the GPU; default: by speeds")] = None,
+) -> None:
+    """A split matmul against its two tiles alone: the longer one is what it may take at best.
+
+    For each matmul of Llama-3.2-1B: the row-cut that balances the devices' own speeds, as both
+    tiles at once, each tile alone, and each device with the whole, interleaved.
+    """
+    opened = open_devices("hetero")
+    print(f"measured; {weights}, {r} rounds; times in ms (medians)\n")
+    head = "matmul|m|GPU share|GPU|NPU|GPU tile|NPU tile|both|× longer tile|× best device"
+    with pinned(opened.control_core), timer_slack(1):
+        fmt, devices = WeightFormat(weights), opened.devices
+        rows = (split_row(devices, x, n, fmt, r, share) for n in integers(m) for x in SHAPES)
+        table(head, rows)
+    finish()
+    opened.close()
+
+
+@app.command("drivers")
+def drivers(
+    model: str = LLAMA,
+    weights: str = "w4a8",
+    p: Prompt = 256,
+    n: Tokens = 32,
+    r: Rounds = 5,
+    names: Annotated[str, typer.Option("--drivers")] = "pocl,intel",
+    every_core: Annotated[bool, typer.Option(help="a worker on each core, not one")] = False,
+) -> None:
+    """OpenCL drivers of processors side by side: prefill and decode, in turns in one process.
+
+    Drivers that are not installed, or whose trial failed, are named and left out.
+    """
+    passed = {report.driver for report in driver_reports() if report.level is not None}
+    for name in names.split(","):
+        if name not in passed:
+            print(f"{name}: not installed, or its trial failed (`hetero devices`)")
+    backend = "opencl-cores" if every_core else "opencl"
+    common: dict[str, Any] = {"weights": weights, "max_seq_len": p + n + 1}
+    models = {
+        name: LLM(model, device="gpu", gpu=f"{backend}:{name}", **common)
+        for name in names.split(",")
+        if name in passed
+    }
+
+    def tests() -> Iterator[tuple[str, Callable[[], float]]]:
+        for name, llm in models.items():
+            level = llm.devices.devices["gpu"].info.details["level"]
+            yield f"{name}|{level}|prefill", lambda e=llm.engine: p / run_prompt(e, p)  # type: ignore[misc]
+            yield f"{name}|{level}|decode", lambda e=llm.engine: n / sum(run_steps(e, n, p))  # type: ignore[misc]
+
+    found = in_turns(dict(tests()), r)
+    print(f"measured; {model} {weights}, prompt {p}, decode {n}, {r} rounds\n")
+    rows = [[*key.split("|"), *spread(speeds, digits=1)] for key, speeds in found.items()]
+    table("driver|level|test|tokens/s (median)|min|max", rows)
+    finish()
+
+
+def attention_calls(device: Device, op: Attention) -> tuple[list[BoundCall], Tensor]:
+    """A call for every layer with caches of its own, and the position that all read."""
+    rng = np.random.default_rng(0)
+    width, cache = (op.heads + 2 * op.kv_heads) * op.head_dim, (op.kv_heads, op.capacity)
+    shapes = {"qkv": (1, width), "out": (1, op.heads * op.head_dim)}
+    tensors = {port: Tensor(device.allocate(4 * s[1]), s) for port, s in shapes.items()}
+    tensors["qkv"].array[:] = rng.standard_normal(shapes["qkv"])
+    position = Tensor(device.allocate(4), (1,), np.dtype(np.int32))
+    kernel, calls = device.prepare(op, {}), []
+    for _ in range(LAYERS):
+        for port in ("k_cache", "v_cache"):
+            shape = (*cache, op.head_dim)
+            tensors[port] = Tensor(device.allocate(4 * int(np.prod(shape))), shape)
+            tensors[port].array[:] = rng.standard_normal(shape, dtype=np.float32)
+        calls.append(kernel.bind({**tensors, "position": position}, 1))
+    return calls, position
+
+
+def device_s(device: Device, call: BoundCall) -> float:
+    """Seconds by the device's clock; by the host's where the device has none."""
+    start_s, span = time.perf_counter(), None
+    if device.capabilities.asynchronous:
+        completion = call.submit()
+        completion.wait(DEADLINE_S)
+        span = completion.span()
+    else:
+        call.run()
+    return span[1] - span[0] if span else time.perf_counter() - start_s
+
+
+@app.command("attention")
+def attention(
+    heads: Annotated[str, typer.Option(help="query heads, key/value heads, width")] = "32,8,64",
+    contexts: str = "64,256,1000",
+    r: Rounds = 3,
+) -> None:
+    """Attention of one token on both devices, its keys and values in memory and not in a cache.
+
+    Every layer has caches of its own, and between two calls more is read than any cache holds.
+    `GB/s` is keys and values over the median.
+    """
+    query, kv, width = integers(heads)
+    longest = max(integers(contexts)) + 1
+    op = Attention(heads=query, kv_heads=kv, head_dim=width, capacity=longest)
+    opened, flush = open_devices("hetero"), np.ones(FLUSH_BYTES // 4, dtype=np.float32)
+    times: dict[tuple[int, str], list[float]] = {}
+    with pinned(opened.control_core):
+        found = {}
+        for kind, device in opened.devices.items():
+            device.set_timing(True)
+            found[kind] = device, *attention_calls(device, op)
+        for turn in range(r + 1):
+            for context in integers(contexts):
+                for kind, (device, calls, position) in found.items():
+                    position.array[:] = context - 1
+                    for call in calls:
+                        float(flush.sum())
+                        times.setdefault((context, kind), []).append(device_s(device, call))
+            if turn == 0:
+                times.clear()  # the warm-up
+    print(f"measured; {query} heads, {kv} of keys, of {width}; {LAYERS} layers, {r} rounds\n")
+    rows = []
+    for (context, name), s in sorted(times.items()):
+        speed = 8 * kv * width * context / statistics.median(s) / 1e9
+        rows.append([context, name, *spread(s, 1e6, 1), f"{speed:.1f}"])
+    table("context|device|us (median)|min|max|GB/s", rows)
+    finish()
+    opened.close()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""Subcommands of the benches, one module for each question."""

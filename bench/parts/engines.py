@@ -1,0 +1,127 @@
+"""llama.cpp, ONNX Runtime, ONNX Runtime GenAI and hetero behind one method: `round`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hetero.generation.llm import LLM
+
+CONTEXT = 4096
+
+
+def tokens_of(prompt: int, decode: int) -> tuple[list[int], list[int]]:
+    """The same token ids for every engine."""
+    drawn = np.random.default_rng(0).integers(3, 32000, prompt + decode).tolist()
+    return drawn[:prompt], drawn[prompt:]
+
+
+def speeds(
+    prompt: int, decode: int, run: Callable[[list[int]], object], step: Callable[[int], object]
+) -> dict[str, float]:
+    """Tokens/s of a prompt and of the steps behind it."""
+    first, others = tokens_of(prompt, decode)
+    start_s = time.perf_counter()
+    run(first)
+    middle_s = time.perf_counter()
+    for token in others:
+        step(token)
+    end_s = time.perf_counter()
+    return {"prefill": prompt / (middle_s - start_s), "decode": decode / (end_s - middle_s)}
+
+
+class Hetero:
+    """hetero on some devices."""
+
+    def __init__(self, *, path: str, device: str, profile: str | None, length: int) -> None:
+        both = device in ("hetero", "auto")
+        self._llm = LLM(
+            path,
+            device=device,  # type: ignore[arg-type]
+            weights="w4a8",
+            profile=profile if both else None,
+            prompt_lengths=(length,) if both else (),
+            max_seq_len=CONTEXT,
+        )
+        print(f"{device}: {self._llm.choice.reason or self._llm.plan.plan_id}", file=sys.stderr)
+
+    def round(self, prompt: int, decode: int) -> dict[str, float]:
+        """One prefill and the decode after it."""
+        engine = self._llm.engine
+        engine.truncate(0)
+        return speeds(prompt, decode, engine.prefill, engine.decode)
+
+
+class LlamaCpp:
+    """llama.cpp with a number of threads, each on a core of its own."""
+
+    def __init__(self, *, path: str, threads: int, cores: list[int]) -> None:
+        os.sched_setaffinity(0, cores)
+        from llama_cpp import Llama
+
+        sizes = {"n_ctx": CONTEXT, "n_batch": 512, "n_ubatch": 512}
+        count = {"n_threads": threads, "n_threads_batch": threads}
+        self._model: Any = Llama(path, verbose=False, **sizes, **count)  # type: ignore[arg-type]
+
+    def round(self, prompt: int, decode: int) -> dict[str, float]:
+        """One prefill and the decode after it."""
+        self._model.reset()
+        return speeds(prompt, decode, self._model.eval, lambda token: self._model.eval([token]))
+
+
+class OnnxRuntime:
+    """The whole model in one ONNX graph; keys and values stay where they are."""
+
+    def __init__(self, *, path: str, threads: int, layers: int, heads: int, size: int) -> None:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        zeros = np.zeros((1, heads, CONTEXT, size), np.float32)
+        names = [f"{i}.{kind}" for i in range(layers) for kind in ("key", "value")]
+        self._caches = {name: ort.OrtValue.ortvalue_from_numpy(zeros) for name in names}
+        self._position = 0
+
+    def _run(self, tokens: list[int]) -> object:
+        binding = self._session.io_binding()
+        binding.bind_cpu_input("input_ids", np.array([tokens], np.int64))
+        self._position += len(tokens)
+        binding.bind_cpu_input("attention_mask", np.ones((1, self._position), np.int64))
+        for name, value in self._caches.items():
+            binding.bind_ortvalue_input(f"past_key_values.{name}", value)
+            binding.bind_ortvalue_output(f"present.{name}", value)
+        binding.bind_output("logits")
+        self._session.run_with_iobinding(binding)
+        return binding.get_outputs()[-1].numpy()
+
+    def round(self, prompt: int, decode: int) -> dict[str, float]:
+        """One prefill and the decode after it."""
+        self._position = 0
+        return speeds(prompt, decode, self._run, lambda token: self._run([token]))
+
+
+class GenAI:
+    """ONNX Runtime GenAI on the same graph."""
+
+    def __init__(self, *, folder: str) -> None:
+        import onnxruntime_genai as og
+
+        self._og, self._model = og, og.Model(folder)
+
+    def round(self, prompt: int, decode: int) -> dict[str, float]:
+        """One prefill and the decode after it; GenAI samples in the same calls."""
+        params = self._og.GeneratorParams(self._model)
+        params.set_search_options(max_length=CONTEXT, min_length=CONTEXT, do_sample=False)
+        generator: Any = self._og.Generator(self._model, params)
+
+        def run(tokens: list[int]) -> None:
+            generator.append_tokens(np.array([tokens], np.int32))
+            generator.generate_next_token()
+
+        return speeds(prompt, decode, run, lambda _: generator.generate_next_token())

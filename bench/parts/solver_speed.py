@@ -1,0 +1,86 @@
+"""How long the solver takes, on one core with the profile loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from common import finish, table, timed
+
+from hetero.backends.host.files import atomic_write
+from hetero.models import model_spec
+from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import make_plan
+from hetero.solver.planner import Planner, Scenario
+from hetero.solver.prepared import prepare_solver, spread_lengths
+from hetero.solver.request import PlanRequest
+
+TEN_LENGTHS = (64, 128, 135, 256, 300, 512, 525, 600, 1000, 1024)
+PLAN_BOUND_S = 1.0
+QUERY_BOUND_S = 2e-3
+LONGEST = 1024
+HEAD = (
+    "profile|plan of ten lengths, s (worst)|prepared solver, s|query, ms: median|99 %|worst|"
+    "loss of prepared cuts: mean|worst"
+)
+
+
+def measure(spec: ModelGraph, profile: DeviceProfile, rounds: int) -> dict[str, list[float]]:
+    """Seconds of plans, of preparing, of queries; predicted losses by prepared cuts."""
+    request, planner = PlanRequest(seq_lens=TEN_LENGTHS), Planner(spec, profile)
+    lengths = PlanRequest(seq_lens=spread_lengths(planner.sizes, LONGEST), explain=False)
+    found: dict[str, list[float]] = {"plan": [], "prepare": [], "query": []}
+    for turn in range(rounds):
+        found["plan"].append(timed(lambda: make_plan(spec, profile, request)))
+        found["prepare"].append(timed(lambda: prepare_solver(spec, profile, lengths)))
+        solver = prepare_solver(spec, profile, lengths)
+        solver.plan_for(LONGEST)  # the first query of a process imports and allocates
+        unseen = range(33 + turn, LONGEST, 11)
+        found["query"] += [timed(lambda m=m, s=solver: s.plan_for(m)) for m in unseen]  # type: ignore[misc]
+    scenarios = [Scenario("prefill", m) for m in range(33, LONGEST, 31)]
+    lost = [solver.solution_for(s).seconds / planner.solve(s).seconds - 1 for s in scenarios]
+    return found | {"loss": lost}
+
+
+def cells(name: str, found: dict[str, list[float]]) -> Iterator[str]:
+    """A row of the table."""
+    plans, queries, lost = found["plan"], sorted(found["query"]), found["loss"]
+    yield name
+    yield f"{statistics.median(plans):.2f} ({max(plans):.2f})"
+    yield f"{statistics.median(found['prepare']):.2f}"
+    for query_s in (statistics.median(queries), queries[int(0.99 * len(queries))], queries[-1]):
+        yield f"{1e3 * query_s:.2f}"
+    yield from (f"{100 * x:.1f} %" for x in (statistics.mean(lost), max(lost)))
+
+
+def solver_speed(
+    model: str = "llama-3-8b",
+    profile: Annotated[list[str], typer.Option(help="several times")] = [],  # noqa: B006
+    rounds: int = 5,
+    json_: Annotated[Path | None, typer.Option("--json", help="where to write all times")] = None,
+) -> None:
+    """How long the solver takes: a plan of ten prompt lengths (bound 1 s), a length never seen
+    (bound 2 ms), and how much longer than with every row cut its answers are predicted to take.
+
+    Exits with 1 if the median plan or the slowest query misses its bound.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    names = profile or ["snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu"]
+    found = {x: measure(model_spec(model), DeviceProfile.load(x), rounds) for x in names}
+    print(f"measured; {model}, {rounds} rounds; losses predicted\n")
+    table(HEAD, [list(cells(name, times)) for name, times in found.items()])
+    finish()
+    if json_ is not None:
+        atomic_write(json_, json.dumps(found, indent=1) + "\n")
+    met = (
+        statistics.median(x["plan"]) <= PLAN_BOUND_S and max(x["query"]) <= QUERY_BOUND_S
+        for x in found.values()
+    )
+    raise typer.Exit(not all(met))
