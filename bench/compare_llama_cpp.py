@@ -79,12 +79,12 @@ class Hetero(Engine):
         """One prefill and the decode after it, then the same steps as bare loops."""
         engine = self._llm.engine
         tokens = np.random.default_rng(0).integers(3, 32000, prompt_tokens + decode_tokens).tolist()
-        engine.truncate(0)
+        self._llm.context.truncate(0)
         start = time.perf_counter()
-        engine.prefill(tokens[:prompt_tokens])
+        engine.prefill(self._llm.context, tokens[:prompt_tokens])
         middle = time.perf_counter()
         for token in tokens[prompt_tokens:]:
-            engine.decode(token)
+            engine.decode(self._llm.context, token)
         end = time.perf_counter()
         found = {
             "prefill": prompt_tokens / (middle - start),
@@ -102,7 +102,7 @@ class Hetero(Engine):
             ("bare prefill", "prefill", prompt_tokens, 1),
             ("bare decode", "decode", 1, decode_tokens),
         ):
-            step = engine.step(phase, m, gates=False)  # type: ignore[arg-type]
+            step = engine.step(self._llm.context, phase, m, gates=False)  # type: ignore[arg-type]
             calls = [a.target for a in step.program if a.code in (SUBMIT, RUN)]
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
             start = time.perf_counter()

@@ -42,7 +42,7 @@ with hetero.LLM(sys.argv[1], device=sys.argv[2], weights=sys.argv[3]) as llm:
 
 def computing_s(engine: Engine) -> float:
     """Seconds of the last step in which any device computed."""
-    step, stamps = engine.last_step, engine.executor.stamps
+    step, stamps = engine.last_step, engine.last_run.stamps
     spans = [
         (stamps[i], stamps[i + 1]) for i, action in enumerate(step.program) if action.code == RUN
     ]
@@ -67,13 +67,13 @@ def decode_overhead(name: str, options: argparse.Namespace) -> dict[str, float]:
             device.set_timing(True)
         engine = llm.engine
         prompt = np.random.default_rng(0).integers(3, llm.model.config.vocab_size, 256).tolist()
-        engine.prefill(prompt)
+        engine.prefill(llm.context, prompt)
         for _ in range(4):
-            engine.decode(5)
+            engine.decode(llm.context, 5)
         walls, computes = [], []
         for _ in range(options.n):
             start = time.perf_counter()
-            engine.decode(5)
+            engine.decode(llm.context, 5)
             walls.append(time.perf_counter() - start)
             computes.append(computing_s(engine))
     wall, compute = statistics.median(walls), statistics.median(computes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
 from hetero.models import LoadedModel, open_model
 from hetero.placement.device_set import open_devices
@@ -33,17 +34,18 @@ class Variant:
 
     name: str
     engine: Engine
+    context: Context
     step: Step
     seconds: list[float] = field(default_factory=list)
 
     def measure(self, tokens: int) -> None:
         """One round."""
-        self.engine.truncate(CONTEXT)
+        self.context.truncate(CONTEXT)
         for gates in (False, True):  # whatever the engine asks for
             self.engine._steps["decode", 1, 1, gates] = self.step
         for i in range(tokens):
             start_s = time.perf_counter()
-            self.engine.decode(5 + i)
+            self.engine.decode(self.context, 5 + i)
             if i > 0:
                 self.seconds.append(time.perf_counter() - start_s)
 
@@ -79,13 +81,14 @@ def variants(name: str, loaded: LoadedModel, plan: ExecutionPlan) -> list[Varian
         max_seq_len=2 * CONTEXT,
         control_core=opened.control_core,
     )
-    engine.prefill(np.random.default_rng(0).integers(3, 1000, CONTEXT).tolist())
+    context = engine.new_context()
+    engine.prefill(context, np.random.default_rng(0).integers(3, 1000, CONTEXT).tolist())
     found = []
     for gates in (False, True) if len(kinds) == 2 else (False,):
         bell = engine.devices["gpu"].doorbell() if gates else None
         engine.synchroniser.bells = {} if bell is None else {"gpu": bell}
         step = engine._lowering.lower("decode", 1, 1, gates=gates)
-        found.append(Variant(f"{name}{' gates' if gates else ''}", engine, step))
+        found.append(Variant(f"{name}{' gates' if gates else ''}", engine, context, step))
     return found
 
 

@@ -104,12 +104,13 @@ class Way:
 def decode(llm: LLM, tokens: int) -> float:
     """Tokens/s after a short prompt."""
     engine = llm.engine
-    engine.truncate(0)
-    engine.reset_usage()
-    engine.prefill(list(range(3, 35)))
+    if engine.gpu_share is not None:
+        engine.gpu_share.reset()
+    llm.context.truncate(0)
+    engine.prefill(llm.context, list(range(3, 35)))
     start_s = time.perf_counter()
     for i in range(tokens):
-        engine.decode(3 + i)
+        engine.decode(llm.context, 3 + i)
     return tokens / (time.perf_counter() - start_s)
 
 

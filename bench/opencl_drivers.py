@@ -65,12 +65,12 @@ def main() -> None:
 def steps(llm: LLM, prompt: int, decode: int) -> tuple[float, float]:
     """Seconds of a prompt and of so many decoding steps after it."""
     engine = llm.engine
-    engine.truncate(0)
+    llm.context.truncate(0)
     start_s = time.perf_counter()
-    engine.prefill([5] * prompt)
+    engine.prefill(llm.context, [5] * prompt)
     middle_s = time.perf_counter()
     for _ in range(decode):
-        engine.decode(5)
+        engine.decode(llm.context, 5)
     return middle_s - start_s, time.perf_counter() - middle_s
 
 

@@ -71,12 +71,12 @@ class Hetero(Engine):
         """One prefill and the decode after it."""
         tokens = prompt_of(prompt_tokens, decode_tokens)
         engine = self._llm.engine
-        engine.truncate(0)
+        self._llm.context.truncate(0)
         start_s = time.perf_counter()
-        engine.prefill(tokens[:prompt_tokens])
+        engine.prefill(self._llm.context, tokens[:prompt_tokens])
         middle_s = time.perf_counter()
         for token in tokens[prompt_tokens:]:
-            engine.decode(token)
+            engine.decode(self._llm.context, token)
         return speeds(prompt_tokens, decode_tokens, start_s, middle_s)
 
 

@@ -18,6 +18,7 @@ import statistics
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.ops import WeightFormat
+from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
 from hetero.measuring.profiling import model_shapes
 from hetero.models import open_model
@@ -32,14 +33,14 @@ STEPS = 4  # of a round, of one token; of more, one
 Times = dict[str, list[float]]
 
 
-def measure_step(engine: Engine, m: int, times: Times) -> None:
+def measure_step(engine: Engine, context: Context, m: int, times: Times) -> None:
     """One step; the mean over the layers of every matmul in `times`."""
     if m == 1:
-        engine.truncate(CONTEXT)
-        engine.decode(5)
+        context.truncate(CONTEXT)
+        engine.decode(context, 5)
     else:
-        engine.truncate(0)
-        engine.prefill([5] * m)
+        context.truncate(0)
+        engine.prefill(context, [5] * m)
     step = engine.last_step
     end_s: float | None = None
     found: Times = {}
@@ -75,7 +76,8 @@ def main() -> None:
     )
     others = open_devices("gpu")
     workload = Workload(others.devices, clock=SystemClock())
-    engine.prefill([5] * CONTEXT)
+    context = engine.new_context()
+    engine.prefill(context, [5] * CONTEXT)
     engine.devices["gpu"].set_timing(True)
     shapes = {shape.name: shape for shape in model_shapes(loaded.spec())}
     steps: Times = {name: [] for name in shapes}
@@ -89,7 +91,7 @@ def main() -> None:
             workload.warm_up(runners[name])
     for _ in range(arguments.r):
         for _ in range(STEPS if arguments.m == 1 else 1):
-            measure_step(engine, arguments.m, steps)
+            measure_step(engine, context, arguments.m, steps)
         with pinned(others.control_core):
             for name, runner in runners.items():
                 profiled[name] += [workload.time(runner) for _ in range(2)]

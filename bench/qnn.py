@@ -415,16 +415,16 @@ def text(model: str, tokens: int = 30) -> None:
     """Greedy tokens of `--device npu` and `hetero` on QNN against numpy float64."""
     with LLM(model, device="npu", npu="reference") as llm:
         ids = llm.encode("Once upon a time")
-        expected = [llm.engine.prefill(ids).copy()]
+        expected = [llm.engine.prefill(llm.context, ids).copy()]
         while len(expected) < tokens:
             ids.append(int(expected[-1].argmax()))
-            expected.append(llm.engine.decode(ids[-1]).copy())
+            expected.append(llm.engine.decode(llm.context, ids[-1]).copy())
         answer = llm.model.tokenizer.decode(ids)
     start = len(ids) - tokens + 1
     for device in ("npu", "hetero"):
         with LLM(model, device=device, npu="qnn") as llm:  # type: ignore[arg-type]
-            got = [llm.engine.prefill(ids[:start]).copy()]
-            got += [llm.engine.decode(token).copy() for token in ids[start:]]
+            got = [llm.engine.prefill(llm.context, ids[:start]).copy()]
+            got += [llm.engine.decode(llm.context, token).copy() for token in ids[start:]]
         _compare(device, got, expected)
     print(answer)
 

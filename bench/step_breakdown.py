@@ -19,6 +19,7 @@ import statistics
 from collections import defaultdict
 
 import numpy as np
+from context_of import context_of
 from tensor_level import Drift
 
 from hetero.measuring.benchmark import environment
@@ -58,7 +59,7 @@ def predicted(engine: Engine, profile: DeviceProfile, phase: Phase, m: int, cont
 
 def on_host(engine: Engine) -> Cells:
     """Seconds of the last step on the control thread; the NPU's calls are among them."""
-    step, stamps = engine.last_step, engine.executor.stamps
+    step, stamps = engine.last_step, engine.last_run.stamps
     found = defaultdict[tuple[str, str], float](float)
     for at, (code, index, _, _) in enumerate(step.program):
         launch = step.launches[index]
@@ -88,12 +89,13 @@ def run(engine: Engine, phase: Phase, m: int, context: int, steps: int) -> Cells
     """Medians of every cell, and of the whole step as ("step", "")."""
     rng = np.random.default_rng(0)
     cells = defaultdict[tuple[str, str], list[float]](list)
-    engine.prefill(rng.integers(3, 1000, max(context, 1)).tolist())
+    where = context_of(engine)
+    engine.prefill(where, rng.integers(3, 1000, max(context, 1)).tolist())
     for look in (on_host, on_gpu):
         for i in range(steps + 2):
-            engine.truncate(context if i % 16 == 0 or phase == "prefill" else engine.position)
+            where.truncate(context if i % 16 == 0 or phase == "prefill" else len(where))
             tokens = rng.integers(3, 1000, m).tolist()
-            engine.prefill(tokens) if phase == "prefill" else engine.decode(tokens[0])
+            engine.prefill(where, tokens) if phase == "prefill" else engine.decode(where, tokens[0])
             if i >= 2:
                 for key, seconds in look(engine).items():
                     cells[key].append(seconds)

@@ -58,11 +58,11 @@ def cut_plan(spec: ModelSpec, share: float) -> ExecutionPlan:
 def decode(llm: LLM, tokens: int) -> float:
     """Tokens/s after a short prompt."""
     engine = llm.engine
-    engine.truncate(0)
-    engine.prefill(list(range(3, 35)))
+    llm.context.truncate(0)
+    engine.prefill(llm.context, list(range(3, 35)))
     start_s = time.perf_counter()
     for i in range(tokens):
-        engine.decode(3 + i)
+        engine.decode(llm.context, 3 + i)
     return tokens / (time.perf_counter() - start_s)
 
 
@@ -95,10 +95,11 @@ def main() -> None:
                     speeds[sync].append(speed)
         for sync, values in speeds.items():
             ratio = statistics.median(np.divide(speeds["fast"], values).tolist())
+            step = models[sync].engine.step(models[sync].context, "decode", 1)
             print(
                 f"| {level} | {sync} | {statistics.median(values):.1f} | {min(values):.1f} "
                 f"| {max(values):.1f} | {ratio:.3f} "
-                f"| {models[sync].engine.step('decode', 1).copied_bytes} |"
+                f"| {step.copied_bytes} |"
             )
         for llm in models.values():
             llm.close()

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from context_of import context_of
 from undisturbed import Layers, layers_of
 from undisturbed import seconds as undisturbed_s
 
@@ -220,9 +221,10 @@ def run_prompt(one: Contender, m: int) -> float:
     if isinstance(engine, Worker):
         return float(engine.ask(m))
     prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
-    engine.truncate(0)
+    where = context_of(engine)
+    where.truncate(0)
     start_s = time.perf_counter()
-    engine.prefill(prompt)
+    engine.prefill(where, prompt)
     return time.perf_counter() - start_s
 
 
@@ -258,13 +260,14 @@ def run_steps(one: Contender, tokens: int, context: int) -> list[float]:
     engine = one.engine
     if isinstance(engine, Worker):
         return list(engine.ask(tokens, context))
-    engine.truncate(min(context, engine.position))
-    if engine.position < context:
-        engine.prefill([5] * (context - engine.position))
+    where = context_of(engine)
+    where.truncate(min(context, len(where)))
+    if len(where) < context:
+        engine.prefill(where, [5] * (context - len(where)))
     steps = []
     for token in np.random.default_rng(0).integers(3, engine.config.vocab_size, tokens):
         start_s = time.perf_counter()
-        engine.decode(int(token))
+        engine.decode(where, int(token))
         steps.append(time.perf_counter() - start_s)
     return steps
 
@@ -273,15 +276,15 @@ def rest_s(one: Contender, phase: str, m: int) -> float:
     """Seconds of everything but the matmuls in a step on the GPU, by the driver's clock."""
     engine = one.engine
     assert isinstance(engine, Engine)
-    gpu = engine.devices["gpu"]
+    gpu, where = engine.devices["gpu"], context_of(engine)
     gpu.set_timing(True)
     sums = []
     for _ in range(3):
-        engine.truncate(0 if phase == "prefill" else min(CONTEXT, engine.position))
+        where.truncate(0 if phase == "prefill" else min(CONTEXT, len(where)))
         if phase == "prefill":
-            engine.prefill([5] * m)
+            engine.prefill(where, [5] * m)
         else:
-            engine.decode(5)
+            engine.decode(where, 5)
         step = engine.last_step
         spans = [
             c.span()

@@ -24,7 +24,7 @@ def layers_of(engine: Engine) -> Layers:
     """The last step's, by the ends of each layer's last call (`Device.set_timing` must be on where
     calls are asynchronous).
     """
-    step, stamps = engine.last_step, engine.executor.stamps
+    step, stamps = engine.last_step, engine.last_run.stamps
     stopped = {action.launch: stamps[at + 1] for at, action in enumerate(step.program)}
     ends: dict[int, float] = {}
     for place, launch in enumerate(step.launches):
