@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,11 +20,13 @@ import typer
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import StorageFormat
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape
+from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
 from hetero.runtime.engine import Engine
 from hetero.runtime.program import AHEAD, RUN, SUBMIT, WAIT
 
 MIB = 2**20
+_CONTEXTS: weakref.WeakKeyDictionary[Engine, Context] = weakref.WeakKeyDictionary()
 DATA = Path(__file__).parent / "data"
 LLAMA = "random:llama-3.2-1b"
 
@@ -106,20 +109,29 @@ def random_weight(storage: StorageFormat, n: int, k: int) -> PackedWeight:
     return PackedWeight(storage, n, k, data, scales)
 
 
+def context_of(engine: Engine) -> Context:
+    """The one context of an engine that a bench runs on."""
+    if engine not in _CONTEXTS:
+        _CONTEXTS[engine] = engine.new_context()
+    return _CONTEXTS[engine]
+
+
 def run_prompt(engine: Engine, m: int) -> float:
     """Seconds of a prompt of m tokens, the same ones every time."""
     prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
-    engine.truncate(0)
-    return timed(lambda: engine.prefill(prompt))
+    context = context_of(engine)
+    context.truncate(0)
+    return timed(lambda: engine.prefill(context, prompt))
 
 
-def run_steps(engine: Engine, tokens: int, context: int) -> list[float]:
-    """Seconds of each of so many decoding steps behind `context` tokens."""
-    engine.truncate(min(context, engine.position))
-    if engine.position < context:
-        engine.prefill([5] * (context - engine.position))
+def run_steps(engine: Engine, tokens: int, before: int) -> list[float]:
+    """Seconds of each of so many decoding steps behind `before` tokens."""
+    context = context_of(engine)
+    context.truncate(min(before, len(context)))
+    if len(context) < before:
+        engine.prefill(context, [5] * (before - len(context)))
     drawn = np.random.default_rng(0).integers(3, engine.config.vocab_size, tokens)
-    return [timed(lambda token=int(token): engine.decode(token)) for token in drawn]  # type: ignore[misc]
+    return [timed(lambda token=int(token): engine.decode(context, token)) for token in drawn]  # type: ignore[misc]
 
 
 class Span(NamedTuple):

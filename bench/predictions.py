@@ -12,7 +12,7 @@ import statistics
 from typing import Annotated
 
 import typer
-from common import Rounds, finish, new_app, table, timeline
+from common import Rounds, context_of, finish, new_app, table, timeline
 from parts.accuracy import accuracy
 from parts.in_turns import plans
 from parts.levels import CONTEXT, open_engine
@@ -38,8 +38,9 @@ def measure_step(engine: Engine, m: int, times: dict[str, list[float]]) -> None:
     """One step; the mean over the layers of every matmul in `times`, from the end of the kernel
     before it, by the driver's clock.
     """
-    engine.truncate(CONTEXT if m == 1 else 0)
-    engine.decode(5) if m == 1 else engine.prefill([5] * m)
+    context = context_of(engine)
+    context.truncate(CONTEXT if m == 1 else 0)
+    engine.decode(context, 5) if m == 1 else engine.prefill(context, [5] * m)
     spans = [span for span in timeline(engine) if span.what == "gpu"]
     found: dict[str, list[float]] = {}
     for before, span in itertools.pairwise(spans):
@@ -65,7 +66,7 @@ def kernels(
     engine = open_engine(single_device(loaded.spec(), "gpu"), loaded, max(CONTEXT, m) + 64)
     others = open_devices("gpu")
     workload = Workload(others.devices, clock=SystemClock())
-    engine.prefill([5] * CONTEXT)
+    engine.prefill(context_of(engine), [5] * CONTEXT)
     engine.devices["gpu"].set_timing(True)
     shapes = {shape.name: shape for shape in model_shapes(loaded.spec())}
     steps: dict[str, list[float]] = {name: [] for name in shapes}

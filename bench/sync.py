@@ -25,6 +25,7 @@ from common import (
     LLAMA,
     Rounds,
     Tokens,
+    context_of,
     finish,
     in_turns,
     new_app,
@@ -147,7 +148,9 @@ def decode_overhead(llm: LLM, tokens: int) -> tuple[float, float]:
         device.set_timing(True)
     run_prompt(engine, CONTEXT)
     steps = range(tokens + 4)
-    found = [(timed(lambda: engine.decode(5)), computing_s(engine)) for _ in steps]
+    found = [
+        (timed(lambda: engine.decode(context_of(engine), 5)), computing_s(engine)) for _ in steps
+    ]
     walls, computes = zip(*found[4:], strict=True)
     return statistics.median(walls), statistics.median(computes)
 
@@ -241,7 +244,7 @@ def cells_of(engine: Engine, *, timing: bool) -> Cells:
 def measure(engine: Engine, phase: Phase, m: int, context: int, steps: int) -> Cells:
     """Medians of every cell, and of the whole step as ("step", "")."""
     cells: dict[tuple[str, str], list[float]] = {}
-    engine.prefill([5] * max(context, 1))
+    engine.prefill(context_of(engine), [5] * max(context, 1))
     for timing in (False, True):
         for device in engine.devices.values():
             device.set_timing(timing)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,10 @@ class Hetero:
     def round(self, prompt: int, decode: int) -> dict[str, float]:
         """One prefill and the decode after it."""
         engine = self._llm.engine
-        engine.truncate(0)
-        return speeds(prompt, decode, engine.prefill, engine.decode)
+        context = self._llm.context
+        context.truncate(0)
+        run = partial(engine.prefill, context), partial(engine.decode, context)
+        return speeds(prompt, decode, *run)
 
 
 class LlamaCpp:

@@ -15,6 +15,7 @@ from common import (
     Rounds,
     Tokens,
     Worker,
+    context_of,
     finish,
     integers,
     run_prompt,
@@ -249,8 +250,12 @@ def rest_s(engine: Engine, phase: str, m: int) -> float:
     sums = []
     with timing(engine):
         for _ in range(3):
-            engine.truncate(0 if phase == "prefill" else min(CONTEXT, engine.position))
-            engine.prefill([5] * m) if phase == "prefill" else engine.decode(5)
+            context = context_of(engine)
+            context.truncate(0 if phase == "prefill" else min(CONTEXT, len(context)))
+            if phase == "prefill":
+                engine.prefill(context, [5] * m)
+            else:
+                engine.decode(context, 5)
             spans = (s for s in timeline(engine) if s.what == "gpu" and not s.is_matmul)
             sums.append(sum(span.seconds for span in spans))
     return statistics.median(sums)

@@ -44,7 +44,7 @@ class Chip:
     def __init__(self, profile: DeviceProfile) -> None:
         self.fast = {name: Planner(model_spec(x), profile) for name, x in MODELS.items()}
         sync = Overheads.slow(self.fast["Llama-8B"].cost)
-        self._slow = {x: Planner(model_spec(y), profile, sync=sync) for x, y in MODELS.items()}
+        self._slow = {x: Planner(model_spec(y), profile, overheads=sync) for x, y in MODELS.items()}
         self._llama = self.fast["Llama-8B"]
 
     def value(self, formula: str | float) -> float:

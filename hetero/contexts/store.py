@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
+from hetero.backends.errors import DeviceLostError
 from hetero.backends.host import forks
 from hetero.contexts.context import Context
 from hetero.contexts.kv_cache import Allocate, CacheLayout, KvCache
@@ -19,8 +20,9 @@ Admit: TypeAlias = Callable[[int], None]
 class ContextStore:
     """Opens contexts and knows those that are open; it keeps none of them alive.
 
-    The engine says what a cache is, where its memory comes from and, by `admit(count)`, which
-    raises `UserError`, whether so many contexts fit (`provide`). Any thread may open one.
+    The engine says what a cache is, where its memory comes from and, by its method `admit(count)`,
+    which raises `UserError`, whether so many contexts fit (`provide`). Any thread may open one. A
+    context that outlives its model does not keep its weights.
     """
 
     def __init__(self, lock: StepLock, identity: Identity, max_tokens: int) -> None:
@@ -32,7 +34,8 @@ class ContextStore:
 
     def provide(self, layout: CacheLayout, allocate: Allocate, admit: Admit) -> None:
         """Caches are like this from here on; contexts that are open move into such ones."""
-        self._layout, self._allocate, self._admit = layout, allocate, admit
+        self._layout, self._allocate = layout, allocate
+        self._admit = weakref.WeakMethod(admit)
         for context in self.open_contexts():
             context.move(KvCache(layout, allocate))
 
@@ -43,7 +46,10 @@ class ContextStore:
     def open(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
         with self._lock.held():
-            self._admit(len(self.open_contexts()) + 1)
+            admit = self._admit()
+            if admit is None:
+                raise DeviceLostError("engine", "opening a context", "the model is gone")
+            admit(len(self.open_contexts()) + 1)
             context = Context(self, KvCache(self._layout, self._allocate), waits=waits)
             self._open.add(context)
         return context

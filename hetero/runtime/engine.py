@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -136,7 +136,7 @@ class Engine:
         self.gpu_share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
         self._timed = False
         self._steps: OrderedDict[tuple[Phase, int, int, bool], Step] = OrderedDict()
-        self._last: Step | None = None
+        self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
         self._warmed = False
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
@@ -169,6 +169,7 @@ class Engine:
         layout = cache_layout(config, capacity)
         self.needs = needs_of(slots, layout, self.nodes, self.book, self.devices)
         check_memory(self.needs, self.devices, self._memory_budget_bytes)
+        self._admit(len(self.contexts.open_contexts()))
         self._groups = node_groups(self.nodes, plan.fused) if "npu" in self.devices else {}
         self.kernels = prepare_kernels(
             self.nodes, weights, self.book, self.devices, progress, self._groups
@@ -178,8 +179,7 @@ class Engine:
         owner = self.devices.get("npu") or self.devices["gpu"]
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
-        admit = partial(check_contexts, self.needs, budget_bytes=self._memory_budget_bytes)
-        self.contexts.provide(layout, owner.allocate, admit)
+        self.contexts.provide(layout, owner.allocate, self._admit)
         self._set_timing(False)
         with self._control():
             self.synchroniser = Synchroniser(
@@ -207,11 +207,15 @@ class Engine:
 
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
-        self._check_open()
         context = self.contexts.open(waits=waits)
         with self.lock.held():
             self._warm(context)
         return context
+
+    def _admit(self, count: int) -> None:
+        """Raise an error unless there is room for so many contexts."""
+        self._check_open()
+        check_contexts(self.needs, count, self._memory_budget_bytes)
 
     def _lower(self) -> None:
         """Lower steps anew, by the book as it is now."""
@@ -240,22 +244,22 @@ class Engine:
         Steps of other contexts may run between two items.
         """
         self.check(context, tokens)
-        for is_last in self._prompt_calls(context, tokens):
-            yield self._last_logits(context) if is_last else None
+        for step, is_last in self._prompt_calls(context, tokens):
+            yield self._last_logits(context, step) if is_last else None
 
     def decode(self, context: Context, token: int) -> npt.NDArray[np.float32]:
         """Append one token to a context; logits [vocab] after it."""
         self.check(context, (token,))
-        self._run(context, "decode", (token,), 1)
-        return self._last_logits(context)
+        step = self._run(context, "decode", (token,), 1)
+        return self._last_logits(context, step)
 
     def verify(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
         self.check(context, tokens)
         if len(tokens) > LONGEST_VERIFIED:
             raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
-        self._run(context, "decode", tokens, len(tokens))
-        return self._finite(context, self._logits(len(tokens)).copy())
+        step = self._run(context, "decode", tokens, len(tokens))
+        return self._finite(context, step, self._logits(step, len(tokens)).copy())
 
     def score(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
@@ -269,8 +273,9 @@ class Engine:
         for start in range(0, len(tokens), SCORING_PIECE):
             piece = tokens[start : start + SCORING_PIECE]
             for count in self.plan.steps(len(piece), SCORING_PIECE):
-                self._run(context, "prefill", piece[:count], count)
-                yield self._finite(context, self._logits(count).copy())
+                self._check_open()
+                step = self._run(context, "prefill", piece[:count], count)
+                yield self._finite(context, step, self._logits(step, count).copy())
                 piece = piece[count:]
 
     def step(
@@ -316,9 +321,12 @@ class Engine:
 
     @property
     def last_step(self) -> Step:
-        """The step that ran last, with its completions."""
-        assert self._last is not None
-        return self._last
+        """The step that ran last, with its completions, while its context is open and the cuts are
+        the same; for benchmarks and tests.
+        """
+        step = None if self._last is None else self._last()
+        assert step is not None
+        return step
 
     @property
     def last_run(self) -> StepRun:
@@ -365,7 +373,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _prompt_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[bool]:
+    def _prompt_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[tuple[Step, bool]]:
         """Call after call, and whether it was the last; what is left is cut anew where the plan has
         changed meanwhile.
         """
@@ -375,26 +383,27 @@ class Engine:
         while start < len(tokens):
             if self.plan is not plan:
                 plan, steps = self.plan, list(self.plan.steps(len(tokens) - start))
+            self._check_open()  # since the last call another thread may have closed it
             part = tokens[start : start + steps.pop(0)]
             start += len(part)
-            self._run(context, "prefill", part, 1 if start == len(tokens) else 0)
+            step = self._run(context, "prefill", part, 1 if start == len(tokens) else 0)
             if start < len(tokens):
-                self._check_stream(context, self.last_step.tokens)
-            yield start == len(tokens)
+                self._check_stream(context, step)
+            yield step, start == len(tokens)
 
-    def _run(self, context: Context, phase: Phase, tokens: Sequence[int], logit_rows: int) -> None:
+    def _run(self, context: Context, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
         try:
-            self._last = self._attempt(context, phase, tokens, logit_rows)
+            step = self._attempt(context, phase, tokens, logit_rows)
         except DeviceError as error:
             self._drop(error)
             if len(tokens) > self._longest:  # the other device has shorter calls
-                for _ in self._prompt_calls(context, tokens):
-                    pass
-                return
-            self._last = self._attempt(context, phase, tokens, logit_rows)
+                *_, (step, _) = self._prompt_calls(context, tokens)
+                return step
+            step = self._attempt(context, phase, tokens, logit_rows)
         context.advance(tokens)
         if self._adapter is not None and (change := self._adapter.proposal()) is not None:
             self._change_cuts(change)
+        return step
 
     def _change_cuts(self, change: Adaptation) -> None:
         """Go on with other cuts of the same kernels."""
@@ -406,7 +415,6 @@ class Engine:
     def _attempt(
         self, context: Context, phase: Phase, tokens: Sequence[int], logit_rows: int
     ) -> Step:
-        self._check_open()  # another thread may have closed the model since the last step
         gates = self.synchroniser.gates_now()
         step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
         slot = self.pool["tokens"].array
@@ -417,6 +425,7 @@ class Engine:
         self._set_timing(timed)
         with self._control():
             self._last_run = run = self.executor.run(step)
+        self._last = weakref.ref(step)
         if timed and self._adapter is not None:
             self._adapter.observe(step, run.stamps)
         self.copied_bytes += step.copied_bytes
@@ -478,22 +487,23 @@ class Engine:
         with pinned(self._control_core), timer_slack(1):
             yield
 
-    def _last_logits(self, context: Context) -> npt.NDArray[np.float32]:
-        return self._finite(context, self._logits(1)[0])
+    def _last_logits(self, context: Context, step: Step) -> npt.NDArray[np.float32]:
+        return self._finite(context, step, self._logits(step, 1)[0])
 
-    def _check_stream(self, context: Context, count: int) -> None:
+    def _check_stream(self, context: Context, step: Step) -> None:
         """As `_finite`, for a step without logits: the last token has seen all others."""
         slot = self.nodes[-1].slots["x"]  # what the output head would read
         if self._sync != "copy":  # where it would lie in the GPU's memory alone
-            self._finite(context, self.pool[slot].array[count - 1])
+            self._finite(context, step, self.pool[slot].array[step.tokens - 1])
 
-    def _finite(self, context: Context, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _finite(
+        self, context: Context, step: Step, values: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
         """The values. Raises `DeviceError`, and forgets the step's tokens, if any is not finite:
         names the operation and the device that wrote the first such value.
         """
         if all_finite(values):
             return values
-        step = self.last_step
         context.rewind(int(self.pool["position"].array[0]))
         if step.bell is not None:
             rows = len(np.atleast_2d(values))
@@ -510,10 +520,9 @@ class Engine:
             f"{why}; try other --weights, or --device {'npu' if launch.kind == 'gpu' else 'gpu'}",
         )
 
-    def _logits(self, rows: int) -> npt.NDArray[np.float32]:
-        """Logits [rows, vocab] of the last step: a view where they lie in one piece."""
-        assert self._last is not None
-        logits = self._last.logits
+    def _logits(self, step: Step, rows: int) -> npt.NDArray[np.float32]:
+        """Logits [rows, vocab] of the step that ran last: a view where they lie in one piece."""
+        logits = step.logits
         if isinstance(logits, Tensor):
             return logits.array[:rows]
         assert logits is not None
@@ -524,7 +533,8 @@ class Engine:
     def check(self, context: Context, tokens: Sequence[int]) -> None:
         """Raise what `prefill` would raise, without running anything."""
         self.check_tokens(tokens)
-        self.contexts.own(context).cache  # noqa: B018, raises where it is closed
+        if context.closed or context.home is not self.contexts:
+            self.contexts.own(context).cache  # noqa: B018, one of them raises
         if context.cached + len(tokens) > self.max_seq_len:
             raise ContextFullError(
                 f"{context.cached + len(tokens)} tokens do not fit the context of "

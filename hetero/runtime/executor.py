@@ -10,8 +10,8 @@ from typing import Any, cast
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion
 from hetero.runtime.lowering import Step
-from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT
-from hetero.runtime.usage import StepRun, Usage
+from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT
+from hetero.runtime.usage import StepRun
 
 DRAIN_DEADLINE_S = 5.0
 
@@ -24,15 +24,13 @@ class Executor:
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle of a step costs milliseconds
         try:
-            busy, stamps, slept = self._walk(step)
+            return StepRun(step.counts, *self._walk(step))
         except BaseException:  # Ctrl-C too: what is queued must not write into the next step
             drain(step)
             raise
         finally:
             if collecting:
                 gc.enable()
-        usage = {kind: Usage(n, busy[KINDS.index(kind)]) for kind, n in step.counts.items()}
-        return StepRun(usage=usage, stamps=stamps, slept=slept)
 
     def _walk(self, step: Step) -> tuple[list[float], list[float], list[float]]:
         """Run every action; busy seconds of each of `KINDS`, and stamps and sleeps of `StepRun`.

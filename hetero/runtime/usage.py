@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hetero.backends.protocol import DeviceKind
+from hetero.runtime.program import KINDS
 
 
 @dataclass
@@ -19,17 +22,23 @@ class Usage:
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRun:
+class StepRun(NamedTuple):
     """One run of a step.
 
-    `stamps` are its times: the start, then the end of every action, in seconds of
-    `time.perf_counter`; `slept` the seconds that each of its waits was asleep.
+    `counts` are the calls of each device, `busy` the seconds that each of `KINDS` was. `stamps` are
+    its times: the start, then the end of every action, in seconds of `time.perf_counter`; `slept`
+    the seconds that each of its waits was asleep.
     """
 
-    usage: dict[DeviceKind, Usage]
+    counts: Mapping[DeviceKind, int]
+    busy: Sequence[float]
     stamps: list[float]
     slept: list[float]
+
+    @property
+    def usage(self) -> dict[DeviceKind, Usage]:
+        """What each device did."""
+        return {kind: Usage(n, self.busy[KINDS.index(kind)]) for kind, n in self.counts.items()}
 
     @property
     def wall_s(self) -> float:
@@ -53,10 +62,12 @@ class Work:
     def add(self, run: StepRun, tokens: int) -> None:
         """A step of so many tokens ran."""
         self.tokens += tokens
-        for kind, usage in run.usage.items():
-            total = self.devices.setdefault(kind, Usage())
-            total.ops += usage.ops
-            total.busy_s += usage.busy_s
+        for kind, ops in run.counts.items():
+            total = self.devices.get(kind)
+            if total is None:
+                total = self.devices[kind] = Usage()
+            total.ops += ops
+            total.busy_s += run.busy[KINDS.index(kind)]
 
     def copy(self) -> Work:
         """As it is now."""

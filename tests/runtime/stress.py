@@ -14,7 +14,9 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,40 @@ def stress(folder: Path, steps: int, seed: int, sync: SyncMethod = "fast") -> in
     return done
 
 
+def stress_contexts(folder: Path, steps: int, seed: int, threads: int = 2) -> int:
+    """Threads that read answers on contexts of their own, at once, on late devices; how many steps
+    ran. Raises `AssertionError` unless every bit is that of one after the other.
+    """
+    rng = random.Random(seed)
+    count = PROMPT + max(1, steps // threads)
+    prompts = [
+        np.random.default_rng(rng.randrange(1 << 30)).integers(0, 263, count).tolist()
+        for _ in range(threads)
+    ]
+    with open_engine(folder, seed) as engine:
+        contexts = [engine.new_context() for _ in prompts]
+        wanted = [feed(engine, *each) for each in zip(contexts, prompts, strict=True)]
+        with late(engine, rng, contexts), ThreadPoolExecutor(threads) as pool:
+            found = list(pool.map(partial(feed, engine), contexts, prompts))
+    for got, want in zip(found, wanted, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    return sum(len(got) for got in found)
+
+
+def feed(engine: Engine, context: Context, tokens: list[int]) -> list[Any]:
+    """As `logits`, on a context, holding the devices for a step at a time."""
+    context.truncate(0)
+    found: list[Any] = []
+    for part in (tokens[:PROMPT], *tokens[PROMPT:]):
+        with engine.lock.held():
+            spoil(engine)
+            if isinstance(part, list):
+                found.append(engine.prefill(context, part).copy())
+            else:
+                found.append(engine.decode(context, part).copy())
+    return found
+
+
 def main() -> None:
     """Parse, stress, say how many steps were right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -147,7 +183,10 @@ def main() -> None:
     options = parser.parse_args()
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        done = stress(tiny_model(Path(folder)), options.steps, options.seed)
+        model = tiny_model(Path(folder))
+        done = stress(model, options.steps, options.seed)
+        for seed in range(options.steps // 500):
+            done += stress_contexts(model, 100, seed, threads=3)
     print(f"{done} steps right in {time.perf_counter() - start_s:.0f} s")
 
 

@@ -11,6 +11,7 @@ import pytest
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import open_device
+from hetero.contexts.context import Context
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
@@ -110,6 +111,33 @@ def test_a_device_that_drifts_gets_less_to_do_and_no_token_changes(
         assert after < before if slow == "gpu" else after > before
         assert answer(engine, 30) == wanted
         assert len(engine.adaptations) == 1, "it does not swing"
+
+
+def test_a_context_goes_on_elsewhere_after_the_cuts_changed(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """Saved on other cuts than those it was opened with, and read by a model that has the first."""
+    with make_engine(loaded) as engine:
+        before = engine.plan.plan_id
+        slow_down(engine, lambda: 1e-3, "gpu")
+        answer(engine, 30)
+        assert engine.adaptations
+        assert engine.plan.plan_id != before
+        context_of(engine).save(tmp_path / "c")
+        wanted = greedy(engine, context_of(engine), 10)
+    with make_engine(loaded, adapt=False) as engine:
+        assert engine.plan.plan_id == before
+        context = engine.new_context()
+        context.load(tmp_path / "c")
+        assert len(context) == len(TOKENS) + 30
+        assert greedy(engine, context, 10) == wanted
+
+
+def greedy(engine: Engine, context: Context, steps: int) -> list[int]:
+    found = [5]
+    for _ in range(steps):
+        found.append(int(np.argmax(engine.decode(context, found[-1]))))
+    return found
 
 
 def gpu_part(engine: Engine) -> int:

@@ -25,7 +25,7 @@ from hetero.models import open_model
 from hetero.runtime.lowering import Lowering
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
-from tests.runtime.stress import stress
+from tests.runtime.stress import stress, stress_contexts
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,11 @@ def folder(tmp_path_factory: Any) -> Path:
 def test_late_launches_and_flags_change_no_bit(folder: Path, seed: int, sync: Any) -> None:
     """The same for thousands of steps: `python -m tests.runtime.stress --steps 5000`."""
     assert stress(folder, 20, seed, sync) >= 20
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_threads_on_two_contexts_of_late_devices_change_no_bit(folder: Path, seed: int) -> None:
+    assert stress_contexts(folder, 40, seed) >= 40
 
 
 @pytest.mark.parametrize("launch", [0, 25, 90])

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.solver.plan import ExecutionPlan, OpPlan, PlanError, Rest, Tile, check_cover
+from hetero.backends.ops import WeightFormat
+from hetero.solver.plan import (
+    Candidate,
+    ExecutionPlan,
+    OpPlan,
+    PlanError,
+    Rest,
+    Tile,
+    check_cover,
+)
 
 
 def op(**changes: Any) -> OpPlan:
@@ -99,6 +108,43 @@ def test_the_id_follows_the_placement_and_nothing_else() -> None:
     assert base.plan_id == base.model_copy(update={"solve_s": 1.0}).plan_id
     moved = plan(op(tiles=[{"device": "gpu", "tokens": [0, None], "rows": [0, 64]}]))
     assert base.plan_id != moved.plan_id
+
+
+def test_predictions_have_no_part_in_the_id() -> None:
+    """A plan that adapts to other speeds and keeps its tiles keeps its id."""
+    base = plan(op(predicted_s=1.0))
+    entry = base.ops[0]
+    candidate = Candidate(strategy="npu-only", predicted_s=2.0, reason="slower")
+    changes: list[dict[str, Any]] = [
+        {"predicted_s": 1.1},
+        {"gpu_s": 0.5, "npu_s": 0.25, "energy_j": 3.0},
+        {"candidates": (candidate,)},
+    ]
+    for change in changes:
+        other = base.model_copy(update={"ops": (entry.model_copy(update=change),)})
+        assert other.plan_id == base.plan_id, change
+    two = base.model_copy(update={"ops": (entry, entry.model_copy(update={"m": 128}))})
+    assert two.plan_id == two.model_copy(update={"ops": two.ops[::-1]}).plan_id
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"order": "permuted"},
+        {"precision": WeightFormat.W4A8},
+        {"device": "gpu"},
+        {"graph_size": 512},
+        {"rows": (0, 32)},
+    ],
+)
+def test_every_field_of_a_tile_has_a_part_in_the_id(change: dict[str, Any]) -> None:
+    base = plan(op())
+    entry = base.ops[0]
+    tile = entry.tiles[0].model_copy(update=change)
+    other = base.model_copy(
+        update={"ops": (entry.model_copy(update={"tiles": (tile, *entry.tiles[1:])}),)}
+    )
+    assert other.plan_id != base.plan_id
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Small random models on every kind of plan, for tests of contexts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from hetero import LLM
+from hetero.models import open_model
+from hetero.solver.handmade import single_device
+from hetero.solver.plan import ExecutionPlan
+from tests.runtime.plans import random_plan
+
+GRAPHS = (1, 2, 4, 8, 32, 64)
+VOCABULARY = 263
+# name: (device kinds, backends)
+WAYS: dict[str, dict[str, Any]] = {
+    "gpu": {"gpu": "opencl"},
+    "npu": {"npu": "ort-cpu"},
+    "tensor level": {"gpu": "opencl", "npu": "ort-cpu"},
+    "tensor level, rest on the npu": {"gpu": "opencl", "npu": "ort-cpu"},
+    "reference npu": {"npu": "reference"},
+}
+
+
+def plan_of(folder: Path, way: str) -> ExecutionPlan:
+    """All on one device, or every matmul cut."""
+    spec = open_model(str(folder), weights="f32").spec()
+    if len(WAYS[way]) == 1:
+        return single_device(spec, next(iter(WAYS[way])))  # type: ignore[arg-type]
+    rest = "npu" if "rest" in way else "gpu"
+    return random_plan(
+        spec, 40, GRAPHS, random.Random(3), strategies=["hybrid-cut", "row-cut"], rest=rest
+    )
+
+
+def open_llm(folder: Path, way: str, **options: Any) -> LLM:
+    """The model on that plan, or on another one for the same devices."""
+    options = {"max_seq_len": 120, "plan": plan_of(folder, way)} | options
+    return LLM(str(folder), weights="f32", **WAYS[way], **options)
