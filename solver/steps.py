@@ -12,8 +12,9 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName, Share
-from hetero.profiler.predict import other_s, padded_count
+from hetero.profiler.predict import op_name, other_s, padded_count
 from hetero.profiler.records import OtherPredictor
+from hetero.profiler.substitutes import Substitution
 from hetero.solver.options import GPU, HOST, Option, Sync
 
 # What operators do, for people.
@@ -72,6 +73,18 @@ class RestCosts:
             return [f"no {kind}"]
         checks = [self.cost.allowed_op(kind, share.op, 1) for _, share in self._shares]
         return [check.reason for check in checks if not check]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is predicted from something else, for people."""
+        found: dict[str, None] = {}
+        for kind in self.devices:
+            for _, share in self._shares:
+                name = op_name(share.op)
+                source = self.cost.measured_as(kind, name)
+                if source is not None and source != name:
+                    found[Substitution(name, source).note] = None
+        return tuple(found)
 
     def on(self, kind: DeviceKind, m: int, context: int) -> Rests:
         """Times of m tokens after `context` others on one of `devices`."""

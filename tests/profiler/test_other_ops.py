@@ -14,6 +14,7 @@ from hetero.profiler.other_ops import (
     OtherMeter,
     fit_others,
     layer_bytes,
+    reference_ops,
     sizes_of,
 )
 from hetero.profiler.predict import other_s
@@ -152,5 +153,5 @@ def test_the_model_that_is_measured_for_weighs_most() -> None:
             if row.m <= DECODE_TOKENS and row.sizes["heads"] == small.heads
         )
 
-    (alike,), (own,) = fit_others(rows), fit_others(rows, small)
+    (alike,), (own,) = fit_others(rows), fit_others(rows, reference_ops(small, WeightFormat.F32))
     assert error(own) < 0.02 < error(alike)
