@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hetero.backends.ops import Add, MatMul
 from hetero.models import model_spec
 from hetero.models.random_models import KNOWN_MODELS
+from hetero.profiler.cost import CostModel
+from hetero.profiler.model_graph import Node
 from hetero.profiler.other_ops import BLOCKS, graph_ops, reference_ops
 from hetero.profiler.predict import op_name
 from hetero.profiler.records import DeviceProfile
@@ -107,6 +111,33 @@ def test_a_parallel_block_has_nothing_between_o_and_gate_up() -> None:
     assert list(serial.solve(Scenario("prefill", 256)).rests.behind) == [
         "qkv", "o", "gate_up", "down",
     ]  # fmt: skip
+
+
+def test_a_matmul_that_is_not_cut_is_priced_where_it_runs() -> None:
+    """A second contribution to o's outputs, over other columns: two more nodes behind it."""
+    graph, profile = model_spec("llama-3.2-1b"), DeviceProfile.load("host")
+    shadow = MatMul(n=2048, k=2048, weight_format=graph.weight_format)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        last = node.name.rpartition(".")[2] == "post_norm"
+        if last:
+            ports = {"x": "t", "residual": "shadow", "y": "sum"}
+            name = f"layer{node.layer}.shadow"
+            slots = {"x": "attended", "y": "shadow"}
+            nodes.append(Node(name=name, op=shadow, slots=slots, layer=node.layer))
+            nodes.append(Node(name=f"{name}_add", op=Add(d=2048), slots=ports, layer=node.layer))
+        nodes.append(replace(node, slots=node.slots | ({"residual": "sum"} if last else {})))
+    longer = graph.model_copy(update={"nodes": tuple(nodes)})
+    scenario = Scenario("prefill", 256)
+    without, with_it = (Planner(x, profile).single(scenario, "gpu") for x in (graph, longer))
+    assert without is not None
+    assert with_it is not None
+    cost = CostModel(profile)
+    more_s = float(cost.matmul_s("gpu", graph.weight_format, 256, 2048, 2048).seconds)
+    more_s += float(cost.other_s("gpu", Add(d=2048), 256).seconds)
+    assert with_it.seconds - without.seconds == pytest.approx(16 * more_s)
+    plan = make_plan(longer, profile, PlanRequest(seq_lens=(256,)))
+    assert plan.totals[0].rest_s.keys() == {"head", "attention", "o", "activation", "norm"}
 
 
 def test_a_report_draws_a_parallel_block_as_it_runs() -> None:
