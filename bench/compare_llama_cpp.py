@@ -30,8 +30,8 @@ from hetero.backends.ops import WeightFormat
 from hetero.generation.llm import LLM
 from hetero.measuring.benchmark import environment
 from hetero.models import model_spec
+from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.program import RUN, SUBMIT
-from hetero.solver.model_spec import ModelSpec
 
 CONTEXT = 4096
 
@@ -115,7 +115,7 @@ class Hetero(Engine):
         return found
 
 
-def write_gguf(spec: ModelSpec, path: Path) -> None:
+def write_gguf(spec: ModelGraph, path: Path) -> None:
     """A GGUF of random Q4_0 weights with the shapes of `spec`, tied output."""
     import gguf
 
@@ -146,7 +146,7 @@ def write_gguf(spec: ModelSpec, path: Path) -> None:
     writer.close()
 
 
-def _gguf_tensors(spec: ModelSpec) -> list[tuple[str, np.ndarray[Any, Any]]]:
+def _gguf_tensors(spec: ModelGraph) -> list[tuple[str, np.ndarray[Any, Any]]]:
     random = np.random.default_rng(0)
     d, f = spec.hidden_size, spec.intermediate_size
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -18,10 +18,10 @@ import numpy as np
 from hetero.measuring.benchmark import environment
 from hetero.models import LoadedModel, open_model
 from hetero.placement.device_set import open_devices
+from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.engine import Engine
 from hetero.runtime.lowering import Step
 from hetero.solver.handmade import single_device
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
 
 CONTEXT = 256
@@ -48,7 +48,7 @@ class Variant:
                 self.seconds.append(time.perf_counter() - start_s)
 
 
-def cut(spec: ModelSpec, share: float, rest: str) -> ExecutionPlan:
+def cut(spec: ModelGraph, share: float, rest: str) -> ExecutionPlan:
     """Row-cut of every matmul, the GPU's share of the rows last."""
     entries = []
     for matmul in spec.matmuls:

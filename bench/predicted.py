@@ -45,10 +45,10 @@ from hetero.measuring.step_cost import measure_step_s
 from hetero.models import LoadedModel, open_model
 from hetero.placement.device_set import open_devices
 from hetero.profiler.measure import Reference
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import Options
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.profiler.session import Session
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Scenario
 from hetero.solver.prompts import call_scenarios
 from hetero.solver.repredict import repredict
@@ -204,7 +204,7 @@ def steps_of(one: Contender, test: str) -> list[Scenario]:
 
 
 def predicted_s(
-    one: Contender, spec: ModelSpec, profile: DeviceProfile, tests: list[str]
+    one: Contender, spec: ModelGraph, profile: DeviceProfile, tests: list[str]
 ) -> dict[str, float]:
     """Seconds of every test by a profile."""
     wanted = {

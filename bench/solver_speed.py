@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from hetero.backends.host.files import atomic_write
 from hetero.models import model_spec
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.planner import Planner, Scenario
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.request import PlanRequest
@@ -53,7 +53,7 @@ class Speed(NamedTuple):
         return self.plan_s <= PLAN_BOUND_S and self.query_worst_s <= QUERY_BOUND_S
 
 
-def measure(spec: ModelSpec, profile: DeviceProfile, rounds: int) -> Speed:
+def measure(spec: ModelGraph, profile: DeviceProfile, rounds: int) -> Speed:
     """All figures of one profile."""
     request = PlanRequest(seq_lens=TEN_LENGTHS)
     plans = [_timed(lambda: make_plan(spec, profile, request)) for _ in range(rounds)]

@@ -20,9 +20,9 @@ import numpy as np
 from hetero.generation.llm import LLM
 from hetero.measuring.benchmark import environment
 from hetero.models import open_model, random_models
+from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.sync import SyncMethod
 from hetero.solver.handmade import layer_level
-from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
 
 METHODS: tuple[SyncMethod, ...] = ("fast", "event", "finish", "copy")
@@ -36,7 +36,7 @@ def add_model() -> None:
     known[NAME] = random_models._config("llama", (512, 1408, 16, 8, 4, 64, 32000), 2048, 1e4, 1e-5)
 
 
-def cut_plan(spec: ModelSpec, share: float) -> ExecutionPlan:
+def cut_plan(spec: ModelGraph, share: float) -> ExecutionPlan:
     """The NPU has this share of the rows of every matmul in decoding, all of them in prompts."""
     entries = []
     for matmul in spec.matmuls:

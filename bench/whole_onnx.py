@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from hetero.solver.model_spec import ModelSpec
+from hetero.profiler.model_graph import ModelGraph
 
 MS = "com.microsoft"
 BLOCK = 32
@@ -77,7 +77,7 @@ def dequantised(blocks: Array) -> Array:
     return (values * scales).reshape(n, -1).astype(np.float16)
 
 
-def write_onnx(spec: ModelSpec, tensors: dict[str, Array], folder: Path, context: int) -> Path:
+def write_onnx(spec: ModelGraph, tensors: dict[str, Array], folder: Path, context: int) -> Path:
     """Write the model and GenAI's configuration to a folder; returns the model's path."""
     graph = Graph(tensors, context)
     _ends_in(graph, spec)
@@ -96,7 +96,7 @@ def write_onnx(spec: ModelSpec, tensors: dict[str, Array], folder: Path, context
     return path
 
 
-def _ends_in(graph: Graph, spec: ModelSpec) -> None:
+def _ends_in(graph: Graph, spec: ModelGraph) -> None:
     """Embedding, rotary tables, lengths, the first norm."""
     for name, value in (("minus1", [-1]), ("end", [2**31]), ("axis1", [1]), ("one", 1)):
         graph.constant(name, np.array(value, np.int64))
@@ -118,7 +118,7 @@ def _ends_in(graph: Graph, spec: ModelSpec) -> None:
     graph.node("SimplifiedLayerNormalization", ["x", weight], ["h0"], **norm)
 
 
-def _block(graph: Graph, spec: ModelSpec, i: int) -> None:
+def _block(graph: Graph, spec: ModelGraph, i: int) -> None:
     """Attention and feed-forward of a layer, and the norm that follows."""
     stream = "x" if i == 0 else f"s{i}"
     q, k, v = (
@@ -156,7 +156,7 @@ def _skip_norm(graph: Graph, weight: str, x: str, added: str, out: str, total: s
     )  # fmt: skip
 
 
-def _inputs(spec: ModelSpec) -> list[Any]:
+def _inputs(spec: ModelGraph) -> list[Any]:
     cache = ["1", spec.kv_heads, "past", spec.head_dim]
     return [
         helper.make_tensor_value_info("input_ids", I64, [1, "tokens"]),
@@ -169,7 +169,7 @@ def _inputs(spec: ModelSpec) -> list[Any]:
     ]
 
 
-def _outputs(spec: ModelSpec) -> list[Any]:
+def _outputs(spec: ModelGraph) -> list[Any]:
     return [
         helper.make_tensor_value_info("logits", F32, [1, 1, spec.vocab_size]),
         *(
@@ -182,7 +182,7 @@ def _outputs(spec: ModelSpec) -> list[Any]:
     ]
 
 
-def _genai(spec: ModelSpec, context: int) -> dict[str, Any]:
+def _genai(spec: ModelGraph, context: int) -> dict[str, Any]:
     """GenAI's description of the graph, for two threads."""
     options = {"log_id": "genai", "provider_options": [], "intra_op_num_threads": 2}
     return {
