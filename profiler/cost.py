@@ -30,6 +30,7 @@ from hetero.profiler.records import (
     PreparationPredictor,
     typical,
 )
+from hetero.profiler.substitutes import SUBSTITUTES, stand_in
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
@@ -172,14 +173,24 @@ class CostModel:
         return seconds
 
     def other(self, device: DeviceKind, op: Op) -> OtherPredictor:
-        """What predicts an operation that is not a matmul. Raises `ProfileError` without one."""
-        predictor = self._others.get((device, predict.op_name(op)))
-        if predictor is None:
+        """What predicts an operation that is not a matmul: its own times, or those of a similar one
+        by its bytes. Raises `ProfileError` without either.
+        """
+        name = predict.op_name(op)
+        source = self._others.get((device, self.measured_as(device, name) or name))
+        if source is None:
             raise ProfileError(
-                f"profile {self.profile.name} has no times of {predict.op_name(op)} on {device}: "
+                f"profile {self.profile.name} has no times of {name} on {device}: "
                 "measure them with `hetero profile`"
             )
-        return predictor
+        return source if source.op == name else stand_in(source, name)
+
+    def measured_as(self, device: DeviceKind, name: str) -> str | None:
+        """The operation whose times predict one by that name (`predict.op_name`): itself, or what
+        stands in for it (`substitutes`); None if the profile has neither.
+        """
+        names = (name, *SUBSTITUTES.get(name, ()))
+        return next((found for found in names if (device, found) in self._others), None)
 
     def allowed(
         self,
@@ -204,12 +215,15 @@ class CostModel:
         return Allowed(True)
 
     def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:  # noqa: ARG002
-        """Whether an operation that is not a matmul was measured and computes correctly."""
+        """Whether an operation that is not a matmul (or what stands in for it) was measured and
+        computes correctly.
+        """
         name = predict.op_name(op)
-        if (device, name) not in self._others:
+        source = self.measured_as(device, name)
+        if source is None:
             return Allowed(False, f"{name} was not measured on {device}")
         for entry in self.profile.quarantined:
-            if (entry.device, entry.op) == (device, name):
+            if entry.device == device and entry.op in (name, source):
                 return Allowed(False, f"quarantined: {entry.detail}")
         return Allowed(True)
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.ops import Op, WeightFormat
 from hetero.profiler import grid
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
 from hetero.profiler.measure import Settings
-from hetero.profiler.other_ops import BLOCKS, Block
+from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.other_ops import BLOCKS, Block, graph_ops, sizes_of
+from hetero.profiler.predict import op_name
 
 DEFAULT_BUDGET_S: Final = 600.0
 QUICK_BUDGET_S: Final = 50.0
@@ -33,8 +35,8 @@ class Options:
     shapes         a model's matmuls; empty: the default grid
     weight_formats formats; the first is also that of the reference kernels
     tokens         token counts; empty: the default ones
-    blocks         models whose kernels besides matmuls are timed, of a quick profile the first;
-                   with `shapes` the first is that model
+    blocks         sizes at which kernels besides matmuls are timed, of a quick profile the first
+    graph          the one model that the profile is for, with `shapes`: its own kernels come first
     cold_bytes     read between two uses of a weight: a small model's other weights, which leave it
                    in the caches; None: more than all caches hold
     share          largest part of the grid that is measured (active sampling chooses which)
@@ -49,6 +51,7 @@ class Options:
     weight_formats: tuple[WeightFormat, ...] = (WeightFormat.W4A16,)
     tokens: tuple[int, ...] = ()
     blocks: tuple[Block, ...] = BLOCKS
+    graph: ModelGraph | None = None
     cold_bytes: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
     share: float = 1.0
@@ -67,9 +70,9 @@ class Options:
             )
 
     @property
-    def own_block(self) -> Block | None:
-        """The block of the one model that is measured for."""
-        return self.blocks[0] if self.shapes else None
+    def own_ops(self) -> list[Op]:
+        """Operations of the one model that is measured for, besides its matmuls."""
+        return [] if self.graph is None else graph_ops(self.graph)
 
     def grid_pairs(self) -> tuple[tuple[int, int], ...]:
         """(n, k) to measure."""
@@ -90,6 +93,7 @@ class Options:
             "tokens": list(self.grid_tokens()),
             "weight_formats": [f.value for f in self.weight_formats],
             "blocks": [list(block) for block in self.blocks],
+            "own": [[op_name(op), sizes_of(op)] for op in self.own_ops],
             "cold_bytes": self.cold_bytes,
             "share": self.share,
             "seed": self.seed,

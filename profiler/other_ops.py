@@ -1,9 +1,10 @@
-"""The kernels of a decoder block that are not matmuls: checked, timed, and fitted to their work."""
+"""The kernels of models that are not matmuls: checked, timed, and fitted to their work."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +29,7 @@ from hetero.backends.reference.compute import program
 from hetero.backends.weights import ROW_BLOCK
 from hetero.profiler import canary
 from hetero.profiler.fit import fit_nonnegative
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
 from hetero.profiler.records import (
     DECODE_TOKENS,
@@ -40,6 +42,7 @@ from hetero.profiler.stats import relative_errors, summarize
 from hetero.profiler.workload import WeightPool, leads_for, time_behind, time_calls
 
 CAPACITY: Final = 2048
+VOCABULARY: Final = 4096
 CHECKED_TOKENS: Final = 32
 SAMPLES: Final = 9
 SAMPLE_S: Final = 2e-3
@@ -91,18 +94,64 @@ class Matmuls(NamedTuple):
     leads: int
 
 
-def block_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
-    """Every operation of a block that is not a matmul, and the embedding."""
+def reference_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
+    """Every kind of operation that some architecture has between its matmuls, at these sizes."""
     h, g, d = block.heads, block.kv_heads, block.head_dim
     return [
         ops.RMSNorm(d=block.d, eps=EPS),
         ops.RMSNorm(d=block.d, eps=EPS, add=True),
+        ops.LayerNorm(d=block.d, eps=EPS),
+        ops.LayerNorm(d=block.d, eps=EPS, add=True),
         ops.Rope(heads=h, kv_heads=g, head_dim=d, theta=1e4, max_position=CAPACITY),
         ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY),
         ops.GatedAct(f=block.f),
+        ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
-        ops.Embed(vocab=4096, d=block.d, weight_format=weight_format),
+        ops.AddPositions(d=block.d, rows=CAPACITY),
+        ops.Embed(vocab=VOCABULARY, d=block.d, weight_format=weight_format),
     ]
+
+
+def graph_ops(graph: ModelGraph) -> list[Op]:
+    """A model's operations between its matmuls, as they are timed: with caches of `CAPACITY` tokens
+    (whose windows are none where they are as long) and a small vocabulary.
+    """
+    found: dict[Op, None] = {}
+    for op in graph.with_capacity(CAPACITY).others:
+        match op:
+            case ops.Attention() if op.window >= CAPACITY:
+                found[replace(op, window=0)] = None
+            case ops.MatMul():  # timed with the others of its kind
+                pass
+            case ops.Embed():
+                found[replace(op, vocab=min(op.vocab, VOCABULARY))] = None
+            case _:
+                found[op] = None
+    return list(found)
+
+
+def wanted_ops(
+    weight_format: WeightFormat, *, quick: bool, blocks: Sequence[Block], graph: ModelGraph | None
+) -> list[tuple[Op, int]]:
+    """Operations to time, each with the bytes of a layer: those of `graph` first, then those of the
+    reference blocks that have other sizes; of a quick profile every kind at one size.
+    """
+    found: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Op, int]] = {}
+
+    def add(op: Op, nbytes: int) -> None:
+        found.setdefault((op_name(op), frozenset(sizes_of(op).items())), (op, nbytes))
+
+    if graph is not None:
+        matmuls = [(x.n, x.k) for x in graph.matmuls if x.count == graph.layers]
+        nbytes = _rounded(weight_bytes(weight_format, n, k) for n, k in matmuls)
+        for op in graph_ops(graph.with_weight_format(weight_format)):
+            add(op, nbytes)
+    for block in blocks[:1] if quick else blocks:
+        known = {name for name, _ in found} if quick else set()
+        for op in reference_ops(block, weight_format):
+            if op_name(op) not in known:
+                add(op, layer_bytes(block, weight_format))
+    return list(found.values())
 
 
 def layer_bytes(block: Block, weight_format: WeightFormat) -> int:
@@ -110,28 +159,35 @@ def layer_bytes(block: Block, weight_format: WeightFormat) -> int:
     heads = block.heads * block.head_dim
     kv_heads = block.kv_heads * block.head_dim
     outputs = 2 * heads + 2 * kv_heads + 3 * block.f  # q and o, k and v, gate, up and down
-    return int(weight_bytes(weight_format, outputs, block.d)) // 8 * 8
+    return _rounded([weight_bytes(weight_format, outputs, block.d)])
+
+
+def _rounded(sizes: Iterable[float]) -> int:
+    return int(sum(sizes)) // 8 * 8
 
 
 def cases(
-    device: DeviceRecord, weight_format: WeightFormat, *, quick: bool, blocks: Sequence[Block]
+    device: DeviceRecord,
+    weight_format: WeightFormat,
+    *,
+    quick: bool,
+    blocks: Sequence[Block],
+    graph: ModelGraph | None = None,
 ) -> list[Case]:
-    """What to time on a device."""
+    """What to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
     graphs = device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
     padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
     tokens = [m for m in padded if not graphs or m in graphs]
     found = []
-    for block in blocks[:1] if quick else blocks:
-        nbytes = layer_bytes(block, weight_format)
-        for op in block_ops(block, weight_format):
-            contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
-            found += [
-                Case(op, m, context, nbytes)
-                for m in tokens
-                for context in contexts
-                if context + m <= CAPACITY and not (m > 256 and context)
-            ]
+    for op, nbytes in wanted_ops(weight_format, quick=quick, blocks=blocks, graph=graph):
+        contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
+        found += [
+            Case(op, m, context, nbytes)
+            for m in tokens
+            for context in contexts
+            if context + m <= CAPACITY and not (m > 256 and context)
+        ]
     return found
 
 
@@ -373,6 +429,8 @@ class OtherMeter:
         if isinstance(op, ops.Embed):
             return self._pool.weight(op.weight_format.storage, op.vocab, op.d)
         width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
+        if isinstance(op, ops.AddPositions):
+            width *= op.rows
         return self._rng.uniform(0.5, 1.5, width).astype(np.float32)
 
 
@@ -386,17 +444,17 @@ def sizes_of(op: Op) -> dict[str, int]:
 
 
 def fit_others(
-    rows: Iterable[tuple[OtherRow, Op]], own: Block | None = None
+    rows: Iterable[tuple[OtherRow, Op]], own: Iterable[Op] = ()
 ) -> tuple[OtherPredictor, ...]:
     """One predictor for each device and kind of operation: non-negative weights of its work.
 
-    `own` is the block of the one model that the profile is for: others, whose tensors may lie in
-    other caches (attention of eight times as many heads), say little about its times.
+    `own` are the operations of the one model that the profile is for: others, whose tensors may lie
+    in other caches (attention of eight times as many heads), say little about its times.
     """
     groups: dict[tuple[DeviceKind, str], list[tuple[OtherRow, Op]]] = {}
     for row, op in rows:
         groups.setdefault((row.device, row.op), []).append((row, op))
-    known = [] if own is None else [sizes_of(op) for op in block_ops(own, WeightFormat.F32)]
+    known = [sizes_of(op) for op in own]
     return tuple(
         _fit_one(kind, name, found, known) for (kind, name), found in sorted(groups.items())
     )

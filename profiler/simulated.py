@@ -54,12 +54,11 @@ class _Times:
         self.known = {
             (p.device, p.weight_format, p.order): p.weight_format for p in cost.profile.predictors
         }
-        self.others = {(p.device, p.op) for p in cost.profile.other_predictors}
 
     def __call__(self, op: Op, m: int) -> float:
         if isinstance(op, MatMul):
             return self._matmul(op, m)
-        if (self.kind, op_name(op)) not in self.others:
+        if self.cost.measured_as(self.kind, op_name(op)) is None:
             return 0.0
         return float(self.cost.other_s(self.kind, op, m, self.context).seconds)
 

@@ -196,13 +196,14 @@ class Surroundings:
                 self.weight_format,
                 quick=self.options.quick,
                 blocks=self.options.blocks,
+                graph=self.options.graph,
             )
             good = self._good(meter, dict.fromkeys(case.op for case in cases), quarantined)
             timed += [(meter.time(case), case.op) for case in cases if case.op in good]
         return [
             Others(
                 rows=tuple(row for row, _ in timed),
-                predictors=other_ops.fit_others(timed, self.options.own_block),
+                predictors=other_ops.fit_others(timed, self.options.own_ops),
                 quarantined=tuple(quarantined),
             )
         ]

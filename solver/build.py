@@ -86,7 +86,7 @@ def assemble(
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,
         model_fingerprint=planner.model_fingerprint,
-        notes=tuple(notes),
+        notes=(*notes, *planner.notes),
     )
 
 

@@ -133,13 +133,6 @@ class OpPlan(_Record):
         tiles = (tile.clipped(m) for tile in self.tiles if tile.tokens[0] < m)
         return self.model_copy(update={"m": m, "tiles": tuple(tiles)})
 
-    def for_any_length(self) -> OpPlan:
-        """A whole matmul's entry for every token count. Raises `PlanError` for a cut one."""
-        if len(self.tiles) > 1:
-            raise PlanError(f"{self.phase} {self.op}: a cut matmul holds for {self.m} tokens alone")
-        tile = self.tiles[0].model_copy(update={"tokens": (0, None), "graph_size": None})
-        return self.model_copy(update={"m": None, "tiles": (tile,)})
-
     def _cuts_tokens(self) -> bool:
         return any(tile.tokens != (0, None) for tile in self.tiles)
 

@@ -333,6 +333,11 @@ class Planner:
     def _rest_costs(self) -> RestCosts:
         return RestCosts(self.cost, self.spec, self.overheads)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to say of the operators' times."""
+        return self._rest_costs.notes
+
     @cached_property
     def model_fingerprint(self) -> str:
         """Twelve hexadecimal digits of the shapes."""

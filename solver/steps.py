@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeAlias
 
-from hetero.backends.ops import Act, Attention, GatedAct, LayerNorm, RMSNorm, Rope
+from hetero.backends.ops import Act, Attention, GatedAct, LayerNorm, MatMul, Op, RMSNorm, Rope
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.cost import CostModel
+from hetero.profiler.cost import Allowed, CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName, Share
-from hetero.profiler.predict import other_s, padded_count
-from hetero.profiler.records import OtherPredictor
+from hetero.profiler.predict import op_name, other_s, padded_count
+from hetero.profiler.substitutes import Substitution
 from hetero.solver.options import GPU, HOST, Option
 from hetero.solver.overheads import Overheads
 
@@ -27,6 +28,7 @@ KINDS: Final[dict[type, str]] = {
     Act: "activation",
 }
 KEPT: Final = 1024  # times that are remembered
+Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of those before them
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class RestCosts:
             *((stage.name, share) for stage in stages for share in stage.behind),
         ]
         kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
-        self._predictors: dict[DeviceKind, list[OtherPredictor]] = {}
+        self._timers: dict[DeviceKind, list[Timer]] = {}
         reasons = {kind: self._reasons(kind) for kind in kinds}
         self.devices = tuple(kind for kind in kinds if not reasons[kind])
         if not self.devices:
@@ -71,8 +73,25 @@ class RestCosts:
     def _reasons(self, kind: DeviceKind) -> list[str]:
         if kind not in self.cost.profile.devices:
             return [f"no {kind}"]
-        checks = [self.cost.allowed_op(kind, share.op, 1) for _, share in self._shares]
+        checks = [self._allowed(kind, share.op) for _, share in self._shares]
         return [check.reason for check in checks if not check]
+
+    def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
+        if isinstance(op, MatMul):  # one that is not cut
+            return self.cost.allowed(kind, op.weight_format, 1, op.n, op.k, op.order)
+        return self.cost.allowed_op(kind, op, 1)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is predicted from something else, for people."""
+        found: dict[str, None] = {}
+        for kind in self.devices:
+            for _, share in self._shares:
+                name = op_name(share.op)
+                source = self.cost.measured_as(kind, name)
+                if source is not None and source != name:
+                    found[Substitution(name, source).note] = None
+        return tuple(found)
 
     def on(self, kind: DeviceKind, m: int, context: int) -> Rests:
         """Times of m tokens after `context` others on one of `devices`."""
@@ -84,18 +103,26 @@ class RestCosts:
         return self._known[key]
 
     def _rests(self, kind: DeviceKind, m: int, context: int) -> Rests:
-        if kind not in self._predictors:
-            self._predictors[kind] = [self.cost.other(kind, x.op) for _, x in self._shares]
+        if kind not in self._timers:
+            self._timers[kind] = [_timer(self.cost, kind, share.op) for _, share in self._shares]
         tokens = padded_count(self.cost.device(kind), m)
         times: dict[OpName | None, float] = {None: 0.0}
-        for (name, share), predictor in zip(self._shares, self._predictors[kind], strict=True):
-            seconds = share.times * other_s(predictor, share.op, tokens, context)
-            times[name] = times.get(name, 0.0) + seconds
+        for (name, share), timer in zip(self._shares, self._timers[kind], strict=True):
+            times[name] = times.get(name, 0.0) + share.times * timer(tokens, context)
         overheads = self.overheads.at(m)
         return Rests(
             _option(kind, times.pop(None), overheads),
             {name: _option(kind, x, overheads) for name, x in times.items() if name is not None},
         )
+
+
+def _timer(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
+    """Seconds of an operator on a device."""
+    if isinstance(op, MatMul):
+        whole = partial(cost.matmul_s, kind, op.weight_format, n=op.n, k=op.k, order=op.order)
+        return lambda tokens, _: float(whole(tokens).seconds)
+    predictor = cost.other(kind, op)
+    return lambda tokens, context: other_s(predictor, op, tokens, context)
 
 
 def seconds_by_kind(graph: ModelGraph, rests: Rests) -> dict[str, float]:

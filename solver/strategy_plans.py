@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from hetero.profiler.model_graph import ModelGraph, OpName
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import force, longest_step, online_s
 from hetero.solver.build import assemble
-from hetero.solver.options import Option
 from hetero.solver.plan import ExecutionPlan, NamedStrategy, PlanError, Total
 from hetero.solver.planner import Planner, Scenario, Solution
-from hetero.solver.request import DECODE, PlanRequest, scenarios_of
+from hetero.solver.request import PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.together import agree, cuts_of, solve_together, with_used_cuts
 
@@ -51,31 +50,6 @@ def strategy_plan(
     totals = tuple(_with_preparation(planner, t, strategy) for t in plan.totals)
     fixed = {"step_sizes": ()} if strategy == "chunked" else {}  # all but the last are alike
     return plan.model_copy(update={"totals": totals} | fixed)
-
-
-def whole_matmuls(
-    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, tokens: int = 256
-) -> ExecutionPlan:
-    """Layer level for every token count: each matmul whole on one device, the one that is faster in
-    a chain of `tokens` tokens (and in decoding). Entries have one tile and hold for any length.
-    """
-    planner, notes = planner_for(spec, profile, request, apart=False)
-    prefill = Scenario("prefill", min(tokens, planner.step_tokens or tokens))
-    objective = planner.objective(*request.weights)
-    solutions = []
-    for scenario in (prefill, DECODE):
-        menus = {
-            x.name: planner.menu(x.name, 1 if x.name == "lm_head" else scenario.m, objective)
-            for x in spec.matmuls
-        }
-        whole: dict[OpName, list[Option]] = {
-            name: [o for o in menu if o.strategy in ("gpu-only", "npu-only")]
-            for name, menu in menus.items()
-        }
-        solutions.append(planner.solve(scenario, objective, options=whole))
-    plan = assemble(planner, solutions, request, notes, strategy="layer")
-    ops = tuple(op.for_any_length() for op in plan.ops)
-    return plan.model_copy(update={"ops": ops, "step_tokens": None})
 
 
 def solve_strategy(

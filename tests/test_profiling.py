@@ -9,7 +9,7 @@ from hetero.measuring.profiling import model_options
 from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
 from hetero.profiler.options import Options
-from hetero.profiler.other_ops import BLOCKS, Block
+from hetero.profiler.other_ops import BLOCKS, wanted_ops
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.workload import cold_bytes
 from hetero.solver.planner import Planner, Scenario
@@ -29,8 +29,8 @@ def test_a_small_model_is_measured_as_it_lies_in_the_caches() -> None:
     assert found.cold_bytes == pytest.approx(weights * 4.5 / 8, abs=1)
     assert found.cold_bytes < cold_bytes()
     assert {(shape.n, shape.k) for shape in found.shapes} == {(x.n, x.k) for x in spec.matmuls}
-    own = (spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)
-    assert found.blocks == (Block(*own), *BLOCKS)
+    assert found.graph == spec
+    assert found.own_ops
 
 
 def test_of_several_formats_the_largest_counts() -> None:
@@ -41,7 +41,9 @@ def test_of_several_formats_the_largest_counts() -> None:
 
 def test_a_model_of_the_default_sizes_adds_nothing() -> None:
     found = Options(**model_options(model_spec("random:llama-3.2-1b"), (W4,)))
-    assert set(found.blocks) == set(BLOCKS)
+    alone = wanted_ops(W4, quick=False, blocks=BLOCKS, graph=None)
+    with_it = wanted_ops(W4, quick=False, blocks=BLOCKS, graph=found.graph)
+    assert len(with_it) == len(alone)
     assert found.cold_bytes is not None
     assert found.cold_bytes > cold_bytes()
 
@@ -67,3 +69,5 @@ def test_what_a_step_costs_besides_its_launches_is_part_of_every_prediction() ->
 def test_a_run_for_another_size_is_not_continued() -> None:
     assert Options().header() != Options(cold_bytes=1 << 20).header()
     assert Options().header() != Options(blocks=BLOCKS[:1]).header()
+    small, large = (Options(graph=model_spec(name)).header() for name in ("demo", "opt-1.3b"))
+    assert small != large

@@ -19,7 +19,6 @@ from hetero.placement.device_set import DeviceMode, open_devices
 from hetero.profiler.grid import Shape
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
-from hetero.profiler.other_ops import BLOCKS, Block
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
 
@@ -93,11 +92,10 @@ def model_shapes(spec: ModelGraph) -> tuple[Shape, ...]:
 
 def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str, Any]:
     """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
-    stored = (spec.model_copy(update={"weight_format": f}) for f in formats)
-    own = Block(spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim)
+    stored = (spec.with_weight_format(f) for f in formats)
     return {
         "shapes": model_shapes(spec),
-        "blocks": tuple(dict.fromkeys((own, *BLOCKS))),
+        "graph": spec,
         "cold_bytes": max((one.matmul_weight_bytes for one in stored), default=0),
     }
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from hetero.backends.ops import MatMul
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.ops import OUTPUT_PORTS, MatMul
+from hetero.backends.protocol import Device, DeviceKind, takes_panels
 from hetero.backends.weights import packed_bytes
 from hetero.contexts.kv_cache import CacheLayout
 from hetero.errors import UserError
@@ -113,15 +113,22 @@ def gathered_slots(
     nodes: Iterable[Node], book: PlanBook, devices: Mapping[DeviceKind, Device]
 ) -> dict[str, int]:
     """Slots that the control thread gathers, with their widths: outputs of cut matmuls where the
-    device of the other operations does not read panels.
+    device of the other operations does not read panels, or an operation takes none (attention
+    right behind qkv, where positions are learned).
     """
+    nodes = list(nodes)
     rests = {book.rest(phase) for phase in PHASES} & set(devices)
-    if all(devices[kind].capabilities.reads_panels for kind in rests):
-        return {}
+    panels = all(devices[kind].capabilities.reads_panels for kind in rests)
+    whole = {
+        slot
+        for node in nodes
+        for port, slot in node.slots.items()
+        if port not in OUTPUT_PORTS and not (panels and takes_panels(node.op, port))
+    }
     return {
         node.slots["y"]: node.op.n
         for node in nodes
-        if isinstance(node.op, MatMul) and node.name != "lm_head" and book.cuts_rows(node)
+        if isinstance(node.op, MatMul) and book.cuts_rows(node) and node.slots["y"] in whole
     }
 
 

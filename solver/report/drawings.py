@@ -63,10 +63,11 @@ def block_bars(plan: ExecutionPlan, total: Total) -> list[Bar]:
         if gpu:
             bars.append(Bar("gpu", start, start + gpu, op.op))
         now += whole
-        part = between.get(op.op)
-        seconds = total.rest_s.get(part or "", 0.0)
+        part = op.op if op.op in total.rest_s else between.get(op.op, "")
+        seconds = total.rest_s.get(part, 0.0)
         if seconds:
-            bars.append(Bar(rest, now, now + seconds, part or "", True))
+            name = f"behind {part}" if part == op.op else part
+            bars.append(Bar(rest, now, now + seconds, name, True))
             now += seconds
     return bars
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hetero.backends import null, ops
-from hetero.backends.host.clock import ManualClock
+from hetero.backends.host.clock import ManualClock, SystemClock
 from hetero.backends.ops import GatedAct, Op, RMSNorm, WeightFormat
+from hetero.backends.protocol import DeviceKind
+from hetero.backends.registry import open_device
 from hetero.profiler.other_ops import (
     BLOCKS,
     Block,
@@ -14,6 +16,7 @@ from hetero.profiler.other_ops import (
     OtherMeter,
     fit_others,
     layer_bytes,
+    reference_ops,
     sizes_of,
 )
 from hetero.profiler.predict import other_s
@@ -152,5 +155,19 @@ def test_the_model_that_is_measured_for_weighs_most() -> None:
             if row.m <= DECODE_TOKENS and row.sizes["heads"] == small.heads
         )
 
-    (alike,), (own,) = fit_others(rows), fit_others(rows, small)
+    (alike,), (own,) = fit_others(rows), fit_others(rows, reference_ops(small, WeightFormat.F32))
     assert error(own) < 0.02 < error(alike)
+
+
+@pytest.mark.parametrize("backend", ["reference", "opencl", "ort-cpu"])
+def test_every_kind_is_checked_and_timed(backend: str) -> None:
+    kind: DeviceKind = "gpu" if backend == "opencl" else "npu"
+    options = {"kind": kind} if backend == "reference" else {}
+    device = open_device(backend, **options)
+    try:
+        meter = OtherMeter(kind, device, SystemClock())
+        for op in reference_ops(Block(64, 96, 4, 2, 16), WeightFormat.F32):
+            assert meter.check(op) is None
+        assert meter.time(Case(ops.AddPositions(d=64, rows=128), 32, 0, 1 << 12)).seconds > 0
+    finally:
+        device.close()

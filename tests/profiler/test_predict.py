@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from hetero.backends.ops import Add, Attention, MatMul, RMSNorm, WeightFormat
+from hetero.backends.ops import Attention, GatedAct, MatMul, RMSNorm, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import fit, predict
 from hetero.profiler.cost import CostModel
@@ -212,8 +212,8 @@ def test_other_operations_are_charged_for_their_work() -> None:
     attention = Attention(heads=4, kv_heads=2, head_dim=8, capacity=1024)
     assert model.other_s("npu", attention, 3, 100).seconds == pytest.approx(104 * 16 * 1e-9)
     assert bool(model.other_s("npu", attention, 1, 1000).extrapolated)
-    with pytest.raises(ProfileError, match="no times of Add on gpu"):
-        model.other_s("gpu", Add(d=4), 1)
+    with pytest.raises(ProfileError, match="no times of GatedAct on gpu"):
+        model.other_s("gpu", GatedAct(f=4), 1)
 
 
 def test_a_quarantined_or_unknown_kernel_is_not_allowed() -> None:

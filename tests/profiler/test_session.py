@@ -68,7 +68,8 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
     assert {row.m for row in whole.matmuls if row.device == "gpu"} == set(TOKENS)
     assert {p.device for p in whole.predictors} == {"gpu", "npu"}
     assert {p.op for p in whole.other_predictors} == {
-        "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct", "Add", "Embed"
+        "RMSNorm", "RMSNorm+add", "LayerNorm", "LayerNorm+add", "Rope", "Attention", "GatedAct",
+        "Act", "Add", "AddPositions", "Embed",
     }  # fmt: skip
     assert {row.device for row in whole.preparation} == {"gpu", "npu"}
     kinds = {(entry.phase, entry.weight_format) for entry in whole.contention}

@@ -1,0 +1,94 @@
+"""What a profile lacks is predicted from what it has, and only from what is like it."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+
+from hetero.backends import ops
+from hetero.backends.ops import Act, Add, AddPositions, GatedAct, LayerNorm, Op, RMSNorm
+from hetero.backends.protocol import port_shape
+from hetero.profiler.cost import CostModel
+from hetero.profiler.records import DeviceProfile, OtherPredictor, Quarantine
+from hetero.profiler.substitutes import SUBSTITUTES, TENSORS, Substitution, stand_in
+
+WIDTH = 96
+RECORDS: dict[str, Op] = {
+    "RMSNorm": RMSNorm(d=WIDTH, eps=1e-5),
+    "RMSNorm+add": RMSNorm(d=WIDTH, eps=1e-5, add=True),
+    "LayerNorm": LayerNorm(d=WIDTH, eps=1e-5),
+    "LayerNorm+add": LayerNorm(d=WIDTH, eps=1e-5, add=True),
+    "GatedAct": GatedAct(f=WIDTH),
+    "Act": Act(f=WIDTH, activation="relu"),
+    "Add": Add(d=WIDTH),
+    "AddPositions": AddPositions(d=WIDTH, rows=512),
+}
+
+
+def predictor(op: str, calls: float, elements: float) -> OtherPredictor:
+    terms = {"calls": calls, "tokens": elements, "elements": elements}
+    few = {"calls": calls / 2, "elements": elements / 2}
+    return OtherPredictor(device="gpu", op=op, coefficients=terms, decode=few, max_m=256)
+
+
+def cost_of(*known: OtherPredictor, quarantined: str = "") -> CostModel:
+    host = DeviceProfile.load("host")
+    wrong = Quarantine(device="gpu", op=quarantined, tolerance=1e-4, detail="is off")
+    return CostModel(
+        host.model_copy(
+            update={"other_predictors": known, "quarantined": (wrong,) if quarantined else ()}
+        )
+    )
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_table_counts_what_a_call_moves(name: str) -> None:
+    """Its ports, and the rows of a table of positions, one for each token."""
+    op, m = RECORDS[name], 7
+    ports = [port for port in op.ports if port != "position"]
+    moved = sum(math.prod(port_shape(op, port, m)) for port in ports)
+    if isinstance(op, AddPositions):
+        moved += m * op.d
+    assert moved == TENSORS[name] * m * WIDTH
+
+
+@pytest.mark.parametrize(("op", "source"), [(x, s) for x in SUBSTITUTES for s in SUBSTITUTES[x]])
+@pytest.mark.parametrize("m", [1, 64])
+def test_a_launch_costs_the_same_and_the_rest_goes_by_bytes(op: str, source: str, m: int) -> None:
+    measured = predictor(source, calls=3e-6, elements=2e-10)
+    cost = cost_of(measured)
+    known = float(cost.other_s("gpu", RECORDS[source], m).seconds)
+    found = float(cost.other_s("gpu", RECORDS[op], m).seconds)
+    launch_s = 3e-6 if m > 8 else 1.5e-6
+    assert found - launch_s == pytest.approx((known - launch_s) * TENSORS[op] / TENSORS[source])
+    assert cost.allowed_op("gpu", RECORDS[op], m)
+    assert cost.measured_as("gpu", op) == source
+    assert stand_in(measured, op).max_m == measured.max_m
+
+
+def test_what_was_measured_is_taken_as_it_is() -> None:
+    own = predictor("LayerNorm", calls=1e-6, elements=1e-9)
+    cost = cost_of(predictor("RMSNorm", calls=2e-6, elements=1e-10), own)
+    assert cost.other("gpu", RECORDS["LayerNorm"]) is own
+    assert cost.measured_as("gpu", "LayerNorm") == "LayerNorm"
+    assert cost.measured_as("npu", "LayerNorm") is None
+    assert not cost.allowed_op("npu", RECORDS["LayerNorm"], 1)
+
+
+@pytest.mark.parametrize("wrong", ["Act", "GatedAct"])
+def test_nothing_stands_in_for_a_wrong_kernel_and_no_wrong_one_does(wrong: str) -> None:
+    cost = cost_of(predictor("GatedAct", calls=1e-6, elements=1e-9), quarantined=wrong)
+    assert cost.allowed_op("gpu", RECORDS["Act"], 1).reason == "quarantined: is off"
+
+
+def test_it_is_said() -> None:
+    said = "LayerNorm was not measured: predicted from RMSNorm by its bytes"
+    assert Substitution("LayerNorm", "RMSNorm").note == said
+
+
+def test_only_known_operations_stand_in() -> None:
+    kinds = {kind.__name__ for kind in get_args(ops.Op)}
+    assert {name.partition("+")[0] for name in TENSORS} <= kinds
+    assert {x for found in SUBSTITUTES.values() for x in found} | set(SUBSTITUTES) <= set(TENSORS)

@@ -1,0 +1,86 @@
+"""Every known architecture runs at tensor level: matmuls are cut, the numbers stay."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero import LLM
+from hetero.backends.registry import open_device
+from hetero.models import open_model, random_models
+from hetero.models.config import ModelConfig
+from hetero.models.random_models import KNOWN_MODELS
+from hetero.runtime.engine import Engine
+from hetero.solver.handmade import single_device
+from tests.helpers import assert_close
+from tests.runtime.plans import random_plan
+
+NAMES = {config.architecture: name for name, config in KNOWN_MODELS.items()}
+GRAPHS = (1, 8, 32, 64)
+TOKENS = (np.arange(48) * 37 % 300).tolist()
+LENGTH = 128
+
+
+def small(config: ModelConfig) -> ModelConfig:
+    """The same kind of model with three layers of hidden size 64."""
+    return replace(
+        config,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        heads=4,
+        kv_heads=2 if config.kv_heads < config.heads else 4,
+        head_dim=16,
+        vocab_size=300,
+        max_position=LENGTH,
+        positions=config.positions and LENGTH + config.position_offset,
+        windows=tuple(min(window, 24) for window in config.windows[:3]),
+        rotary_dim=config.rotary_dim and 8,
+        embed_scale=min(config.embed_scale, 8.0),
+    )
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small `random:` model of an architecture."""
+    known = {f"small-{key}": small(KNOWN_MODELS[name]) for key, name in NAMES.items()}
+    monkeypatch.setattr(random_models, "KNOWN_MODELS", known)
+    return f"random:small-{request.param}"
+
+
+def run(engine: Engine) -> list[Any]:
+    """Logits of a prompt and of three more tokens."""
+    found = [engine.prefill(TOKENS[:-3]).copy()]
+    return found + [engine.decode(token).copy() for token in TOKENS[-3:]]
+
+
+@pytest.mark.parametrize(("strategy", "rest"), [("hybrid-cut", "gpu"), ("row-cut", "npu")])
+def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) -> None:
+    """And launches every node of its graph in order."""
+    loaded = open_model(name, weights="f32")
+    alone = {"gpu": open_device("reference", kind="gpu")}
+    plan = single_device(loaded.spec(), "gpu")
+    with Engine(loaded.weights, plan, alone, max_seq_len=LENGTH) as engine:
+        expected = run(engine)
+    both = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
+    prompt, drawn = len(TOKENS) - 3, random.Random(3)
+    plan = random_plan(loaded.spec(), prompt, GRAPHS, drawn, strategies=[strategy], rest=rest)
+    assert {op.op for op in plan.ops if len(op.tiles) > 1} >= {"qkv", "o", "gate_up", "down"}
+    with Engine(loaded.weights, plan, both, max_seq_len=LENGTH) as engine:
+        for got, want in zip(run(engine), expected, strict=True):
+            assert_close(got, want, tolerance=5e-5)
+        nodes = [node.name for node in engine.nodes]
+        launched = dict.fromkeys(x.node for x in engine.step("prefill", prompt).launches)
+        assert [x for x in launched if not x.endswith(" flag")] == nodes
+
+
+def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
+    """`hetero generate random:NAME --device hetero`, on the profile that there is."""
+    with LLM(name, device="hetero", max_seq_len=LENGTH) as llm:
+        assert llm.generate("Once upon a time", max_tokens=4).stats.completion_tokens == 4
+        assert llm.devices.fallback == ""
+        assert llm.choice.plan is not None, llm.choice.reason
