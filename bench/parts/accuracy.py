@@ -29,24 +29,16 @@ from hetero.profiler.records import DeviceProfile, MatMulRow, Phase
 from hetero.profiler.session import profile_devices
 from hetero.profiler.stats import relative_errors
 from hetero.profiler.workload import Workload
+from parts.levels import KINDS, reference_times
 
 HELD_OUT = (
     (1536, 1536), (2560, 2048), (6144, 1536), (12288, 2048),
     (1536, 6144), (2048, 5632), (1152, 896), (4096, 4096),
 )  # fmt: skip
-KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
 GROUPS: tuple[tuple[DeviceKind, Phase], ...] = tuple(
     (kind, phase) for kind in KINDS for phase in ("decode", "prefill")
 )
 Errors = dict[tuple[DeviceKind, Phase], tuple[float, float, int]]
-
-
-def reference_times(profile: DeviceProfile) -> dict[tuple[DeviceKind, Phase], float]:
-    """Median time of each reference kernel over a profile's run."""
-    found: dict[tuple[DeviceKind, Phase], list[float]] = {}
-    for point in profile.references:
-        found.setdefault((point.device, point.phase), []).append(point.seconds)
-    return {key: statistics.median(times) for key, times in found.items()}
 
 
 def held_out(

@@ -52,20 +52,25 @@ SPACE = 128  # tokens, for decoding behind prompts
 Reference = tuple[DeviceKind, Phase]
 
 
+def reference_times(profile: DeviceProfile) -> dict[Reference, float]:
+    """Median seconds of each reference kernel over a profile's run."""
+    times: dict[Reference, list[float]] = {}
+    for point in profile.references:
+        times.setdefault((point.device, point.phase), []).append(point.seconds)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
 class Drift:
     """How much slower the profile's reference kernels are now, by device and phase."""
 
     def __init__(self, profile: DeviceProfile) -> None:
-        times: dict[Reference, list[float]] = {}
-        for point in profile.references:
-            times.setdefault((point.device, point.phase), []).append(point.seconds)
         opened = open_devices("hetero")
         formats = [c.weight_format for c in profile.contention if c.weight_format is not None]
         self.meter = Meter(
             Workload(opened.devices, clock=SystemClock(), interference=find_interference()),
             settings=Settings(),
             reference_format=formats[0] if formats else WeightFormat.W4A16,  # as it was taken
-            base={key: statistics.median(values) for key, values in times.items()},
+            base=reference_times(profile),
         )
         self.core = opened.control_core
         self.ratios: dict[str, dict[Reference, list[float]]] = {}

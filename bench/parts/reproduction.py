@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from common import DATA, table
+from common import DATA, finish, table
 
 from hetero.backends.host.files import atomic_write
 from hetero.models import model_spec
@@ -160,6 +160,7 @@ def reproduction(json_: Path | None, profile: str) -> bool:
     ranks = "\n".join(order(chip))
     print(f"\nOrder of strategies (figure 14):\n\n{ranks}\n\nWhat the components contradict:\n")
     print("\n".join(f"- {line}" for line in known["contradictions"]))
+    finish(f"simulated: every number beside the paper's, by the profile {profile}")
     if json_ is not None:
         rows = [c._asdict() | {"ratio": c.ratio, "verdict": c.verdict} for c in found]
         atomic_write(json_, json.dumps(rows, indent=1) + "\n")

@@ -261,6 +261,7 @@ def fit(
     if range_weight != RANGE_WEIGHT and out is None:
         raise typer.BadParameter("another reading of the ranges needs --out")
     told, contents = written(json.loads(CALIBRATION.read_text("utf-8")), range_weight)
+    print("simulated; models fitted to the paper's component timings\n")
     table(HEAD, told)
     paths = {(out / Path(x).name if out else ROOT / x): text for x, text in contents.items()}
     if check:
