@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-DEMO_DIR = Path(__file__).parent.parent / "bench" / "demo_model"
+DEMO_DIR = Path(__file__).parent.parent / "docs" / "demo-model"
 SAMPLE = 400
 WORD = re.compile(r"[A-Za-z]+")
 

@@ -18,7 +18,7 @@ from hetero.measuring.evaluation import evaluate, read_tokens
 from hetero.models import open_model
 from hetero.models.quantized import save
 
-DEMO_SOURCES = DATA.parent / "demo_model"
+DEMO_SOURCES = DATA.parents[1] / "docs" / "demo-model"
 FORMATS = ("f16", "w8a16", "w4a16", "w4a8")
 CALIBRATION_TOKENS = 8192
 SCORED_TOKENS = 6000

@@ -54,8 +54,9 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def run(engine: Engine) -> list[Any]:
     """Logits of a prompt and of three more tokens."""
-    found = [engine.prefill(TOKENS[:-3]).copy()]
-    return found + [engine.decode(token).copy() for token in TOKENS[-3:]]
+    context = engine.new_context()
+    found = [engine.prefill(context, TOKENS[:-3]).copy()]
+    return found + [engine.decode(context, token).copy() for token in TOKENS[-3:]]
 
 
 @pytest.mark.parametrize(("strategy", "rest"), [("hybrid-cut", "gpu"), ("row-cut", "npu")])
