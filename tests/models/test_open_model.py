@@ -13,6 +13,7 @@ from hetero import models
 from hetero.backends.ops import WeightFormat
 from hetero.errors import ModelError
 from hetero.models import model_spec, open_model, quantized
+from hetero.models.graph import model_graph
 from hetero.models.random_models import KNOWN_MODELS
 from tests.models.model_helpers import byte_level_tokenizer, small_config
 
@@ -25,7 +26,7 @@ def test_a_directory(make_checkpoint: Callable[..., Path]) -> None:
     assert model.weights.weight_format is WeightFormat.W8A16
     assert model.eos_ids == (1,)  # from the tokenizer: config.json has none
     assert model.tokenizer.decode(model.tokenizer.encode("Once upon")) == "Once upon"
-    assert model.spec() == small_config().spec(WeightFormat.W8A16, "model")
+    assert model.spec() == model_graph(small_config(), WeightFormat.W8A16, "model")
 
 
 def test_the_real_model(stories: Path) -> None:
