@@ -13,6 +13,7 @@ copied in before the launches, outputs out after them.
 
 from __future__ import annotations
 
+import linecache
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ class OpenCLCall(BoundCall):
         self.device = device
         self._keep: list[object] = [*keep, *tensors.values()]
         self._bound = [self._bind(launch) for launch in launches]
+        _forget_invokers()
         in_place = device.capabilities.unified_memory and device.coherent
         self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
         self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)
@@ -332,3 +334,11 @@ def _regions(
             host = used.buffer.bytes[start : start + used.nbytes]
             regions.append(_Region(device.map(used.buffer), start, host))
     return regions
+
+
+def _forget_invokers() -> None:
+    """Drop what pyopencl keeps of every kernel object: the source of a Python function that sets
+    its arguments and enqueues it, for tracebacks, under a name of its own and for ever.
+    """
+    for name in [x for x in linecache.cache if x.startswith("<generated: 'pyopencl invoker")]:
+        del linecache.cache[name]
