@@ -144,6 +144,43 @@ print(llm.generate("Once", max_tokens=5).text)
     assert done.stdout.endswith(" upon a time, there\n"), done.stderr
 
 
+def test_a_child_uses_the_contexts_that_no_other_thread_was_at_work_on() -> None:
+    code = """
+import os, threading, warnings
+warnings.simplefilter("ignore")
+from hetero import LLM
+llm = LLM("demo", device="npu")
+busy, own = llm.new_context(), llm.new_context()
+begun, ended = threading.Event(), threading.Event()
+def read():
+    for _ in llm.stream("Once", context=busy, max_tokens=5):
+        begun.set()
+        ended.wait(30)
+thread = threading.Thread(target=read)
+thread.start()
+begun.wait()
+stream = llm.stream("Once", context=own, max_tokens=5)
+first = next(stream).text
+pid = os.fork()
+if pid == 0:
+    import faulthandler
+    faulthandler.dump_traceback_later(20, exit=True)
+    print(first + "".join(piece.text for piece in stream), flush=True)
+    print(llm.generate("Once", context=llm.new_context(), max_tokens=5).text, flush=True)
+    try:
+        llm.generate("Once", context=busy, max_tokens=2)
+    except Exception as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+ended.set()
+thread.join()
+"""
+    lines = run(code).stdout.splitlines()
+    assert lines[:2] == [" upon a time, there"] * 2
+    assert lines[2].startswith("engine: running the model failed: another thread was using it")
+
+
 def test_parent_and_child_have_contexts_of_their_own() -> None:
     """What a child writes into activations and caches, its parent does not see."""
     code = """

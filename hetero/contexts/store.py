@@ -45,7 +45,7 @@ class ContextStore:
 
     def open(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
-        with self._lock.held():
+        with self._lock:
             admit = self._admit()
             if admit is None:
                 raise DeviceLostError("engine", "opening a context", "the model is gone")

@@ -297,7 +297,7 @@ class LLM:
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits float32 [tokens, vocab] after every token of a fresh context."""
         ids = check_ids(tokens)
-        with self._context.held(), self._engine.lock.held():
+        with self._context.held(), self._engine.lock:
             self._context.rewind(0)
             return self._engine.score(self._context, ids)
 
@@ -313,14 +313,14 @@ class LLM:
             raise UserError(
                 f"cannot write the trace {path} ({error.strerror}): choose another path"
             ) from error
-        with engine.lock.held():
+        with engine.lock:
             engine.start_trace()
         try:
             yield
         finally:
             about = {"model": self._loaded.name, "plan": self.plan.plan_id}
             about |= {kind: d.info.name for kind, d in self.devices.devices.items()}
-            with engine.lock.held():
+            with engine.lock:
                 trace = engine.stop_trace()
             trace.save(path, about=about)
 

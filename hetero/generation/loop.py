@@ -211,7 +211,7 @@ class Generation(Iterator[Piece]):
             raise ValueError("this answer is finished: ask for its result")
         self.context.reader = threading.get_ident()
         try:
-            with self._engine.lock.held():
+            with self._engine.lock:
                 token = self._prompt_step() if self._next is None else self._decode_step()
             if token is None:
                 return None

@@ -208,7 +208,7 @@ class Engine:
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
         context = self.contexts.open(waits=waits)
-        with self.lock.held():
+        with self.lock:
             self._warm(context)
         return context
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Final
 
 from hetero.backends.errors import DeviceLostError
@@ -19,24 +20,36 @@ def lost_error() -> DeviceLostError:
 
 
 class StepLock:
-    """Held while a step runs, or while memory is taken for another context; never between steps."""
+    """Held while a step runs, or while memory is taken for another context; never between steps.
+
+    Entering waits for the step that runs. Raises `DeviceLostError` in a child that was forked from
+    inside it by another thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._entered = self._lock  # by whoever is inside
         self._lost = False
         forks.in_child(self._forked)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Wait for the step that runs. Raises `DeviceLostError` in a child forked meanwhile."""
+    def __enter__(self) -> None:
         if self._lost:
             raise lost_error()
-        with self._lock:
-            yield
+        lock = self._lock
+        lock.acquire()
+        self._entered = lock
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._entered.release()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """As `held`, and never raises: for who releases the devices."""
+        """As entering, and never raises: for who releases the devices."""
         with self._lock:
             yield
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from hetero import Context, UserError
 from hetero.runtime.engine import ContextFullError, Engine
@@ -59,7 +59,21 @@ class Contexts(RuleBasedStateMachine):
             return None
         return self.opened(source.fork, self.texts[source])
 
+    @initialize(target=contexts, tokens=TOKENS)
+    def first(self, tokens: list[int]) -> Any:
+        """Something to fork."""
+        context = self.opened(engine.new_context, [])
+        self.run(context, tokens)
+        return context
+
+    @rule(context=contexts, token=st.integers(0, 262))
+    def decode(self, context: Context | None, token: int) -> None:
+        self.run(context, [token])
+
     @rule(context=contexts, tokens=TOKENS)
+    def prefill(self, context: Context | None, tokens: list[int]) -> None:
+        self.run(context, tokens)
+
     def run(self, context: Context | None, tokens: list[int]) -> None:
         """One token decodes, several are a prompt."""
         if context is None or context.closed:
@@ -129,8 +143,8 @@ def test_any_order_of_operations(tmp_path: Path) -> None:
         twin = engine.new_context()
         machine: Any = Contexts
         machine.TestCase.settings = settings(
-            max_examples=15,
-            stateful_step_count=25,
+            max_examples=20,
+            stateful_step_count=20,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         )

@@ -166,7 +166,7 @@ def feed(engine: Engine, context: Context, tokens: list[int]) -> list[Any]:
     context.truncate(0)
     found: list[Any] = []
     for part in (tokens[:PROMPT], *tokens[PROMPT:]):
-        with engine.lock.held():
+        with engine.lock:
             spoil(engine)
             if isinstance(part, list):
                 found.append(engine.prefill(context, part).copy())
