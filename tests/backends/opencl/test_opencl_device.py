@@ -162,7 +162,7 @@ def test_binding_writes_nothing(variant: OpenCLDevice) -> None:
         (ops.Rope(heads=2, kv_heads=1, head_dim=16, theta=1e4, max_position=60), 3),
     ):
         tensors = tensors_for(op, m, rng)
-
+        before = {port: tensor.array.copy() for port, tensor in tensors.items()}
         weights = {name: np.ones(40, np.float32) for name in ops.weight_names(op)}
         variant.prepare(op, weights).bind(tensors, m)
         for port, tensor in tensors.items():
@@ -303,7 +303,7 @@ class TestPinning:
         out = in_new_process(
             f"""
             import os
-        
+            before = set(os.listdir("/proc/self/task"))
             from hetero.backends.opencl import open
             with open(cpu={core}) as device:
                 pinned = [sorted(os.sched_getaffinity(int(task)))
@@ -333,7 +333,7 @@ class TestPinning:
         out = in_new_process(
             """
             import os
-        
+            before = dict(os.environ)
             import hetero.backends.opencl
             import hetero.backends.opencl.device
             print(before == dict(os.environ))
@@ -352,7 +352,7 @@ class TestEveryCore:
             from hetero.backends.registry import open_device
             tasks = lambda: {int(task) for task in os.listdir("/proc/self/task")}
             print(every_core_count())
-        
+            before = tasks()
             with open_device("opencl-cores") as device:
                 workers = tasks() - before
                 places = lambda: [sorted(os.sched_getaffinity(worker)) for worker in workers]
@@ -465,7 +465,7 @@ def test_a_process_loads_what_children_compiled() -> None:
             brought.update((self.get(name) or {}) if found else ())
             return found
         def counted_build(self, source, variant):
-        
+            before = files()
             build(self, source, variant)
             made.update(files() - before)
         compiler.KernelStore.unpack = counted_unpack
