@@ -160,7 +160,7 @@ pid = os.fork()
 if pid == 0:
     for buffer in buffers:
         buffer.bytes[:] = 1
-    for tensor in map(llm.engine.pool.__getitem__, llm.engine.pool.names()):
+    for tensor in map(llm.engine.pool.__getitem__, llm.engine.pool.slots()):
         tensor.array.reshape(-1)[:1000] = 7
     os._exit(0)
 os.waitpid(pid, 0)

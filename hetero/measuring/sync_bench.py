@@ -176,7 +176,7 @@ def _methods(
         owner = (
             fast if method == "fast" else Synchroniser({"gpu": device}, method, sleep=fast.sleep)
         )
-        return owner.site((name, round(1e9 * wait_s), name, name), "gpu", name)
+        return owner.site((name, (round(1e9 * wait_s),), name, name), "gpu", name)
 
     def same(completion: Completion) -> Completion:
         return completion

@@ -11,7 +11,7 @@ from typing import Any, cast
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion, DeviceKind
 from hetero.runtime.lowering import Step
-from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT
+from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT
 
 DRAIN_DEADLINE_S = 5.0
 
@@ -55,10 +55,10 @@ class Executor:
         for kind, ops in step.counts.items():
             usage = self.usage.setdefault(kind, Usage())
             usage.ops += ops
-            usage.busy_s += busy[KINDS.index(kind)]
+            usage.busy_s += busy[step.kinds.index(kind)]
 
     def _walk(self, step: Step) -> list[float]:
-        """Run every action; busy seconds of each of `KINDS`.
+        """Run every action; busy seconds of each of the step's kinds.
 
         A completion of the run before is freed when its launch is submitted again. To touch all 200
         of a step before anything is submitted takes 0.1 ms and more: they left the caches long ago.
@@ -66,7 +66,8 @@ class Executor:
         now, before = time.perf_counter, step.completions
         completions: list[Completion | None] = [None] * len(before)
         step.completions = completions
-        busy, since, last = [0.0, 0.0], [0.0, 0.0], [-1, -1]
+        count = len(step.kinds)
+        busy, since, last = [0.0] * count, [0.0] * count, [-1] * count
         at_s = now()
         self.stamps = stamps = [at_s]
         self.slept = []

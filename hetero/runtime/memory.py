@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero.backends.ops import MatMul, WeightFormat
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.ops import OUTPUT_PORTS, MatMul, WeightFormat
+from hetero.backends.protocol import Device, DeviceKind, takes_panels
 from hetero.backends.weights import data_dtype, data_shape, scales_shape
 from hetero.errors import UserError
 from hetero.profiler.environment import memory_bytes
 from hetero.runtime.decoder import Node
 from hetero.runtime.plan_book import PlanBook, Span
 from hetero.runtime.pool import Shape, nbytes_of
+from hetero.runtime.slots import SlotRef
 from hetero.solver.plan import PHASES
 
 
@@ -34,7 +35,7 @@ class Needs:
 
 
 def needs_of(
-    slots: Mapping[str, Shape],
+    slots: Mapping[SlotRef, Shape],
     nodes: Iterable[Node],
     book: PlanBook,
     devices: Mapping[DeviceKind, Device],
@@ -83,16 +84,22 @@ def check_memory(
 def gathered_slots(
     nodes: Iterable[Node], book: PlanBook, devices: Mapping[DeviceKind, Device]
 ) -> dict[str, int]:
-    """Slots that the control thread gathers, with their widths: outputs of cut matmuls where the
-    device of the other operations does not read panels.
+    """Slots that the control thread gathers, with their widths: outputs of cut matmuls that are
+    read by an operation, or on a device, that takes no panels.
     """
     rests = {book.rest(phase) for phase in PHASES} & set(devices)
-    if all(devices[kind].capabilities.reads_panels for kind in rests):
-        return {}
+    panels = all(devices[kind].capabilities.reads_panels for kind in rests)
+    nodes = list(nodes)
+    whole = {
+        slot
+        for node in nodes
+        for port, slot in node.slots.items()
+        if port not in OUTPUT_PORTS and not (panels and takes_panels(node.op, port))
+    }
     return {
         node.slots["y"]: node.op.n
         for node in nodes
-        if isinstance(node.op, MatMul) and node.name != "lm_head" and book.cuts_rows(node)
+        if isinstance(node.op, MatMul) and node.slots["y"] in whole and book.cuts_rows(node)
     }
 
 

@@ -5,11 +5,14 @@ touched, so a cache for a long context costs nothing until the context is long. 
 prompt goes through as a whole, are in huge pages: a matmul writes some rows of every token, each on
 a page of its own otherwise (525 tokens cut between the devices take 6 % less). Caches are not: each
 head would take a huge page for the first token.
+
+Chunks of a prompt that are in flight together have a set of slots each; they share the caches, and
+the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from hetero.backends.protocol import CACHE_PORTS, Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.runtime.decoder import slot_widths
+from hetero.runtime.slots import SlotRef, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -31,19 +35,24 @@ def slot_shapes(
     capacity: int,
     logit_rows: int,
     gathered: Mapping[str, int] | None = None,
-) -> dict[str, Shape]:
-    """Every slot of a pool: `slot_widths` of the decoder, `tokens`, `position` [1], `logits`
-    [logit_rows, vocab], `k_cache.i` and `v_cache.i` [G, capacity, D]; and room to gather panels in,
-    for the slots in `gathered` with their widths.
+    chunks: int = 1,
+) -> dict[SlotRef, Shape]:
+    """Every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the decoder,
+    `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered` with their
+    widths; for all of them together `logits` [logit_rows, vocab], `k_cache.i` and `v_cache.i`
+    [G, capacity, D].
     """
-    widths = slot_widths(config) | {gathered_name(k): n for k, n in (gathered or {}).items()}
-    found: dict[str, Shape] = {name: ((tokens, n), FLOAT32) for name, n in widths.items()}
-    found["tokens"] = ((tokens,), INT32)
-    found["position"] = ((1,), INT32)
-    found["logits"] = ((logit_rows, config.vocab_size), FLOAT32)
+    widths = {SlotRef(name): n for name, n in slot_widths(config).items()}
+    widths |= {SlotRef(name, gathered=True): n for name, n in (gathered or {}).items()}
+    each: dict[SlotRef, Shape] = {slot: ((tokens, n), FLOAT32) for slot, n in widths.items()}
+    each |= {SlotRef("tokens"): ((tokens,), INT32), SlotRef("position"): ((1,), INT32)}
+    shapes = {
+        slot._replace(chunk=chunk): shape for chunk in range(chunks) for slot, shape in each.items()
+    }
+    shapes[SlotRef("logits")] = ((logit_rows, config.vocab_size), FLOAT32)
     cache: Shape = ((config.kv_heads, capacity, config.head_dim), FLOAT32)
     names = (f"{kind}.{layer}" for layer in range(config.num_layers) for kind in CACHE_PORTS)
-    return found | dict.fromkeys(names, cache)
+    return shapes | dict.fromkeys(map(SlotRef, names), cache)
 
 
 def nbytes_of(shape: Shape) -> int:
@@ -52,34 +61,39 @@ def nbytes_of(shape: Shape) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def gathered_name(slot: str) -> str:
-    """The slot that the panels of another are gathered in."""
-    return f"{slot} gathered"
-
-
 class ActivationPool:
-    """Named tensors for pieces of up to `tokens` tokens and a context of `capacity` tokens.
+    """The tensors of the slots, for calls of up to `tokens` tokens, `chunks` of them in flight
+    together, and a context of `capacity` tokens.
 
-    Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later.
+    Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later. A plain
+    name is the slot of the first chunk.
     """
 
-    def __init__(self, slots: Mapping[str, Shape], owner: Device) -> None:
-        self.tokens: int = slots["tokens"][0][0]
-        self.capacity: int = slots["k_cache.0"][0][1]
-        self._slots: dict[str, Tensor] = {
-            name: _allocate(owner, name, shape) for name, shape in slots.items()
+    def __init__(self, slots: Mapping[SlotRef, Shape], owner: Device) -> None:
+        self.tokens: int = slots[SlotRef("tokens")][0][0]
+        self.capacity: int = slots[SlotRef("k_cache.0")][0][1]
+        self.chunks = 1 + max(slot.chunk for slot in slots)
+        self._slots: dict[SlotRef, Tensor] = {
+            slot: _allocate(owner, slot, shape) for slot, shape in slots.items()
         }
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._slots[name]
+    def __getitem__(self, slot: SlotRef | str) -> Tensor:
+        return self._slots[slot if isinstance(slot, SlotRef) else SlotRef(slot)]
 
-    def names(self) -> list[str]:
+    def slots(self) -> list[SlotRef]:
         """All slots."""
         return list(self._slots)
 
-    def name_of(self, buffer: HostBuffer) -> str:
+    def slot_of(self, buffer: HostBuffer) -> SlotRef:
         """The slot that a buffer holds."""
-        return next(name for name, tensor in self._slots.items() if tensor.buffer is buffer)
+        return next(slot for slot, tensor in self._slots.items() if tensor.buffer is buffer)
+
+    def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0) -> None:
+        """What a chunk computes next: its tokens, the first of them at `position`."""
+        ids = self[slot_of("tokens", chunk)].array
+        ids[: len(tokens)] = tokens
+        ids[len(tokens) :] = 0
+        self[slot_of("position", chunk)].array[0] = position
 
     @property
     def nbytes(self) -> int:
@@ -94,21 +108,13 @@ class ActivationPool:
 
     def copy_caches(self, other: ActivationPool, tokens: int) -> None:
         """Keys and values of the first tokens of another pool of the same model."""
-        for name, tensor in self._slots.items():
-            if _is_cache(name):
-                tensor.array[:, :tokens] = other[name].array[:, :tokens]
-
-    def gathered(self, slot: str) -> Tensor:
-        """Room [tokens, width] to gather the panels of a slot in."""
-        return self._slots[gathered_name(slot)]
+        for slot, tensor in self._slots.items():
+            if slot.is_cache:
+                tensor.array[:, :tokens] = other[slot].array[:, :tokens]
 
 
-def _is_cache(slot: str) -> bool:
-    return slot.partition(".")[0] in CACHE_PORTS
-
-
-def _allocate(owner: Device, name: str, shape: Shape) -> Tensor:
+def _allocate(owner: Device, slot: SlotRef, shape: Shape) -> Tensor:
     """Raises `UserError` where the system refuses the memory."""
     nbytes = nbytes_of(shape)
-    with memory_for(f"the {nbytes / 2**20:.1f} MiB of {name}"):
-        return Tensor(owner.allocate(nbytes, huge=not _is_cache(name)), *shape)
+    with memory_for(f"the {nbytes / 2**20:.1f} MiB of {slot}"):
+        return Tensor(owner.allocate(nbytes, huge=not slot.is_cache), *shape)

@@ -33,7 +33,7 @@ from hetero.profiler.interference import waited_for_core_s
 from hetero.profiler.sync import lateness
 
 SyncMethod: TypeAlias = Literal["fast", "event", "finish", "copy"]
-SiteKey: TypeAlias = tuple[str, int, str, str]
+SiteKey: TypeAlias = tuple[str, tuple[int, ...], str, str]
 
 RISE: Final = 0.05  # how fast a prediction follows longer waits,
 FALL: Final = 0.4  # and shorter ones: it settles low, because a sleep too long is paid for in full
@@ -114,8 +114,8 @@ class Site:
     every run. `wait` returns the seconds that the control thread slept.
     """
 
-    def __init__(self, owner: Synchroniser, kind: DeviceKind, name: str) -> None:
-        self.owner, self.kind, self.name = owner, kind, name
+    def __init__(self, owner: Synchroniser, key: SiteKey, kind: DeviceKind, name: str) -> None:
+        self.owner, self.key, self.kind, self.name = owner, key, kind, name
         self.expected_s = 0.0
         self.samples = 0
         self.wait: Callable[[Completion], float] = {
@@ -304,9 +304,9 @@ class Synchroniser:
         return self._gateless == 0
 
     def site(self, key: SiteKey, kind: DeviceKind, name: str) -> Site:
-        """The site of a phase, token count, waiting node and awaited node."""
+        """The site of a phase, its chunks' tokens, the waiting node and the awaited node."""
         if (key, kind) not in self._sites:
-            self._sites[key, kind] = Site(self, kind, name)
+            self._sites[key, kind] = Site(self, key, kind, name)
         return self._sites[key, kind]
 
     def timeout(self, kernel: str, kind: DeviceKind) -> WaitTimeoutError:

@@ -17,8 +17,9 @@ from hetero.runtime.executor import Executor
 from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT, Launch
 
-GPU, NPU, CONTROL = 1, 2, 3
-LANES: Final = {GPU: "GPU", NPU: "NPU", CONTROL: "control"}
+LANES: Final = {lane: kind.upper() for lane, kind in enumerate(KINDS, start=1)}
+CONTROL: Final = len(KINDS) + 1
+NAMES: Final = LANES | {CONTROL: "control"}
 
 
 class Trace:
@@ -92,7 +93,7 @@ class Trace:
         assert self._start_s is not None
         return {
             "name": name,
-            "cat": LANES[lane],
+            "cat": NAMES[lane],
             "ph": "X",
             "pid": 1,
             "tid": lane,
@@ -121,7 +122,7 @@ class Trace:
 
 def _names() -> Iterator[dict[str, Any]]:
     yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hetero"}}
-    for lane, name in LANES.items():
+    for lane, name in NAMES.items():
         yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}}
         yield {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": lane,
                "args": {"sort_index": lane}}  # fmt: skip

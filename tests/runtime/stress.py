@@ -25,6 +25,8 @@ from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
+from hetero.runtime.lowering import Step
+from hetero.runtime.pool import ActivationPool
 from hetero.runtime.program import AHEAD, RUN, SUBMIT
 from hetero.runtime.sync import SyncMethod
 from tests.runtime.models import tiny_model
@@ -54,8 +56,19 @@ def open_engine(folder: Path, seed: int, sync: SyncMethod = "fast") -> Engine:
 
 @contextmanager
 def late(engine: Engine, rng: random.Random) -> Iterator[None]:
+    """The engine's steps as `delay` makes them."""
+    engine._lower()
+    decoding = [engine.step("decode", 1, gates=gates) for gates in (False, True)]
+    for step in (engine.step("prefill", PROMPT), *{id(x): x for x in decoding}.values()):
+        delay(step, engine.devices["gpu"], rng)
+    try:
+        yield
+    finally:
+        engine._lower()
+
+
+def delay(step: Step, gpu: Any, rng: random.Random) -> None:
     """Every launch and flag of the GPU waits for some work first, every NPU call sleeps around."""
-    gpu: Any = engine.devices["gpu"]
     kernel = cl.Kernel(cl.Program(gpu.context, WORK).build(), "work")
     data = cl.Buffer(gpu.context, cl.mem_flags.READ_WRITE, 4)
 
@@ -79,18 +92,11 @@ def late(engine: Engine, rng: random.Random) -> Iterator[None]:
 
         return call
 
-    engine._lower()
-    decoding = [engine.step("decode", 1, gates=gates) for gates in (False, True)]
-    for step in (engine.step("prefill", PROMPT), *{id(x): x for x in decoding}.values()):
-        program = []
-        for action in step.program:
-            wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
-            program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
-        object.__setattr__(step, "program", tuple(program))  # it is frozen
-    try:
-        yield
-    finally:
-        engine._lower()
+    program = []
+    for action in step.program:
+        wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
+        program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
+    step.program = tuple(program)
 
 
 def logits(engine: Engine, tokens: list[int]) -> list[Any]:
@@ -106,9 +112,14 @@ def logits(engine: Engine, tokens: list[int]) -> list[Any]:
 
 def spoil(engine: Engine) -> None:
     """Overwrite everything that a step has to write before it reads."""
-    for name in engine.pool.names():
-        if name not in ("tokens", "position") and "_cache" not in name:
-            engine.pool[name].array[:] = POISON
+    spoil_pool(engine.pool)
+
+
+def spoil_pool(pool: ActivationPool) -> None:
+    """As `spoil`."""
+    for slot in pool.slots():
+        if slot.name not in ("tokens", "position") and not slot.is_cache:
+            pool[slot].array[:] = POISON
 
 
 def stress(folder: Path, steps: int, seed: int, sync: SyncMethod = "fast") -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,23 @@ def test_actions_run_in_order_without_the_collector() -> None:
     assert len(executor.stamps) == 7
     assert executor.stamps == sorted(executor.stamps)
     assert gc.isenabled()
+
+
+def test_a_third_kind_of_device_joins_by_its_name() -> None:
+    log: LOG = []
+    step, executor = make_step(log), Executor()
+    third: Any = "cpu"
+    step.kinds = (*step.kinds, third)
+    call = FakeCall("e", log)
+    step.launches = (*step.launches, Launch("e", third, call, (0, 1), None))
+    step.program = (*step.program, Action(RUN, 4, step.kinds.index(third), call.run))
+    step.counts = {**step.counts, third: 1}
+    step.completions.append(None)
+    executor.run(step)
+    assert log[-1] == "run e gc=False"
+    assert executor.usage[third].ops == 1
+    stamps = executor.stamps
+    assert executor.usage[third].busy_s == pytest.approx(stamps[7] - stamps[6])
 
 
 def test_the_gpu_is_busy_until_its_last_submission_is_seen_complete() -> None:

@@ -21,6 +21,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
 from hetero.models import open_model
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
+from hetero.runtime.slots import SlotRef
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
 
@@ -184,12 +185,12 @@ def test_activations_are_in_huge_pages_and_caches_are_not() -> None:
     device.allocate = recorded  # type: ignore[method-assign]
     wide, cache = (1 << 10, 1 << 10), (4, 1 << 10, 1 << 9)
     slots = {
-        "tokens": (wide, FLOAT32),
-        "k_cache.0": (cache, FLOAT32),
-        "v_cache.0": (cache, FLOAT32),
+        SlotRef("tokens"): (wide, FLOAT32),
+        SlotRef("k_cache.0"): (cache, FLOAT32),
+        SlotRef("v_cache.0"): (cache, FLOAT32),
     }
     pool = ActivationPool(slots, device)
-    assert asked == {nbytes_of(slots["tokens"]): True, nbytes_of(slots["k_cache.0"]): False}
+    assert asked == {nbytes_of((wide, FLOAT32)): True, nbytes_of((cache, FLOAT32)): False}
     assert pool["tokens"].buffer.address % HUGE_BYTES == 0
 
 

@@ -75,7 +75,7 @@ def site_of(clock: FakeTime, **options: Any) -> Site:
     del clock
     device = open_device("reference", kind="gpu", asynchronous=True)
     owner = Synchroniser({"gpu": device}, "fast", sleep=SleepTimes(LATE_S), **options)
-    return owner.site(("decode", 1, "o", "qkv"), "gpu", "a kernel")
+    return owner.site(("decode", (1,), "o", "qkv"), "gpu", "a kernel")
 
 
 def wait(site: Site, clock: FakeTime, in_s: float) -> float:
@@ -182,8 +182,8 @@ def test_a_long_wait_is_looked_at_a_few_dozen_times(clock: FakeTime, length_s: f
 
 def test_each_phase_and_length_predicts_for_itself(clock: FakeTime) -> None:
     site = site_of(clock)
-    other = site.owner.site(("prefill", 64, "o", "qkv"), "gpu", "a kernel")
-    assert site.owner.site(("decode", 1, "o", "qkv"), "gpu", "again") is site
+    other = site.owner.site(("prefill", (64,), "o", "qkv"), "gpu", "a kernel")
+    assert site.owner.site(("decode", (1,), "o", "qkv"), "gpu", "again") is site
     for _ in range(20):
         wait(site, clock, 1e-3)
         wait(other, clock, 20e-3)
