@@ -19,7 +19,7 @@ from hetero.measuring.benchmark import environment
 from hetero.models import LoadedModel, open_model
 from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
-from hetero.runtime.lowering import Step
+from hetero.runtime.step import Step
 from hetero.solver.handmade import single_device
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile

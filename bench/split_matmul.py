@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero.backends.host.affinity import pinned
+from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import BoundCall, Device
 from hetero.backends.weights import PackedWeight, pack
 from hetero.measuring.benchmark import environment
 from hetero.placement.device_set import open_devices
-from hetero.profiler.sync import timer_slack
-from hetero.runtime.sync import Synchroniser
+from hetero.runtime.waits import Synchroniser
 
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20
@@ -96,7 +96,7 @@ def measure(
     weight = pack(rng.standard_normal((n, k), dtype=np.float32), fmt.storage)
     copies = 1 if m > 8 else max(2, COLD_BYTES // weight.nbytes) | 1  # odd: 5 runs a round
     waits = Synchroniser(devices)  # type: ignore[arg-type]
-    site = waits.site(("bench", m, name, name), "gpu", name)
+    site = waits.site(("bench", (m,), name, name), "gpu", name)
     probe = Split(gpu, npu, weight, fmt, m, n // 64 * 32)
     if share is None:
         gpu_s = min(timed(lambda: probe.gpu.submit().wait()) for _ in range(4))

@@ -20,7 +20,7 @@ import numpy as np
 from hetero.generation.llm import LLM
 from hetero.measuring.benchmark import environment
 from hetero.models import open_model, random_models
-from hetero.runtime.sync import SyncMethod
+from hetero.runtime.waits import SyncMethod
 from hetero.solver.handmade import layer_level
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile

@@ -37,7 +37,7 @@ from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
 from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
-from hetero.runtime.sync import SyncMethod
+from hetero.runtime.waits import SyncMethod
 from hetero.solver.model_spec import ModelSpec
 from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
-from hetero.runtime.lowering import Step
 from hetero.runtime.plan_book import PlanSource
 from hetero.runtime.program import KINDS, RUN
+from hetero.runtime.step import Step
 from hetero.solver.drift import Factors
 from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.host.affinity import pinned
+from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
@@ -21,7 +22,6 @@ from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import graphs_of
-from hetero.profiler.sync import timer_slack
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.decoder import decoder_nodes
 from hetero.runtime.executor import Executor, Usage
@@ -29,12 +29,13 @@ from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
-from hetero.runtime.lowering import Lowering, Step
+from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory import check_memory, gathered_slots, needs_of
 from hetero.runtime.plan_book import PlanBook
 from hetero.runtime.pool import ActivationPool, nbytes_of, slot_shapes
-from hetero.runtime.sync import Synchroniser, SyncMethod
+from hetero.runtime.step import Step
 from hetero.runtime.trace import Trace
+from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, Phase
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion, DeviceKind
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT
+from hetero.runtime.step import Step
 
 DRAIN_DEADLINE_S = 5.0
 

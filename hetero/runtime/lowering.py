@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,9 +26,7 @@ from hetero.backends.ops import OUTPUT_PORTS, MatMul
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
-    Completion,
     DeviceKind,
-    Doorbell,
     Operand,
     takes_panels,
 )
@@ -39,48 +34,14 @@ from hetero.runtime.decoder import Node
 from hetero.runtime.groups import NodeGroup
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
-from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.program import (
-    KINDS,
-    RUN,
-    SUBMIT,
-    WAIT,
-    Action,
-    Launch,
-    queue_ahead,
-    raise_flags,
-)
-from hetero.runtime.schedule import Cost, Schedule, Start, in_order, out_of_order
+from hetero.runtime.schedule import Cost, in_order, out_of_order
 from hetero.runtime.slots import SlotRef, slot_of
-from hetero.runtime.sync import Site, Synchroniser
+from hetero.runtime.step import Item, Placed, Step
+from hetero.runtime.waits import Synchroniser
 from hetero.solver.calls import padded_size
 from hetero.solver.plan import Phase, PlanError
-
-
-@dataclass(eq=False)
-class Step:
-    """A phase at one token count, lowered; `chunks` are its tokens, chunk by chunk.
-
-    `logits` is None where none are computed. `launches` keeps everything alive that the program
-    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
-    opens the gates of a program that has some. `completions` are those of the last run, by launch:
-    each run makes a list of its own. `kinds` are what an action's `kind` counts.
-    """
-
-    phase: Phase
-    tokens: int
-    program: tuple[Action, ...]
-    launches: tuple[Launch, ...]
-    sites: tuple[Site, ...]
-    logits: Operand | None
-    copied_bytes: int = 0
-    counts: Mapping[DeviceKind, int] = field(default_factory=dict)
-    completions: list[Completion | None] = field(default_factory=list)
-    bell: Doorbell | None = None
-    chunks: tuple[int, ...] = ()
-    kinds: tuple[DeviceKind, ...] = KINDS
 
 
 class _Gather(BoundCall):
@@ -96,18 +57,6 @@ class _Gather(BoundCall):
     def run(self) -> None:
         for target, source in self._pairs:
             np.copyto(target, source)
-
-
-class _Item(NamedTuple):
-    """A launch that is still to be placed: its slots, and how it is bound."""
-
-    kind: DeviceKind | None  # None: on the host
-    call: BoundCall
-    reads: frozenset[SlotRef]
-    writes: frozenset[SlotRef]
-    tokens: Span
-    rows: Span | None
-    operands: Mapping[str, Operand] = {}  # in the pool, for hand-overs by copying
 
 
 class Lowering:
@@ -168,140 +117,22 @@ class Lowering:
 
     def place(self, phase: Phase, chunks: tuple[int, ...], logit_rows: int) -> Placed:
         """The launches of a step's chunks."""
-        placed = Placed(self, phase, chunks)
+        placed = Placed(phase, chunks, self.pool, self.devices, self.synchroniser, self.handover())
         for i, m in enumerate(chunks):
             last = i == len(chunks) - 1
-            _Chunk(placed, m, logit_rows if last else 0, i).place_nodes()
+            _Chunk(self, placed, m, logit_rows if last else 0, i).place_nodes()
         return placed
-
-
-class Placed:
-    """The launches of one step, bound to kernels, in an order that is right."""
-
-    def __init__(self, lowering: Lowering, phase: Phase, chunks: tuple[int, ...]) -> None:
-        self.lowering, self.phase, self.chunks = lowering, phase, chunks
-        self.handover = lowering.handover()
-        self.logits: Operand | None = None
-        self.copied_bytes = 0
-        self._asynchronous = {
-            kind: device.capabilities.asynchronous for kind, device in lowering.devices.items()
-        }
-        self._specs: list[LaunchSpec] = []
-        self._items: list[_Item] = []
-        self._stages = itertools.count()
-
-    def graph(self) -> LaunchGraph:
-        """What was placed, with its edges."""
-        return LaunchGraph.of(self._specs)
-
-    def stage(self, node: str, chunk: int, m: int, items: Sequence[_Item]) -> None:
-        """Append a node's launches, and in front of them the copies of what they read."""
-        for item in items:
-            self.hand_over(node, chunk, m, item.kind, item.operands)
-        self._append(node, node, chunk, items)
-        if self.handover is not None:
-            self.handover.after([(item.kind, item.operands) for item in items], m)
-
-    def hand_over(
-        self,
-        node: str,
-        chunk: int,
-        m: int,
-        kind: DeviceKind | None,
-        operands: Mapping[str, Operand],
-    ) -> None:
-        """Copy what a launch reads and another device wrote, where hand-overs are by copying."""
-        for copy in self.handover.before(kind, operands) if self.handover is not None else ():
-            slot = self.lowering.pool.slot_of(copy.buffer)
-            host, own = frozenset({slot}), frozenset({slot._replace(owner="gpu")})
-            reads, writes = (host, own) if copy.to_gpu else (own, host)
-            item = _Item("gpu", copy.call, reads, writes, (0, m), None)
-            self._append(f"{node} {copy.call.name}", node, chunk, [item])
-            self.copied_bytes += copy.nbytes
-
-    def _append(self, name: str, node: str, chunk: int, items: Sequence[_Item]) -> None:
-        stage = next(self._stages)
-        for item in items:
-            self._items.append(item)
-            self._specs.append(
-                LaunchSpec(
-                    name=name,
-                    node=node,
-                    kind=item.kind,
-                    asynchronous=item.kind is not None and self._asynchronous[item.kind],
-                    reads=item.reads,
-                    writes=item.writes,
-                    tokens=item.tokens,
-                    rows=item.rows,
-                    stage=stage,
-                    chunk=chunk,
-                )
-            )
-
-    # --- binding ----------------------------------------------------------------------------
-
-    def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, Doorbell]) -> Step:
-        """The step that runs a schedule of the graph, with gates where `bells` can open them."""
-        order = [step.launch for step in schedule if isinstance(step, Start)]
-        launches = [self._launch(i) for i in order]
-        places = {launch: place for place, launch in enumerate(order)}
-        sites: list[Site] = []
-        actions: list[Action] = []
-        for step in schedule:
-            if isinstance(step, Start):
-                actions.append(self._start(step.launch, places[step.launch]))
-            else:
-                site = self._site(step.launch, step.before)
-                sites.append(site)
-                kind = KINDS.index(site.kind)
-                actions.append(Action(WAIT, places[step.launch], kind, site.wait))
-        program, bell = queue_ahead(actions, launches, bells)
-        program = raise_flags(program, launches, self.lowering.synchroniser.flags, bell)
-        return Step(
-            self.phase,
-            sum(self.chunks),
-            tuple(program),
-            tuple(launches),
-            tuple(sites),
-            self.logits,
-            self.copied_bytes,
-            Counter(launch.kind for launch in launches),  # flags count as the GPU's work
-            [None] * len(launches),
-            bell,
-            self.chunks,
-        )
-
-    def _launch(self, i: int) -> Launch:
-        item, kind = self._items[i], _account(self._specs[i])
-        outputs = tuple(x for port, x in item.operands.items() if port in OUTPUT_PORTS)
-        return Launch(self._specs[i].name, kind, item.call, item.tokens, item.rows, outputs)
-
-    def _start(self, i: int, place: int) -> Action:
-        spec, call = self._specs[i], self._items[i].call
-        number = KINDS.index(_account(spec))
-        if spec.asynchronous:
-            return Action(SUBMIT, place, number, call.submit)
-        return Action(RUN, place, number, call.run)
-
-    def _site(self, awaited: int, before: int | None) -> Site:
-        where = "end" if before is None else self._specs[before].node
-        spec, call = self._specs[awaited], self._items[awaited].call
-        key = (self.phase, self.chunks, _role(where), _role(spec.name))
-        return self.lowering.synchroniser.site(key, _account(spec), call.name)
-
-
-def _account(spec: LaunchSpec) -> DeviceKind:
-    """Whose work a launch counts as; the control thread's own is the NPU's."""
-    return spec.kind or "npu"
 
 
 class _Chunk:
     """The launches of one chunk in the making: what its nodes work on, and how that lies."""
 
-    def __init__(self, placed: Placed, m: int, logit_rows: int, chunk: int) -> None:
-        self.placed, self.m, self.logit_rows, self.chunk = placed, m, logit_rows, chunk
-        self.lowering, self.phase = placed.lowering, placed.phase
-        self.devices, self.pool = self.lowering.devices, self.lowering.pool
+    def __init__(
+        self, lowering: Lowering, placed: Placed, m: int, logit_rows: int, chunk: int
+    ) -> None:
+        self.lowering, self.placed, self.phase = lowering, placed, placed.phase
+        self.m, self.logit_rows, self.chunk = m, logit_rows, chunk
+        self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
 
     def place_nodes(self) -> None:
@@ -324,7 +155,7 @@ class _Chunk:
             read = {"x": self.placed.logits}
             self.placed.hand_over("end", self.chunk, self.m, None, read)
 
-    def _place(self, node: str, items: Sequence[_Item]) -> None:
+    def _place(self, node: str, items: Sequence[Item]) -> None:
         self.placed.stage(node, self.chunk, self.m, items)
 
     # --- operands ---------------------------------------------------------------------------
@@ -343,7 +174,7 @@ class _Chunk:
     def _operand(self, slot: str) -> Operand:
         return self.layout.get(slot, self._tensor(slot))
 
-    def _other_item(self, node: Node) -> _Item:
+    def _other_item(self, node: Node) -> Item:
         kind = self.lowering.book.rest(self.phase)
         capabilities = self.devices[kind].capabilities
         reads, writes = self._slots(node, kind)
@@ -361,14 +192,14 @@ class _Chunk:
             operands[port] = operand
         kernel = self.lowering.kernels.other(node, kind)
         call = kernel.bind(self._own(kind, operands), self._padded())
-        return _Item(kind, call, reads, writes, (0, self.m), None, operands)
+        return Item(kind, call, reads, writes, (0, self.m), None, operands)
 
     def _padded(self) -> int:
         """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
         capabilities = self.devices[self.lowering.book.rest(self.phase)].capabilities
         return padded_size(self.m, capabilities.graph_sizes if capabilities.static_shapes else ())
 
-    def _group_item(self, group: NodeGroup, graph: int) -> _Item:
+    def _group_item(self, group: NodeGroup, graph: int) -> Item:
         operands: dict[str, Operand] = {}
         reads = frozenset(map(self._ref, (*group.group.inputs, *group.fixed.values())))
         for slot in group.group.inputs:
@@ -386,7 +217,7 @@ class _Chunk:
         call = self.lowering.kernels.group(group).bind(operands, graph)
         caches = (slot for port, slot in group.fixed.items() if port in CACHE_PORTS)
         writes = frozenset(map(self._ref, (*caches, *group.group.outputs)))
-        return _Item("npu", call, reads, writes, (0, self.m), None, handed)
+        return Item("npu", call, reads, writes, (0, self.m), None, handed)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
         source = self._ref(slot)
@@ -396,10 +227,10 @@ class _Chunk:
         self.placed.copied_bytes += 4 * call.m * panels.shape[1]
         operands: dict[str, Operand] = {"x": panels, "y": target}
         slots = frozenset({source}), frozenset({room})
-        self._place(node.name, [_Item(None, call, *slots, (0, self.m), None, operands)])
+        self._place(node.name, [Item(None, call, *slots, (0, self.m), None, operands)])
         return target
 
-    def _matmul_items(self, node: Node) -> list[_Item]:
+    def _matmul_items(self, node: Node) -> list[Item]:
         head = node.name == "lm_head"
         m = self.logit_rows if head else self.m
         first = self.m - m
@@ -424,7 +255,7 @@ class _Chunk:
             reads, writes = self._slots(node, part.kind)
             if gathered:
                 reads = self._instead(reads, part.kind, "x", node.slots["x"])
-            items.append(_Item(part.kind, call, reads, writes, part.tokens, rows, operands))
+            items.append(Item(part.kind, call, reads, writes, part.tokens, rows, operands))
         return items
 
     def _static(self) -> frozenset[DeviceKind]:
@@ -482,11 +313,6 @@ class _Chunk:
         """What a launch reads that finds the panels of a port gathered."""
         seen = self._seen_by(kind, port, slot)
         return reads - {seen} | {seen._replace(gathered=True)}
-
-
-def _role(name: str) -> str:
-    """A node's name without its layer: all layers run the same kernels."""
-    return name.rsplit(".", maxsplit=1)[-1]
 
 
 def _split(

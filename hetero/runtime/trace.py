@@ -14,8 +14,8 @@ from typing import Any, Final
 from hetero.backends.host.files import atomic_write
 from hetero.errors import UserError
 from hetero.runtime.executor import Executor
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT, Launch
+from hetero.runtime.step import Step
 
 LANES: Final = {lane: kind.upper() for lane, kind in enumerate(KINDS, start=1)}
 CONTROL: Final = len(KINDS) + 1

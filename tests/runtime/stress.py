@@ -25,10 +25,10 @@ from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
-from hetero.runtime.lowering import Step
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.program import AHEAD, RUN, SUBMIT
-from hetero.runtime.sync import SyncMethod
+from hetero.runtime.step import Step
+from hetero.runtime.waits import SyncMethod
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
 

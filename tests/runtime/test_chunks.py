@@ -15,12 +15,13 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
 from hetero.runtime.launch_graph import LaunchSpec
-from hetero.runtime.lowering import Lowering, Step
+from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory import gathered_slots
 from hetero.runtime.pool import ActivationPool, slot_shapes
 from hetero.runtime.program import RUN, SUBMIT
 from hetero.runtime.schedule import ordered
 from hetero.runtime.slots import SlotRef
+from hetero.runtime.step import Step
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_order, random_plan
 from tests.runtime.stress import GRAPHS, delay, spoil_pool

@@ -9,8 +9,8 @@ import pytest
 
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind
 from hetero.runtime.executor import Executor
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import KINDS, RUN, SUBMIT, WAIT, Action, Launch
+from hetero.runtime.step import Step
 
 LOG = list[str]
 

@@ -16,7 +16,7 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
 from hetero.runtime.launch_graph import Edge, Hazard, LaunchGraph, LaunchSpec
-from hetero.runtime.lowering import Lowering, Step
+from hetero.runtime.lowering import Lowering
 from hetero.runtime.program import RUN, SUBMIT, WAIT
 from hetero.runtime.schedule import (
     Await,
@@ -28,6 +28,7 @@ from hetero.runtime.schedule import (
     seconds_of,
 )
 from hetero.runtime.slots import SlotRef
+from hetero.runtime.step import Step
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_order, random_plan
 
