@@ -158,7 +158,7 @@ def timeline(engine: Engine) -> list[Span]:
     """The last step: what the control thread and blocking devices did by the host's clock, and,
     with `Device.set_timing` on, launches by their device's.
     """
-    step, stamps = engine.last_step, engine.executor.stamps
+    step, stamps = engine.last_step, engine.last_run.stamps
     spans = []
     for at, action in enumerate(step.program):
         launch = step.launches[action.launch]

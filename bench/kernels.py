@@ -38,6 +38,7 @@ from parts import qnn
 from parts.matmul import matmul
 
 from hetero.backends.host.affinity import pinned
+from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl import driver_reports
 from hetero.backends.ops import Attention, MatMul, WeightFormat
@@ -45,8 +46,7 @@ from hetero.backends.protocol import BoundCall, Device, DeviceKind
 from hetero.backends.weights import PackedWeight
 from hetero.generation.llm import LLM
 from hetero.placement.device_set import open_devices
-from hetero.profiler.sync import timer_slack
-from hetero.runtime.sync import Synchroniser
+from hetero.runtime.waits import Synchroniser
 
 app = new_app(__doc__)
 app.command("matmul")(matmul)

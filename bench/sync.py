@@ -47,7 +47,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, Phase
 from hetero.runtime.engine import Engine
-from hetero.runtime.sync import SyncMethod
+from hetero.runtime.waits import SyncMethod
 from hetero.solver.handmade import layer_level
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
 from hetero.solver.strategy_plans import strategy_plan
@@ -227,7 +227,7 @@ def predicted(engine: Engine, profile: DeviceProfile, phase: Phase, m: int, cont
 
 def cells_of(engine: Engine, *, timing: bool) -> Cells:
     """The last step: of the GPU by its own clock if `timing`, all else by the host's."""
-    found, stamps, gpu = Cells(), engine.executor.stamps, []
+    found, stamps, gpu = Cells(), engine.last_run.stamps, []
     for span in timeline(engine):
         if (span.what == "gpu") == timing:
             found[span.role, span.what] = found.get((span.role, span.what), 0.0) + span.seconds

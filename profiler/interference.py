@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from hetero.backends.host.timers import run_delay_s
+
 TASKS = Path("/proc/self/task")
-THREAD = Path("/proc/thread-self")
 
 
 class Interference(Protocol):
@@ -33,25 +34,10 @@ class SchedulerWaits:
         found = {}
         for task in TASKS.iterdir():
             try:
-                found[int(task.name)] = _run_delay_s(task)
+                found[int(task.name)] = run_delay_s(task)
             except OSError:  # the thread ended between listing and reading
                 continue
         return found
-
-
-def waited_for_core_s() -> float | None:
-    """Seconds that this thread has waited for a core because other programs of this system had it
-    (Linux; None elsewhere). What a hypervisor takes is not in it.
-    """
-    try:
-        return _run_delay_s(THREAD)
-    except (OSError, IndexError, ValueError):
-        return None
-
-
-def _run_delay_s(task: Path) -> float:
-    fields = (task / "schedstat").read_text(encoding="ascii").split()
-    return int(fields[1]) * 1e-9
 
 
 def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> float:

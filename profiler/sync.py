@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.clock import Clock, ManualClock
+from hetero.backends.host.timers import lateness, timer_slack
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.ops import Add
 from hetero.backends.protocol import BoundCall, Completion, Device
@@ -27,8 +25,6 @@ QUEUE: Final = 32
 TURNS: Final = 3  # times as many waits: they are short, and bursts of others' work are not
 COPIED_BYTES: Final = (4096, 1 << 18, 1 << 22)
 SLEEPS_S: Final = (50e-6, 200e-6, 1e-3)
-PR_SET_TIMERSLACK: Final = 29
-PR_GET_TIMERSLACK: Final = 30
 DEADLINE_S: Final = 1.0
 IDLE_S: Final = 500e-6  # between two matmuls of a model the GPU waits for the NPU about so long
 
@@ -73,29 +69,6 @@ def measure_host(clock: Clock, *, repeats: int = 60, wake: bool = True) -> HostS
         if possible:
             rows += [measure_sleep(clock, wanted, 1, repeats) for wanted in SLEEPS_S]
     return HostSync(sleep=tuple(rows), thread_wake_s=_thread_wake(repeats) if wake else None)
-
-
-@contextmanager
-def timer_slack(nanoseconds: int) -> Iterator[bool]:
-    """Set the calling thread's timer slack (Linux), then restore it; yields whether it worked."""
-    if sys.platform != "linux":
-        yield False
-        return
-    prctl = _prctl()
-    before = prctl(PR_GET_TIMERSLACK)
-    worked = prctl(PR_SET_TIMERSLACK, nanoseconds) == 0
-    try:
-        yield worked
-    finally:
-        if before > 0:
-            prctl(PR_SET_TIMERSLACK, before)
-
-
-@cache
-def _prctl() -> Callable[..., int]:
-    """Looked up once: that takes 0.15 ms in the middle of decoding, when all caches are cold."""
-    found: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
-    return found
 
 
 def _call(device: Device, width: int) -> BoundCall:
@@ -227,16 +200,6 @@ def _mapping(device: Device, clock: Clock, repeats: int) -> float:
     tensor = new_tensor((1, SMALL))
     device.map(tensor.buffer)
     return _median(clock, lambda: device.map(tensor.buffer), repeats)
-
-
-def lateness(clock: Clock, wanted_s: float, repeats: int) -> list[float]:
-    """Seconds by which sleeps of so many seconds return late, in rising order."""
-    late = []
-    for _ in range(repeats):
-        start_s = clock.now()
-        clock.sleep(wanted_s)
-        late.append(max(clock.now() - start_s - wanted_s, 0.0))
-    return sorted(late)
 
 
 def measure_sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:

@@ -212,7 +212,7 @@ def layers_of(engine: Engine) -> tuple[list[float], float]:
             number = int(layer.removeprefix("layer"))
             ends[number] = max(ends.get(number, 0.0), span.end_s)
     layers = np.diff([ends[i] for i in sorted(ends)])
-    stamps = engine.executor.stamps
+    stamps = engine.last_run.stamps
     return layers.tolist(), float(stamps[-1] - stamps[0] - layers.sum() - np.median(layers))
 
 

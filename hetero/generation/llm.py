@@ -37,7 +37,7 @@ from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
-from hetero.runtime.sync import SyncMethod
+from hetero.runtime.waits import SyncMethod
 from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
 
 DEFAULT_CONTEXT = 4096

@@ -21,7 +21,7 @@ from hetero.backends.host.processor import cpu_name
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.placement.device_set import DeviceMode
-from hetero.runtime.sync import SyncMethod
+from hetero.runtime.waits import SyncMethod
 from hetero.solver.plan import NamedStrategy
 
 WARMUP_DECODE_TOKENS = 2

@@ -20,6 +20,7 @@ import numpy as np
 
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.clock import SystemClock
+from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul, WeightFormat
 from hetero.backends.protocol import BoundCall, Completion, Device
@@ -27,8 +28,8 @@ from hetero.backends.weights import pack
 from hetero.errors import UserError
 from hetero.measuring.benchmark import environment
 from hetero.placement.device_set import open_devices
-from hetero.profiler.sync import measure_sleep, timer_slack
-from hetero.runtime.sync import Site, Synchroniser, SyncMethod
+from hetero.profiler.sync import measure_sleep
+from hetero.runtime.waits import Site, Synchroniser, SyncMethod
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
 SLEEP_S: Final = 500e-6
@@ -176,7 +177,7 @@ def _methods(
         owner = (
             fast if method == "fast" else Synchroniser({"gpu": device}, method, sleep=fast.sleep)
         )
-        return owner.site((name, round(1e9 * wait_s), name, name), "gpu", name)
+        return owner.site((name, (round(1e9 * wait_s),), name, name), "gpu", name)
 
     def same(completion: Completion) -> Completion:
         return completion

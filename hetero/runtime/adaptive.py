@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
-from hetero.runtime.lowering import Step
 from hetero.runtime.plan_book import PlanSource
 from hetero.runtime.program import KINDS, RUN
+from hetero.runtime.step import Step
 from hetero.solver.drift import Factors
 from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase
 
@@ -169,7 +169,7 @@ def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, floa
     for at, (code, index, kind, _) in enumerate(step.program):
         launch = step.launches[index]
         if launch.rows is not None and code == RUN and launch.node != "lm_head":
-            name = KINDS[kind]
+            name = step.kinds[kind]
             found[name] = found.get(name, 0.0) + stamps[at + 1] - stamps[at]
     for launch, completion in zip(step.launches, step.completions, strict=True):
         if completion is None or launch.rows is None or launch.node == "lm_head":

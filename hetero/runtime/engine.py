@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.host.affinity import pinned
+from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
 from hetero.contexts.context import Context
@@ -26,21 +27,21 @@ from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph
 from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import graphs_of
-from hetero.profiler.sync import timer_slack
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
-from hetero.runtime.lowering import Lowering, Step
+from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory import check_contexts, check_memory, gathered_slots, needs_of
 from hetero.runtime.plan_book import PlanBook
 from hetero.runtime.pool import ActivationPool, nbytes_of, slot_shapes
+from hetero.runtime.step import Step
 from hetero.runtime.step_lock import StepLock
-from hetero.runtime.sync import Synchroniser, SyncMethod
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
+from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, Phase
 
@@ -417,10 +418,7 @@ class Engine:
     ) -> Step:
         gates = self.synchroniser.gates_now()
         step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
-        slot = self.pool["tokens"].array
-        slot[: len(tokens)] = tokens
-        slot[len(tokens) :] = 0
-        self.pool["position"].array[0] = context.cached
+        self.pool.feed(tokens, context.cached)
         timed = self._adapter is not None and self._adapter.due(phase, len(tokens))
         self._set_timing(timed)
         with self._control():

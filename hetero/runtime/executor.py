@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT
+from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 
 DRAIN_DEADLINE_S = 5.0
@@ -24,7 +24,7 @@ class Executor:
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle of a step costs milliseconds
         try:
-            return StepRun(step.counts, *self._walk(step))
+            return StepRun(step.counts, *self._walk(step), step.kinds)
         except BaseException:  # Ctrl-C too: what is queued must not write into the next step
             drain(step)
             raise
@@ -33,7 +33,8 @@ class Executor:
                 gc.enable()
 
     def _walk(self, step: Step) -> tuple[list[float], list[float], list[float]]:
-        """Run every action; busy seconds of each of `KINDS`, and stamps and sleeps of `StepRun`.
+        """Run every action; busy seconds of each of the step's kinds, stamps and sleeps of
+        `StepRun`.
 
         A completion of the run before is freed when its launch is submitted again. To touch all 200
         of a step before anything is submitted takes 0.1 ms and more: they left the caches long ago.
@@ -41,7 +42,8 @@ class Executor:
         now, before = time.perf_counter, step.completions
         completions: list[Completion | None] = [None] * len(before)
         step.completions = completions
-        busy, since, last = [0.0, 0.0], [0.0, 0.0], [-1, -1]
+        count = len(step.kinds)
+        busy, since, last = [0.0] * count, [0.0] * count, [-1] * count
         at_s = now()
         stamps, sleeps = [at_s], list[float]()
         stamp, slept = stamps.append, sleeps.append

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from hetero.backends.memory import Panels
 from hetero.backends.protocol import Completion, Operand
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, RUN, SUBMIT, Launch
+from hetero.runtime.step import Step
 
 
 def all_finite(values: npt.NDArray[np.float32]) -> bool:

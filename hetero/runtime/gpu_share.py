@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hetero.runtime.lowering import Step
+from hetero.runtime.step import Step
 
 LONGEST_PAUSE_S = 1.0
 

@@ -1,25 +1,23 @@
 """From a phase and token count to a `Step`: a flat list of bound launches and the waits between.
 
-What may run when. Calls of one asynchronous device complete in the order of submission. A launch on
-another device that reads what such a call writes, or writes what it reads or writes, waits for it;
-one wait stands for all before it in that queue. A blocking device has finished when its call
-returns. So the GPU's queue is never drained: its tile of a matmul is submitted before the NPU's
-tile is waited for, and the next GPU kernel as soon as the NPU's call is back (paper section 4.2).
+First the launches of all nodes and their edges (`hetero.runtime.launch_graph`), then an order and
+its waits (`hetero.runtime.schedule`), then the program: both bound to kernels and waiting sites.
+The GPU's queue is never drained: its tile of a matmul is submitted before the NPU's tile is waited
+for, and the next GPU kernel as soon as the NPU's call is back (paper section 4.2).
 
 How parts meet. The output of a cut matmul lies in panels of columns in its slot, one for each run
 of rows between cut points; each is written by its device and read in place by the next operation.
 Only a device that does not read panels gets them gathered (`Step.copied_bytes` counts that).
+
+Chunks. Several chunks of a prompt can be lowered into one program, each in slots of its own; they
+meet in the context's caches, where a chunk's attention reads what those before it have written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -28,75 +26,23 @@ from hetero.backends.ops import OUTPUT_PORTS, MatMul, describe
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
-    Completion,
     DeviceKind,
-    Doorbell,
     Operand,
     takes_panels,
 )
-from hetero.contexts.kv_cache import KvCache
 from hetero.profiler.model_graph import Node
-from hetero.runtime.cache_calls import CacheCall, bind_program
+from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.groups import NodeGroup
-from hetero.runtime.handover import Handover
+from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.program import (
-    KINDS,
-    RUN,
-    SUBMIT,
-    WAIT,
-    Action,
-    Launch,
-    queue_ahead,
-    raise_flags,
-)
-from hetero.runtime.sync import Site, Synchroniser
+from hetero.runtime.schedule import Cost, in_order, out_of_order
+from hetero.runtime.slots import SlotRef, slot_of
+from hetero.runtime.step import Item, Placed, Step
+from hetero.runtime.waits import Synchroniser
 from hetero.solver.calls import padded_size
 from hetero.solver.plan import Phase, PlanError
-
-
-@dataclass(eq=False)
-class Step:
-    """A phase at one token count, lowered for any context: what reads and writes keys and values is
-    a `CacheCall`, and `on` gives the step that works on one cache, made when it is first asked for.
-    All other calls are shared. A cache's step lives as long as both.
-
-    `logits` is None where none are computed. `launches` keeps everything alive that the program
-    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
-    opens the gates of a program that has some. `completions` are those of the last run, by launch:
-    each run makes a list of its own.
-    """
-
-    phase: Phase
-    tokens: int
-    program: tuple[Action, ...]
-    launches: tuple[Launch, ...]
-    sites: tuple[Site, ...]
-    logits: Operand | None
-    copied_bytes: int = 0
-    counts: Mapping[DeviceKind, int] = field(default_factory=dict)
-    completions: list[Completion | None] = field(default_factory=list)
-    bell: Doorbell | None = None
-    bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-
-    def on(self, cache: KvCache) -> Step:
-        """The step on a context's keys and values. Raises what binding does."""
-        found = self.bound.get(cache)
-        if found is None:
-            program, launches = bind_program(self.program, self.launches, cache)
-            found = dataclasses.replace(
-                self,
-                program=program,
-                launches=launches,
-                completions=[None] * len(launches),
-                bound=weakref.WeakKeyDictionary(),
-            )
-            self.bound[cache] = found
-        return found
 
 
 class _Gather(BoundCall):
@@ -112,26 +58,6 @@ class _Gather(BoundCall):
     def run(self) -> None:
         for target, source in self._pairs:
             np.copyto(target, source)
-
-
-@dataclass
-class _Use:
-    """Last submissions that read and wrote a slot, by asynchronous device."""
-
-    reads: dict[DeviceKind, int] = field(default_factory=dict)
-    writes: dict[DeviceKind, int] = field(default_factory=dict)
-
-
-class _Item(NamedTuple):
-    """A launch that is still to be placed: its slots, and how it is bound."""
-
-    kind: DeviceKind | None  # None: on the host
-    call: BoundCall
-    reads: frozenset[str]
-    writes: frozenset[str]
-    tokens: Span
-    rows: Span | None
-    operands: Mapping[str, Operand] = {}  # in the pool, for hand-overs by copying
 
 
 class Lowering:
@@ -165,30 +91,53 @@ class Lowering:
 
     def lower(self, phase: Phase, m: int, logit_rows: int, *, gates: bool) -> Step:
         """The step of m tokens whose last `logit_rows` rows get logits, `gates` where they gain."""
-        return _Lowered(self, phase, m, logit_rows).step(gates)
+        placed = self.place(phase, (m,), logit_rows)
+        schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
+        return placed.bound(schedule, self.synchroniser.bells if gates else {})
+
+    def lower_chunks(
+        self, chunks: Sequence[int], logit_rows: int, *, cost: Cost | None = None
+    ) -> Step:
+        """One program for chunks of a prompt (tokens of each) that follow each other in the
+        context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
+        pool's set i of slots: its tokens and position are fed there (`ActivationPool.feed`).
+
+        One chunk after another; with `cost`, out of order where that is shorter by it, but for
+        `finish` and `copy`, which wait for whole queues. Raises `ValueError` for more chunks than
+        the pool has sets of slots.
+        """
+        if not 1 <= len(chunks) <= self.pool.chunks:
+            raise ValueError(
+                f"{len(chunks)} chunks do not fit a pool with slots for {self.pool.chunks}"
+            )
+        placed, eager = self.place("prefill", tuple(chunks), logit_rows), self.synchroniser.eager
+        graph = placed.graph()
+        if cost is None or not eager:
+            return placed.bound(in_order(graph, eager=eager), {})
+        return placed.bound(out_of_order(graph, cost), {})
+
+    def place(self, phase: Phase, chunks: tuple[int, ...], logit_rows: int) -> Placed:
+        """The launches of a step's chunks."""
+        placed = Placed(phase, chunks, self.pool, self.devices, self.synchroniser, self.handover())
+        for i, m in enumerate(chunks):
+            last = i == len(chunks) - 1
+            _Chunk(self, placed, m, logit_rows if last else 0, i).place_nodes()
+        return placed
 
 
-class _Lowered:
-    """One step in the making."""
+class _Chunk:
+    """The launches of one chunk in the making: what its nodes work on, and how that lies."""
 
-    def __init__(self, lowering: Lowering, phase: Phase, m: int, logit_rows: int) -> None:
-        self.lowering, self.phase, self.m, self.logit_rows = lowering, phase, m, logit_rows
+    def __init__(
+        self, lowering: Lowering, placed: Placed, m: int, logit_rows: int, chunk: int
+    ) -> None:
+        self.lowering, self.placed, self.phase = lowering, placed, placed.phase
+        self.m, self.logit_rows, self.chunk = m, logit_rows, chunk
         self.devices, self.pool = lowering.devices, lowering.pool
-        self.asynchronous = {
-            kind: device.capabilities.asynchronous for kind, device in self.devices.items()
-        }
-        self.eager = lowering.synchroniser.eager
-        self.handover = lowering.handover()
         self.layout: dict[str, Operand] = {}
-        self.uses: dict[str, _Use] = {}
-        self.waited: dict[DeviceKind, int] = {}
-        self.submitted: dict[DeviceKind, int] = {}  # last launch of each asynchronous device
-        self.program: list[Action] = []
-        self.launches: list[Launch] = []
-        self.sites: list[Site] = []
-        self.copied_bytes = 0
 
-    def step(self, gates: bool) -> Step:
+    def place_nodes(self) -> None:
+        """All nodes, then what the host reads."""
         inside: set[str] = set()  # nodes of groups that are placed
         for node in self.lowering.nodes:
             if node.name in inside or (node.name == "lm_head" and not self.logit_rows):
@@ -196,42 +145,36 @@ class _Lowered:
             group = self.lowering.groups.get(node.name)
             graph = None if group is None else group.ready(self.lowering.book, self.phase, self.m)
             if group is not None and graph is not None:
-                named = dataclasses.replace(node, name=group.name)
-                self._place(named, [self._group_item(group, graph)])
+                self._place(group.name, [self._group_item(group, graph)])
                 inside.update(member.name for member in group.nodes)
             elif isinstance(node.op, MatMul) and node.plan_op is not None:
-                self._place(node, self._matmul_items(node))
+                self._place(node.name, self._matmul_items(node))
             else:
-                self._place(node, [self._other_item(node)])
+                self._place(node.name, [self._other_item(node)])
         if self.logit_rows:
-            self._hand_over("end", None, {"x": self._operand("logits")})
-        for kind in sorted(self.submitted):
-            self._wait(kind, self.submitted[kind], "end")
-        synchroniser = self.lowering.synchroniser
-        bells = synchroniser.bells if gates else {}
-        program, bell = queue_ahead(self.program, self.launches, bells)
-        program = raise_flags(program, self.launches, synchroniser.flags, bell)
-        return Step(
-            self.phase,
-            self.m,
-            tuple(program),
-            tuple(self.launches),
-            tuple(self.sites),
-            self._operand("logits") if self.logit_rows else None,
-            self.copied_bytes,
-            Counter(launch.kind for launch in self.launches),  # flags count as the GPU's work
-            [None] * len(self.launches),
-            bell,
-        )
+            self.placed.logits = self._operand("logits")
+            read = {"x": self.placed.logits}
+            self.placed.hand_over("end", self.chunk, self.m, None, read)
+
+    def _place(self, node: str, items: Sequence[Item]) -> None:
+        self.placed.stage(node, self.chunk, self.m, items)
 
     # --- operands ---------------------------------------------------------------------------
 
-    def _operand(self, slot: str) -> Operand:
-        return self.layout.get(slot, self.pool[slot])
+    def _ref(self, slot: str) -> SlotRef:
+        return slot_of(slot, self.chunk)
 
-    def _other_item(self, node: Node) -> _Item:
+    def _tensor(self, slot: str) -> Tensor:
+        """A slot of this chunk, whole."""
+        return self.pool[self._ref(slot)]
+
+    def _operand(self, slot: str) -> Operand:
+        return self.layout.get(slot, self._tensor(slot))
+
+    def _other_item(self, node: Node) -> Item:
         kind = self.lowering.book.rest(self.phase)
         capabilities = self.devices[kind].capabilities
+        reads, writes = self._slots(node, kind)
         operands: dict[str, Operand] = {}
         caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
         for port, slot in node.slots.items():
@@ -240,9 +183,10 @@ class _Lowered:
             operand = self._operand(slot)
             if isinstance(operand, Panels):
                 if port in OUTPUT_PORTS:
-                    operand = self.pool[slot]
+                    operand = self._tensor(slot)
                 elif not (capabilities.reads_panels and takes_panels(node.op, port)):
                     operand = self._gathered(node, slot, operand)
+                    reads = self._instead(reads, kind, port, slot)
             if port in OUTPUT_PORTS:
                 self.layout.pop(slot, None)
             operands[port] = operand
@@ -250,43 +194,46 @@ class _Lowered:
         own, m = self._own(kind, operands), self._padded()
         name = describe(node.op)
         call = CacheCall(name, kernel, own, caches, m) if caches else kernel.bind(own, m)
-        return _Item(kind, call, *self._slots(node, kind), (0, self.m), None, operands)
+        return Item(kind, call, reads, writes, (0, self.m), None, operands)
 
     def _padded(self) -> int:
         """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
         capabilities = self.devices[self.lowering.book.rest(self.phase)].capabilities
         return padded_size(self.m, capabilities.graph_sizes if capabilities.static_shapes else ())
 
-    def _group_item(self, group: NodeGroup, graph: int) -> _Item:
+    def _group_item(self, group: NodeGroup, graph: int) -> Item:
         operands: dict[str, Operand] = {}
+        reads = frozenset(map(self._ref, (*group.group.inputs, *group.fixed.values())))
         for slot in group.group.inputs:
             operand = self._operand(slot)
             if isinstance(operand, Panels):
                 operand = self._gathered(group.nodes[0], slot, operand)
+                reads = self._instead(reads, "npu", "x", slot)
             operands[slot] = operand
         handed = dict(operands)
         for port, slot in zip(sorted(OUTPUT_PORTS), group.group.outputs, strict=False):
             self.layout.pop(slot, None)
-            handed[port] = operands.setdefault(slot, self.pool[slot])
+            handed[port] = operands.setdefault(slot, self._tensor(slot))
         caches = {port: slot for port, slot in group.fixed.items() if port in CACHE_PORTS}
-        operands |= {p: self.pool[slot] for p, slot in group.fixed.items() if p not in caches}
+        operands |= {p: self._tensor(slot) for p, slot in group.fixed.items() if p not in caches}
         kernel = self.lowering.kernels.group(group)
         name, bind = group.name, kernel.bind
         call = CacheCall(name, kernel, operands, caches, graph) if caches else bind(operands, graph)
-        writes = frozenset({*caches.values(), *group.group.outputs})
-        reads = frozenset({*group.group.inputs, *group.fixed.values()})
-        return _Item("npu", call, reads, writes, (0, self.m), None, handed)
+        writes = frozenset(map(self._ref, (*caches.values(), *group.group.outputs)))
+        return Item("npu", call, reads, writes, (0, self.m), None, handed)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
-        target = self.pool.gathered(slot)
+        source = self._ref(slot)
+        room = source._replace(gathered=True)
+        target = self.pool[room]
         call = _Gather(node.name, panels, target, min(self.m, panels.shape[0]))
-        self.copied_bytes += 4 * call.m * panels.shape[1]
-        slots = frozenset({slot}), frozenset({f"{slot} gathered"})
+        self.placed.copied_bytes += 4 * call.m * panels.shape[1]
         operands: dict[str, Operand] = {"x": panels, "y": target}
-        self._place(node, [_Item(None, call, *slots, (0, self.m), None, operands)])
+        slots = frozenset({source}), frozenset({room})
+        self._place(node.name, [Item(None, call, *slots, (0, self.m), None, operands)])
         return target
 
-    def _matmul_items(self, node: Node) -> list[_Item]:
+    def _matmul_items(self, node: Node) -> list[Item]:
         head = node.name == "lm_head"
         m = self.logit_rows if head else self.m
         first = self.m - m
@@ -298,9 +245,9 @@ class _Lowered:
         ]
         _check_spill(node, [part for part, _, _ in cells], m)
         panels = self._panels(node, [(part, rows) for part, rows, _ in cells])
-        source = self._operand(node.slots["x"])
+        source, gathered = self._operand(node.slots["x"]), False
         if isinstance(source, Panels):
-            source = self._gathered(node, node.slots["x"], source)
+            source, gathered = self._gathered(node, node.slots["x"], source), True
         items = []
         for part, rows, kernel in cells:
             start = part.tokens[0]
@@ -308,8 +255,10 @@ class _Lowered:
             y = panels[rows].rows(start, part.stop)
             operands = {"x": x, "y": y}
             call = kernel.bind(self._own(part.kind, operands), part.graph)
-            slots = self._slots(node, part.kind)
-            items.append(_Item(part.kind, call, *slots, part.tokens, rows, operands))
+            reads, writes = self._slots(node, part.kind)
+            if gathered:
+                reads = self._instead(reads, part.kind, "x", node.slots["x"])
+            items.append(Item(part.kind, call, reads, writes, part.tokens, rows, operands))
         return items
 
     def _static(self) -> frozenset[DeviceKind]:
@@ -319,14 +268,14 @@ class _Lowered:
         """Where each run of rows of the output lies; notes how the next operation finds it."""
         assert isinstance(node.op, MatMul)
         slot = node.slots["y"]
+        tensor = self._tensor(slot)
         spans = sorted({rows for _, rows in cells})
         if len(spans) == 1:
             self.layout.pop(slot, None)
-            return {spans[0]: self.pool[slot]}
+            return {spans[0]: tensor}
         tokens = max(part.stop for part, _ in cells)
         if node.name != "lm_head":  # a padded graph reads rows behind the last token, too
             tokens = max(tokens, self._padded())
-        tensor = self.pool[slot]
         panels = {
             (a, b): Tensor(
                 tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a
@@ -339,120 +288,34 @@ class _Lowered:
         self.layout[slot] = whole
         return panels
 
-    # --- order ------------------------------------------------------------------------------
-
-    def _place(self, node: Node, items: list[_Item]) -> None:
-        """Append a node's launches: asynchronous ones first, so that both devices work at once."""
-        for item in items:
-            self._hand_over(node.name, item.kind, item.operands)
-        needs = [self._needs(item) for item in items]
-        order = sorted(range(len(items)), key=lambda i: not self._submits(items[i]))
-        if not self.eager:
-            for i in order:
-                self._meet(node.name, needs[i])
-        for i in order:
-            self._meet(node.name, needs[i])
-            self._launch(node.name, items[i])
-        for item in items:
-            self._note(item)
-        if self.handover is not None:
-            self.handover.after([(item.kind, item.operands) for item in items], self.m)
-
-    def _hand_over(
-        self, where: str, kind: DeviceKind | None, operands: Mapping[str, Operand]
-    ) -> None:
-        """Copy what a launch reads and another device wrote, where hand-overs are by copying."""
-        for found in self.handover.before(kind, operands) if self.handover is not None else ():
-            slot = self.pool.name_of(found.buffer)
-            host, own = frozenset({slot}), frozenset({f"{slot} of the gpu"})
-            reads, writes = (host, own) if found.to_gpu else (own, host)
-            item = _Item("gpu", found.call, reads, writes, (0, self.m), None)
-            self._meet(where, self._needs(item))
-            self._launch(f"{where} {found.call.name}", item)
-            self._note(item)
-            self.copied_bytes += found.nbytes
+    # --- slots ------------------------------------------------------------------------------
 
     def _own(
         self, kind: DeviceKind | None, operands: Mapping[str, Operand]
     ) -> Mapping[str, Operand]:
-        return operands if self.handover is None else self.handover.own(kind, operands)
+        handover = self.placed.handover
+        return operands if handover is None else handover.own(kind, operands)
 
-    def _slots(self, node: Node, kind: DeviceKind) -> tuple[frozenset[str], frozenset[str]]:
-        """Slots that a node's launch reads and writes; the GPU's own where it has its own."""
-        found = _slots(node)
-        if self.handover is None or kind != "gpu":
-            return found
-        reads, writes = (frozenset(f"{slot} of the gpu" for slot in slots) for slots in found)
-        return reads, writes
+    def _slots(self, node: Node, kind: DeviceKind) -> tuple[frozenset[SlotRef], frozenset[SlotRef]]:
+        """Slots that a node's launch reads and writes: caches both."""
+        slots = {port: self._seen_by(kind, port, slot) for port, slot in node.slots.items()}
+        reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
+        writes = {
+            slot for port, slot in slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS
+        }
+        return frozenset(reads), frozenset(writes)
 
-    def _submits(self, item: _Item) -> bool:
-        return item.kind is not None and self.asynchronous[item.kind]
+    def _seen_by(self, kind: DeviceKind, port: str, slot: str) -> SlotRef:
+        """The slot that a device works on; the GPU has its own where hand-overs are by copying."""
+        apart = self.placed.handover is not None and kind == "gpu" and port not in SHARED_PORTS
+        return self._ref(slot)._replace(owner="gpu" if apart else None)
 
-    def _needs(self, item: _Item) -> dict[DeviceKind, int]:
-        """For each other asynchronous device, the submission that must be complete before."""
-        needs: dict[DeviceKind, int] = {}
-        for slot in item.reads | item.writes:
-            use = self.uses.get(slot)
-            if use is None:
-                continue
-            hazards = [use.writes, use.reads] if slot in item.writes else [use.writes]
-            for found in hazards:
-                for kind, index in found.items():
-                    if kind != item.kind:
-                        needs[kind] = max(index, needs.get(kind, -1))
-        return needs
-
-    def _meet(self, where: str, needs: Mapping[DeviceKind, int]) -> None:
-        for kind, index in sorted(needs.items()):
-            self._wait(kind, index, where)
-
-    def _wait(self, kind: DeviceKind, index: int, where: str) -> None:
-        if index <= self.waited.get(kind, -1):
-            return
-        self.waited[kind] = index
-        launch = self.launches[index]
-        site = self.lowering.synchroniser.site(
-            (self.phase, self.m, _role(where), _role(launch.node)), kind, launch.call.name
-        )
-        self.sites.append(site)
-        self.program.append(Action(WAIT, index, KINDS.index(kind), site.wait))
-
-    def _launch(self, name: str, item: _Item) -> None:
-        index = len(self.launches)
-        kind = item.kind or "npu"  # the control thread's own work counts as the NPU's
-        number = KINDS.index(kind)
-        outputs = tuple(x for port, x in item.operands.items() if port in OUTPUT_PORTS)
-        self.launches.append(Launch(name, kind, item.call, item.tokens, item.rows, outputs))
-        if self._submits(item):
-            self.program.append(Action(SUBMIT, index, number, item.call.submit))
-            self.submitted[kind] = index
-        else:
-            self.program.append(Action(RUN, index, number, item.call.run))
-
-    def _note(self, item: _Item) -> None:
-        """Remember the slots of an asynchronous launch by the last index of its device."""
-        if not self._submits(item):
-            return
-        assert item.kind is not None
-        index = self.submitted[item.kind]
-        for slot in item.reads:
-            self.uses.setdefault(slot, _Use()).reads[item.kind] = index
-        for slot in item.writes:
-            self.uses.setdefault(slot, _Use()).writes[item.kind] = index
-
-
-def _slots(node: Node) -> tuple[frozenset[str], frozenset[str]]:
-    """Slots that a node reads and writes; caches are both."""
-    reads = {slot for port, slot in node.slots.items() if port not in OUTPUT_PORTS}
-    writes = {
-        slot for port, slot in node.slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS
-    }
-    return frozenset(reads), frozenset(writes)
-
-
-def _role(name: str) -> str:
-    """A node's name without its layer: all layers run the same kernels."""
-    return name.rsplit(".", maxsplit=1)[-1]
+    def _instead(
+        self, reads: frozenset[SlotRef], kind: DeviceKind, port: str, slot: str
+    ) -> frozenset[SlotRef]:
+        """What a launch reads that finds the panels of a port gathered."""
+        seen = self._seen_by(kind, port, slot)
+        return reads - {seen} | {seen._replace(gathered=True)}
 
 
 def _split(

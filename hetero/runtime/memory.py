@@ -15,6 +15,7 @@ from hetero.profiler.environment import memory_bytes
 from hetero.profiler.model_graph import Node
 from hetero.runtime.plan_book import PlanBook, Span
 from hetero.runtime.pool import Shape, nbytes_of
+from hetero.runtime.slots import SlotRef
 from hetero.solver.plan import PHASES
 
 
@@ -37,7 +38,7 @@ class Needs:
 
 
 def needs_of(
-    slots: Mapping[str, Shape],
+    slots: Mapping[SlotRef, Shape],
     layout: CacheLayout,
     nodes: Iterable[Node],
     book: PlanBook,
@@ -128,7 +129,7 @@ def gathered_slots(
     return {
         node.slots["y"]: node.op.n
         for node in nodes
-        if isinstance(node.op, MatMul) and book.cuts_rows(node) and node.slots["y"] in whole
+        if isinstance(node.op, MatMul) and node.slots["y"] in whole and book.cuts_rows(node)
     }
 
 

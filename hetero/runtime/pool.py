@@ -4,11 +4,13 @@ Slots are reused by all layers (paper section 4.2), and by all contexts: a step 
 them that a later one reads. They are in huge pages, since a prompt goes through them as a whole: a
 matmul writes some rows of every token, each on a page of its own otherwise (525 tokens cut between
 the devices take 6 % less). Keys and values lie elsewhere (`hetero.contexts.kv_cache`).
+
+Chunks of a prompt that are in flight together have a set of slots each; they share the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import slot_widths
+from hetero.runtime.slots import SlotRef, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -29,17 +32,21 @@ def slot_shapes(
     tokens: int,
     logit_rows: int,
     gathered: Mapping[str, int] | None = None,
-) -> dict[str, Shape]:
-    """Every slot of a pool: `slot_widths` of the decoder, `tokens`, `position` [1], `logits`
-    [logit_rows, vocab]; and room to gather panels in, for the slots in `gathered` with their
-    widths.
+    chunks: int = 1,
+) -> dict[SlotRef, Shape]:
+    """Every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the decoder,
+    `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered` with their
+    widths; for all of them together `logits` [logit_rows, vocab].
     """
-    widths = slot_widths(config) | {gathered_name(k): n for k, n in (gathered or {}).items()}
-    found: dict[str, Shape] = {name: ((tokens, n), FLOAT32) for name, n in widths.items()}
-    found["tokens"] = ((tokens,), INT32)
-    found["position"] = ((1,), INT32)
-    found["logits"] = ((logit_rows, config.vocab_size), FLOAT32)
-    return found
+    widths = {SlotRef(name): n for name, n in slot_widths(config).items()}
+    widths |= {SlotRef(name, gathered=True): n for name, n in (gathered or {}).items()}
+    each: dict[SlotRef, Shape] = {slot: ((tokens, n), FLOAT32) for slot, n in widths.items()}
+    each |= {SlotRef("tokens"): ((tokens,), INT32), SlotRef("position"): ((1,), INT32)}
+    shapes = {
+        slot._replace(chunk=chunk): shape for chunk in range(chunks) for slot, shape in each.items()
+    }
+    shapes[SlotRef("logits")] = ((logit_rows, config.vocab_size), FLOAT32)
+    return shapes
 
 
 def nbytes_of(shape: Shape) -> int:
@@ -48,33 +55,38 @@ def nbytes_of(shape: Shape) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def gathered_name(slot: str) -> str:
-    """The slot that the panels of another are gathered in."""
-    return f"{slot} gathered"
-
-
 class ActivationPool:
-    """Named tensors for pieces of up to `tokens` tokens.
+    """The tensors of the slots, for calls of up to `tokens` tokens, `chunks` of them in flight
+    together.
 
-    Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later.
+    Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later. A plain
+    name is the slot of the first chunk.
     """
 
-    def __init__(self, slots: Mapping[str, Shape], owner: Device) -> None:
-        self.tokens: int = slots["tokens"][0][0]
-        self._slots: dict[str, Tensor] = {
-            name: _allocate(owner, name, shape) for name, shape in slots.items()
+    def __init__(self, slots: Mapping[SlotRef, Shape], owner: Device) -> None:
+        self.tokens: int = slots[SlotRef("tokens")][0][0]
+        self.chunks = 1 + max(slot.chunk for slot in slots)
+        self._slots: dict[SlotRef, Tensor] = {
+            slot: _allocate(owner, slot, shape) for slot, shape in slots.items()
         }
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._slots[name]
+    def __getitem__(self, slot: SlotRef | str) -> Tensor:
+        return self._slots[slot if isinstance(slot, SlotRef) else SlotRef(slot)]
 
-    def names(self) -> list[str]:
+    def slots(self) -> list[SlotRef]:
         """All slots."""
         return list(self._slots)
 
-    def name_of(self, buffer: HostBuffer) -> str:
+    def slot_of(self, buffer: HostBuffer) -> SlotRef:
         """The slot that a buffer holds."""
-        return next(name for name, tensor in self._slots.items() if tensor.buffer is buffer)
+        return next(slot for slot, tensor in self._slots.items() if tensor.buffer is buffer)
+
+    def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0) -> None:
+        """What a chunk computes next: its tokens, the first of them at `position`."""
+        ids = self[slot_of("tokens", chunk)].array
+        ids[: len(tokens)] = tokens
+        ids[len(tokens) :] = 0
+        self[slot_of("position", chunk)].array[0] = position
 
     @property
     def nbytes(self) -> int:
@@ -87,13 +99,9 @@ class ActivationPool:
             for tensor in self._slots.values():
                 device.map(tensor.buffer)
 
-    def gathered(self, slot: str) -> Tensor:
-        """Room [tokens, width] to gather the panels of a slot in."""
-        return self._slots[gathered_name(slot)]
 
-
-def _allocate(owner: Device, name: str, shape: Shape) -> Tensor:
+def _allocate(owner: Device, slot: SlotRef, shape: Shape) -> Tensor:
     """Raises `UserError` where the system refuses the memory."""
     nbytes = nbytes_of(shape)
-    with memory_for(f"the {nbytes / 2**20:.1f} MiB of {name}"):
+    with memory_for(f"the {nbytes / 2**20:.1f} MiB of {slot}"):
         return Tensor(owner.allocate(nbytes, huge=True), *shape)

@@ -22,7 +22,7 @@ have to wait for the GPU's then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, get_args
 
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell, Operand
 from hetero.solver.host_queue import SHORT_ROOM
@@ -33,7 +33,7 @@ Place: TypeAlias = tuple[int, int]  # the group at work, and before which other 
 SUBMIT, RUN, WAIT, RING, AHEAD = range(5)
 LONG: Final = "attention"  # the last part of the name of a node that takes long
 FAR: Final = 8  # groups that one is submitted ahead of its start, at most
-KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
+KINDS: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
 
 
 class Launch(NamedTuple):

@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from hetero.backends.host.files import atomic_write
 from hetero.errors import UserError
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT, Launch
+from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 
-GPU, NPU, CONTROL = 1, 2, 3
-LANES: Final = {GPU: "GPU", NPU: "NPU", CONTROL: "control"}
+LANES: Final = {lane: kind.upper() for lane, kind in enumerate(KINDS, start=1)}
+CONTROL: Final = len(KINDS) + 1
+NAMES: Final = LANES | {CONTROL: "control"}
 
 
 class Trace:
@@ -90,7 +91,7 @@ class Trace:
         assert self._start_s is not None
         return {
             "name": name,
-            "cat": LANES[lane],
+            "cat": NAMES[lane],
             "ph": "X",
             "pid": 1,
             "tid": lane,
@@ -119,7 +120,7 @@ class Trace:
 
 def _names() -> Iterator[dict[str, Any]]:
     yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hetero"}}
-    for lane, name in LANES.items():
+    for lane, name in NAMES.items():
         yield {"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}}
         yield {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": lane,
                "args": {"sort_index": lane}}  # fmt: skip

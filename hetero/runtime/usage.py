@@ -25,7 +25,7 @@ class Usage:
 class StepRun(NamedTuple):
     """One run of a step.
 
-    `counts` are the calls of each device, `busy` the seconds that each of `KINDS` was. `stamps` are
+    `counts` are the calls of each device, `busy` the seconds that each of `kinds` was. `stamps` are
     its times: the start, then the end of every action, in seconds of `time.perf_counter`; `slept`
     the seconds that each of its waits was asleep.
     """
@@ -34,11 +34,14 @@ class StepRun(NamedTuple):
     busy: Sequence[float]
     stamps: list[float]
     slept: list[float]
+    kinds: Sequence[DeviceKind] = KINDS
 
     @property
     def usage(self) -> dict[DeviceKind, Usage]:
         """What each device did."""
-        return {kind: Usage(n, self.busy[KINDS.index(kind)]) for kind, n in self.counts.items()}
+        return {
+            kind: Usage(n, self.busy[self.kinds.index(kind)]) for kind, n in self.counts.items()
+        }
 
     @property
     def wall_s(self) -> float:
@@ -67,7 +70,7 @@ class Work:
             if total is None:
                 total = self.devices[kind] = Usage()
             total.ops += ops
-            total.busy_s += run.busy[KINDS.index(kind)]
+            total.busy_s += run.busy[run.kinds.index(kind)]
 
     def copy(self) -> Work:
         """As it is now."""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from hetero.profiler.model_graph import ModelGraph
+from hetero.runtime.launch_graph import LaunchGraph
 from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
 
 STRATEGIES = (
@@ -50,6 +51,17 @@ def random_plan(
         ops=tuple(entries),
         rest=Rest.model_validate({"prefill": rest, "decode": rest}),
     )
+
+
+def random_order(graph: LaunchGraph, rng: random.Random) -> list[int]:
+    """Any order of a graph's launches that breaks no edge."""
+    order: list[int] = []
+    left = set(range(len(graph.launches)))
+    while left:
+        ready = sorted(i for i in left if left.isdisjoint(graph.before[i]))
+        order.append(rng.choice(ready))
+        left.remove(order[-1])
+    return order
 
 
 def tiles_of(

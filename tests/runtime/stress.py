@@ -28,8 +28,10 @@ from hetero.backends.registry import open_device
 from hetero.contexts.context import Context
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
+from hetero.runtime.pool import ActivationPool
 from hetero.runtime.program import AHEAD, RUN, SUBMIT
-from hetero.runtime.sync import SyncMethod
+from hetero.runtime.step import Step
+from hetero.runtime.waits import SyncMethod
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import random_plan
 
@@ -57,10 +59,26 @@ def open_engine(folder: Path, seed: int, sync: SyncMethod = "fast") -> Engine:
 
 @contextmanager
 def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -> Iterator[None]:
-    """Every launch and flag of the GPU waits for some work first, every NPU call sleeps around, in
-    the steps of `contexts` (default: `context_of`).
-    """
-    gpu: Any = engine.devices["gpu"]
+    """The engine's steps on `contexts` (default: `context_of`) as `delay` makes them."""
+    engine._lower()
+    steps = {
+        id(step): step
+        for context in contexts or (context_of(engine),)
+        for step in (
+            engine.step(context, "prefill", PROMPT),
+            *(engine.step(context, "decode", 1, gates=gates) for gates in (False, True)),
+        )
+    }
+    for step in steps.values():
+        delay(step, engine.devices["gpu"], rng)
+    try:
+        yield
+    finally:
+        engine._lower()
+
+
+def delay(step: Step, gpu: Any, rng: random.Random) -> None:
+    """Every launch and flag of the GPU waits for some work first, every NPU call sleeps around."""
     kernel = cl.Kernel(cl.Program(gpu.context, WORK).build(), "work")
     data = cl.Buffer(gpu.context, cl.mem_flags.READ_WRITE, 4)
 
@@ -84,25 +102,11 @@ def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -
 
         return call
 
-    engine._lower()
-    steps = {
-        id(step): step
-        for context in contexts or (context_of(engine),)
-        for step in (
-            engine.step(context, "prefill", PROMPT),
-            *(engine.step(context, "decode", 1, gates=gates) for gates in (False, True)),
-        )
-    }
-    for step in steps.values():
-        program = []
-        for action in step.program:
-            wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
-            program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
-        step.program = tuple(program)
-    try:
-        yield
-    finally:
-        engine._lower()
+    program = []
+    for action in step.program:
+        wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
+        program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
+    step.program = tuple(program)
 
 
 def logits(engine: Engine, tokens: list[int]) -> list[Any]:
@@ -118,9 +122,14 @@ def logits(engine: Engine, tokens: list[int]) -> list[Any]:
 
 def spoil(engine: Engine) -> None:
     """Overwrite everything that a step has to write before it reads."""
-    for name in engine.pool.names():
-        if name not in ("tokens", "position"):
-            engine.pool[name].array[:] = POISON
+    spoil_pool(engine.pool)
+
+
+def spoil_pool(pool: ActivationPool) -> None:
+    """As `spoil`."""
+    for slot in pool.slots():
+        if slot.name not in ("tokens", "position"):
+            pool[slot].array[:] = POISON
 
 
 def stress(folder: Path, steps: int, seed: int, sync: SyncMethod = "fast") -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind
 from hetero.runtime.executor import Executor
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import KINDS, RUN, SUBMIT, WAIT, Action, Launch
+from hetero.runtime.step import Step
 
 LOG = list[str]
 
@@ -76,6 +77,22 @@ def test_actions_run_in_order_without_the_collector() -> None:
     assert len(run.stamps) == 7
     assert run.stamps == sorted(run.stamps)
     assert gc.isenabled()
+
+
+def test_a_third_kind_of_device_joins_by_its_name() -> None:
+    log: LOG = []
+    step, executor = make_step(log), Executor()
+    third: Any = "cpu"
+    step.kinds = (*step.kinds, third)
+    call = FakeCall("e", log)
+    step.launches = (*step.launches, Launch("e", third, call, (0, 1), None))
+    step.program = (*step.program, Action(RUN, 4, step.kinds.index(third), call.run))
+    step.counts = {**step.counts, third: 1}
+    step.completions.append(None)
+    run = executor.run(step)
+    assert log[-1] == "run e gc=False"
+    assert run.usage[third].ops == 1
+    assert run.usage[third].busy_s == pytest.approx(run.stamps[7] - run.stamps[6])
 
 
 def test_the_gpu_is_busy_until_its_last_submission_is_seen_complete() -> None:

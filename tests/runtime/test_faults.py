@@ -19,11 +19,12 @@ from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
-from hetero.runtime import executor, sync
+from hetero.runtime import executor
 from hetero.runtime.engine import Engine
-from hetero.runtime.lowering import Step
 from hetero.runtime.program import RING, SUBMIT
-from hetero.runtime.sync import GATELESS_STEPS
+from hetero.runtime.step import Step
+from hetero.runtime.waits import WaitPolicy
+from hetero.runtime.waits.trials import Trials
 from hetero.solver.handmade import single_device
 from tests.checkpoints import relative_error
 from tests.runtime.models import context_of, emptied, tiny_model
@@ -239,7 +240,7 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
 
 def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> Engine:
     """Real devices in every matmul, decoding with gates even where they are not faster."""
-    monkeypatch.setattr(sync, "_bell_is_faster", lambda *_: True)
+    monkeypatch.setattr(Trials, "bell_is_faster", lambda *_: True)
     loaded = open_model(str(folder), weights="f32")
     plan = random_plan(
         loaded.spec(), 40, GRAPHS, random.Random(3), strategies=["row-cut"], rest=rest
@@ -249,7 +250,9 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
     if engine.step(context_of(engine), "decode", 1).bell is None:
         engine.close()
         pytest.skip("no doorbell works on this device")
-    monkeypatch.setattr(engine.synchroniser, "preempted", lambda *_: None)  # keeps its gates
+    monkeypatch.setattr(
+        engine.synchroniser.contention, "preempted", lambda *_: None
+    )  # keeps its gates
     return engine
 
 
@@ -259,10 +262,10 @@ def test_a_core_that_others_use_gets_steps_without_gates(
     with gated_engine(folder, monkeypatch, "gpu") as engine:
         assert answer(engine, 2) == wanted[:2]
         assert engine.last_step.bell is not None
-        engine.synchroniser.crowd()
+        engine.synchroniser.contention.crowd()
         assert answer(engine) == wanted
         assert engine.last_step.bell is None
-        for _ in range(GATELESS_STEPS):
+        for _ in range(WaitPolicy().gateless_steps):
             engine.synchroniser.gates_now()
         assert engine.synchroniser.gates_now()
 

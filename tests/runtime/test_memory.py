@@ -16,6 +16,7 @@ from hetero.models import open_model
 from hetero.models.graph import model_graph
 from hetero.runtime import memory
 from hetero.runtime.engine import Engine, pool_bytes
+from hetero.runtime.slots import SlotRef
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import ExecutionPlan
 from tests.runtime.models import context_of, tiny_model
@@ -62,7 +63,8 @@ def test_the_pool_has_the_size_that_was_computed(folder: str, name: str, panels:
         engine.prefill(context_of(engine), list(range(40)))
         assert engine.pool.nbytes == engine.needs.pool_bytes, "a step allocated"
         assert engine.needs.largest_bytes < engine.needs.pool_bytes
-        assert ("qkv gathered" in engine.pool.names()) == (not panels)
+        room = SlotRef("qkv", gathered=True)
+        assert (room in engine.pool.slots()) == (not panels)
         alone = sum(4 * m.n * m.k * m.count for m in model_graph(engine.config, "f32").matmuls)
         assert engine.needs.weight_bytes >= alone - 16 * 4 * 64  # the last block of rows is padded
         bound = pool_bytes(engine.config, engine.max_seq_len, 512)

@@ -22,6 +22,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.contexts.kv_cache import CacheLayout, KvCache
 from hetero.models import open_model
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
+from hetero.runtime.slots import SlotRef
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
 
@@ -182,11 +183,11 @@ def test_activations_are_in_huge_pages_and_caches_are_not() -> None:
         return allocate(nbytes, huge=huge)
 
     device.allocate = recorded  # type: ignore[method-assign]
-    slots = {"tokens": ((1 << 10, 1 << 10), FLOAT32)}
+    slots = {SlotRef("tokens"): ((1 << 10, 1 << 10), FLOAT32)}
     layout = CacheLayout(layers=2, kv_heads=4, capacity=1 << 10, head_dim=1 << 9)
     pool = ActivationPool(slots, device)
     assert KvCache(layout, device.allocate).nbytes == layout.nbytes
-    assert asked == {nbytes_of(slots["tokens"]): True, layout.slot_bytes: False}
+    assert asked == {nbytes_of(slots[SlotRef("tokens")]): True, layout.slot_bytes: False}
     assert pool["tokens"].buffer.address % HUGE_BYTES == 0
 
 

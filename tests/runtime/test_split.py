@@ -20,7 +20,7 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import OnlineCall
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import ExecutionPlan, PlanError
-from tests.checkpoints import relative_error
+from tests.checkpoints import Case, make_checkpoint, relative_error
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import STRATEGIES, random_plan
 
@@ -85,9 +85,9 @@ def run(engine: Engine, tokens: list[int]) -> list[Any]:
 
 
 def check(engine: Engine, tokens: list[int], wanted: list[Any], tolerance: float) -> None:
-    for name in engine.pool.names():
-        if name not in ("tokens", "position"):
-            engine.pool[name].array[:] = 7e7  # whatever is not written shows
+    for slot in engine.pool.slots():
+        if slot.name not in ("tokens", "position"):
+            engine.pool[slot].array[:] = 7e7  # whatever is not written shows
     for got, want in zip(run(engine, tokens), wanted, strict=True):
         assert np.isfinite(got).all()
         assert relative_error(got, want) < tolerance
@@ -167,6 +167,23 @@ def test_the_rest_on_the_npu_reads_split_results(folder: Path, expected: Any, pa
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
         gathers = engine.step(context_of(engine), "prefill", 45).copied_bytes
         assert (gathers > 0) == (pair == "real")  # ONNX Runtime takes whole tensors
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_attention_without_rope_gets_a_cut_qkv_gathered(tmp_path: Path, pair: str) -> None:
+    """OPT: attention takes whole tensors, on every device."""
+    make_checkpoint(Case("opt", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64}), tmp_path)
+    spec = open_model(str(tmp_path), weights="f32").spec()
+    tokens = np.random.default_rng(2).integers(0, 263, 48).tolist()
+    plan = random_plan(spec, 45, GRAPHS, random.Random(3), strategies=["row-cut"])
+    with make_engine(tmp_path, "gpu", pair, "f32") as whole:
+        wanted = run(whole, tokens)
+    with make_engine(tmp_path, plan, pair, "f32") as engine:
+        check(engine, tokens, wanted, TOLERANCE["f32"])
+        assert (
+            engine.step(context_of(engine), "prefill", 45).copied_bytes
+            == 4 * 45 * 3 * 64 * spec.layers
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 6])

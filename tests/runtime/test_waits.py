@@ -8,77 +8,85 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.host.clock import ManualClock
+from hetero.backends.host.timers import waited_for_core_s
 from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
-from hetero.profiler.interference import waited_for_core_s
-from hetero.runtime import sync
-from hetero.runtime.sync import (
-    CROWDED_GAPS,
-    CROWDED_S,
-    CROWDED_WAITS,
-    Site,
-    SleepTimes,
-    Synchroniser,
-)
+from hetero.runtime.waits import Site, SleepTimes, Synchroniser, WaitPolicy
 
 LOOK_S = 1e-6
 LATE_S = 60e-6
+POLICY = WaitPolicy()
 
 
-class FakeTime:
-    """Looks cost a microsecond; sleeps return late; `gap_s` is lost at the next look."""
+class BusyClock(ManualClock):
+    """A manual clock on a machine: looks at it cost a microsecond, sleeps return late, and `gap_s`
+    is lost at the next look.
+    """
 
     def __init__(self) -> None:
-        self.now_s = 100.0
+        super().__init__(100.0)
         self.gap_s = 0.0
         self.slept: list[float] = []
         self.late_s: Callable[[], float] = lambda: LATE_S
 
-    def perf_counter(self) -> float:
-        self.now_s += LOOK_S + self.gap_s
+    def now(self) -> float:
+        self.advance(LOOK_S + self.gap_s)
         self.gap_s = 0.0
-        return self.now_s
+        return super().now()
 
-    def sleep(self, seconds: float) -> None:
-        assert seconds >= 0  # as the true one refuses others
-        self.slept.append(seconds)
-        self.now_s += seconds + self.late_s()
+    def sleep(self, duration_s: float) -> None:
+        assert duration_s >= 0
+        self.slept.append(duration_s)
+        self.advance(duration_s + self.late_s())
+
+    def advance(self, duration_s: float) -> None:
+        super().sleep(duration_s)
+
+    @property
+    def now_s(self) -> float:
+        """The time, without a look."""
+        return super().now()
 
 
 class At(Completion):
     """Complete at a moment."""
 
-    def __init__(self, clock: FakeTime, in_s: float) -> None:
+    def __init__(self, clock: BusyClock, in_s: float) -> None:
         self.clock, self.end_s = clock, clock.now_s + in_s
 
     def done(self) -> bool:
-        self.clock.now_s += LOOK_S
+        self.clock.advance(LOOK_S)
         return self.clock.now_s >= self.end_s
 
     def wait(self, deadline_s: float = 1.0) -> None:
-        self.clock.now_s = max(self.clock.now_s, self.end_s)
+        self.clock.advance(max(self.end_s - self.clock.now_s, 0.0))
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    fake = FakeTime()
-    monkeypatch.setattr(sync, "time", fake)
-    return fake
+def clock() -> BusyClock:
+    return BusyClock()
 
 
-def site_of(clock: FakeTime, **options: Any) -> Site:
-    del clock
+def site_of(clock: BusyClock, **options: Any) -> Site:
     device = open_device("reference", kind="gpu", asynchronous=True)
-    owner = Synchroniser({"gpu": device}, "fast", sleep=SleepTimes(LATE_S), **options)
-    return owner.site(("decode", 1, "o", "qkv"), "gpu", "a kernel")
+    owner = Synchroniser({"gpu": device}, "fast", sleep=SleepTimes(LATE_S), clock=clock, **options)
+    return owner.site(("decode", (1,), "o", "qkv"), "gpu", "a kernel")
 
 
-def wait(site: Site, clock: FakeTime, in_s: float) -> float:
+def owner_of(clock: BusyClock, **options: Any) -> Synchroniser:
+    owner = site_of(clock, **options).owner
+    assert isinstance(owner, Synchroniser)
+    return owner
+
+
+def wait(site: Site, clock: BusyClock, in_s: float) -> float:
     """Seconds that the end was noticed late."""
     completion = At(clock, in_s)
     site.wait(completion)
@@ -87,12 +95,12 @@ def wait(site: Site, clock: FakeTime, in_s: float) -> float:
 
 @pytest.mark.parametrize("length_s", [0.5e-3, 1e-3, 5e-3])
 def test_a_wait_of_known_length_is_slept_through_and_noticed_at_once(
-    clock: FakeTime, length_s: float
+    clock: BusyClock, length_s: float
 ) -> None:
     site = site_of(clock)
     late = [wait(site, clock, length_s) for _ in range(40)]
     assert max(late[5:]) < 10 * LOOK_S
-    assert site.expected_s == pytest.approx(length_s, rel=0.02, abs=8e-6)
+    assert site.prediction.expected_s == pytest.approx(length_s, rel=0.02, abs=8e-6)
     totals = site.owner.totals
     assert (
         totals.asleep_s / (totals.asleep_s + totals.polling_s)
@@ -102,11 +110,11 @@ def test_a_wait_of_known_length_is_slept_through_and_noticed_at_once(
 
 @pytest.mark.parametrize("late_s", [6e-6, 40e-6, 150e-6])
 def test_only_waits_much_longer_than_sleeps_are_late_are_slept_in(
-    clock: FakeTime, late_s: float
+    clock: BusyClock, late_s: float
 ) -> None:
     site = site_of(clock)
     site.owner.sleep.late_s = late_s
-    least_s = min(sync.WORTH * late_s, sync.LONG_S)
+    least_s = min(POLICY.worth * late_s, POLICY.long_s)
     for length_s, slept in ((0.9 * least_s, False), (1.5 * least_s, True)):
         for _ in range(40):
             wait(site, clock, length_s)
@@ -114,7 +122,7 @@ def test_only_waits_much_longer_than_sleeps_are_late_are_slept_in(
         assert (site.owner.totals.asleep_s > 0) == slept
 
 
-def test_how_late_sleeps_are_is_learned(clock: FakeTime) -> None:
+def test_how_late_sleeps_are_is_learned(clock: BusyClock) -> None:
     site = site_of(clock)
     site.owner.sleep.late_s = 10e-6  # the machine was quieter when this was measured
     late = [wait(site, clock, 1e-3) for _ in range(120)]
@@ -123,7 +131,7 @@ def test_how_late_sleeps_are_is_learned(clock: FakeTime) -> None:
     assert max(late[100:]) < 10 * LOOK_S
 
 
-def test_a_disturbed_start_does_not_end_sleeping_for_good(clock: FakeTime) -> None:
+def test_a_disturbed_start_does_not_end_sleeping_for_good(clock: BusyClock) -> None:
     site = site_of(clock)
     site.owner.sleep.late_s = 5e-3  # something else had the core while sleeps were measured
     for _ in range(600):
@@ -132,31 +140,31 @@ def test_a_disturbed_start_does_not_end_sleeping_for_good(clock: FakeTime) -> No
     assert site.owner.sleep.late_s < 0.2e-3
 
 
-def test_an_outlier_is_forgotten_and_a_change_is_followed(clock: FakeTime) -> None:
+def test_an_outlier_is_forgotten_and_a_change_is_followed(clock: BusyClock) -> None:
     site = site_of(clock)
     for _ in range(20):
         wait(site, clock, 1e-3)
     wait(site, clock, 0.5)
-    assert site.expected_s < 1.2e-3
+    assert site.prediction.expected_s < 1.2e-3
     for _ in range(60):
         wait(site, clock, 2e-3)
-    assert site.expected_s == pytest.approx(2e-3, rel=0.1)
+    assert site.prediction.expected_s == pytest.approx(2e-3, rel=0.1)
     late = [wait(site, clock, 0.4e-3) for _ in range(60)]  # how long it was is not seen asleep
     assert max(late[50:]) < 10 * LOOK_S
 
 
 @pytest.mark.parametrize("first_s", [30e-3, 0.5])
-def test_a_slow_first_wait_delays_none_of_the_next(clock: FakeTime, first_s: float) -> None:
+def test_a_slow_first_wait_delays_none_of_the_next(clock: BusyClock, first_s: float) -> None:
     """By more than a piece of a sleep: the first step of a model touches its memory."""
     site = site_of(clock)
     wait(site, clock, first_s)
     late = [wait(site, clock, 20e-3) for _ in range(12)]
-    assert max(late) < max(sync.LONGEST_NAP_S, sync.NAP * first_s) + 2 * LATE_S
-    assert site.expected_s == pytest.approx(20e-3, rel=0.1)
-    assert max(late[10:]) < sync.LONGEST_NAP_S
+    assert max(late) < max(POLICY.longest_nap_s, POLICY.nap * first_s) + 2 * LATE_S
+    assert site.prediction.expected_s == pytest.approx(20e-3, rel=0.1)
+    assert max(late[10:]) < POLICY.longest_nap_s
 
 
-def test_a_piece_of_a_sleep_may_end_long_after_the_whole(clock: FakeTime) -> None:
+def test_a_piece_of_a_sleep_may_end_long_after_the_whole(clock: BusyClock) -> None:
     site = site_of(clock)
     for _ in range(5):
         wait(site, clock, 5e-3)
@@ -170,30 +178,31 @@ def test_a_piece_of_a_sleep_may_end_long_after_the_whole(clock: FakeTime) -> Non
 
 
 @pytest.mark.parametrize("length_s", [0.9e-3, 20e-3, 0.5])
-def test_a_long_wait_is_looked_at_a_few_dozen_times(clock: FakeTime, length_s: float) -> None:
+def test_a_long_wait_is_looked_at_a_few_dozen_times(clock: BusyClock, length_s: float) -> None:
     site = site_of(clock)
     for _ in range(5):
         wait(site, clock, length_s)
     clock.slept.clear()
     wait(site, clock, length_s)
-    assert 1 <= len(clock.slept) <= 1 + 1 / sync.NAP
+    assert 1 <= len(clock.slept) <= 1 + 1 / POLICY.nap
     assert sum(clock.slept) > 0.9 * (length_s - len(clock.slept) * LATE_S)
 
 
-def test_each_phase_and_length_predicts_for_itself(clock: FakeTime) -> None:
+def test_each_phase_and_length_predicts_for_itself(clock: BusyClock) -> None:
     site = site_of(clock)
-    other = site.owner.site(("prefill", 64, "o", "qkv"), "gpu", "a kernel")
-    assert site.owner.site(("decode", 1, "o", "qkv"), "gpu", "again") is site
+    assert isinstance(site.owner, Synchroniser)
+    other = site.owner.site(("prefill", (64,), "o", "qkv"), "gpu", "a kernel")
+    assert site.owner.site(("decode", (1,), "o", "qkv"), "gpu", "again") is site
     for _ in range(20):
         wait(site, clock, 1e-3)
         wait(other, clock, 20e-3)
-    assert other.expected_s > 15 * site.expected_s
+    assert other.prediction.expected_s > 15 * site.prediction.expected_s
 
 
 class Preempted(At):
     """The core is lost at the second look."""
 
-    def __init__(self, clock: FakeTime, in_s: float, lost_s: float) -> None:
+    def __init__(self, clock: BusyClock, in_s: float, lost_s: float) -> None:
         super().__init__(clock, in_s)
         self.lost_s, self.looks = lost_s, 0
 
@@ -205,29 +214,28 @@ class Preempted(At):
 
 
 @pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize(("lost_s", "times"), [(4e-3, 1), (1e-3, CROWDED_GAPS)])
+@pytest.mark.parametrize(("lost_s", "times"), [(4e-3, 1), (1e-3, POLICY.crowded_gaps)])
 def test_a_core_that_others_use_is_not_polled_on(
-    clock: FakeTime, monkeypatch: pytest.MonkeyPatch, lost_s: float, times: int, told: bool
+    clock: BusyClock, lost_s: float, times: int, told: bool
 ) -> None:
     waits = itertools.count(0.6 * lost_s, 0.6 * lost_s)  # of the scheduler, if it tells
-    monkeypatch.setattr(sync, "waited_for_core_s", lambda: next(waits) if told else None)
-    site = site_of(clock)
+    site = site_of(clock, queued_s=lambda: next(waits) if told else None)
     for _ in range(10):
         wait(site, clock, 0.1e-3)
     before = len(clock.slept)
     for _ in range(times):
-        assert site.owner.crowded == 0
-        site.expected_s = 0.0
+        assert site.owner.contention.crowded == 0
+        site.prediction.expected_s = 0.0
         site.wait(Preempted(clock, 8e-3, lost_s))
-    assert site.owner.crowded == CROWDED_WAITS
-    assert not site.owner.gates_now()
-    for _ in range(CROWDED_WAITS):
+    assert site.owner.contention.crowded == POLICY.crowded_waits
+    assert not site.owner.contention.gates_now()
+    for _ in range(POLICY.crowded_waits):
         wait(site, clock, 0.1e-3)
-    assert site.owner.crowded == 0
-    assert len(clock.slept) >= before + CROWDED_WAITS
+    assert site.owner.contention.crowded == 0
+    assert len(clock.slept) >= before + POLICY.crowded_waits
 
 
-def test_a_device_on_every_core_is_not_polled(clock: FakeTime) -> None:
+def test_a_device_on_every_core_is_not_polled(clock: BusyClock) -> None:
     site = site_of(clock)
     site.owner.unpolled.add(site.kind)
     for _ in range(100):
@@ -240,26 +248,22 @@ def test_a_device_on_every_core_is_not_polled(clock: FakeTime) -> None:
 
 
 @pytest.mark.parametrize("lost_s", [1e-3, 20e-3])
-def test_a_core_that_a_hypervisor_takes_is_polled_on(
-    clock: FakeTime, monkeypatch: pytest.MonkeyPatch, lost_s: float
-) -> None:
+def test_a_core_that_a_hypervisor_takes_is_polled_on(clock: BusyClock, lost_s: float) -> None:
     waits = itertools.count(1e-4, 0.3 * lost_s)
-    monkeypatch.setattr(sync, "waited_for_core_s", lambda: next(waits))
-    owner = site_of(clock).owner
+    owner = owner_of(clock, queued_s=lambda: next(waits))
     for i in range(20):
-        owner.preempted(1e-3 * i, lost_s)
-        assert owner.crowded == 0
+        owner.contention.preempted(1e-3 * i, lost_s)
+        assert owner.contention.crowded == 0
         assert owner.gates_now()
 
 
 def test_gaps_now_and_then_mean_nothing_where_the_scheduler_does_not_tell(
-    clock: FakeTime, monkeypatch: pytest.MonkeyPatch
+    clock: BusyClock,
 ) -> None:
-    monkeypatch.setattr(sync, "waited_for_core_s", lambda: None)
-    owner = site_of(clock).owner
+    owner = owner_of(clock, queued_s=lambda: None)
     for i in range(20):
-        owner.preempted(i * CROWDED_S, 1e-3)
-        assert owner.crowded == 0
+        owner.contention.preempted(i * POLICY.crowded_s, 1e-3)
+        assert owner.contention.crowded == 0
         assert owner.gates_now()
 
 
@@ -285,9 +289,9 @@ def test_the_scheduler_tells_what_this_thread_waited_for_others() -> None:
 
 
 @pytest.mark.parametrize("crowded", [0, 5])
-def test_a_wait_past_its_deadline_is_an_error(clock: FakeTime, crowded: int) -> None:
+def test_a_wait_past_its_deadline_is_an_error(clock: BusyClock, crowded: int) -> None:
     site = site_of(clock, deadline_s=0.05)
-    site.owner.crowded = crowded
+    site.owner.contention.crowded = crowded
     start_s = clock.now_s
     with pytest.raises(WaitTimeoutError, match=r"a kernel \(gpu: reference open\)"):
         wait(site, clock, float("inf"))
@@ -295,9 +299,9 @@ def test_a_wait_past_its_deadline_is_an_error(clock: FakeTime, crowded: int) -> 
 
 
 @pytest.mark.parametrize("crowded", [0, 5])
-def test_a_process_that_was_stopped_has_its_deadline_left(clock: FakeTime, crowded: int) -> None:
+def test_a_process_that_was_stopped_has_its_deadline_left(clock: BusyClock, crowded: int) -> None:
     site = site_of(clock, deadline_s=0.05)
-    site.owner.crowded = crowded
+    site.owner.contention.crowded = crowded
     end_s = clock.now_s + 70.0
 
     class Stopped(At):
@@ -308,3 +312,9 @@ def test_a_process_that_was_stopped_has_its_deadline_left(clock: FakeTime, crowd
 
     assert site.wait(Stopped(clock, 70.0)) >= 0.0
     assert clock.now_s >= end_s
+
+
+def test_every_field_of_the_policy_is_explained() -> None:
+    told = WaitPolicy.__doc__ or ""
+    for field in fields(WaitPolicy):
+        assert f"\n    {field.name} " in told

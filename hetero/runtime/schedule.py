@@ -1,0 +1,221 @@
+"""In what order the control thread starts the launches of a step, and where it waits.
+
+A schedule is a list of starts and waits. A wait is for one launch of a queue and stands for all
+before it in that queue. A launch needs one for every other queue in which something ends that it
+has an edge from; none for its own queue, and none for what kept the control thread till its end.
+
+`in_order`      the launches as the graph lists them, of each stage the queued ones first, so that
+                both devices work at once
+`out_of_order`  a list scheduler: of the launches that nothing is before any more it starts the one
+                that can begin first (paper "Fast On-device LLM Inference with NPUs", section 3.4:
+                other chunks' work fills the gaps that a chunk's own order leaves)
+
+Pure: time is what `Cost` says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+from hetero.backends.protocol import DeviceKind
+from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec
+
+Cost: TypeAlias = Callable[[LaunchSpec], float]  # seconds on its device
+
+
+class Start(NamedTuple):
+    """Submit a launch, or run it where it keeps the control thread (its place in the graph)."""
+
+    launch: int
+
+
+class Await(NamedTuple):
+    """Wait for a launch and all before it in its queue, because of launch `before`; None: because
+    the step ends.
+    """
+
+    launch: int
+    before: int | None
+
+
+Schedule: TypeAlias = tuple[Start | Await, ...]
+
+
+def in_order(graph: LaunchGraph, *, eager: bool = True) -> Schedule:
+    """Stage after stage. Without `eager` a stage's waits all come before its first launch: for
+    waits that are for a whole queue, whatever was submitted to it.
+    """
+    order = _Order(graph)
+    for _, stage in groupby(range(len(graph.launches)), key=lambda i: graph.launches[i].stage):
+        members = sorted(stage, key=lambda i: not graph.launches[i].asynchronous)
+        if not eager:
+            for i in members:
+                order.meet(i)
+        for i in members:
+            order.start(i)
+    return order.end()
+
+
+def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
+    """The launches in this order, none before one that it has an edge from; waits as they need."""
+    found = _Order(graph)
+    for launch in order:
+        found.start(launch)
+    return found.end()
+
+
+def out_of_order(graph: LaunchGraph, cost: Cost, *, submit_s: float = 0.0) -> Schedule:
+    """The shortest by `seconds_of` that the list scheduler finds by any of its rules; `in_order`
+    where none is shorter.
+    """
+    left_s = _longest_after(graph, cost)
+    rules: tuple[_Rule, ...] = (
+        lambda i: (-left_s[i], i),  # what most depends on
+        lambda i: (graph.launches[i].chunk, -left_s[i], i),  # the oldest chunk, then that
+    )
+    found = [in_order(graph)]
+    found += [_Listed(graph, cost, submit_s, rule).schedule() for rule in rules]
+    return min(found, key=lambda schedule: seconds_of(graph, schedule, cost, submit_s=submit_s))
+
+
+def seconds_of(
+    graph: LaunchGraph, schedule: Schedule, cost: Cost, *, submit_s: float = 0.0
+) -> float:
+    """How long a schedule takes if every launch takes what `cost` says, a submission keeps the
+    control thread for `submit_s`, and nothing else takes any time.
+    """
+    line = _Timeline(graph, cost, submit_s)
+    for step in schedule:
+        if isinstance(step, Start):
+            line.start(step.launch)
+        else:
+            line.wait(step.launch)
+    return line.now_s
+
+
+_Rule: TypeAlias = Callable[[int], tuple[float, ...]]  # the least is started first
+
+
+class _Order:
+    """A schedule in the making: launches are started in some order, waits follow from the edges."""
+
+    def __init__(self, graph: LaunchGraph) -> None:
+        self._graph = graph
+        self._steps: list[Start | Await] = []
+        self._places: dict[int, int] = {}  # of started launches, in order of their starts
+        self._waited: dict[DeviceKind | None, int] = {}  # places up to which queues are empty
+        self._last: dict[DeviceKind | None, int] = {}  # launch of each queue that was started last
+
+    def awaited(self, launch: int) -> Mapping[DeviceKind | None, int]:
+        """The launches to wait for before this one, by their queues: the last of each."""
+        own, found = self._graph.launches[launch].kind, dict[DeviceKind | None, int]()
+        for other in self._graph.before[launch]:
+            spec = self._graph.launches[other]
+            if not spec.asynchronous or spec.kind == own:
+                continue
+            if self._places[other] <= self._waited.get(spec.kind, -1):
+                continue
+            last = found.get(spec.kind)
+            if last is None or self._places[other] > self._places[last]:
+                found[spec.kind] = other
+        return found
+
+    def meet(self, launch: int) -> None:
+        """Wait for what has to end before a launch."""
+        for _, other in sorted(self.awaited(launch).items(), key=_by_kind):
+            self._wait(other, launch)
+
+    def start(self, launch: int) -> None:
+        """Wait for what has to end before a launch, and start it."""
+        self.meet(launch)
+        self._places[launch] = len(self._places)
+        self._steps.append(Start(launch))
+        spec = self._graph.launches[launch]
+        if spec.asynchronous:
+            self._last[spec.kind] = launch
+
+    def end(self) -> Schedule:
+        """Wait for the last of every queue; the whole."""
+        for kind, launch in sorted(self._last.items(), key=_by_kind):
+            if self._places[launch] > self._waited.get(kind, -1):
+                self._wait(launch, None)
+        return tuple(self._steps)
+
+    def _wait(self, launch: int, before: int | None) -> None:
+        self._steps.append(Await(launch, before))
+        self._waited[self._graph.launches[launch].kind] = self._places[launch]
+
+
+def _by_kind(item: tuple[DeviceKind | None, int]) -> str:
+    return str(item[0])
+
+
+class _Timeline:
+    """The control thread and the queues in the cost model's time."""
+
+    def __init__(self, graph: LaunchGraph, cost: Cost, submit_s: float) -> None:
+        self.now_s = 0.0  # of the control thread
+        self.ends_s: dict[int, float] = {}
+        self._graph, self._submit_s = graph, submit_s
+        self._costs_s = [cost(launch) for launch in graph.launches]
+        self._free_s: dict[DeviceKind | None, float] = {}
+
+    def start(self, launch: int) -> None:
+        """Submit behind what is queued, or run."""
+        spec = self._graph.launches[launch]
+        if spec.asynchronous:
+            self.now_s += self._submit_s
+            begin_s = max(self.now_s, self._free_s.get(spec.kind, 0.0))
+            self._free_s[spec.kind] = self.ends_s[launch] = begin_s + self._costs_s[launch]
+        else:
+            self.now_s = self.ends_s[launch] = self.now_s + self._costs_s[launch]
+
+    def wait(self, launch: int) -> None:
+        """Until a launch has ended."""
+        self.now_s = max(self.now_s, self.ends_s[launch])
+
+
+class _Listed:
+    """The list scheduler: by when the control thread could start a launch, queued ones first."""
+
+    def __init__(self, graph: LaunchGraph, cost: Cost, submit_s: float, rule: _Rule) -> None:
+        self._graph, self._rule = graph, rule
+        self._order, self._line = _Order(graph), _Timeline(graph, cost, submit_s)
+        self._missing = [len(others) for others in graph.before]
+
+    def schedule(self) -> Schedule:
+        """Start launch after launch."""
+        ready = [i for i, missing in enumerate(self._missing) if not missing]
+        while ready:
+            best = min(ready, key=self._merit)
+            ready.remove(best)
+            for other in self._order.awaited(best).values():
+                self._line.wait(other)
+            self._order.start(best)
+            self._line.start(best)
+            ready += self._freed(best)
+        return self._order.end()
+
+    def _merit(self, launch: int) -> tuple[float, ...]:
+        awaited = self._order.awaited(launch).values()
+        start_s = max([self._line.now_s, *(self._line.ends_s[other] for other in awaited)])
+        runs = not self._graph.launches[launch].asynchronous
+        return (start_s, runs, *self._rule(launch))
+
+    def _freed(self, launch: int) -> Iterable[int]:
+        """Launches that only this one was before."""
+        for other in self._graph.after[launch]:
+            self._missing[other] -= 1
+            if not self._missing[other]:
+                yield other
+
+
+def _longest_after(graph: LaunchGraph, cost: Cost) -> Sequence[float]:
+    """For every launch the seconds of the longest chain that begins with it."""
+    left_s = [0.0] * len(graph.launches)
+    for i in reversed(range(len(graph.launches))):
+        longest_s = max((left_s[other] for other in graph.after[i]), default=0.0)
+        left_s[i] = cost(graph.launches[i]) + longest_s
+    return left_s

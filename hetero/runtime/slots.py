@@ -1,0 +1,36 @@
+"""What identifies a slot: the activation's name, whose memory it is in, which chunk it is of."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from hetero.backends.protocol import CACHE_PORTS, DeviceKind
+
+SHARED: Final = frozenset({"logits", *CACHE_PORTS})  # one for all chunks of a prompt
+
+
+class SlotRef(NamedTuple):
+    """One slot. Two launches can only be in each other's way where they use equal ones.
+
+    `name` is the decoder's (`qkv`, `k_cache.3`). `gathered`: the room where its panels are
+    gathered. `owner`: the device in whose own memory a copy lies (`hetero.runtime.handover`), None
+    in the pool that all share. `chunk`: of the chunks of a prompt that are in flight together.
+    """
+
+    name: str
+    gathered: bool = False
+    owner: DeviceKind | None = None
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        """For people."""
+        words = [self.name]
+        words += ["gathered"] if self.gathered else []
+        words += [f"of the {self.owner}"] if self.owner else []
+        words += [f"of chunk {self.chunk}"] if self.chunk else []
+        return " ".join(words)
+
+
+def slot_of(name: str, chunk: int = 0) -> SlotRef:
+    """The pool's slot of a chunk; caches and logits are one for all."""
+    return SlotRef(name, chunk=0 if name.partition(".")[0] in SHARED else chunk)

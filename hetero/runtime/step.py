@@ -1,0 +1,224 @@
+"""The launches of a step as they are placed, and the `Step` that a schedule of them makes."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from hetero.backends.ops import OUTPUT_PORTS
+from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell, Operand
+from hetero.contexts.kv_cache import KvCache
+from hetero.runtime.cache_calls import bind_program
+from hetero.runtime.handover import Handover
+from hetero.runtime.kernels import Devices
+from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec, Span
+from hetero.runtime.pool import ActivationPool
+from hetero.runtime.program import (
+    KINDS,
+    RUN,
+    SUBMIT,
+    WAIT,
+    Action,
+    Launch,
+    queue_ahead,
+    raise_flags,
+)
+from hetero.runtime.schedule import Schedule, Start
+from hetero.runtime.slots import SlotRef
+from hetero.runtime.waits import Site, Synchroniser
+from hetero.solver.plan import Phase
+
+
+@dataclass(eq=False)
+class Step:
+    """A phase at one token count, lowered for any context: what reads and writes keys and values is
+    a `CacheCall`, and `on` gives the step that works on one cache, made when it is first asked for.
+    All other calls are shared. A cache's step lives as long as both.
+
+    `chunks` are its tokens, chunk by chunk.
+
+    `logits` is None where none are computed. `launches` keeps everything alive that the program
+    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
+    opens the gates of a program that has some. `completions` are those of the last run, by launch:
+    each run makes a list of its own. `kinds` are what an action's `kind` counts.
+    """
+
+    phase: Phase
+    tokens: int
+    program: tuple[Action, ...]
+    launches: tuple[Launch, ...]
+    sites: tuple[Site, ...]
+    logits: Operand | None
+    copied_bytes: int = 0
+    counts: Mapping[DeviceKind, int] = field(default_factory=dict)
+    completions: list[Completion | None] = field(default_factory=list)
+    bell: Doorbell | None = None
+    chunks: tuple[int, ...] = ()
+    kinds: tuple[DeviceKind, ...] = KINDS
+    bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def on(self, cache: KvCache) -> Step:
+        """The step on a context's keys and values. Raises what binding does."""
+        found = self.bound.get(cache)
+        if found is None:
+            program, launches = bind_program(self.program, self.launches, cache)
+            found = replace(
+                self,
+                program=program,
+                launches=launches,
+                completions=[None] * len(launches),
+                bound=weakref.WeakKeyDictionary(),
+            )
+            self.bound[cache] = found
+        return found
+
+
+class Item(NamedTuple):
+    """A launch that is still to be placed: its slots, and how it is bound."""
+
+    kind: DeviceKind | None  # None: on the host
+    call: BoundCall
+    reads: frozenset[SlotRef]
+    writes: frozenset[SlotRef]
+    tokens: Span
+    rows: Span | None
+    operands: Mapping[str, Operand] = {}  # in the pool, for hand-overs by copying
+
+
+class Placed:
+    """The launches of one step, bound to kernels, in an order that is right."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        chunks: tuple[int, ...],
+        pool: ActivationPool,
+        devices: Devices,
+        synchroniser: Synchroniser,
+        handover: Handover | None,
+    ) -> None:
+        self.phase, self.chunks, self.handover = phase, chunks, handover
+        self.logits: Operand | None = None
+        self.copied_bytes = 0
+        self._asynchronous = {
+            kind: device.capabilities.asynchronous for kind, device in devices.items()
+        }
+        self._pool, self._synchroniser = pool, synchroniser
+        self._specs: list[LaunchSpec] = []
+        self._items: list[Item] = []
+        self._stages = itertools.count()
+
+    def graph(self) -> LaunchGraph:
+        """What was placed, with its edges."""
+        return LaunchGraph.of(self._specs)
+
+    def stage(self, node: str, chunk: int, m: int, items: Sequence[Item]) -> None:
+        """Append a node's launches, and in front of them the copies of what they read."""
+        for item in items:
+            self.hand_over(node, chunk, m, item.kind, item.operands)
+        self._append(node, node, chunk, items)
+        if self.handover is not None:
+            self.handover.after([(item.kind, item.operands) for item in items], m)
+
+    def hand_over(
+        self,
+        node: str,
+        chunk: int,
+        m: int,
+        kind: DeviceKind | None,
+        operands: Mapping[str, Operand],
+    ) -> None:
+        """Copy what a launch reads and another device wrote, where hand-overs are by copying."""
+        for copy in self.handover.before(kind, operands) if self.handover is not None else ():
+            slot = self._pool.slot_of(copy.buffer)
+            host, own = frozenset({slot}), frozenset({slot._replace(owner="gpu")})
+            reads, writes = (host, own) if copy.to_gpu else (own, host)
+            item = Item("gpu", copy.call, reads, writes, (0, m), None)
+            self._append(f"{node} {copy.call.name}", node, chunk, [item])
+            self.copied_bytes += copy.nbytes
+
+    def _append(self, name: str, node: str, chunk: int, items: Sequence[Item]) -> None:
+        stage = next(self._stages)
+        for item in items:
+            self._items.append(item)
+            self._specs.append(
+                LaunchSpec(
+                    name=name,
+                    node=node,
+                    kind=item.kind,
+                    asynchronous=item.kind is not None and self._asynchronous[item.kind],
+                    reads=item.reads,
+                    writes=item.writes,
+                    tokens=item.tokens,
+                    rows=item.rows,
+                    stage=stage,
+                    chunk=chunk,
+                )
+            )
+
+    # --- binding ----------------------------------------------------------------------------
+
+    def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, Doorbell]) -> Step:
+        """The step that runs a schedule of the graph, with gates where `bells` can open them."""
+        order = [step.launch for step in schedule if isinstance(step, Start)]
+        launches = [self._launch(i) for i in order]
+        places = {launch: place for place, launch in enumerate(order)}
+        sites: list[Site] = []
+        actions: list[Action] = []
+        for step in schedule:
+            if isinstance(step, Start):
+                actions.append(self._start(step.launch, places[step.launch]))
+            else:
+                site = self._site(step.launch, step.before)
+                sites.append(site)
+                kind = KINDS.index(site.kind)
+                actions.append(Action(WAIT, places[step.launch], kind, site.wait))
+        program, bell = queue_ahead(actions, launches, bells)
+        program = raise_flags(program, launches, self._synchroniser.flags, bell)
+        return Step(
+            self.phase,
+            sum(self.chunks),
+            tuple(program),
+            tuple(launches),
+            tuple(sites),
+            self.logits,
+            self.copied_bytes,
+            Counter(launch.kind for launch in launches),  # flags count as the GPU's work
+            [None] * len(launches),
+            bell,
+            self.chunks,
+        )
+
+    def _launch(self, i: int) -> Launch:
+        item, kind = self._items[i], _account(self._specs[i])
+        outputs = tuple(x for port, x in item.operands.items() if port in OUTPUT_PORTS)
+        return Launch(self._specs[i].name, kind, item.call, item.tokens, item.rows, outputs)
+
+    def _start(self, i: int, place: int) -> Action:
+        spec, call = self._specs[i], self._items[i].call
+        number = KINDS.index(_account(spec))
+        if spec.asynchronous:
+            return Action(SUBMIT, place, number, call.submit)
+        return Action(RUN, place, number, call.run)
+
+    def _site(self, awaited: int, before: int | None) -> Site:
+        where = "end" if before is None else self._specs[before].node
+        spec, call = self._specs[awaited], self._items[awaited].call
+        key = (self.phase, self.chunks, _role(where), _role(spec.name))
+        return self._synchroniser.site(key, _account(spec), call.name)
+
+
+def _account(spec: LaunchSpec) -> DeviceKind:
+    """Whose work a launch counts as; the control thread's own is the NPU's."""
+    return spec.kind or "npu"
+
+
+def _role(name: str) -> str:
+    """A node's name without its layer: all layers run the same kernels."""
+    return name.rsplit(".", maxsplit=1)[-1]

@@ -1,0 +1,24 @@
+"""How the control thread learns that the GPU is done (paper section 4.2, fast synchronisation).
+
+`fast`   sleep for what is left of the predicted wait, less what a sleep may be late, then poll: a
+         flag in shared memory where that is sound and faster, else the event's status
+`event`  the driver's wait for one launch
+`finish` the driver's wait for the whole queue, before anything else is submitted
+`copy`   `finish`, and what is handed over is copied (`hetero.runtime.handover`)
+"""
+
+from hetero.runtime.waits.policy import WaitPolicy
+from hetero.runtime.waits.poll import Site, SiteKey
+from hetero.runtime.waits.predictor import SleepTimes
+from hetero.runtime.waits.shared import SyncMethod, WaitTotals
+from hetero.runtime.waits.synchroniser import Synchroniser
+
+__all__ = [
+    "Site",
+    "SiteKey",
+    "SleepTimes",
+    "SyncMethod",
+    "Synchroniser",
+    "WaitPolicy",
+    "WaitTotals",
+]

@@ -1,0 +1,73 @@
+"""What all waits of one model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.host.clock import Clock
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.runtime.waits.contention import Contention
+from hetero.runtime.waits.policy import WaitPolicy
+from hetero.runtime.waits.predictor import SleepTimes
+
+SyncMethod: TypeAlias = Literal["fast", "event", "finish", "copy"]
+
+
+@dataclass(slots=True)
+class WaitTotals:
+    """What waiting cost: seconds asleep, seconds polling or blocked, and how many waits."""
+
+    waits: int = 0
+    asleep_s: float = 0.0
+    polling_s: float = 0.0
+
+    def add(self, asleep_s: float, polling_s: float) -> None:
+        """One more wait."""
+        self.waits += 1
+        self.asleep_s += asleep_s
+        self.polling_s += polling_s
+
+
+class SharedWaits:
+    """Devices, method, deadline and time of a model's waits, and what they learn together.
+
+    `unpolled` are devices that compute on the control thread's core as well.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[DeviceKind, Device],
+        method: SyncMethod,
+        *,
+        deadline_s: float,
+        sleep: SleepTimes | None,
+        policy: WaitPolicy,
+        clock: Clock,
+        queued_s: Callable[[], float | None],
+    ) -> None:
+        self.devices = dict(devices)
+        self.method = method
+        self.deadline_s = deadline_s
+        self.policy = policy
+        self.clock = clock
+        self.sleep = sleep or SleepTimes.measure(clock, policy)
+        self.totals = WaitTotals()
+        self.contention = Contention(policy, queued_s)
+        self.unpolled = {k for k, device in devices.items() if device.capabilities.every_core}
+
+    def polls(self, kind: DeviceKind) -> bool:
+        """Whether the wait that begins now may keep the core busy; counts those that may not."""
+        return self.contention.polls() and kind not in self.unpolled
+
+    def timeout(self, kernel: str, kind: DeviceKind) -> WaitTimeoutError:
+        """A wait past its deadline, with what each device says of itself."""
+        states = "; ".join(f"{k}: {_state(d)}" for k, d in sorted(self.devices.items()))
+        backend = self.devices[kind].info.backend
+        return WaitTimeoutError(backend, f"{kernel} ({states})", self.deadline_s, kind)
+
+
+def _state(device: Device) -> str:
+    return f"{device.info.backend} {device.state()}"

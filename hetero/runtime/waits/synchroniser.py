@@ -1,0 +1,67 @@
+"""The waits of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hetero.backends.host.clock import Clock, SystemClock
+from hetero.backends.host.timers import waited_for_core_s
+from hetero.backends.protocol import (
+    DEFAULT_DEADLINE_S,
+    BoundCall,
+    Device,
+    DeviceKind,
+    Doorbell,
+)
+from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
+from hetero.runtime.waits.poll import Site, SiteKey
+from hetero.runtime.waits.predictor import SleepTimes
+from hetero.runtime.waits.shared import SharedWaits, SyncMethod
+from hetero.runtime.waits.trials import Trials
+
+
+class Synchroniser(SharedWaits):
+    """The method of one model's waits, their sites and what they learned. Control thread only.
+
+    `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
+    queue never runs dry; with `finish` and `copy` that would wait for the tile as well. `bells` are
+    for `fast` with `gates` where they gain (`hetero.runtime.program`), `flags` for `fast` where
+    they do. Time is the `clock`'s alone; `queued_s` is as in `Contention`.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[DeviceKind, Device],
+        method: SyncMethod = "fast",
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        sleep: SleepTimes | None = None,
+        gates: bool = True,
+        policy: WaitPolicy = DEFAULT,
+        clock: Clock | None = None,
+        queued_s: Callable[[], float | None] = waited_for_core_s,
+    ) -> None:
+        clock = clock or SystemClock()
+        super().__init__(
+            devices, method, deadline_s=deadline_s, sleep=sleep, policy=policy, clock=clock,
+            queued_s=queued_s,
+        )  # fmt: skip
+        fast, trials = method == "fast", Trials(devices, policy, clock)
+        self.bells: dict[DeviceKind, Doorbell] = trials.bells() if fast and gates else {}
+        self.flags: dict[DeviceKind, BoundCall] = trials.flags(self.bells) if fast else {}
+        self._sites: dict[tuple[SiteKey, DeviceKind], Site] = {}
+
+    @property
+    def eager(self) -> bool:
+        """See the class."""
+        return self.method not in ("finish", "copy")
+
+    def gates_now(self) -> bool:
+        """Whether the step that begins now is to have gates; counts the steps."""
+        return self.contention.gates_now()
+
+    def site(self, key: SiteKey, kind: DeviceKind, name: str) -> Site:
+        """The site of a phase, its chunks' tokens, the waiting node and the awaited node."""
+        if (key, kind) not in self._sites:
+            self._sites[key, kind] = Site(self, key, kind, name)
+        return self._sites[key, kind]

@@ -1,0 +1,108 @@
+"""Which ways of starting a launch and of seeing its end are faster here: tried, never assumed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from hetero.backends.host.clock import Clock
+from hetero.backends.memory import Tensor
+from hetero.backends.ops import Add
+from hetero.backends.protocol import (
+    DEFAULT_DEADLINE_S,
+    BoundCall,
+    Completion,
+    Device,
+    DeviceKind,
+    Doorbell,
+)
+from hetero.runtime.waits.policy import WaitPolicy
+
+PORTS: Final = ("x", "residual", "y")
+
+
+class Trials:
+    """Trials of the devices of one model, on the control thread."""
+
+    def __init__(
+        self, devices: Mapping[DeviceKind, Device], policy: WaitPolicy, clock: Clock
+    ) -> None:
+        self._policy, self._clock = policy, clock
+        self._polled = {kind: device for kind, device in devices.items() if _is_polled(device)}
+
+    def bells(self) -> dict[DeviceKind, Doorbell]:
+        """Doorbells of the devices on which ringing is faster than submitting."""
+        found: dict[DeviceKind, Doorbell] = {}
+        for kind, device in self._polled.items():
+            flag = device.flag()
+            bell = device.doorbell() if flag is not None else None
+            if flag is not None and bell is not None and self.bell_is_faster(device, flag, bell):
+                found[kind] = bell
+        return found
+
+    def flags(self, bells: Mapping[DeviceKind, Doorbell]) -> dict[DeviceKind, BoundCall]:
+        """Flags of the devices on which watching one is faster than asking the driver."""
+        found: dict[DeviceKind, BoundCall] = {}
+        for kind, device in self._polled.items():
+            flag = device.flag()
+            if flag is not None and self.flag_is_faster(device, flag, bells.get(kind)):
+                found[kind] = flag
+        return found
+
+    def bell_is_faster(self, device: Device, flag: BoundCall, bell: Doorbell) -> bool:
+        """A small kernel's end after submitting it to an idle queue and after a ring, in turns."""
+        call = self._trial(device)
+        by_submission, by_ring = [], []
+        bell.settle()
+        for _ in range(self._policy.trials):
+            self._clock.sleep(self._policy.calibration_s)  # the queue falls asleep
+            by_submission.append(self._end_s([call, flag], None))
+            by_ring.append(self._end_s([call, flag], bell))
+        return statistics.median(by_ring) < statistics.median(by_submission)
+
+    def flag_is_faster(self, device: Device, flag: BoundCall, bell: Doorbell | None) -> bool:
+        """A small kernel's end by its event and by a flag behind it, in turns.
+
+        Where launches wait behind gates so does this one: who asks a driver for a launch that is
+        just being started may hold it up (PoCL: 38 us by event and 26 by flag, behind a gate 3 and
+        4).
+        """
+        call = self._trial(device)
+        by_event, by_flag = [], []
+        for _ in range(self._policy.trials):
+            by_event.append(self._end_s([call], bell))
+            by_flag.append(self._end_s([call, flag], bell))
+        return statistics.median(by_flag) < self._policy.flag_gain * statistics.median(by_event)
+
+    def _end_s(self, calls: Sequence[BoundCall], bell: Doorbell | None) -> float:
+        """From submitting some calls, or ringing the bell that they wait for, until the last one's
+        end is seen.
+        """
+        if bell is not None:
+            bell.gate.submit()
+        else:
+            start_s = self._clock.now()
+        *_, last = [call.submit() for call in calls]
+        if bell is not None:
+            self._clock.sleep(self._policy.calibration_s)
+            start_s = self._clock.now()
+            bell.ring()
+        self._spin(last)
+        return self._clock.now() - start_s
+
+    def _spin(self, completion: Completion) -> None:
+        give_up_s = self._clock.now() + DEFAULT_DEADLINE_S
+        while not completion.done():
+            if self._clock.now() > give_up_s:
+                completion.wait(0.0)  # raises
+
+    def _trial(self, device: Device) -> BoundCall:
+        """A small kernel."""
+        width = self._policy.trial_width
+        tensors = {port: Tensor(device.allocate(4 * width), (1, width)) for port in PORTS}
+        return device.prepare(Add(d=width), {}).bind(tensors, 1)
+
+
+def _is_polled(device: Device) -> bool:
+    return device.capabilities.asynchronous and not device.capabilities.every_core
