@@ -355,11 +355,13 @@ class ExecutionPlan(_Record):
         return frozenset(tiles | {self.rest.prefill, self.rest.decode})
 
     def check_fits(self, spec: ModelGraph) -> None:
-        """Raise `PlanError` unless every matmul of the plan has the model's shape.
+        """Raise `PlanError` unless every matmul of the plan has the model's shape, and every tile
+        computes with weights as the model stores them.
 
         Names are not compared: a quantised copy of a model may be called otherwise.
         """
         shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}
+        stored = spec.weight_format.storage
         for op in self.ops:
             if shapes.get(op.op, (op.n, op.k)) != (op.n, op.k):
                 n, k = shapes[op.op]
@@ -367,6 +369,13 @@ class ExecutionPlan(_Record):
                     f"the plan is for {self.model}, whose {op.op} is {op.n}×{op.k}; in {spec.name} "
                     f"it is {n}×{k}: make a plan for this model"
                 )
+            for tile in op.tiles:
+                if tile.precision is not None and tile.precision.storage is not stored:
+                    raise PlanError(
+                        f"the plan computes {op.op} in {tile.precision}, which takes "
+                        f"{tile.precision.storage} weights; those of {spec.name} are {stored} "
+                        f"({spec.weight_format}): make a plan for these --weights"
+                    )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically. Raises `PlanError` where it cannot be written."""

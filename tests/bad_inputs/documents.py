@@ -107,6 +107,11 @@ PLANS: tuple[tuple[str, Change, tuple[str, ...], str], ...] = (
      "memory_bytes"),
     ("a share of 2", plan(lambda x: x.update(max_gpu_share=2)), RUN, "max_gpu_share"),
     ("of another model", entry(op="qkv"), RUN, "make a plan for this model"),
+    ("in a format of other weights", plan(lambda x: x["ops"][0]["tiles"][0].update(precision="q8")),
+     RUN, "precision"),
+    ("on weights of another format",
+     plan(lambda x: [op["tiles"][0].update(precision="w8a16") for op in x["ops"]]),
+     RUN, "make a plan for these --weights"),
 )  # fmt: skip
 PROFILES: tuple[tuple[str, Change, tuple[str, ...], str], ...] = (
     ("a moment beyond all clocks", profile(far_future), PLAN, "is damaged at references.1.at_s"),

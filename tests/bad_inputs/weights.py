@@ -213,7 +213,7 @@ SESSIONS: tuple[tuple[str, Change, str], ...] = (
      "is not a session file"),
     ("a later version", session(schema_version="9"), "written by another version of hetero"),
     ("another model", session(model="0" * 64), "belongs to another model"),
-    ("another plan", session(plan="x"), "was saved with another plan or device"),
+    ("other numerics", session(numerics="x"), "holds keys and values as x; start a new session"),
     ("other weights", session(weights="f16"), "was saved with --weights f16"),
     ("weights a list", session(weights=[1]), "was saved with --weights"),
     ("messages not JSON", session(messages="[{"), "session's messages are broken"),
