@@ -7,7 +7,6 @@ docs/corrections.md); with none of them the answers are those of `Overheads`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal, Self, TypeAlias, get_args
@@ -16,16 +15,13 @@ import numpy as np
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel, WaitMethod
-from hetero.profiler.model_graph import OpName
 from hetero.profiler.records import phase_of
 from hetero.solver.kernels import Floats, Kernels
-from hetero.solver.overheads import Block, CutTimes, Overheads
+from hetero.solver.overheads import CutTimes, Overheads
 
-Correction: TypeAlias = Literal["gates", "launches", "restart", "spread", "step"]
+Correction: TypeAlias = Literal["gates", "restart", "spread", "step"]
 CORRECTIONS: Final[frozenset[Correction]] = frozenset(get_args(Correction))
 FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter
-TILE_AND_GATE: Final = 2.0
-SHORT_ROOM: Final = 2  # launches that are submitted while a norm or an activation runs
 Spread: TypeAlias = tuple[float, float]  # relative standard deviations, GPU and NPU
 
 
@@ -33,14 +29,12 @@ Spread: TypeAlias = tuple[float, float]  # relative standard deviations, GPU and
 class HostCutTimes(CutTimes):
     """What halves make together where times vary and a thread has work of its own.
 
-    late_s      [T, R] or less: until the NPU's tile may begin, behind the thread's submissions,
-    restart_s   and because the thread did something else before
+    restart_s   how much longer the NPU's part takes because the thread did something else before
     spread      how much the GPU's and the NPU's times vary, as fractions of them
     start_s     starting the GPU on what follows, if its queue has run dry,
     behind_s    and from the end of the NPU's tile until the queue has that
     """
 
-    late_s: Floats | float = 0.0
     restart_s: float = 0.0
     spread: Spread = (0.0, 0.0)
     start_s: float = 0.0
@@ -49,7 +43,7 @@ class HostCutTimes(CutTimes):
     @cached_property
     def npu_thread_s(self) -> Floats:
         """See `CutTimes`."""
-        return np.asarray(self.npu_s + (self.late_s + self.restart_s))
+        return np.asarray(self.npu_s + self.restart_s)
 
     @cached_property
     def together_s(self) -> Floats:
@@ -66,10 +60,10 @@ class HostCutTimes(CutTimes):
         chance = later(self.npu_thread_s + self.behind_s, self.gpu_s, self.spread[::-1])
         return np.asarray(self.start_s * (chance - self.npu_dominant))
 
-    def behind_gpu_s(self, place: tuple[int, int]) -> float:
+    @property
+    def behind_gpu_s(self) -> float:
         """See `CutTimes`."""
-        late_s = np.broadcast_to(self.late_s, self.npu_s.shape)
-        return float(late_s[place]) + self.restart_s
+        return self.restart_s
 
 
 @dataclass(frozen=True)
@@ -81,14 +75,12 @@ class HostQueue(Overheads):
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
     varies      whether times vary (`CostModel.spread`)
-    counts      whether submissions delay the NPU's tiles
     """
 
     ring_s: float | None = None
     busy_s: float = 0.0
     step_s: float | None = None
     varies: bool = True
-    counts: bool = True
 
     @classmethod
     def of(
@@ -112,7 +104,6 @@ class HostQueue(Overheads):
             busy_s=cost.submit_s("gpu", "busy"),
             step_s=cost.profile.host_sync.step_s if "step" in corrections else None,
             varies="spread" in corrections,
-            counts="launches" in corrections,
         )
 
     @classmethod
@@ -131,9 +122,7 @@ class HostQueue(Overheads):
         """Whether launches are queued ahead behind gates in a step of m tokens."""
         return self.ring_s is not None and phase_of(m) == "decode"
 
-    def cut(
-        self, kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats, late: Floats | float
-    ) -> CutTimes:
+    def cut(self, kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
         """See `Overheads.cut`."""
         start_s, behind_s = (self.ring_s or 0.0, 0.0) if self.gates(m) else (
             self.submit_s, self.busy_s
@@ -141,40 +130,11 @@ class HostQueue(Overheads):
         return HostCutTimes(
             gpu_s,
             npu_s,
-            late_s=self.busy_s * late if self.gates(m) else 0.0 * late,
             restart_s=self.npu_restart_s,
             spread=spread_of(kernels, m) if self.varies else (0.0, 0.0),
             start_s=start_s,
             behind_s=behind_s,
         )
-
-    def launches_late(self, name: OpName, block: Callable[[], Block]) -> float:
-        """See `Overheads.launches_late` (`hetero.runtime.program`): with flags that are the events
-        of their launches,
-
-        - as if every matmul had a tile on both devices, those that fit neither into attention nor
-          into the short waits delay the tile behind attention;
-        - as if this matmul alone had, those that take longer to submit than the GPU takes for all
-          else of a block. Of a small model that is many, and such a cut never pays.
-        """
-        if self.ring_s is None or not self.busy_s or not self.counts:
-            return 0.0
-        stages, rest_on_gpu = block()
-        if not rest_on_gpu:  # nothing of the GPU's is waited for before it
-            return 0.0 if name == "lm_head" else TILE_AND_GATE
-        between = sum(stage.launches_behind for stage in stages)
-        alone_s = sum(x.behind_s for x in stages)
-        for stage in stages:
-            if stage.name != name:
-                alone_s += stage.seconds
-        late = between + len(stages) + 1 - alone_s / self.busy_s
-        for i, stage in enumerate(stages):
-            if stages[(i + 1) % len(stages)].name == name and stage.attends:
-                waits = sum(other.launches_behind > 0 for other in stages)
-                in_short_waits = SHORT_ROOM * (waits - 1)  # all but attention are short
-                launches = between + TILE_AND_GATE * len(stages) - in_short_waits
-                late = max(late, launches - stage.behind_s / self.busy_s)
-        return max(0.0, late)
 
     def around_s(self, rest: DeviceKind) -> float:
         """See `Overheads.around_s`: the control thread's time before the first and after the last

@@ -52,7 +52,6 @@ class JointSpace:
         self._npu = _wide([x.npu_table(counts) for x in members])
         self._pieces = self._by_smaller_graphs(members[0])
         self._rows = _wide([x.rows[None] for x in members])[0]
-        self._late = np.repeat([x.late for x in members], width)
         whole = [x.whole for x in self.columns.values()]
         self._all_rows = np.repeat(self._margin[:, whole], width, axis=1)
         fits = _wide([_fitting(c) for c in self.columns.values()])
@@ -86,7 +85,7 @@ class JointSpace:
         gpu, npu = contend(first.kernels, m, gpu, npu)
         return Grid(
             0.0,
-            first.overheads.cut(first.kernels, m, gpu, npu, self._late),
+            first.overheads.cut(first.kernels, m, gpu, npu),
             self._rows,
             choices,
             every,

@@ -8,16 +8,14 @@ a thread which also drives the NPU, as on a PC; docs/corrections.md lists what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel, WaitMethod
-from hetero.profiler.model_graph import OpName
 from hetero.solver.kernels import Bools, Floats, Ints, Kernels
 
 
@@ -51,26 +49,10 @@ class CutTimes:
         """[T, R] what starting the GPU again is expected to cost beyond what the mode says."""
         return 0.0
 
-    def behind_gpu_s(self, place: tuple[int, int]) -> float:  # noqa: ARG002
+    @property
+    def behind_gpu_s(self) -> float:
         """How much longer a tiling without the GPU takes behind the GPU than behind other calls."""
         return 0.0
-
-
-class BlockStage(NamedTuple):
-    """A matmul of a decoder block and what is behind it, decoded by the GPU alone."""
-
-    name: OpName
-    seconds: float
-    behind_s: float
-    launches_behind: float
-    attends: bool
-
-
-class Block(NamedTuple):
-    """A decoder block; `rest_on_gpu`: whether the GPU can compute what is not a matmul."""
-
-    stages: tuple[BlockStage, ...]
-    rest_on_gpu: bool
 
 
 @dataclass(frozen=True)
@@ -132,16 +114,9 @@ class Overheads:
         m: int,  # noqa: ARG002
         gpu_s: Floats,
         npu_s: Floats,
-        late: Floats | float,  # noqa: ARG002
     ) -> CutTimes:
-        """What halves of m tokens make together; `late` is `launches_late` (of each column)."""
+        """What halves of m tokens make together."""
         return CutTimes(gpu_s, npu_s)
-
-    def launches_late(self, name: OpName, block: Callable[[], Block]) -> float:  # noqa: ARG002
-        """GPU launches whose submission delays the NPU's tile of a matmul when one token is
-        decoded.
-        """
-        return 0.0
 
     def around_s(self, rest: DeviceKind) -> float:  # noqa: ARG002
         """What a step takes besides its operators, the first of which `rest` computes."""

@@ -20,7 +20,7 @@ from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.memory import holds_alone
 from hetero.solver.options import INF, Objective, Option, Power
-from hetero.solver.overheads import Block, BlockStage, Overheads
+from hetero.solver.overheads import Overheads
 from hetero.solver.plan import Phase, PlanError
 from hetero.solver.steps import RestCosts, Rests
 from hetero.solver.tilings import MatMulSpace
@@ -222,29 +222,8 @@ class Planner:
                 row_steps=self.settings.row_steps,
                 rows=self.rows.get(name),
                 overheads=self.overheads,
-                late=self.overheads.launches_late(name, lambda: self._block),
             )
         return self._spaces[name]
-
-    @cached_property
-    def _block(self) -> Block:
-        """A block of one token by the GPU alone."""
-        behind: Mapping[OpName, Option] = {}
-        if rest_on_gpu := "gpu" in self._rest_costs.devices:
-            behind = self._rest_costs.on("gpu", 1, self.settings.context).behind
-        return Block(
-            tuple(
-                BlockStage(
-                    stage.name,
-                    float(self.kernels.table("gpu", [1], [n], k).seconds[0, 0]),
-                    behind[stage.name].gpu_s if stage.name in behind else 0.0,
-                    sum(share.times for share in stage.behind),
-                    stage.attends,
-                )
-                for stage, (n, k) in ((x, self.shape(x.name)) for x in self.spec.block)
-            ),
-            rest_on_gpu,
-        )
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """(n, k) of a fused or separate matmul."""

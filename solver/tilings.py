@@ -73,7 +73,6 @@ class MatMulSpace:
 
     `rows` limits the row cuts, `row_steps` their number; every alignment step by default. `rows`
     are prepared, so an NPU with graphs computes each run of rows between them by a call of its own.
-    `late` is `Overheads.launches_late`.
     """
 
     def __init__(
@@ -85,10 +84,9 @@ class MatMulSpace:
         row_steps: int | None = None,
         rows: Sequence[int] | None = None,
         overheads: Overheads = FREE,
-        late: float = 0.0,
     ) -> None:
         self.kernels, self.n, self.k = kernels, n, k
-        self.overheads, self.late = overheads, late
+        self.overheads = overheads
         self.has_npu = kernels.has("npu")
         record = kernels.cost.profile.devices.get("npu")
         self.sizes = graph_sizes(record) if record is not None else ()
@@ -114,7 +112,7 @@ class MatMulSpace:
         gpu, npu = contend(self.kernels, m, gpu, npu)
         return Grid(
             alone,
-            self.overheads.cut(self.kernels, m, gpu, npu, self.late),
+            self.overheads.cut(self.kernels, m, gpu, npu),
             self.rows,
             choices,
             every_npu,

@@ -38,9 +38,6 @@ from hetero.solver.planner import Planner, Settings
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
-RESTS = 2 + 1 + 1 + 1  # launches of a block that are not matmuls
-SHORT = 2  # launches are submitted in each of a block's three short waits
-LATE = RESTS + 4 * 2 - 3 * SHORT  # with tiles and gates: those that are not
 
 
 @dataclass
@@ -247,24 +244,10 @@ def sync_at(instance: Instance, m: int) -> tuple[HostQueue, bool]:
     return replace(sync, submit_s=sync.ring_s), True
 
 
-def _ahead(instance: Instance, name: str) -> float:
-    """How late a tile of one token is because the thread submits the GPU's launches."""
-    busy_s, rest_s = instance.sync.busy_s, instance.rest_s["gpu"]
-    block = [x for x in instance.rows if x != "lm_head"]
-    found_s = (RESTS + len(block) + 1) * busy_s - RESTS * rest_s
-    for x in block:
-        if x != name:
-            found_s -= instance.seconds("gpu", 1, instance.rows[x], instance.ks[x])
-    if name == "o":
-        found_s = max(found_s, LATE * busy_s - 2 * rest_s)  # attention and RoPE
-    return max(0.0, found_s)
-
-
 def every_way(instance: Instance, name: str, m: int) -> list[Way]:
     """All tilings of one matmul, one after another."""
     n, k = instance.rows[name], instance.ks[name]
-    sync, gates = sync_at(instance, m)
-    ahead = _ahead(instance, name) if gates else 0.0
+    sync, _ = sync_at(instance, m)
     moved = lambda count: sync.copy(4 * count)  # noqa: E731
     g = lambda mm, nn: instance.seconds("gpu", mm, nn, k)  # noqa: E731
     whole = g(m, n)
@@ -279,13 +262,13 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
             npu = sum(instance.seconds("npu", size, r, k) for size in graphs)
             if t == m and r == n:
                 enter = (
-                    sync.wait_s + sync.npu_restart_s + ahead + moved(m * k) + moved(m * n),
+                    sync.wait_s + sync.npu_restart_s + moved(m * k) + moved(m * n),
                     moved(m * n),
                 )
                 ways.append(Way("npu", 0, npu, npu, enter, 1, sync.submit_s, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
-            ways.append(_cut(instance, m, n, k, t, r, gpu, npu, ahead + sync.npu_restart_s))
+            ways.append(_cut(instance, m, n, k, t, r, gpu, npu, sync.npu_restart_s))
     return ways
 
 
