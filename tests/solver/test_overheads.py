@@ -1,0 +1,44 @@
+"""The host queue's corrections can be taken out one by one, down to the paper's costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero.models import model_spec
+from hetero.profiler.cost import CostModel
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.host_queue import CORRECTIONS, HostQueue
+from hetero.solver.overheads import Overheads
+from hetero.solver.planner import Planner, Scenario, Solution
+
+SCENARIOS = (Scenario("prefill", 64), Scenario("prefill", 300), Scenario("decode", 1))
+
+
+def solutions(profile: DeviceProfile, overheads: Overheads | None = None) -> list[Solution]:
+    planner = Planner(model_spec("qwen2.5-0.5b"), profile, overheads=overheads)
+    return [planner.solve(scenario) for scenario in SCENARIOS]
+
+
+@pytest.mark.parametrize("name", ["host", "host-avx2", "snapdragon-8-gen-3"])
+def test_without_corrections_a_host_queue_costs_what_the_paper_says(name: str) -> None:
+    profile = DeviceProfile.load(name)
+    cost = CostModel(profile)
+    paper = solutions(profile, Overheads.of(cost))
+    none = solutions(profile, HostQueue.of(cost, corrections=frozenset()))
+    assert [x.seconds for x in paper] == [x.seconds for x in none]
+    assert [x.options for x in paper] == [x.options for x in none]
+
+
+def test_a_chip_that_nobody_measured_corrections_of_has_the_papers_costs() -> None:
+    profile = DeviceProfile.load("snapdragon-8-gen-3")
+    paper = solutions(profile, Overheads.of(CostModel(profile)))
+    assert [x.seconds for x in paper] == [x.seconds for x in solutions(profile)]
+
+
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correction: str) -> None:
+    profile = DeviceProfile.load("host")
+    cost = CostModel(profile)
+    kept = frozenset(x for x in CORRECTIONS if x != correction)
+    without = solutions(profile, HostQueue.of(cost, corrections=kept))
+    assert [x.seconds for x in without] != [x.seconds for x in solutions(profile)]
