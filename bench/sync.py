@@ -48,8 +48,9 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, Phase
 from hetero.runtime.engine import Engine
 from hetero.runtime.waits import SyncMethod
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
-from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
+from hetero.solver.plan import OpPlan, Rest, Tile
 from hetero.solver.strategy_plans import strategy_plan
 
 app = new_app(__doc__)

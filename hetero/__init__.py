@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetero.measuring.profiling import profile_device
     from hetero.placement.planning import plan
     from hetero.profiler.records import DeviceProfile
-    from hetero.solver.plan import ExecutionPlan
+    from hetero.solver.execution_plan import ExecutionPlan
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _LAZY = {
     "LLM": "hetero.generation.llm",
     "Context": "hetero.contexts.context",
     "DeviceProfile": "hetero.profiler.records",
-    "ExecutionPlan": "hetero.solver.plan",
+    "ExecutionPlan": "hetero.solver.execution_plan",
     "GenerationResult": "hetero.generation.loop",
     "ModelError": "hetero.errors",
     "Piece": "hetero.generation.loop",

@@ -14,7 +14,8 @@ from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.options import HOST, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import PlanError, Strategy
-from hetero.solver.planner import Planner, Scenario, Solution, shortest
+from hetero.solver.planner import Planner, shortest
+from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
 
 NPU_NAMES: Final = ("padding", "pipe", "chunked", "online-prepare")

@@ -12,14 +12,16 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.calls import split
 from hetero.solver.candidates import explain
 from hetero.solver.curves import front, strategy_curves
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.memory import held_by_op, weight_memory
 from hetero.solver.options import Option
 from hetero.solver.place import tiles_of
-from hetero.solver.plan import ExecutionPlan, NamedStrategy, OpPlan, Residency, Rest, Total
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.plan import NamedStrategy, OpPlan, Residency, Rest, Total
+from hetero.solver.planner import Planner
 from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_of, steps_alone
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
+from hetero.solver.solution import Scenario, Solution
 from hetero.solver.steps import seconds_by_kind
 from hetero.solver.together import cuts_of, solve_together
 

@@ -8,8 +8,9 @@ from typing import Final
 from hetero.solver.baselines import force, longest_step, online_s
 from hetero.solver.calls import split
 from hetero.solver.plan import Curve, CurvePoint, FrontPoint, PlanError
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.prompts import solve_prompt
+from hetero.solver.solution import Scenario
 
 DRAWN: Final = (
     "auto", "gpu-only", "layer", "padding", "pipe", "chunked", "online-prepare", "row-cut",

@@ -19,7 +19,8 @@ from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser
 from hetero.solver.kernels import Floats, Ints
 from hetero.solver.options import GPU, INF, Objective, Option
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario
 from hetero.solver.tilings import Grid, MatMulSpace
 
 EXACT: Final = 6  # cuts up to which every subset is tried

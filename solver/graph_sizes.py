@@ -12,7 +12,8 @@ import numpy as np
 from hetero.solver.memory import graph_bytes, limits_of
 from hetero.solver.options import INF
 from hetero.solver.plan import PlanError
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario
 
 DEFAULT_COUNT = 6  # as many as the paper's standard sizes
 

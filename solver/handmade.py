@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph
-from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase, Rest, Tile
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import PHASES, OpPlan, Phase, Rest, Tile
 
 
 def single_device(

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.model_graph import OpName
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.options import INF, Option
 from hetero.solver.plan import Memory
+from hetero.solver.solution import Solution
 
-if TYPE_CHECKING:
-    from hetero.solver.planner import Planner, Solution
+
+class Tables(Protocol):
+    """What a planner knows of its model and profile."""
+
+    spec: ModelGraph
+    profile: DeviceProfile
+    sizes: tuple[int, ...]
+
+    def shape(self, name: OpName) -> tuple[int, int]:
+        """(n, k) of a fused or separate matmul."""
 
 
 class Limits(NamedTuple):
@@ -60,7 +69,7 @@ def union(held: Iterable[Held], n: int) -> Held:
     return Held(npu, gpu)
 
 
-def held_by_op(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, Held]:
+def held_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpName, Held]:
     """Rows of every matmul; parts of a group that is apart somewhere count as themselves."""
     found: dict[OpName, list[Held]] = {}
     for solution in solutions:
@@ -71,7 +80,7 @@ def held_by_op(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, 
     return {name: union(held, planner.shape(name)[0]) for name, held in found.items()}
 
 
-def weight_memory(planner: Planner, solutions: Iterable[Solution]) -> Memory:
+def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
     """Bytes by device; a row on both counts twice, on each as the device holds it, and one of an
     NPU whose graphs own their weights once for each graph size.
     """
@@ -90,43 +99,43 @@ def weight_memory(planner: Planner, solutions: Iterable[Solution]) -> Memory:
     )
 
 
-def held_bytes(planner: Planner, name: OpName, held: Held) -> tuple[float, float]:
+def held_bytes(planner: Tables, name: OpName, held: Held) -> tuple[float, float]:
     """Bytes of a matmul in all layers: on the GPU, and on the NPU."""
     n, _ = planner.shape(name)
     gpu, npu = row_bytes(planner, "gpu", name), row_bytes(planner, "npu", name)
     return gpu * (n - held.gpu), npu * held.npu * copies(planner, name)
 
 
-def copies(planner: Planner, name: OpName) -> int:
+def copies(planner: Tables, name: OpName) -> int:
     """How often the NPU holds the rows that it has of a matmul."""
     if name == "lm_head" or not _graphs_own_weights(planner):  # the head always sees one token
         return 1
     return max(len(planner.sizes), 1)
 
 
-def holds_alone(planner: Planner, device: DeviceKind) -> bool:
+def holds_alone(planner: Tables, device: DeviceKind) -> bool:
     """Whether a device can hold all weights, each once."""
     _, *limits = limits_of(planner.profile)
     return _all_rows_bytes(planner, device) <= limits[device == "npu"]
 
 
-def graph_bytes(planner: Planner) -> float:
+def graph_bytes(planner: Tables) -> float:
     """What one more graph size takes if the NPU has all rows of a block: 0 where graphs share."""
     return _all_rows_bytes(planner, "npu", head=False) if _graphs_own_weights(planner) else 0.0
 
 
-def _graphs_own_weights(planner: Planner) -> bool:
+def _graphs_own_weights(planner: Tables) -> bool:
     record = planner.profile.devices.get("npu")
     return record is not None and record.capabilities.per_graph_size == "weights"
 
 
-def _all_rows_bytes(planner: Planner, device: DeviceKind, *, head: bool = True) -> float:
+def _all_rows_bytes(planner: Tables, device: DeviceKind, *, head: bool = True) -> float:
     """Bytes of all matmuls, with or without the output head, each row once."""
     names = [x.name for x in planner.spec.matmuls if head or x.name != "lm_head"]
     return sum(row_bytes(planner, device, name) * planner.shape(name)[0] for name in names)
 
 
-def row_bytes(planner: Planner, device: DeviceKind, name: OpName) -> float:
+def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:
     """Bytes of one row in all layers, held once, in the device's own layout if it has one."""
     layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)

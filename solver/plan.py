@@ -1,4 +1,4 @@
-"""`ExecutionPlan`: which device computes which rectangle of every matmul. A JSON file for people.
+"""`Plan`: which device computes which rectangle of every matmul. A JSON file for people.
 
 A plan may be written by hand. Entries with `m: null` hold for every token count of their phase;
 open ranges (`[0, null]`) then end at the token count of the call. An entry for an exact token count
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,7 +20,6 @@ from hetero.backends.ops import OperandOrder, WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.calls import split
-from hetero.solver.report import document, markdown, page
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
@@ -32,6 +30,7 @@ NamedStrategy: TypeAlias = Literal[
     "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
 ]  # fmt: skip
 FusedGroup: TypeAlias = Literal["feed_forward", "block"]
+REPORT_KEY = "report"  # of a report's tables in JSON, beside the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
 # Sizes are int32 on devices; what is beyond these is no time and no size of anything.
@@ -221,7 +220,7 @@ class Residency(_Record):
     gpu_from: Start
 
 
-class ExecutionPlan(_Record):
+class Plan(_Record):
     """What the solver decides and the runtime executes (INTERFACES: the document of `plan`).
 
     `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
@@ -323,7 +322,7 @@ class ExecutionPlan(_Record):
 
     def for_graphs(
         self, graphs: Mapping[DeviceKind, Sequence[int]], *, solved: bool = False
-    ) -> ExecutionPlan:
+    ) -> Self:
         """The same with `steps` that devices with these NPU graphs can run (none: any token count).
 
         `solved`: a solver answers for token counts that the plan does not list. Where the plan says
@@ -379,25 +378,10 @@ class ExecutionPlan(_Record):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically. Raises `PlanError` where it cannot be written."""
-        _write(path, self.model_dump_json(indent=1) + "\n", "plan")
-
-    def report(
-        self, path: str | os.PathLike[str], *, compare: Sequence[ExecutionPlan] = ()
-    ) -> None:
-        """Write a report, atomically: HTML, or Markdown or JSON by the ending of `path`. One in
-        JSON can be loaded as the plan. Raises `PlanError`.
-        """
-        match Path(path).suffix.lower():
-            case ".md":
-                text = markdown.to_markdown(self, compare)
-            case ".json":
-                text = document.to_json(self, compare)
-            case _:
-                text = page.to_html(self, compare)
-        _write(path, text, "report")
+        write(path, self.model_dump_json(indent=1) + "\n", "plan")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ExecutionPlan:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read and validate a plan file. Raises `PlanError` with one sentence."""
         try:
             text = read_text(path, LONGEST_DOCUMENT_BYTES)
@@ -407,7 +391,7 @@ class ExecutionPlan(_Record):
         return cls.parse(text, path)
 
     @classmethod
-    def parse(cls, text: str, path: str | os.PathLike[str]) -> ExecutionPlan:
+    def parse(cls, text: str, path: str | os.PathLike[str]) -> Self:
         """Validate the text of a plan file. Raises `PlanError` with one sentence."""
         try:
             return cls.model_validate_json(_without_report(text))
@@ -417,7 +401,7 @@ class ExecutionPlan(_Record):
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
 
 
-def _write(path: str | os.PathLike[str], text: str, what: str) -> None:
+def write(path: str | os.PathLike[str], text: str, what: str) -> None:
     """Replace a file by its new contents. Raises `PlanError` where it cannot be written."""
     try:
         atomic_write(path, text)
@@ -429,7 +413,7 @@ def _write(path: str | os.PathLike[str], text: str, what: str) -> None:
 
 def _without_report(text: str) -> str:
     """A plan's document, without the tables that a report adds."""
-    if f'"{document.KEY}"' not in text:
+    if f'"{REPORT_KEY}"' not in text:
         return text
     try:
         found = json.loads(text)
@@ -437,7 +421,7 @@ def _without_report(text: str) -> str:
         return text  # the model says what is wrong
     if not isinstance(found, dict):
         return text
-    return json.dumps({key: value for key, value in found.items() if key != document.KEY})
+    return json.dumps({key: value for key, value in found.items() if key != REPORT_KEY})
 
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:

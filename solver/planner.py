@@ -7,13 +7,12 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, OpName, Stage
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.chain import Chain, solve_chain, walk
+from hetero.solver.chain import solve_chain
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.host_queue import HostQueue
@@ -21,7 +20,8 @@ from hetero.solver.kernels import Kernels, Precision, graph_sizes
 from hetero.solver.memory import holds_alone
 from hetero.solver.options import INF, Objective, Option, Power
 from hetero.solver.overheads import Overheads
-from hetero.solver.plan import Phase, PlanError
+from hetero.solver.plan import PlanError
+from hetero.solver.solution import Scenario, Solution
 from hetero.solver.steps import RestCosts, Rests
 from hetero.solver.tilings import MatMulSpace
 
@@ -44,57 +44,6 @@ class Settings:
     apart: bool = True
     row_steps: int | None = None
     step_tokens: int | None = None
-
-
-class Scenario(NamedTuple):
-    """One kind of step: a prompt of m tokens, or decoding m tokens.
-
-    `context` is the number of tokens before them; None: none before a prompt, and as many as the
-    settings say before decoding.
-    """
-
-    phase: Phase
-    m: int
-    context: int | None = None
-
-
-class Solution(NamedTuple):
-    """A solved scenario: option of every matmul by name, the rest's device, and the whole step.
-    `around_s` is what the step takes besides its operators (`Overheads.around_s`).
-    """
-
-    scenario: Scenario
-    options: dict[OpName, Option]
-    rests: Rests
-    chain: Chain
-    layers: int
-    power: Power | None
-    around_s: float = 0.0
-
-    @property
-    def devices(self) -> frozenset[DeviceKind]:
-        """Devices that work in the step; the output head of a prompt, one token, does not count."""
-        block = (option.devices for name, option in self.options.items() if name != "lm_head")
-        return frozenset({self.rests.device}).union(*block)
-
-    def without_head(self) -> Solution:
-        """The same step without logits: a call that is not the last one of its prompt."""
-        options = dict(self.options)
-        options.pop("lm_head", None)
-        return self._replace(options=options, chain=self.chain._replace(tail=()))
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time of the step."""
-        return walk(self.chain, self.layers).seconds + self.around_s
-
-    @property
-    def joules(self) -> float | None:
-        """Predicted energy of the step; None if the profile does not say."""
-        if self.power is None:
-            return None
-        steps = walk(self.chain, self.layers).steps
-        return sum(count * o.joules(self.power, state) for o, state, count in steps)
 
 
 class Planner:

@@ -17,15 +17,17 @@ from hetero.solver.build import assemble, entry
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.joint import JointSpace
 from hetero.solver.memory import Held, held_by_op
 from hetero.solver.options import Option
-from hetero.solver.plan import ExecutionPlan, Phase
-from hetero.solver.planner import Planner, Scenario, Solution, shortest
+from hetero.solver.plan import Phase
+from hetero.solver.planner import Planner, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
 from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
+from hetero.solver.solution import Scenario, Solution
 from hetero.solver.together import solve_within
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared

@@ -14,13 +14,15 @@ from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import npu_sequence, online_s
 from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
-from hetero.solver.plan import ExecutionPlan, PlanError, Tile
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.plan import PlanError, Tile
+from hetero.solver.planner import Planner
 from hetero.solver.prompts import call_scenarios, prompt_of
 from hetero.solver.request import PlanRequest
 from hetero.solver.sizing import planner_for
+from hetero.solver.solution import Scenario, Solution
 
 
 def repredict(

@@ -12,7 +12,7 @@ from hetero.solver.calls import split
 from hetero.solver.kernels import Precision
 from hetero.solver.options import INF
 from hetero.solver.plan import PlanError
-from hetero.solver.planner import Scenario
+from hetero.solver.solution import Scenario
 
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 DEFAULT_LENGTHS = (64, 256, 1024)

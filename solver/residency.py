@@ -12,7 +12,8 @@ from hetero.solver.chooser import Chooser
 from hetero.solver.memory import Held, Limits, held_bytes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.plan import PlanError
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario, Solution
 from hetero.solver.steps import Rests
 from hetero.solver.tilings import Grid
 

@@ -10,10 +10,12 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import force, longest_step, online_s
 from hetero.solver.build import assemble
-from hetero.solver.plan import ExecutionPlan, NamedStrategy, PlanError, Total
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import NamedStrategy, PlanError, Total
+from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
+from hetero.solver.solution import Scenario, Solution
 from hetero.solver.together import agree, cuts_of, solve_together, with_used_cuts
 
 # Strategies that say something about one token; the others decode at layer level.

@@ -11,8 +11,9 @@ from hetero.solver.cuts import row_cuts
 from hetero.solver.memory import Limits, limits_of, weight_memory
 from hetero.solver.options import Objective
 from hetero.solver.plan import PHASES, Memory
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario, Solution
 
 
 def solve_together(

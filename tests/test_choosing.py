@@ -19,12 +19,14 @@ from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.files import shipped_host
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, EveryCore
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.plan import ExecutionPlan, PlanError
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.plan import PlanError
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.report.units import duration
 from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario
 from tests.runtime.models import tiny_model
 
 NAMES = {"gpu": "opencl", "npu": "ort-cpu"}

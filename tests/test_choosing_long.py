@@ -25,10 +25,11 @@ from hetero.placement.comparing import (
     compare,
 )
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.prompts import call_scenarios
 from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario
 from tests.helpers import Command
 from tests.runtime.models import tiny_model
 

@@ -12,7 +12,8 @@ from hetero.profiler.options import Options
 from hetero.profiler.other_ops import BLOCKS, wanted_ops
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.workload import cold_bytes
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario
 
 W4, W8 = WeightFormat.W4A16, WeightFormat.W8A16
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero.profiler.files import shipped_path
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan
 from tests.helpers import Command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="devices, links and pipes of POSIX")

@@ -19,8 +19,8 @@ from hetero.profiler.journal import Journal, to_line
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import write_report
 from hetero.runtime.trace import Trace
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
-from hetero.solver.plan import ExecutionPlan
 from tests import tiny_files
 from tests.test_house import modules
 

@@ -20,9 +20,9 @@ from hetero.placement.device_set import open_devices
 from hetero.profiler.options import Options
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.profiler.session import profile_devices
-from hetero.solver.planner import Scenario
 from hetero.solver.prompts import call_scenarios
 from hetero.solver.repredict import repredict
+from hetero.solver.solution import Scenario
 from parts.levels import CONTEXT, IDEAL_HEAD, Contender, contender, ideal_row
 
 GOAL = 0.10

@@ -37,7 +37,7 @@ from hetero.profiler.measure import Meter, Settings
 from hetero.profiler.records import DeviceProfile, Phase
 from hetero.profiler.workload import Workload
 from hetero.runtime.engine import Engine
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.strategy_plans import strategy_plan
 
 KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")

@@ -18,7 +18,8 @@ from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import force, latency_s
 from hetero.solver.overheads import Overheads
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario
 
 MODELS = {
     "Llama-8B": "llama-3-8b",

@@ -18,7 +18,8 @@ from hetero.profiler.device_model import GpuShader, NpuArray
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import layer_level
 from hetero.solver.chain import walk
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario, Solution
 
 CALIBRATION = DATA / "snapdragon_8_gen_3_calibration.json"
 ROOT = DATA.parents[1]

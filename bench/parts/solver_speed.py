@@ -17,9 +17,10 @@ from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver, spread_lengths
 from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario
 
 TEN_LENGTHS = (64, 128, 135, 256, 300, 512, 525, 600, 1000, 1024)
 PLAN_BOUND_S = 1.0

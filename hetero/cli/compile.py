@@ -15,7 +15,7 @@ from hetero.compiling.bundle import BundleManifest
 from hetero.compiling.graphs import Compilation, CompileRequest, compile_model, prepare
 from hetero.errors import UserError
 from hetero.placement.planning import parse_tokens
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.terminal import printable
 
 

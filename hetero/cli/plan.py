@@ -23,7 +23,7 @@ from hetero.placement.planning import (
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.report import content, units
 from hetero.solver.report.content import TableData
 from hetero.solver.request import GraphSizes, PlanRequest

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, read_file
 from hetero.errors import ModelError
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan
 
 BUNDLE_FILE = "compiled.json"
 PLAN_FILE = "plan.json"

@@ -37,8 +37,9 @@ from hetero.runtime.engine import SCORING_PIECE
 from hetero.runtime.groups import NodeGroup, node_groups
 from hetero.runtime.kernels import node_weights
 from hetero.solver.calls import padded_size
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
-from hetero.solver.plan import PHASES, ExecutionPlan, Phase
+from hetero.solver.plan import PHASES, Phase
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import Graph

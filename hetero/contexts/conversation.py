@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from hetero.arguments import check_messages
 from hetero.contexts.context import Context
 from hetero.errors import UserError
 
 if TYPE_CHECKING:
-    from hetero.generation.llm import LLM
-    from hetero.generation.loop import GenerationResult, Piece
+    from hetero.generation.loop import Generation, GenerationResult, Piece
     from hetero.generation.options import GenerateOptions
+
+
+class Speaker(Protocol):
+    """A model that answers: `hetero.LLM`."""
+
+    max_seq_len: int
+
+    @property
+    def context(self) -> Context:
+        """The one where no other is given."""
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of messages."""
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Generation:
+        """The answer as it comes."""
 
 
 class Conversation:
@@ -25,7 +40,7 @@ class Conversation:
     """
 
     def __init__(
-        self, llm: LLM, *, system: str | None = None, context: Context | None = None
+        self, llm: Speaker, *, system: str | None = None, context: Context | None = None
     ) -> None:
         self._llm = llm
         self._context = llm.context if context is None else context

@@ -38,7 +38,8 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
 from hetero.runtime.waits import SyncMethod
-from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import STEP_TOKENS, NamedStrategy
 
 DEFAULT_CONTEXT = 4096
 

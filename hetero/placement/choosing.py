@@ -17,8 +17,9 @@ from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import STEP_TOKENS, ExecutionPlan, NamedStrategy, PlanError
+from hetero.solver.plan import STEP_TOKENS, NamedStrategy, PlanError
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration

@@ -9,9 +9,10 @@ from typing import Final, NamedTuple
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
 from hetero.solver.handmade import single_device
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.prompts import prompt_alone
+from hetero.solver.solution import Scenario
 
 PROMPTS: Final = (64, 256, 1024)  # tokens, where nobody says what prompts will come
 ANSWER_TOKENS: Final = 64

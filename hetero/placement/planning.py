@@ -19,8 +19,8 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernels import Precision
-from hetero.solver.plan import ExecutionPlan
 from hetero.solver.request import GraphSizes, PlanRequest
 
 ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None

@@ -19,7 +19,8 @@ from hetero.runtime.plan_book import PlanSource
 from hetero.runtime.program import KINDS, RUN
 from hetero.runtime.step import Step
 from hetero.solver.drift import Factors
-from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import PHASES, OpPlan, Phase
 
 Key: TypeAlias = tuple[DeviceKind, Phase]
 MOVED: Final = 0.1  # factors that changed by less are the same

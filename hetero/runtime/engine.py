@@ -42,8 +42,9 @@ from hetero.runtime.step_lock import StepLock
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser, SyncMethod
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.plan import ExecutionPlan, Phase
+from hetero.solver.plan import Phase
 
 SCORING_PIECE = 32
 LONGEST_VERIFIED = 8

@@ -11,7 +11,8 @@ from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.profiler.model_graph import Node, OpName
 from hetero.solver.calls import padded_size
-from hetero.solver.plan import PHASES, ExecutionPlan, OpPlan, Phase, PlanError, Tile
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import PHASES, OpPlan, Phase, PlanError, Tile
 
 Span = tuple[int, int]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from hetero.solver.plan import OpPlan, Plan, Total
 from hetero.solver.report import units
-
-if TYPE_CHECKING:
-    from hetero.solver.plan import ExecutionPlan, OpPlan, Total
 
 
 class TableData(NamedTuple):
@@ -20,12 +18,12 @@ class TableData(NamedTuple):
     note: str = ""
 
 
-def kind(plan: ExecutionPlan) -> str:
+def kind(plan: Plan) -> str:
     """What the plan's numbers are."""
     return plan.numbers or "predicted"
 
 
-def _kind(plan: ExecutionPlan) -> str:
+def _kind(plan: Plan) -> str:
     return kind(plan).capitalize()
 
 
@@ -43,7 +41,7 @@ def drawn_tokens(total: Total) -> int:
     return total.steps[0] if total.steps else total.m
 
 
-def gains(plan: ExecutionPlan) -> TableData:
+def gains(plan: Plan) -> TableData:
     """The plan beside the best single device."""
     rows = []
     for t in plan.totals:
@@ -71,7 +69,7 @@ def gains(plan: ExecutionPlan) -> TableData:
     return TableData("Gain over the best single device", head, tuple(rows), note)
 
 
-def operators(plan: ExecutionPlan) -> TableData:
+def operators(plan: Plan) -> TableData:
     """The chosen strategy of every matmul."""
     rows = []
     for op in plan.ops:
@@ -124,7 +122,7 @@ def _area(tile: object, m: int) -> int:
     return int((stop - tokens[0]) * (rows[1] - rows[0]))
 
 
-def memory(plan: ExecutionPlan) -> TableData | None:
+def memory(plan: Plan) -> TableData | None:
     """Weights on each device."""
     found = plan.memory
     if found is None:
@@ -145,7 +143,7 @@ def memory(plan: ExecutionPlan) -> TableData | None:
     return TableData("Memory", ("weights", "size"), tuple(rows), note)
 
 
-def alternatives(plan: ExecutionPlan) -> Iterator[TableData]:
+def alternatives(plan: Plan) -> Iterator[TableData]:
     """Why the others lost, for each matmul."""
     for op in plan.ops:
         rows = tuple(
@@ -157,7 +155,7 @@ def alternatives(plan: ExecutionPlan) -> Iterator[TableData]:
             )
 
 
-def curves(plan: ExecutionPlan) -> TableData | None:
+def curves(plan: Plan) -> TableData | None:
     """Time by length for every strategy."""
     if not plan.curves:
         return None
@@ -179,7 +177,7 @@ def display(strategy: str) -> str:
     return {"auto": "this plan", "layer": "layer level"}.get(strategy, strategy)
 
 
-def front(plan: ExecutionPlan) -> TableData | None:
+def front(plan: Plan) -> TableData | None:
     """Latency against energy."""
     if not plan.front:
         return None
@@ -198,7 +196,7 @@ def front(plan: ExecutionPlan) -> TableData | None:
     return TableData("Energy", head, rows, note)
 
 
-def what_if(plan: ExecutionPlan, others: Sequence[ExecutionPlan]) -> TableData | None:
+def what_if(plan: Plan, others: Sequence[Plan]) -> TableData | None:
     """This plan beside others, step by step."""
     if not others:
         return None
@@ -216,12 +214,12 @@ def what_if(plan: ExecutionPlan, others: Sequence[ExecutionPlan]) -> TableData |
     return TableData("What if", tuple(head), tuple(rows), "Speed relative to the first column.")
 
 
-def name(plan: ExecutionPlan) -> str:
+def name(plan: Plan) -> str:
     """Model and profile of a plan."""
     return f"{plan.model} on {plan.profile or 'a hand-made plan'}"
 
 
-def tables(plan: ExecutionPlan, others: Sequence[ExecutionPlan]) -> Iterator[TableData]:
+def tables(plan: Plan, others: Sequence[Plan]) -> Iterator[TableData]:
     """All tables but the alternatives, in the order of the report."""
     found = (gains(plan), what_if(plan, others), operators(plan), curves(plan), memory(plan))
     for table in (*found, front(plan)):

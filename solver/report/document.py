@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hetero.solver.plan import REPORT_KEY, Plan
 from hetero.solver.report import content
 from hetero.solver.report.content import TableData
 
-if TYPE_CHECKING:
-    from hetero.solver.plan import ExecutionPlan
 
-KEY = "report"  # of the tables, beside the plan's own keys
-
-
-def to_json(plan: ExecutionPlan, others: Sequence[ExecutionPlan] = ()) -> str:
+def to_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
     """The plan with `report`: what its numbers are, the tables, and why the alternatives lost."""
     document = plan.model_dump(mode="json")
-    document[KEY] = {
+    document[REPORT_KEY] = {
         "title": content.name(plan),
         "plan_id": plan.plan_id,
         "numbers": content.kind(plan),

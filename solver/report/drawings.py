@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from hetero.solver.plan import FrontPoint, OpPlan, Plan, Total
 from hetero.solver.report import units
 from hetero.solver.report.content import display, drawn_tokens, label, where
-
-if TYPE_CHECKING:
-    from hetero.solver.plan import ExecutionPlan, FrontPoint, OpPlan, Total
 
 WIDTH: Final = 960
 DOTTED: Final = 6  # points of a line that are drawn one by one
@@ -46,7 +44,7 @@ def text(x: float, y: float, content: str, *, anchor: str = "start", css: str = 
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(content)}</text>'
 
 
-def block_bars(plan: ExecutionPlan, total: Total) -> list[Bar]:
+def block_bars(plan: Plan, total: Total) -> list[Bar]:
     """One block: matmuls as planned, the other operators on their device."""
     rest = plan.rest.prefill if total.phase == "prefill" else plan.rest.decode
     between = {"qkv": "attention", "v": "attention", "o": "norm", "gate_up": "activation",
@@ -72,7 +70,7 @@ def block_bars(plan: ExecutionPlan, total: Total) -> list[Bar]:
     return bars
 
 
-def timeline(plan: ExecutionPlan, total: Total) -> str:
+def timeline(plan: Plan, total: Total) -> str:
     """One block with a lane for each device."""
     bars = block_bars(plan, total)
     if not bars:
@@ -128,7 +126,7 @@ def _nice(step: float) -> float:
     return next(f * base for f in (1, 2, 5, 10) if f * base >= step * (1 - 1e-9))
 
 
-def cuts(plan: ExecutionPlan, total: Total) -> str:
+def cuts(plan: Plan, total: Total) -> str:
     """The tiles of every matmul of a step: rows to the right, tokens down, to scale."""
     drawn = drawn_tokens(total)
     ops = [o for o in plan.ops if o.phase == total.phase and o.m == drawn]
@@ -188,7 +186,7 @@ class Line(NamedTuple):
     points: tuple[tuple[float, float], ...]
 
 
-def curves(plan: ExecutionPlan) -> str:
+def curves(plan: Plan) -> str:
     """Prefill time by length, one line for each strategy; the plan's line is the heavy one."""
     lines = [
         Line(
@@ -201,7 +199,7 @@ def curves(plan: ExecutionPlan) -> str:
     return chart(lines, "tokens", "prefill time by length") if lines else ""
 
 
-def front(plan: ExecutionPlan) -> str:
+def front(plan: Plan) -> str:
     """Energy against time of every step, both relative to its fastest plan."""
     steps: dict[str, list[FrontPoint]] = {}
     for point in plan.front:

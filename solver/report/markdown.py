@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from hetero.solver.plan import Plan
 from hetero.solver.report import content
 from hetero.solver.report.content import TableData
 
-if TYPE_CHECKING:
-    from hetero.solver.plan import ExecutionPlan
 
-
-def to_markdown(plan: ExecutionPlan, others: Sequence[ExecutionPlan] = ()) -> str:
+def to_markdown(plan: Plan, others: Sequence[Plan] = ()) -> str:
     """All tables of the report."""
     parts = [f"# {content.name(plan)}", f"Plan {plan.plan_id}; numbers are {content.kind(plan)}."]
     parts += [f"- {note}" for note in plan.notes]

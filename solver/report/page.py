@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from hetero.solver.plan import Plan, Total
 from hetero.solver.report import content, drawings, units
 from hetero.solver.report.content import TableData
-
-if TYPE_CHECKING:
-    from hetero.solver.plan import ExecutionPlan, Total
 
 STYLE = """
 :root { --gpu: #d9763c; --npu: #2f6f9f; --rest: #a9a196; --ink: #22252a; --pale: #f4f2ee;
@@ -48,7 +45,7 @@ details { margin: 6px 0; } summary { cursor: pointer; }
 """
 
 
-def to_html(plan: ExecutionPlan, others: Sequence[ExecutionPlan] = ()) -> str:
+def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
     """Everything on one page; no scripts, nothing from elsewhere."""
     parts = [
         _header(plan),
@@ -71,7 +68,7 @@ def to_html(plan: ExecutionPlan, others: Sequence[ExecutionPlan] = ()) -> str:
     )
 
 
-def _header(plan: ExecutionPlan) -> str:
+def _header(plan: Plan) -> str:
     facts = [
         f"plan {plan.plan_id}",
         f"objective {plan.objective}",
@@ -92,7 +89,7 @@ def _header(plan: ExecutionPlan) -> str:
     )
 
 
-def _cards(plan: ExecutionPlan) -> str:
+def _cards(plan: Plan) -> str:
     cards = "".join(
         f'<div class="card"><span>{escape(content.label(t))}</span>'
         f"<b>{t.tokens_per_s:.4g} tokens/s</b>"
@@ -103,14 +100,14 @@ def _cards(plan: ExecutionPlan) -> str:
     return f'<div class="cards">{cards}</div>' if cards else ""
 
 
-def _pictured(plan: ExecutionPlan) -> list[Total]:
+def _pictured(plan: Plan) -> list[Total]:
     """Three lengths at most (first, middle, last), and decoding."""
     prefill = [t for t in plan.totals if t.phase == "prefill"]
     places = sorted({0, len(prefill) // 2, len(prefill) - 1}) if prefill else []
     return [prefill[i] for i in places] + [t for t in plan.totals if t.phase == "decode"]
 
 
-def _blocks(plan: ExecutionPlan) -> str:
+def _blocks(plan: Plan) -> str:
     drawn = [(t, drawings.timeline(plan, t)) for t in _pictured(plan)]
     figures = "".join(f"<h3>{escape(content.label(t))}</h3>{d}" for t, d in drawn if d)
     if not figures:
@@ -122,7 +119,7 @@ def _blocks(plan: ExecutionPlan) -> str:
     )
 
 
-def _cuts(plan: ExecutionPlan) -> str:
+def _cuts(plan: Plan) -> str:
     drawn = [(t, drawings.cuts(plan, t)) for t in _pictured(plan)]
     figures = "".join(f"<h3>{escape(content.label(t))}</h3>{d}" for t, d in drawn if d)
     note = (
@@ -131,12 +128,12 @@ def _cuts(plan: ExecutionPlan) -> str:
     return _drawn(content.operators(plan), figures, note)
 
 
-def _curves(plan: ExecutionPlan) -> str:
+def _curves(plan: Plan) -> str:
     table = content.curves(plan)
     return "" if table is None else _drawn(table, drawings.curves(plan), table.note)
 
 
-def _front(plan: ExecutionPlan) -> str:
+def _front(plan: Plan) -> str:
     table = content.front(plan)
     if table is None:
         return ""
@@ -152,7 +149,7 @@ def _drawn(table: TableData, drawing: str, note: str) -> str:
     )
 
 
-def _alternatives(plan: ExecutionPlan) -> str:
+def _alternatives(plan: Plan) -> str:
     found = "".join(
         f"<details><summary>{escape(t.title)}</summary>{_table(t)}</details>"
         for t in content.alternatives(plan)

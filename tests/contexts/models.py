@@ -8,8 +8,8 @@ from typing import Any
 
 from hetero import LLM
 from hetero.models import open_model
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.plan import ExecutionPlan
 from tests.runtime.plans import random_plan
 
 GRAPHS = (1, 2, 4, 8, 32, 64)

@@ -31,7 +31,7 @@ from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
 from hetero.runtime.engine import Engine
 from hetero.solver.build import make_plan
-from hetero.solver.plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
 from tests import tiny_files

@@ -38,9 +38,10 @@ from hetero.profiler.scaling import (
 )
 from hetero.profiler.session import profile_devices
 from hetero.profiler.workload import Workload
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import DECODE, PlanRequest
+from hetero.solver.solution import Scenario
 from tests.profiler.fakes import W4, devices, gpu_cost, knots, npu_cost, options, record
 
 W8 = WeightFormat.W4A8

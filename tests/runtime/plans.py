@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.launch_graph import LaunchGraph
-from hetero.solver.plan import ExecutionPlan, OpPlan, Rest, Tile
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import OpPlan, Rest, Tile
 
 STRATEGIES = (
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",

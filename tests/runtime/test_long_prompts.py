@@ -18,8 +18,8 @@ from hetero.errors import FallbackWarning
 from hetero.models import open_model
 from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.plan import ExecutionPlan
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 from tests.checkpoints import (

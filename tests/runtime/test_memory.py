@@ -17,8 +17,8 @@ from hetero.models.graph import model_graph
 from hetero.runtime import memory
 from hetero.runtime.engine import Engine, pool_bytes
 from hetero.runtime.slots import SlotRef
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import ExecutionPlan
 from tests.runtime.models import context_of, tiny_model
 from tests.runtime.plans import random_plan
 

@@ -10,7 +10,8 @@ from hetero.models import open_model
 from hetero.models.graph import model_graph
 from hetero.profiler.model_graph import Node
 from hetero.runtime.plan_book import PlanBook
-from hetero.solver.plan import ExecutionPlan, OpPlan, Rest
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import OpPlan, Rest
 from tests.runtime.models import tiny_model
 
 SIZES = (1, 8, 32, 64)

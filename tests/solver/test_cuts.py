@@ -15,8 +15,9 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import EXACT, row_cuts
 from hetero.solver.options import GPU, Option
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.request import DECODE, PlanRequest
+from hetero.solver.solution import Scenario
 from hetero.solver.tilings import Grid
 from hetero.solver.together import solve_together
 from tests.solver.instances import NAMES, planner_of, random_instance

@@ -17,8 +17,9 @@ from hetero.solver.graph_sizes import Budgets, SizeProgram
 from hetero.solver.memory import graph_bytes
 from hetero.solver.options import INF
 from hetero.solver.plan import PlanError
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario
 from tests.solver.instances import F32, planner_of, random_instance
 
 CANDIDATES = (2, 3, 4, 5, 8)

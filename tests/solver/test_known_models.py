@@ -18,12 +18,13 @@ from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import SUBSTITUTES
 from hetero.solver import residency
 from hetero.solver.build import make_plan
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.memory import Limits
 from hetero.solver.options import Objective
-from hetero.solver.plan import ExecutionPlan
-from hetero.solver.planner import Planner, Scenario, Settings
+from hetero.solver.planner import Planner, Settings
 from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario
 from tests.helpers import Command
 
 PROFILES = ("host", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")

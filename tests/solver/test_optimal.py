@@ -15,8 +15,8 @@ from hetero.solver.memory import Limits, weight_memory
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan, PlanError
-from hetero.solver.planner import Scenario
 from hetero.solver.residency import solve as solve_residency
+from hetero.solver.solution import Scenario
 from tests.solver.instances import (
     ALIGN,
     NAMES,

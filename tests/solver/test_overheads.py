@@ -9,7 +9,8 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.host_queue import CORRECTIONS, HostQueue
 from hetero.solver.overheads import Overheads
-from hetero.solver.planner import Planner, Scenario, Solution
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario, Solution
 
 SCENARIOS = (Scenario("prefill", 64), Scenario("prefill", 300), Scenario("decode", 1))
 

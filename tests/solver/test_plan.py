@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.ops import WeightFormat
-from hetero.solver.plan import (
-    Candidate,
-    ExecutionPlan,
-    OpPlan,
-    PlanError,
-    Rest,
-    Tile,
-    check_cover,
-)
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import Candidate, OpPlan, PlanError, Rest, Tile, check_cover
 
 
 def op(**changes: Any) -> OpPlan:

@@ -10,10 +10,11 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.chooser import Chooser
 from hetero.solver.options import Objective
 from hetero.solver.plan import PlanError, check_cover
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.request import PlanRequest
 from hetero.solver.residency import mask_of
+from hetero.solver.solution import Scenario
 from tests.solver.instances import NAMES, TableCost, planner_of, random_instance
 
 

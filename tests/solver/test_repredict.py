@@ -11,10 +11,12 @@ from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
 from hetero.solver.build import make_plan
-from hetero.solver.plan import ExecutionPlan, NamedStrategy, Phase
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import NamedStrategy, Phase
+from hetero.solver.planner import Planner
 from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
 
 LENGTHS = (64, 135, 300)

@@ -19,7 +19,8 @@ from hetero.profiler.stats import SMOOTHED_S, drift
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.host_queue import HostCutTimes, later, longer
 from hetero.solver.options import INF, Objective
-from hetero.solver.planner import Planner, Scenario
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario
 
 W4A8 = WeightFormat.W4A8
 KEYS: Final = tuple(itertools.product(get_args(DeviceKind), get_args(Phase)))

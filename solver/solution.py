@@ -1,0 +1,63 @@
+"""What a plan is solved for, and what solving it gives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import OpName
+from hetero.solver.chain import Chain, walk
+from hetero.solver.options import Option, Power
+from hetero.solver.plan import Phase
+from hetero.solver.steps import Rests
+
+
+class Scenario(NamedTuple):
+    """One kind of step: a prompt of m tokens, or decoding m tokens.
+
+    `context` is the number of tokens before them; None: none before a prompt, and as many as the
+    settings say before decoding.
+    """
+
+    phase: Phase
+    m: int
+    context: int | None = None
+
+
+class Solution(NamedTuple):
+    """A solved scenario: option of every matmul by name, the rest's device, and the whole step.
+    `around_s` is what the step takes besides its operators (`Overheads.around_s`).
+    """
+
+    scenario: Scenario
+    options: dict[OpName, Option]
+    rests: Rests
+    chain: Chain
+    layers: int
+    power: Power | None
+    around_s: float = 0.0
+
+    @property
+    def devices(self) -> frozenset[DeviceKind]:
+        """Devices that work in the step; the output head of a prompt, one token, does not count."""
+        block = (option.devices for name, option in self.options.items() if name != "lm_head")
+        return frozenset({self.rests.device}).union(*block)
+
+    def without_head(self) -> Solution:
+        """The same step without logits: a call that is not the last one of its prompt."""
+        options = dict(self.options)
+        options.pop("lm_head", None)
+        return self._replace(options=options, chain=self.chain._replace(tail=()))
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the step."""
+        return walk(self.chain, self.layers).seconds + self.around_s
+
+    @property
+    def joules(self) -> float | None:
+        """Predicted energy of the step; None if the profile does not say."""
+        if self.power is None:
+            return None
+        steps = walk(self.chain, self.layers).steps
+        return sum(count * o.joules(self.power, state) for o, state, count in steps)
