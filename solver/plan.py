@@ -158,6 +158,12 @@ class Total(_Record):
     best_single_device_j: Quantity | None = None
     rest_s: dict[str, Quantity] = {}
 
+    @model_validator(mode="after")
+    def _steps_are_the_prompt(self) -> Self:
+        if self.steps and sum(self.steps) != self.m:
+            raise ValueError(f"calls of {self.steps} tokens are no prompt of {self.m}")
+        return self
+
 
 class Rest(_Record):
     """Device of everything that is not a matmul (embedding, norms, RoPE, attention, …)."""

@@ -107,6 +107,7 @@ PLANS: tuple[tuple[str, Change, tuple[str, ...], str], ...] = (
      "memory_bytes"),
     ("a share of 2", plan(lambda x: x.update(max_gpu_share=2)), RUN, "max_gpu_share"),
     ("of another model", entry(op="qkv"), RUN, "make a plan for this model"),
+    ("calls that are not the prompt", total(steps=[3]), REPORT, "are no prompt of"),
     ("in a format of other weights", plan(lambda x: x["ops"][0]["tiles"][0].update(precision="q8")),
      RUN, "precision"),
     ("on weights of another format",
