@@ -1,11 +1,14 @@
-"""What must not happen: broken next starts after a kill, growth over a long time.
+"""What must not happen: broken next starts after a kill, growth, answers that depend on the cut.
 
 python bench/robustness.py killed-starts --starts 200
 nice -n 19 python bench/robustness.py soak --minutes 20 --strategy row-cut
+python bench/robustness.py open-close --cycles 200
+python bench/robustness.py prompts --count 40
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -19,13 +22,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from common import finish, new_app, pss_bytes, table
 
 from hetero.backends.opencl.reports import CHECKING, PREPARING
 from hetero.generation.llm import LLM
+from hetero.solver.plan import NamedStrategy
 
 app = new_app(__doc__)
 COMMAND = (
@@ -194,6 +198,66 @@ def soak(
           [[*shown, f"{growth:.2%}", "yes" if same else "NO"]])  # fmt: skip
     finish()
     sys.exit(growth > GROWTH or not same)
+
+
+@app.command("open-close")
+def open_close(cycles: int = 200, model: str = "demo") -> None:
+    """A model opened, asked and closed, again and again, on each device: nothing may be left.
+
+    Compared are the end and a tenth of the cycles, when libraries have settled: open files,
+    threads, shared memory, and what the process itself made. Exits with 1 if any grew, memory by
+    more than 5 %.
+    """
+    rows, grown = [], False
+    for device in ("hetero", "npu", "gpu"):
+        found = []
+        for i in range(cycles):
+            with LLM(model, device=device) as llm:  # type: ignore[arg-type]
+                llm.generate("Once upon a time", max_tokens=8)
+            if i in (cycles // 10, cycles - 1):
+                gc.collect()
+                counts = [len(os.listdir(f"/proc/self/{x}")) for x in ("fd", "task")]
+                found.append((*counts, len(os.listdir("/dev/shm")), pss_bytes(*OWN)))
+        (*before, first), (*after, last) = found
+        grown |= after > before or last > 1.05 * first
+        shown = [f"{a} {b}" for a, b in zip(before, after, strict=True)]
+        rows.append([device, *shown, f"{first / 1e6:.0f} {last / 1e6:.0f}"])
+    print(f"measured; {model}, {cycles} cycles, early and at the end\n")
+    table("device|open files|threads|shared memory|own memory, MB", rows)
+    finish()
+    sys.exit(grown)
+
+
+@app.command("prompts")
+def prompts(count: int = 40, model: str = "demo", seed: int = 0) -> None:
+    """Random prompts by every strategy against the float64 reference: log-probabilities of the next
+    tokens. Exits with 1 if one is off by more than 0.005, or another token is drawn where the
+    reference prefers one by more than 0.01.
+    """
+    rng, worst, rows = np.random.default_rng(seed), 0.0, []
+    options: dict[str, Any] = {"max_tokens": 3, "logprobs": 2}
+    with LLM(model, device="gpu", gpu="reference", weights="w4a16") as twin:
+        top = min(300, twin.max_seq_len - 8)
+        vocabulary = twin.model.config.vocab_size
+        drawn = [rng.integers(3, vocabulary, rng.integers(1, top)).tolist() for _ in range(count)]
+        wanted = [twin.generate(prompt, **options).logprobs for prompt in drawn]
+    for strategy in get_args(NamedStrategy):
+        with LLM(model, device="hetero", strategy=strategy, weights="w4a16", adapt=False) as llm:
+            found = [llm.generate(prompt, **options).logprobs for prompt in drawn]
+        wrong = 0
+        for one, other in zip(wanted, found, strict=True):
+            for a, b in zip(one, other, strict=False):
+                off = abs(a.top[0][1] - b.top[0][1])
+                worst = max(worst, off)
+                clear = a.top[0][1] - a.top[1][1] > 0.01
+                wrong += off > 0.005 or (clear and a.token != b.token)
+                if a.token != b.token:
+                    break
+        rows.append([strategy, count, wrong])
+    print(f"measured; {model}, largest difference of a log-probability {worst:.5f}\n")
+    table("strategy|prompts|wrong", rows)
+    finish()
+    sys.exit(any(row[2] for row in rows))
 
 
 if __name__ == "__main__":

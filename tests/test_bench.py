@@ -24,6 +24,7 @@ BRIEFLY = {
     "paper.py fit --check": "files are up to date",
     "paper_reproduction.py": "Order of strategies",
     "robustness.py soak --minutes 0.01": "| yes |",
+    "robustness.py prompts --count 1": "| online-prepare | 1 | 0 |",
 }
 GROWS = "robustness.py soak"  # in its first second, which is what its exit code tells
 # Parses every command line with the callbacks of all commands taken out.
