@@ -188,17 +188,24 @@ class Session:
             self._quarantine(Quarantine.model_validate(entry["entry"]), write=False)
 
     def _part(
-        self, name: str, kind: type[R], make: Callable[[], list[R]], *, several: bool = False
+        self,
+        name: str,
+        kind: type[R],
+        make: Callable[[], list[R]],
+        *,
+        several: bool = False,
+        fits: Callable[[R], bool] = lambda _: True,
     ) -> list[R]:
-        """Records of one part of the profile, one unless `several`: from the journal, or measured
-        and written to it.
+        """Records of one part of the profile, one unless `several`: from the journal, where all of
+        them fit what is here, or measured and written to it.
         """
         for entry in self.journal.of_kind("part"):
             if entry["name"] == name and (several or len(entry["values"]) == 1):
                 with suppress(ValidationError):  # then it is measured again
                     found = [kind.model_validate(value) for value in entry["values"]]
-                    self.parts[name] = found
-                    return found
+                    if all(map(fits, found)):
+                        self.parts[name] = found
+                        return found
         self._report(name)
         made = make()
         self.journal.add(
@@ -213,7 +220,10 @@ class Session:
         self._part("environment", Environment, around.environment)
         for kind in self.devices:
             (self.records[kind],) = self._part(
-                f"{kind} stages", DeviceRecord, partial(around.device, kind)
+                f"{kind} stages",
+                DeviceRecord,
+                partial(around.device, kind),
+                fits=partial(_is_of, self.devices[kind]),
             )
             self._part(f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind))
         self._part("sleep", HostSync, self._host_sync)
@@ -461,3 +471,10 @@ class Session:
             stage_checks=tuple(self.parts.get("stage checks", ())),
             notes=(*self.notes, *self._gains(), *([power.note] if power.note else [])),
         )
+
+
+def _is_of(device: Device, record: DeviceRecord) -> bool:
+    """Whether a record is of this device, with the graphs that it has now."""
+    known = record.capabilities.model_copy(update={"early_visibility": None})
+    here = DeviceRecord.of(device).capabilities.model_copy(update={"early_visibility": None})
+    return (record.fingerprint, known) == (device.info.fingerprint, here)

@@ -241,6 +241,21 @@ def test_a_torn_journal_loses_its_last_line_only(tmp_path: Path, cut: int) -> No
     assert take(out, resume=True).coverage.finished
 
 
+def test_a_journal_of_other_graphs_does_not_say_which_the_device_has(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        take(out, stop_after=3)
+    entries, sizes = read_entries(journal_path(out)), 0
+    for entry in entries:
+        if entry["kind"] == "part" and entry["name"] == "npu stages":
+            entry["values"][0]["capabilities"]["graph_sizes"] += [257]
+            sizes += 1
+    assert sizes == 1
+    journal_path(out).write_text("".join(map(to_line, entries)))
+    taken = take(out, resume=True)
+    assert 257 not in taken.devices["npu"].capabilities.graph_sizes
+
+
 def test_resuming_with_other_options_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     with pytest.raises(KeyboardInterrupt):
