@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hetero.models import model_spec
+from hetero.backends.formats import WeightFormat
+from hetero.models.graph import model_graph
+from hetero.models.random_models import known_config
 from hetero.profiler.model_graph import ModelGraph
 
 ALIGNMENT = 32
@@ -89,8 +92,10 @@ def write_large(path: Path, *, layers: int = 8, dense: bool = False) -> Path:
     """An F16 model of Llama 3 8B's shapes, 4.5 GB with 8 layers; its weights take no room on disk,
     or are random bytes with `dense`.
     """
-    changes = {"layers": layers, "vocab_size": 128000}
-    spec = model_spec("llama-3-8b").model_copy(update=changes)
+    known = known_config("llama-3-8b")
+    windows = known.windows[:layers]
+    config = replace(known, num_layers=layers, windows=windows, vocab_size=128000)
+    spec = model_graph(config, WeightFormat.F16, "large")
     writer = _writer(spec, path, 8192)
     letters = [chr(0x100 + i) for i in range(256)]
     pairs = [a + b for a in letters for b in letters]
