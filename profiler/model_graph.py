@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, MatMul, Op, Rope, WeightFormat
 from hetero.backends.protocol import CACHE_PORTS, port_shape
-from hetero.backends.weights import data_dtype, data_shape, scales_shape
+from hetero.backends.weights import packed_bytes
 
 SCHEMA_VERSION: Final = 1
 MOST_NODES: Final = 1 << 17
@@ -273,7 +273,9 @@ class ModelGraph(BaseModel):
     @property
     def matmul_weight_bytes(self) -> int:
         """Bytes of packed weights that one decode step reads: all matmuls, lm_head included."""
-        return sum(x.count * _packed_bytes(self.weight_format, x.n, x.k) for x in self.matmuls)
+        return sum(
+            x.count * packed_bytes(self.weight_format.storage, x.n, x.k) for x in self.matmuls
+        )
 
     def _stage(self, name: OpName, count: int) -> Stage:
         members = next(x.members for x in self.nodes if x.plan_op == name)
@@ -411,14 +413,6 @@ def _shares(found: Iterable[Op], count: int) -> tuple[Share, ...]:
     kinds = list(dict.fromkeys(type(op) for op in ops))
     ordered = sorted(ops, key=lambda op: (kinds.index(type(op)), repr(op)))
     return tuple(Share(op, ops[op] / count) for op in ordered)
-
-
-def _packed_bytes(weight_format: WeightFormat, n: int, k: int) -> int:
-    storage = weight_format.storage
-    size = math.prod(data_shape(storage, n, k)) * data_dtype(storage).itemsize
-    if storage.value in ("q4", "q8"):
-        size += 2 * math.prod(scales_shape(n, k))
-    return size
 
 
 def _with_op(node: Node, op: Op) -> Node:
