@@ -1,5 +1,6 @@
 """What must not happen: broken next starts after a kill, growth, answers that depend on the cut.
 
+python bench/robustness.py starts
 python bench/robustness.py killed-starts --starts 200
 nice -n 19 python bench/robustness.py soak --minutes 20 --strategy row-cut
 python bench/robustness.py open-close --cycles 200
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from common import finish, new_app, pss_bytes, table
 
+from hetero.backends.opencl.drivers.levels import processor_levels
 from hetero.backends.opencl.reports import CHECKING, PREPARING
 from hetero.generation.llm import LLM
 from hetero.solver.plan import NamedStrategy
@@ -58,11 +60,16 @@ class Outcome(NamedTuple):
     wrong: str
 
 
-def start(cache: Path) -> subprocess.Popen[str]:
+def start(cache: Path, **variables: str) -> subprocess.Popen[str]:
     """The command with a cache folder, in a process group of its own."""
-    environ = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environ = {**os.environ, "XDG_CACHE_HOME": str(cache), **variables}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(COMMAND, env=environ, start_new_session=True, **pipes)
+
+
+def expected(line: str) -> bool:
+    """Progress, or the notice that a shipped profile is used."""
+    return any(word in line for word in EXPECTED)
 
 
 def first_start() -> tuple[float, str]:
@@ -108,7 +115,7 @@ def killed(after_s: float, text: str) -> Outcome:
             os.killpg(following.pid, signal.SIGKILL)
             return Outcome(after_s, LONGEST_S, "it hung")
         next_s, lines = time.perf_counter() - start_s, errors.splitlines()
-        said = [line for line in lines if not any(word in line for word in EXPECTED)]
+        said = [line for line in lines if not expected(line)]
         wrong = [
             f"{len(left)} processes were left" if left else "",
             f"exit code {following.returncode}" if following.returncode else "",
@@ -118,6 +125,37 @@ def killed(after_s: float, text: str) -> Outcome:
         return Outcome(after_s, next_s, "; ".join(filter(None, wrong)))
     finally:
         shutil.rmtree(cache, ignore_errors=True)
+
+
+@app.command("starts")
+def starts(repeats: int = 3) -> None:
+    """First and second start of the demo at every level of the processor, each on an empty cache.
+
+    Exits with 1 if one fails, prints another text than the best level's, or says more than progress
+    and notices.
+    """
+    text, wrong, rows = "", False, []
+    for level in processor_levels():
+        spent: tuple[list[float], list[float]] = ([], [])
+        said: set[str] = set()
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory() as cache:
+                for times in spent:
+                    start_s = time.perf_counter()
+                    process = start(Path(cache), HETERO_OPENCL_LEVEL=level.name)
+                    out, errors = process.communicate(timeout=LONGEST_S)
+                    times.append(time.perf_counter() - start_s)
+                    text = text or out
+                    if process.returncode or out != text:
+                        said.add(f"exit code {process.returncode}, {len(out)} characters")
+                    said.update(line for line in errors.splitlines() if not expected(line))
+        wrong |= bool(said)
+        shown = [f"{statistics.median(t):.1f} ({min(t):.1f} to {max(t):.1f})" for t in spent]
+        rows.append([level.name, *shown, "; ".join(sorted(said)) or "nothing"])
+    print(f"measured; demo, 20 tokens, {repeats} times\n")
+    table("level|first start, s|second, s|wrong", rows)
+    finish()
+    sys.exit(wrong)
 
 
 @app.command("killed-starts")

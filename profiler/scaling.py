@@ -38,6 +38,7 @@ from hetero.profiler.workload import Runner, Workload
 Factors: TypeAlias = Mapping[Kind, float]
 
 LEAST_SAMPLES: Final = 3  # undisturbed ones of a kernel
+WARM_S: Final = 0.2  # of launches of a kernel at most before it is looked at
 LOOKS: Final = 4  # at a launch, so that one that is held up does not choose the batch
 SHORTER: Final = 4
 BATCH_S: Final = 2e-3  # of launches in a queue: of 4 ms as in a profile few were undisturbed
@@ -179,7 +180,7 @@ def prepare_references(workload: Workload, tasks: Sequence[Task]) -> list[Runner
     """Each kernel with cold weights, warmed up. Raises what the devices raise."""
     runners = [workload.runner(task) for task in tasks]
     for runner in runners:
-        seconds = workload.warm_up(runner, LOOKS)
+        seconds = workload.warm_up(runner, LOOKS, WARM_S)
         runner.batch = min(runner.batch, math.ceil(BATCH_S / seconds))
     return runners
 

@@ -14,6 +14,7 @@ before it in the queue.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -321,15 +322,19 @@ class Workload:
         self.evict(runner, copies)
         return None
 
-    def warm_up(self, runner: Runner, looks: int = LOOKS) -> float:
-        """Launch every copy once, then choose how many launches make a batch. Returns seconds.
+    def warm_up(self, runner: Runner, looks: int = LOOKS, most_s: float = math.inf) -> float:
+        """Launch every copy once, as far as `most_s` reaches, then choose how many launches make a
+        batch. Returns seconds.
 
         It is looked at more than once: where the first launch was held up (30 us, seen after 4 ms)
         batches had one launch, and each sample the time to see it end. Of a small model a batch
         chooses the next one's length, because one launch is mostly the time to see it end.
         """
+        start_s = self.clock.now()
         for copy in range(len(runner.calls)):
             runner.launch([copy])
+            if self.clock.now() - start_s > most_s:
+                break
         seconds = self.time(runner)
         if runner.device.capabilities.asynchronous and 0 < seconds < HELD_UP_S:
             most = LONGEST_BATCH if self.small else len(runner.calls)  # there copies come again
@@ -387,6 +392,10 @@ class Workload:
         if not self.devices[device].capabilities.asynchronous:
             return [call] * LEAD_CALLS
         call.run()
+        start_s = self.clock.now()
+        call.run()
+        if self.clock.now() - start_s >= HELD_UP_S:  # as many more would take seconds
+            return [call]
         start_s = self.clock.now()
         [call.submit() for _ in range(GPU_COPIES[1])][-1].wait()
         each_s = max((self.clock.now() - start_s) / GPU_COPIES[1], 1e-6)

@@ -36,6 +36,7 @@ FAMILIES: dict[str, Tuning] = {
         Tuning(family="pocl-avx512-vnni", lanes=1, vector=16),
         Tuning(family="pocl-avx512", lanes=1, vector=16),
         Tuning(family="pocl", lanes=1, vector=8),
+        Tuning(family="pocl-x86-64", lanes=64, vector=4),
         Tuning(family="adreno", lanes=64, vector=4, decode_splits=8),
         Tuning(family="nvidia", lanes=64, vector=4, decode_splits=16),
         Tuning(family="other", lanes=64, vector=4, decode_splits=8),

@@ -333,6 +333,7 @@ def test_where_batches_are_disturbed_shorter_ones_are_timed(taken: DeviceProfile
 def test_a_device_that_is_far_too_slow_is_not_measured(taken: DeviceProfile) -> None:
     workload = other_machine(ManualClock(), gpu=lambda op, m: 0.8)
     runners = prepare_references(workload, reference_tasks(taken))
+    assert workload.clock.now() < 10  # of 0.8 s for each launch
     with pytest.raises(ProfileError, match=r"kernels are slow \(too few timings in 1.8 s\)"):
         time_references(workload, runners, 1.2, 1.8)
 

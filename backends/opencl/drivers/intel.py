@@ -15,7 +15,12 @@ from hetero.backends.opencl.drivers.base import Driver
 from hetero.backends.opencl.drivers.levels import Level
 
 ARCHITECTURES = {"avx512-vnni": "skx", "avx512": "skx", "avx2": "core-avx2", "x86-64": "corei7"}
-FAMILIES = {"avx512-vnni": "pocl-avx512", "avx512": "pocl-avx512", "avx2": "pocl"}
+FAMILIES = {
+    "avx512-vnni": "pocl-avx512",
+    "avx512": "pocl-avx512",
+    "avx2": "pocl",
+    "x86-64": "pocl-x86-64",
+}
 
 
 class IntelCpu(Driver):

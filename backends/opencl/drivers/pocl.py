@@ -24,7 +24,8 @@ FAMILIES: Final = {
     "avx512-vnni": "pocl-avx512-vnni",
     "avx512": "pocl-avx512",
     "avx2": "pocl",
-}  # below, vectors of 8 crash PoCL's compiler; work-group kernels do not
+    "x86-64": "pocl-x86-64",  # vectors of 8 crash PoCL's compiler here; work-group kernels do not
+}
 
 
 class Pocl(Driver):
