@@ -18,10 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from hetero.backends import formats
-
-WeightFormat = formats.WeightFormat
-StorageFormat = formats.StorageFormat
+from hetero.backends.formats import WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 OperandOrder: TypeAlias = Literal["plain", "transposed"]

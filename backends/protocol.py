@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.ops import Op
 from hetero.backends.weights import PackedWeight
 
 DeviceKind: TypeAlias = Literal["gpu", "npu"]

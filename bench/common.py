@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
+from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import HostBuffer
-from hetero.backends.ops import StorageFormat
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape
 from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment

@@ -37,11 +37,12 @@ from common import (
 from parts import qnn
 from parts.matmul import matmul
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl import driver_reports
-from hetero.backends.ops import Attention, MatMul, WeightFormat
+from hetero.backends.ops import Attention, MatMul
 from hetero.backends.protocol import BoundCall, Device, DeviceKind
 from hetero.backends.weights import PackedWeight
 from hetero.generation.llm import LLM

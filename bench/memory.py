@@ -21,9 +21,10 @@ import numpy as np
 import typer
 from common import LLAMA, Rounds, finish, in_turns, new_app, spread, table, timed
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import BoundCall
 from hetero.backends.weights import PackedWeight
 from hetero.models import open_model

@@ -29,7 +29,7 @@ from parts.engines import CONTEXT
 from parts.gguf_files import random_q4, write_large, write_q4
 from parts.levels import levels
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.models import model_spec, open_model
 
 app = new_app(__doc__)

@@ -17,9 +17,9 @@ from parts.accuracy import accuracy
 from parts.in_turns import plans
 from parts.levels import CONTEXT, open_engine
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.clock import SystemClock
-from hetero.backends.ops import WeightFormat
 from hetero.measuring.profiling import model_shapes
 from hetero.models import open_model
 from hetero.placement.device_set import open_devices

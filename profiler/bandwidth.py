@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Final
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Completion, DeviceKind
 from hetero.profiler.grid import Shape, Task
 from hetero.profiler.predict import weight_bytes

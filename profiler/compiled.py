@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import platformdirs
 
-from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.snapdragon import find_chip
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version

@@ -11,7 +11,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import Op, OperandOrder, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Op, OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict, stats
 from hetero.profiler.errors import ProfileError

@@ -17,7 +17,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict
 from hetero.profiler.predict import FEATURES, Floats

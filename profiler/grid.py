@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import MatMul, OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.records import DECODE_TOKENS, DeviceRecord, phase_of
 

@@ -18,8 +18,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.grid import Task
 from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint, typical

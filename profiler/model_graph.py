@@ -25,7 +25,8 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, MatMul, Op, Rope, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, MatMul, Op, Rope
 from hetero.backends.protocol import CACHE_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
 

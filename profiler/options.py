@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Op
 from hetero.profiler import grid
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape

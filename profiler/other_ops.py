@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, weight_names
+from hetero.backends.ops import OUTPUT_PORTS, Op, weight_names
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,

@@ -8,9 +8,10 @@ from typing import Final
 
 import numpy as np
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import new_tensor
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.weights import PackedWeight
 from hetero.profiler.fit import fit_nonnegative

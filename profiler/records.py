@@ -15,7 +15,8 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import Capabilities, Device, DeviceKind, PerGraphSize
 from hetero.profiler import files
 from hetero.profiler.device_model import DeviceModel

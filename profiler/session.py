@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock, ManualClock, SystemClock
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.profiler import active, canary, fit, grid, preparation
 from hetero.profiler.environment import hetero_version

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hetero.backends import simulated
-from hetero.backends.ops import MatMul, Op, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.backends.simulated import Chip, ChipTimes, SimulatedDevice
 from hetero.profiler.cost import CostModel

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.ops import Op
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.profiler import bandwidth, energy, other_ops, preparation
 from hetero.profiler import sync as sync_costs

@@ -24,9 +24,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.formats import StorageFormat
 from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
-from hetero.backends.ops import MatMul, StorageFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind, Kernel
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, padded, scales_shape
 from hetero.profiler.grid import Task

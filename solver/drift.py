@@ -8,7 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import Cost, CostModel, Sizes
 from hetero.profiler.predict import Floats

@@ -15,8 +15,9 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.backends.ops import OperandOrder, WeightFormat
+from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.calls import split

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hetero import LLM
-from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import pack
 from hetero.cli import app as cli
 from hetero.compiling.calibration import CalibratedWeights, calibrated, gptq, hessian

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.registry import open_device
 from hetero.measuring import every_core
 from hetero.measuring.every_core import LAYERS, can_use_every_core, measure_every_core

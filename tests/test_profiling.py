@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.measuring.profiling import model_options
 from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec

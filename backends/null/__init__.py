@@ -16,9 +16,10 @@ Every launch is appended to `device.launches`.
 
 from __future__ import annotations
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.null.device import Cost, LaunchRecord, NullDevice
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.ops import Op
 from hetero.backends.protocol import DeviceKind
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from hetero.backends import checks
 from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer
-from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe
+from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
     Acceptance,

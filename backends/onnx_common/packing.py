@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
 from hetero.backends.host import hugepages
 from hetero.backends.memory import LINUX, private_pages
-from hetero.backends.ops import StorageFormat
 from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 
 SLAB_BYTES = 1 << 22

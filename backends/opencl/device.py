@@ -11,6 +11,7 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.checks import check_weights
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
@@ -19,7 +20,7 @@ from hetero.backends.opencl.flag import Flag, probe
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.transfer import TransferCall
-from hetero.backends.ops import Op, WeightFormat, describe
+from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,

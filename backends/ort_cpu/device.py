@@ -11,13 +11,13 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
-from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.host import hugepages
 from hetero.backends.host.processor import cpu_name
 from hetero.backends.memory import HostBuffer
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
-from hetero.backends.ops import Op, StorageFormat, WeightFormat, describe
+from hetero.backends.ops import Op, describe
 from hetero.backends.ort_cpu import graphs, kernels
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
-from hetero.backends.ops import Activation, StorageFormat, WeightFormat
+from hetero.backends.ops import Activation
 from hetero.backends.weights import ROW_BLOCK, padded
 
 ActivationPath: TypeAlias = Literal["split", "fp32", "both"]

@@ -10,9 +10,10 @@ from pathlib import Path
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
+from hetero.backends.formats import WeightFormat
 from hetero.backends.groups import Group
 from hetero.backends.memory import HostBuffer
-from hetero.backends.ops import Op, WeightFormat, describe
+from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,

@@ -24,11 +24,10 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from hetero.backends import ops
-from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import Array, argument
 from hetero.backends.onnx_common.builder import GraphBuilder
-from hetero.backends.ops import StorageFormat
 from hetero.backends.qnn.shared_memory import io_binding
 from hetero.backends.weights import PackedWeight, padded
 

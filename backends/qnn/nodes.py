@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import checks, ops
-from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
-from hetero.backends.ops import Activation, Op, StorageFormat
+from hetero.backends.ops import Activation, Op
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import PackedWeight, padded
 

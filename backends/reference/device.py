@@ -11,9 +11,10 @@ import numpy as np
 
 from hetero.backends import checks
 from hetero.backends.errors import DeviceError, WaitTimeoutError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import Op, WeightFormat, describe
+from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
     FIXED_PORTS,

@@ -16,7 +16,8 @@
 from __future__ import annotations
 
 from hetero.backends import reference
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Op
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.backends.simulated.chip import Chip, ChipTimes, Job
 from hetero.backends.simulated.device import Cost, SimulatedDevice

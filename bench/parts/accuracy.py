@@ -12,10 +12,10 @@ import numpy as np
 import typer
 from common import finish, table, timed
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.files import atomic_write
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.measuring.profiling import parse_budget
 from hetero.placement.device_set import open_devices

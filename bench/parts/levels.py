@@ -25,9 +25,9 @@ from common import (
     timeline,
 )
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.clock import SystemClock
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.generation.llm import LLM
 from hetero.models import LoadedModel, open_model

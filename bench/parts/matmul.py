@@ -13,8 +13,9 @@ import typer
 from common import Rounds, finish, in_turns, integers, random_weight, table
 
 from hetero.backends import opencl
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import new_tensor
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 
 SHAPES = "3072x2048,2048x2048,16384x2048,2048x8192"  # Llama-3.2-1B: rows, features
 ACCURACY_LEVEL = {WeightFormat.W4A16: 0, WeightFormat.W4A8: 4, WeightFormat.W8A16: 0}

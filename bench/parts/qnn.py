@@ -20,8 +20,8 @@ from common import DATA, LLAMA, MIB, Worker, finish, new_app, table
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import new_tensor
-from hetero.backends.ops import WeightFormat
 from hetero.backends.qnn import integer
 from hetero.backends.qnn import open as open_qnn
 from hetero.backends.qnn.store import Identity, weight_digest

@@ -8,8 +8,9 @@ import numpy as np
 
 from hetero.backends import opencl
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.memory import Tensor, new_tensor
-from hetero.backends.ops import Add, MatMul, StorageFormat, WeightFormat
+from hetero.backends.ops import Add, MatMul
 from hetero.backends.protocol import Device
 from hetero.backends.registry import BACKENDS, Backend, open_device
 from hetero.backends.weights import pack

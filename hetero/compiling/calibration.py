@@ -18,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.host.files import LONGEST_TEXT_BYTES
-from hetero.backends.ops import MatMul, StorageFormat, WeightFormat, weight_names
+from hetero.backends.ops import MatMul, weight_names
 from hetero.backends.protocol import CACHE_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import Program, program
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack, pack_q4, padded

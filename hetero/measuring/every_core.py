@@ -20,9 +20,9 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.host.child import child_command
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
 from hetero.models import model_spec, open_model

@@ -26,11 +26,11 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, pinned
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.processor import cpu_flags, cpu_name
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.errors import UserError, one_sentence
 from hetero.placement.device_set import DeviceMode, open_devices

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
-from hetero.backends.ops import WeightFormat
 from hetero.errors import UserError
 from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_every_core
 from hetero.measuring.step_cost import measure_step_s

@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import BoundCall, Completion, Device
 from hetero.backends.weights import pack
 from hetero.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.layout import block_matrices, block_vectors
 from hetero.models.packing import SourceTensor, pack_rows

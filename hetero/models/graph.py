@@ -13,6 +13,7 @@ The residual stream alternates between the slots `x` and `x2`; a norm adds what 
 
 from __future__ import annotations
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import (
     Act,
     Add,
@@ -25,7 +26,6 @@ from hetero.backends.ops import (
     Op,
     RMSNorm,
     Rope,
-    WeightFormat,
 )
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight, data_shape, scales_shape
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import Arena
-from hetero.backends.ops import StorageFormat
 from hetero.backends.weights import (
     ROW_BLOCK,
     PackedWeight,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import GROUP_SIZE
-from hetero.backends.ops import RopeScaling, StorageFormat, WeightFormat
+from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
+from hetero.backends.ops import RopeScaling
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.config import ModelConfig
 from hetero.models.layout import total_bytes

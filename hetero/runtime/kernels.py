@@ -8,7 +8,8 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.ops import MatMul, Op, OperandOrder, WeightFormat, describe, weight_names
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import MatMul, Op, OperandOrder, describe, weight_names
 from hetero.backends.protocol import (
     BoundCall,
     Completion,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetero.backends.ops import MatMul, OperandOrder, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import MatMul, OperandOrder
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.profiler.model_graph import Node, OpName
 from hetero.solver.calls import padded_size

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from hetero.backends import ops
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Op, WeightFormat, describe, weight_names
+from hetero.backends.ops import OUTPUT_PORTS, Op, describe, weight_names
 from hetero.backends.protocol import (
     FIXED_PORTS,
     BoundCall,

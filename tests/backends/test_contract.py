@@ -10,9 +10,10 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceLostError
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.memory import Tensor, new_tensor
-from hetero.backends.ops import Op, RopeScaling, WeightFormat
+from hetero.backends.ops import Op, RopeScaling
 from hetero.backends.protocol import BoundCall, Device
 from hetero.backends.weights import pack
 from tests.backends.cases import (
@@ -570,7 +571,7 @@ def test_token_count_without_a_graph_is_refused(any_device: Device) -> None:
         (lambda w: {**w, "extra": np.zeros(3, np.float32)}, "takes the weights"),
         (lambda w: {"weight": np.zeros((37, 64), np.float32)}, "takes a PackedWeight"),
         (lambda w: {"weight": w["weight"].rows(0, 16)}, "q4 weights of 37×64, got q4 of 16×64"),
-        (lambda w: {"weight": pack(np.zeros((37, 64)), ops.StorageFormat.Q8)}, "got q8"),
+        (lambda w: {"weight": pack(np.zeros((37, 64)), StorageFormat.Q8)}, "got q8"),
     ],
 )
 def test_wrong_weights_are_refused(

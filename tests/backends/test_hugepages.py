@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends import memory
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host import hugepages
 from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import PAGE_BYTES, Arena, HostBuffer, private_pages
-from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.registry import open_device
 from hetero.backends.weights import pack
 from hetero.models.packing import empty_packed

@@ -7,11 +7,12 @@ import pytest
 
 from hetero.backends import ops, registry
 from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock, SystemClock
 from hetero.backends.memory import Tensor
 from hetero.backends.null import NullDevice
 from hetero.backends.null import open as open_null
-from hetero.backends.ops import Op, WeightFormat
+from hetero.backends.ops import Op
 from hetero.backends.protocol import BoundCall, Device
 from tests.backends.cases import make_tensors
 

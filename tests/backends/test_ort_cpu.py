@@ -15,10 +15,10 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.processor import cpu_flags
 from hetero.backends.memory import new_tensor
 from hetero.backends.onnx_common.packing import stage
-from hetero.backends.ops import StorageFormat, WeightFormat
 from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path
 from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.graphs import ActivationPath
@@ -257,16 +257,17 @@ def test_kernels_hold_what_the_device_declares(
 MEMORY_SCRIPT = """
 import gc, json, numpy as np
 from hetero.backends import ops, registry
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 def resident():
     with open("/proc/self/smaps_rollup") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 n, k = 2048, 4096
-storage = ops.StorageFormat.Q4
+storage = StorageFormat.Q4
 weight = PackedWeight(storage, n, k, np.ones(data_shape(storage, n, k), np.uint32),
                       np.ones(scales_shape(n, k), np.float16))
 device = registry.open_device("ort-cpu")
-op = ops.MatMul(n=n, k=k, weight_format=ops.WeightFormat.W4A8)
+op = ops.MatMul(n=n, k=k, weight_format=WeightFormat.W4A8)
 kernels = [device.prepare(op, {"weight": weight})]
 before = resident()
 kernels += [device.prepare(op, {"weight": weight}) for _ in range(4)]

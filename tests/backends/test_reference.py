@@ -9,9 +9,9 @@ import pytest
 
 from hetero.backends import ops, registry
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import BoundCall, Device
 from hetero.backends.reference.compute import quantized_activations
 from tests.backends.cases import execute, make_tensors, make_weights

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import (
     GROUP_SIZE,
     PackedWeight,

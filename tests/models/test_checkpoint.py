@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import PackedWeight, pack
 from hetero.errors import ModelError
 from hetero.models import open_model

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from bench.parts.gguf_files import write_large
 from hetero import LLM
-from hetero.backends.ops import StorageFormat
+from hetero.backends.formats import StorageFormat
 from hetero.errors import ModelError
 from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
 from hetero.models.gguf import GgufFile, GgufWeights

@@ -9,17 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hetero.backends.ops import (
-    Add,
-    Attention,
-    Embed,
-    GatedAct,
-    MatMul,
-    RMSNorm,
-    Rope,
-    RopeScaling,
-    WeightFormat,
-)
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Add, Attention, Embed, GatedAct, MatMul, RMSNorm, Rope, RopeScaling
 from hetero.backends.rope import tables
 from hetero.models import model_spec
 from hetero.models.graph import model_graph, slot_widths

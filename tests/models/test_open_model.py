@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero import models
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.errors import ModelError
 from hetero.models import model_spec, open_model, quantized
 from hetero.models.graph import model_graph

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import PackedWeight
 from hetero.errors import ModelError
 from hetero.models import ModelConfig, ModelWeights, open_model, quantized

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from hetero.backends import null
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.null import NullDevice
-from hetero.backends.ops import MatMul, Op, WeightFormat
+from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.measure import Settings
 from hetero.profiler.options import Options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero.backends import simulated
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Capabilities, Device, DeviceKind
 from hetero.backends.simulated import Chip, ChipTimes
 from hetero.backends.simulated.chip import Job

@@ -11,9 +11,10 @@ import pytest
 
 from hetero.backends import reference
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import MatMul, Op, RMSNorm, WeightFormat
+from hetero.backends.ops import MatMul, Op, RMSNorm
 from hetero.backends.protocol import BoundCall, Device, Kernel, WeightValue
 from hetero.profiler import canary
 from hetero.profiler.cost import CostModel

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.profiler import active, fit, predict
 from hetero.profiler.grid import (
     Shape,

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.memory import PAGE_BYTES
-from hetero.backends.ops import MatMul, Op, StorageFormat, WeightFormat
+from hetero.backends.ops import MatMul, Op
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import longest_wait_s
 from hetero.profiler.measure import Meter, Settings, rescale, to_means

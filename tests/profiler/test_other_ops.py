@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hetero.backends import null, ops
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock, SystemClock
-from hetero.backends.ops import GatedAct, Op, RMSNorm, WeightFormat
+from hetero.backends.ops import GatedAct, Op, RMSNorm
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import open_device
 from hetero.profiler.other_ops import (

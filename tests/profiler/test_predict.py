@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from hetero.backends.ops import Attention, GatedAct, MatMul, RMSNorm, WeightFormat
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Attention, GatedAct, MatMul, RMSNorm
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import fit, predict
 from hetero.profiler.cost import CostModel

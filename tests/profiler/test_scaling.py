@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock
-from hetero.backends.ops import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.models import model_spec
 from hetero.profiler import predict

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import open_device
 from hetero.contexts.context import Context

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from hetero import LLM, UserError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import HostBuffer
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.models.graph import model_graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Capabilities
 from hetero.models import open_model
 from hetero.models.graph import model_graph

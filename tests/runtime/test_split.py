@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.models import open_model

@@ -8,16 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hetero.backends.ops import (
-    Attention,
-    Embed,
-    GatedAct,
-    MatMul,
-    Op,
-    RMSNorm,
-    Rope,
-    WeightFormat,
-)
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Attention, Embed, GatedAct, MatMul, Op, RMSNorm, Rope
 from hetero.backends.protocol import PerGraphSize
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, Node, OpName

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.models import model_spec
 from hetero.profiler.model_graph import OpName
 from hetero.profiler.records import DeviceProfile

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import Candidate, OpPlan, PlanError, Rest, Tile, check_cover
 

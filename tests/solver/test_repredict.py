@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, MatMulPredictor

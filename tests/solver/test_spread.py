@@ -10,7 +10,7 @@ from typing import Final, get_args
 import numpy as np
 import pytest
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.models import model_spec
 from hetero.profiler.cost import CostModel

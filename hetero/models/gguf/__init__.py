@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.models.gguf.config import read_config
 from hetero.models.gguf.file import GgufFile
 from hetero.models.gguf.tokenizer import read_tokenizer

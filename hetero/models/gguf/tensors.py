@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from hetero.backends.formats import GROUP_SIZE
-from hetero.backends.ops import StorageFormat
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
 from hetero.errors import ModelError
 from hetero.models.gguf.file import GgufFile, TensorInfo
 

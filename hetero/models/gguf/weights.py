@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.ops import MatMul, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.reference.compute import program
 from hetero.backends.registry import open_device
 from hetero.backends.weights import pack

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hetero.backends import ops
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.ops import WeightFormat
 from hetero.backends.weights import pack
 from tests.backends.opencl.oracles import expected, relative_error, tensors_for
 

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.opencl import matmul
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.matmul_tuning import _CPU, INF, CpuTuning, Tile, matmul_tuning
-from hetero.backends.ops import MatMul, StorageFormat, WeightFormat
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.backends.reference.compute import quantized_activations
 from hetero.backends.weights import PackedWeight, pack

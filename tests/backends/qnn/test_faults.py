@@ -13,10 +13,10 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import new_tensor
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.onnx_common.builder import GraphBuilder
-from hetero.backends.ops import WeightFormat
 from tests.backends.cases import make_tensors, make_weights
 
 qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)

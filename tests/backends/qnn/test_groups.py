@@ -11,9 +11,9 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.memory import new_tensor
-from hetero.backends.ops import WeightFormat
 from tests.backends.cases import make_weights
 from tests.helpers import assert_close
 

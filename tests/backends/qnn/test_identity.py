@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from hetero.backends import ops
-from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import PackedWeight, pack
 from tests.backends.cases import make_tensors
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hetero.backends import ops
-from hetero.backends.ops import StorageFormat, WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import pack
 from tests.backends.cases import make_tensors
 from tests.helpers import relative_difference

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.backends import ops
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_weights
 
 qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)

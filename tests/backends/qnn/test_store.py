@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hetero.backends import ops
-from hetero.backends.ops import WeightFormat
+from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_tensors, make_weights
 
 qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
