@@ -42,6 +42,14 @@ class SyncChoice(StrEnum):
     COPY = "copy"
 
 
+class OrderChoice(StrEnum):
+    """Values of --order."""
+
+    FIFO = "fifo"
+    PAPER = "paper"
+    BEST = "best"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A directory, a .gguf file, `demo` or `random:NAME`."),
@@ -90,6 +98,9 @@ SpeculativeOption = Annotated[
 SyncOption = Annotated[SyncChoice, typer.Option("--sync", help="How to wait for the GPU.")]
 AdaptOption = Annotated[
     bool, typer.Option("--adapt/--no-adapt", help="Let cuts follow the devices' measured speeds.")
+]
+OrderOption = Annotated[
+    OrderChoice, typer.Option("--order", help="Of a long prompt's chunks on the devices.")
 ]
 ShareOption = Annotated[
     float,

@@ -37,6 +37,7 @@ from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
 from hetero.runtime.kernels import Progress
+from hetero.runtime.schedule import Order
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import STEP_TOKENS, NamedStrategy
@@ -60,7 +61,9 @@ class LLM:
     GPU's time to others, in the plan and in every step; `memory_budget` (`4GiB`, or bytes) bounds
     weights, activations and caches. Where a solver made the plan its cuts follow the devices'
     measured speeds, unless `adapt` is off: answers may then differ in the last bits of their
-    logits.
+    logits. Calls of a long prompt are in flight together, in an `order` that a profile predicts to
+    be shorter (`best`), by mllm-NPU's greedy rule (`paper`), or one after another (`fifo`); the
+    answer does not depend on it.
 
     A prompt is answered on a context: the model's own (`context`), from the start unless `reuse`,
     or one of `new_context`, which the prompt goes on from. Answers on different contexts take turns
@@ -89,6 +92,7 @@ class LLM:
         max_gpu_share: float = 1.0,
         memory_budget: str | int | None = None,
         adapt: bool = True,
+        order: Order = "best",
         progress: Progress | None = None,
     ) -> None:
         self._loaded: LoadedModel = open_model(model, weights=weights)
@@ -134,6 +138,7 @@ class LLM:
             memory_budget_bytes=budget,
             max_gpu_share=max_gpu_share,
             adapt=adapt,
+            order=order,
         )
         try:
             try:
@@ -158,6 +163,7 @@ class LLM:
             max_seq_len=self.max_seq_len,
             control_core=self.devices.control_core,
             solver=self.choice.solver_on(devices),
+            cost=self.choice.cost if self.choice.plan_on(devices) is not None else None,
             adapt=adapt and self.devices.numbers == "measured",
             fingerprint=self._loaded.fingerprint,
             **options,

@@ -14,6 +14,7 @@ from hetero.measuring.first_start import forget_if_other, scaled_here
 from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
 from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name, graphs_of
 from hetero.placement.planning import ProfileLike, locate_profile
+from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -36,7 +37,7 @@ class Choice:
     `gpu` is a backend to open instead of the one that was asked for (None: that one). `reason` says
     what was chosen and why, also where that is layer level for want of a plan; `notes` are for
     people to see once; `profile` is the one that was asked for; `solver` answers for prompt lengths
-    that the plan does not have; `seconds` are what `auto` compared, by name.
+    that the plan does not have; `seconds` are what `auto` compared, by name; `cost` is by which.
     """
 
     mode: DeviceMode
@@ -47,6 +48,7 @@ class Choice:
     profile: DeviceProfile | None = None
     solver: PreparedSolver | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    cost: CostModel | None = None
 
     def plan_on(self, kinds: Collection[DeviceKind]) -> ExecutionPlan | None:
         """The plan, if there is one and these devices are all that it needs."""
@@ -100,6 +102,7 @@ def choose(spec: ModelGraph, wishes: Wishes) -> Choice:
     try:
         profile, notice = _find_profile(wishes)
         found = _choose_by(spec, profile, wishes, (notice,) if notice else ())
+        found = replace(found, cost=CostModel(profile))
         return replace(found, profile=profile) if wishes.profile is not None else found
     except (UserError, PlanError, ProfileError) as error:
         named = wishes.profile is not None or wishes.strategy not in ("auto", "layer")

@@ -7,8 +7,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +28,20 @@ from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph
 from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import graphs_of
+from hetero.profiler.cost import CostModel
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
+from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.lowering import Lowering
-from hetero.runtime.memory import check_contexts, check_memory, gathered_slots, needs_of
+from hetero.runtime.memory import Needs, check_contexts, check_memory, gathered_slots, needs_of
 from hetero.runtime.plan_book import PlanBook
-from hetero.runtime.pool import ActivationPool, nbytes_of, slot_shapes
+from hetero.runtime.pool import ActivationPool, Shape, nbytes_of, slot_shapes
+from hetero.runtime.schedule import Order, windows
+from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Step
 from hetero.runtime.step_lock import StepLock
 from hetero.runtime.trace import Trace
@@ -49,6 +54,7 @@ from hetero.solver.plan import Phase
 SCORING_PIECE = 32
 LONGEST_VERIFIED = 8
 STEPS_KEPT = 24
+WINDOW = 4  # chunks of a prompt that are in flight together, at most
 # Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
@@ -70,6 +76,30 @@ def cache_layout(config: ModelConfig, capacity: int) -> CacheLayout:
         capacity=capacity,
         head_dim=config.head_dim,
     )
+
+
+class _Key(NamedTuple):
+    """What a step is lowered for. `position` of a window: about where its context is."""
+
+    phase: Phase
+    chunks: tuple[int, ...]
+    logit_rows: int
+    gates: bool
+    position: int = 0
+
+
+def _bound(step: Step, context: Context) -> Step:
+    """The step on a context."""
+    cache = context.cache
+    if (bound := step.bound.get(cache)) is not None:
+        return bound
+    with memory_for(f"the {step.phase} step of {step.tokens} tokens"):
+        return step.on(cache)
+
+
+def _rounded(position: int) -> int:
+    """The power of two below: orders hardly depend on it, and each is another step."""
+    return 1 << (position.bit_length() - 1) if position else 0
 
 
 class ContextFullError(UserError):
@@ -95,7 +125,9 @@ class Engine:
     the machine has or than a device allocates at once is refused (`UserError`). `max_gpu_share`
     below 1 bounds the part of the time that the GPU is busy; then `gpu_share` tells what it was.
     `copied_bytes` are those that steps had to copy between the devices' memories so far: none, but
-    for comparisons.
+    for comparisons. By an `order` other than `fifo` and a cost model, `window` calls of a prompt
+    are one step, whose launches run in an order that is predicted to be shorter; in it nothing is
+    adapted, and what is not finite costs the tokens of all of them.
     """
 
     def __init__(
@@ -114,6 +146,8 @@ class Engine:
         memory_budget_bytes: int | None = None,
         max_gpu_share: float = 1.0,
         fingerprint: str = "",
+        order: Order = "fifo",
+        cost: CostModel | None = None,
     ) -> None:
         config = weights.config
         self.config = config
@@ -136,8 +170,10 @@ class Engine:
         self.adaptations: list[str] = []
         self._adapts = adapt
         self.gpu_share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
+        self.order: Order = "fifo" if cost is None else order
+        self._cost = cost
         self._timed = False
-        self._steps: OrderedDict[tuple[Phase, int, int, bool], Step] = OrderedDict()
+        self._steps: OrderedDict[_Key, Step] = OrderedDict()
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
         self._warmed = False
@@ -162,15 +198,8 @@ class Engine:
         covering = self._covering(self._longest)
         capacity = self.max_seq_len + covering
         self.nodes = model_graph(config, weights.weight_format, capacity=capacity).nodes
-        slots = slot_shapes(
-            config,
-            tokens=self._longest + covering,  # a second graph may begin where the first ends
-            logit_rows=SCORING_PIECE,
-            gathered=gathered_slots(self.nodes, self.book, self.devices),
-        )
         layout = cache_layout(config, capacity)
-        self.needs = needs_of(slots, layout, self.nodes, self.book, self.devices)
-        check_memory(self.needs, self.devices, self._memory_budget_bytes)
+        self.window, slots, self.needs = self._sized(covering, layout)
         self._admit(len(self.contexts.open_contexts()))
         self._groups = node_groups(self.nodes, plan.fused) if "npu" in self.devices else {}
         self.kernels = prepare_kernels(
@@ -195,6 +224,34 @@ class Engine:
             self._lowered(phase, m, 1)
         for context in self.contexts.open_contexts():
             self._warm(context)
+
+    def _sized(self, covering: int, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], Needs]:
+        """The longest window whose slots fit the memory, its slots, and what they need."""
+        gathered = gathered_slots(self.nodes, self.book, self.devices)
+        for window in range(self._longest_window(), 0, -1):
+            slots = slot_shapes(
+                self.config,
+                tokens=self._longest + covering,  # a second graph may begin where the first ends
+                logit_rows=SCORING_PIECE,
+                gathered=gathered,
+                chunks=window,
+            )
+            needs = needs_of(slots, layout, self.nodes, self.book, self.devices)
+            try:
+                check_memory(needs, self.devices, self._memory_budget_bytes)
+            except UserError:
+                if window == 1:
+                    raise
+            else:
+                break
+        return window, slots, needs
+
+    def _longest_window(self) -> int:
+        """Calls of a prompt that may be in flight together."""
+        apart = self.order == "fifo" or len(self.devices) < 2 or self.gpu_share is not None
+        if apart or self.book.online or self._sync in ("copy", "finish"):
+            return 1
+        return min(WINDOW, -(-self.max_seq_len // self._longest))
 
     def _warm_steps(self) -> list[tuple[Phase, int]]:
         phases = [x for x in WARM_STEPS if x[0] == "decode" or not self.book.online]
@@ -231,6 +288,9 @@ class Engine:
             self.synchroniser,
             self._groups,
         )
+        self._launch_costs = (
+            None if self._cost is None else LaunchCosts(self._cost, self.nodes, self._groups)
+        )
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
@@ -241,7 +301,7 @@ class Engine:
     def prefill_calls(
         self, context: Context, tokens: Sequence[int]
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """As `prefill`, one call of the plan for each item; the last item is the logits.
+        """As `prefill`, one step for each item; the last item is the logits.
 
         Steps of other contexts may run between two items.
         """
@@ -289,23 +349,29 @@ class Engine:
         Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
         of an `online-prepare` plan prepare their graphs every time: that is what it compares.
         """
-        step, cache = self._lowered(phase, m, logit_rows, gates=gates), context.cache
-        if (bound := step.bound.get(cache)) is not None:
-            return bound
-        with memory_for(f"the {phase} step of {m} tokens"):
-            return step.on(cache)
+        return _bound(self._lowered(phase, m, logit_rows, gates=gates), context)
+
+    def window_step(self, context: Context, chunks: Sequence[int], logit_rows: int = 1) -> Step:
+        """As `step`, for chunks of a prompt (tokens of each) that are in flight together."""
+        position = _rounded(context.cached)
+        key = _Key("prefill", tuple(chunks), logit_rows, gates=False, position=position)
+        return _bound(self._kept(key), context)
 
     def _lowered(self, phase: Phase, m: int, logit_rows: int, *, gates: bool = True) -> Step:
         """As `step`, for any context."""
         gates = gates and phase == "decode" and bool(self.synchroniser.bells)
-        key = (phase, m, logit_rows, gates)
+        step = self._kept(_Key(phase, (m,), logit_rows, gates))
+        if self.book.online and phase == "prefill":
+            self._prepare_online(step)
+        return step
+
+    def _kept(self, key: _Key) -> Step:
         if key not in self._steps:
-            self._steps[key] = self._lower_step(phase, m, logit_rows, gates=gates)
+            with memory_for(f"the {key.phase} step of {sum(key.chunks)} tokens"):
+                self._steps[key] = self._lower_step(key)
             if len(self._steps) > STEPS_KEPT:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
-        if self.book.online and phase == "prefill":
-            self._prepare_online(self._steps[key])
         return self._steps[key]
 
     def _prepare_online(self, step: Step) -> None:
@@ -317,9 +383,18 @@ class Engine:
             for call in self._online:
                 call.prepare()
 
-    def _lower_step(self, phase: Phase, m: int, logit_rows: int, *, gates: bool) -> Step:
-        with memory_for(f"the {phase} step of {m} tokens"):
-            return self._lowering.lower(phase, m, logit_rows, gates=gates)
+    def _lower_step(self, key: _Key) -> Step:
+        if len(key.chunks) == 1:
+            (m,) = key.chunks
+            return self._lowering.lower(key.phase, m, key.logit_rows, gates=key.gates)
+        assert self._launch_costs is not None
+        return self._lowering.lower_chunks(
+            key.chunks,
+            key.logit_rows,
+            cost=self._launch_costs.at(key.position, key.chunks),
+            submit_s=self._launch_costs.submit_s(self.devices),
+            order=self.order,
+        )
 
     @property
     def last_step(self) -> Step:
@@ -380,28 +455,39 @@ class Engine:
         changed meanwhile.
         """
         plan: ExecutionPlan | None = None
-        steps: list[int] = []
+        steps: list[tuple[int, ...]] = []
         start = 0
         while start < len(tokens):
             if self.plan is not plan:
-                plan, steps = self.plan, list(self.plan.steps(len(tokens) - start))
+                plan, steps = self.plan, windows(self.plan.steps(len(tokens) - start), self.window)
             self._check_open()  # since the last call another thread may have closed it
-            part = tokens[start : start + steps.pop(0)]
+            chunks = steps.pop(0)
+            part = tokens[start : start + sum(chunks)]
             start += len(part)
-            step = self._run(context, "prefill", part, 1 if start == len(tokens) else 0)
+            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks)
             if start < len(tokens):
                 self._check_stream(context, step)
             yield step, start == len(tokens)
 
-    def _run(self, context: Context, phase: Phase, tokens: Sequence[int], logit_rows: int) -> Step:
+    def _run(
+        self,
+        context: Context,
+        phase: Phase,
+        tokens: Sequence[int],
+        logit_rows: int,
+        chunks: Sequence[int] = (),
+    ) -> Step:
+        """A step of these tokens, in one call or several."""
+        chunks = tuple(chunks) or (len(tokens),)
         try:
-            step = self._attempt(context, phase, tokens, logit_rows)
+            step = self._attempt(context, phase, tokens, logit_rows, chunks)
         except DeviceError as error:
             self._drop(error)
-            if len(tokens) > self._longest:  # the other device has shorter calls
+            # The other device has no windows, and may have shorter calls.
+            if len(chunks) > 1 or len(tokens) > self._longest:
                 *_, (step, _) = self._prompt_calls(context, tokens)
                 return step
-            step = self._attempt(context, phase, tokens, logit_rows)
+            step = self._attempt(context, phase, tokens, logit_rows, chunks)
         context.advance(tokens)
         if self._adapter is not None and (change := self._adapter.proposal()) is not None:
             self._change_cuts(change)
@@ -415,12 +501,23 @@ class Engine:
         self._lower()
 
     def _attempt(
-        self, context: Context, phase: Phase, tokens: Sequence[int], logit_rows: int
+        self,
+        context: Context,
+        phase: Phase,
+        tokens: Sequence[int],
+        logit_rows: int,
+        chunks: Sequence[int],
     ) -> Step:
-        gates = self.synchroniser.gates_now()
-        step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
-        self.pool.feed(tokens, context.cached)
-        timed = self._adapter is not None and self._adapter.due(phase, len(tokens))
+        if len(chunks) > 1:
+            step = self.window_step(context, chunks, logit_rows)
+        else:
+            gates = self.synchroniser.gates_now()
+            step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
+        stops = list(accumulate(chunks, initial=0))
+        for chunk, (start, stop) in enumerate(pairwise(stops)):
+            self.pool.feed(tokens[start:stop], context.cached + start, chunk=chunk)
+        alone = self._adapter is not None and len(chunks) == 1
+        timed = alone and self._adapter is not None and self._adapter.due(phase, len(tokens))
         self._set_timing(timed)
         with self._control():
             self._last_run = run = self.executor.run(step)
@@ -491,9 +588,11 @@ class Engine:
 
     def _check_stream(self, context: Context, step: Step) -> None:
         """As `_finite`, for a step without logits: the last token has seen all others."""
-        slot = self.nodes[-1].slots["x"]  # what the output head would read
-        if self._sync != "copy":  # where it would lie in the GPU's memory alone
-            self._finite(context, step, self.pool[slot].array[step.tokens - 1])
+        if self._sync == "copy":  # where it would lie in the GPU's memory alone
+            return
+        # What the output head would read.
+        slot = slot_of(self.nodes[-1].slots["x"], len(step.chunks) - 1)
+        self._finite(context, step, self.pool[slot].array[step.chunks[-1] - 1])
 
     def _finite(
         self, context: Context, step: Step, values: npt.NDArray[np.float32]

@@ -37,7 +37,7 @@ from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.schedule import Cost, in_order, out_of_order
+from hetero.runtime.schedule import Cost, Order, in_order, out_of_order
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Item, Placed, Step
 from hetero.runtime.waits import Synchroniser
@@ -96,14 +96,21 @@ class Lowering:
         return placed.bound(schedule, self.synchroniser.bells if gates else {})
 
     def lower_chunks(
-        self, chunks: Sequence[int], logit_rows: int, *, cost: Cost | None = None
+        self,
+        chunks: Sequence[int],
+        logit_rows: int,
+        *,
+        cost: Cost | None = None,
+        submit_s: float = 0.0,
+        order: Order = "best",
     ) -> Step:
         """One program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
         pool's set i of slots: its tokens and position are fed there (`ActivationPool.feed`).
 
-        One chunk after another; with `cost`, out of order where that is shorter by it, but for
-        `finish` and `copy`, which wait for whole queues. Raises `ValueError` for more chunks than
+        One chunk after another; with `cost`, out of order where that is shorter by it (and
+        `submit_s` for each submission), but for `finish` and `copy`, which wait for whole queues.
+        Raises `ValueError` for more chunks than
         the pool has sets of slots.
         """
         if not 1 <= len(chunks) <= self.pool.chunks:
@@ -114,7 +121,8 @@ class Lowering:
         graph = placed.graph()
         if cost is None or not eager:
             return placed.bound(in_order(graph, eager=eager), {})
-        return placed.bound(out_of_order(graph, cost), {})
+        schedule = out_of_order(graph, cost, submit_s=submit_s, order=order)
+        return placed.bound(schedule, {})
 
     def place(self, phase: Phase, chunks: tuple[int, ...], logit_rows: int) -> Placed:
         """The launches of a step's chunks."""

@@ -7,8 +7,10 @@ has an edge from; none for its own queue, and none for what kept the control thr
 `in_order`      the launches as the graph lists them, of each stage the queued ones first, so that
                 both devices work at once
 `out_of_order`  a list scheduler: of the launches that nothing is before any more it starts the one
-                that can begin first (paper "Fast On-device LLM Inference with NPUs", section 3.4:
-                other chunks' work fills the gaps that a chunk's own order leaves)
+                that can begin first ("Fast On-device LLM Inference with NPUs", section 3.4: other
+                chunks' work fills the gaps that a chunk's own order leaves). Where several can, it
+                takes by `paper` the one of largest contribution (its eq. 6), by `best` whichever
+                of three rules makes the shortest schedule, eq. 6 among them
 
 Pure: time is what `Cost` says of it.
 """
@@ -16,13 +18,21 @@ Pure: time is what `Cost` says of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from itertools import groupby, pairwise
+from typing import Literal, NamedTuple, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
 from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec
 
 Cost: TypeAlias = Callable[[LaunchSpec], float]  # seconds on its device
+Order: TypeAlias = Literal["fifo", "paper", "best"]
+
+
+def windows(calls: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Calls of a prompt in as few windows as hold at most so many, of about the same number."""
+    count = -(-len(calls) // most)
+    stops = [len(calls) * i // count for i in range(count + 1)] if count else [0]
+    return [tuple(calls[a:b]) for a, b in pairwise(stops)]
 
 
 class Start(NamedTuple):
@@ -66,17 +76,17 @@ def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
     return found.end()
 
 
-def out_of_order(graph: LaunchGraph, cost: Cost, *, submit_s: float = 0.0) -> Schedule:
-    """The shortest by `seconds_of` that the list scheduler finds by any of its rules; `in_order`
-    where none is shorter.
+def out_of_order(
+    graph: LaunchGraph, cost: Cost, *, submit_s: float = 0.0, order: Order = "best"
+) -> Schedule:
+    """The shortest by `seconds_of` that the list scheduler finds by the rules of an `order`;
+    `in_order` where none is shorter, and for `fifo`.
     """
-    left_s = _longest_after(graph, cost)
-    rules: tuple[_Rule, ...] = (
-        lambda i: (-left_s[i], i),  # what most depends on
-        lambda i: (graph.launches[i].chunk, -left_s[i], i),  # the oldest chunk, then that
-    )
     found = [in_order(graph)]
-    found += [_Listed(graph, cost, submit_s, rule).schedule() for rule in rules]
+    if order != "fifo":
+        costs_s = [cost(launch) for launch in graph.launches]
+        rules = _rules(graph, costs_s, order)
+        found += [_Listed(graph, cost, submit_s, rule).schedule() for rule in rules]
     return min(found, key=lambda schedule: seconds_of(graph, schedule, cost, submit_s=submit_s))
 
 
@@ -95,7 +105,31 @@ def seconds_of(
     return line.now_s
 
 
-_Rule: TypeAlias = Callable[[int], tuple[float, ...]]  # the least is started first
+_Missing: TypeAlias = Sequence[int]  # how many launches each still has to wait for
+_Rule: TypeAlias = Callable[[int, _Missing], tuple[float, ...]]  # the least is started first
+
+
+def _rules(graph: LaunchGraph, costs_s: Sequence[float], order: Order) -> tuple[_Rule, ...]:
+    left_s, launches = _longest_after(graph, costs_s), graph.launches
+
+    def contribution(i: int, missing: _Missing) -> tuple[float, ...]:
+        """Eq. 6: seconds of the other device's launches that this one alone still holds back, for
+        the NPU if it is the GPU's, against it if it is the NPU's; ties to the oldest chunk.
+        """
+        freed_s = sum(
+            costs_s[other]
+            for other in graph.after[i]
+            if missing[other] == 1 and launches[other].kind != launches[i].kind
+        )
+        return (freed_s if launches[i].kind == "npu" else -freed_s, launches[i].chunk, i)
+
+    if order == "paper":
+        return (contribution,)
+    return (
+        contribution,
+        lambda i, _: (-left_s[i], i),  # what most depends on
+        lambda i, _: (launches[i].chunk, -left_s[i], i),  # the oldest chunk, then that
+    )
 
 
 class _Order:
@@ -202,7 +236,7 @@ class _Listed:
         awaited = self._order.awaited(launch).values()
         start_s = max([self._line.now_s, *(self._line.ends_s[other] for other in awaited)])
         runs = not self._graph.launches[launch].asynchronous
-        return (start_s, runs, *self._rule(launch))
+        return (start_s, runs, *self._rule(launch, self._missing))
 
     def _freed(self, launch: int) -> Iterable[int]:
         """Launches that only this one was before."""
@@ -212,10 +246,10 @@ class _Listed:
                 yield other
 
 
-def _longest_after(graph: LaunchGraph, cost: Cost) -> Sequence[float]:
+def _longest_after(graph: LaunchGraph, costs_s: Sequence[float]) -> Sequence[float]:
     """For every launch the seconds of the longest chain that begins with it."""
     left_s = [0.0] * len(graph.launches)
     for i in reversed(range(len(graph.launches))):
         longest_s = max((left_s[other] for other in graph.after[i]), default=0.0)
-        left_s[i] = cost(graph.launches[i]) + longest_s
+        left_s[i] = costs_s[i] + longest_s
     return left_s

@@ -1,0 +1,70 @@
+"""Predicted seconds of a step's launches, for schedulers: what the profile says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Final
+
+from hetero.backends.ops import MatMul
+from hetero.backends.protocol import CACHE_PORTS, DeviceKind
+from hetero.profiler.cost import CostModel
+from hetero.profiler.model_graph import Node
+from hetero.runtime.groups import NodeGroup
+from hetero.runtime.launch_graph import LaunchSpec
+from hetero.runtime.schedule import Cost
+
+COPY_BYTES_PER_S: Final = 10e9  # of copies and gathered panels: short beside everything else
+
+
+class LaunchCosts:
+    """Prices launches of one model's nodes by one cost model.
+
+    Launches that differ by their layer alone are looked up once. Control thread only. Raises
+    `ProfileError` for operations and formats that the profile knows nothing of.
+    """
+
+    def __init__(
+        self, cost: CostModel, nodes: Iterable[Node], groups: Mapping[str, NodeGroup]
+    ) -> None:
+        self.cost = cost
+        self._members: dict[str, tuple[Node, ...]] = {node.name: (node,) for node in nodes}
+        self._members |= {group.name: tuple(group.nodes) for group in groups.values()}
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def submit_s(self, kinds: Iterable[DeviceKind]) -> float:
+        """Seconds of the control thread for a submission to a queue that is at work."""
+        return max((self.cost.submit_s(kind) for kind in kinds), default=0.0)
+
+    def at(self, position: int, chunks: Sequence[int]) -> Cost:
+        """Seconds of the launches of these chunks, the first of them `position` tokens into the
+        context.
+        """
+        behind = tuple(accumulate(chunks, initial=position))
+        return lambda launch: self._seconds(launch, behind[launch.chunk])
+
+    def _seconds(self, launch: LaunchSpec, context: int) -> float:
+        if launch.kind is None or launch.name != launch.node:  # gathered, or copied
+            return 0.0
+        kind, m = launch.kind, launch.tokens[1] - launch.tokens[0]
+        return sum(
+            self._node_s(kind, node, m, launch.rows, context) for node in self._members[launch.node]
+        )
+
+    def _node_s(
+        self, kind: DeviceKind, node: Node, m: int, rows: tuple[int, int] | None, context: int
+    ) -> float:
+        n = None if rows is None else rows[1] - rows[0]
+        seen = context if set(CACHE_PORTS) & set(node.op.ports) else 0
+        key = (kind, node.op, m, n, seen)
+        if key not in self._known:
+            self._known[key] = self._asked(kind, node, m, n, seen)
+        return self._known[key]
+
+    def _asked(self, kind: DeviceKind, node: Node, m: int, n: int | None, context: int) -> float:
+        op = node.op
+        if isinstance(op, MatMul):
+            found = self.cost.matmul_s(kind, op.weight_format, m, n or op.n, op.k)
+        else:
+            found = self.cost.other_s(kind, op, m, context)
+        return float(found.seconds)
