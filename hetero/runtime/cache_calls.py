@@ -7,6 +7,7 @@ context a step is for costs nothing while it runs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Final
 
@@ -30,11 +31,18 @@ class CacheCall(BoundCall):
     ) -> None:
         self.name, self.m = name, m
         self._kernel, self._operands, self._caches = kernel, dict(operands), dict(caches)
+        self._bound: weakref.WeakKeyDictionary[KvCache, BoundCall] = weakref.WeakKeyDictionary()
 
     def on(self, cache: KvCache) -> BoundCall:
-        """The call on a context's caches. Raises what `Kernel.bind` does."""
-        caches = {port: cache[slot] for port, slot in self._caches.items()}
-        return self._kernel.bind({**self._operands, **caches}, self.m)
+        """The call on a context's caches, made when it is first asked for: several steps may have
+        this one. Raises what `Kernel.bind` does.
+        """
+        found = self._bound.get(cache)
+        if found is None:
+            caches = {port: cache[slot] for port, slot in self._caches.items()}
+            found = self._kernel.bind({**self._operands, **caches}, self.m)
+            self._bound[cache] = found
+        return found
 
     def run(self) -> None:
         """See `BoundCall.run`."""

@@ -40,7 +40,7 @@ from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory import Needs, check_contexts, check_memory, gathered_slots, needs_of
 from hetero.runtime.plan_book import PlanBook
 from hetero.runtime.pool import ActivationPool, Shape, nbytes_of, slot_shapes
-from hetero.runtime.schedule import Order, windows
+from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Step
 from hetero.runtime.step_lock import StepLock
@@ -171,6 +171,7 @@ class Engine:
         self._adapts = adapt
         self.gpu_share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
         self.order: Order = "fifo" if cost is None else order
+        self._orders = Orders(self.order)
         self._cost = cost
         self._timed = False
         self._steps: OrderedDict[_Key, Step] = OrderedDict()
@@ -393,7 +394,7 @@ class Engine:
             key.logit_rows,
             cost=self._launch_costs.at(key.position, key.chunks),
             submit_s=self._launch_costs.submit_s(self.devices),
-            order=self.order,
+            orders=self._orders,
         )
 
     @property

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -37,12 +39,14 @@ from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.schedule import Cost, Order, in_order, out_of_order
+from hetero.runtime.schedule import Cost, Orders, in_order
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Item, Placed, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.calls import padded_size
 from hetero.solver.plan import Phase, PlanError
+
+CHUNKS_KEPT: Final = 32
 
 
 class _Gather(BoundCall):
@@ -81,6 +85,7 @@ class Lowering:
         self.devices = devices
         self.synchroniser = synchroniser
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
+        self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
     def handover(self) -> Handover | None:
         """How slots are handed over where that is by copying: `--sync copy`."""
@@ -102,7 +107,7 @@ class Lowering:
         *,
         cost: Cost | None = None,
         submit_s: float = 0.0,
-        order: Order = "best",
+        orders: Orders | None = None,
     ) -> Step:
         """One program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
@@ -110,8 +115,7 @@ class Lowering:
 
         One chunk after another; with `cost`, out of order where that is shorter by it (and
         `submit_s` for each submission), but for `finish` and `copy`, which wait for whole queues.
-        Raises `ValueError` for more chunks than
-        the pool has sets of slots.
+        Raises `ValueError` for more chunks than the pool has sets of slots.
         """
         if not 1 <= len(chunks) <= self.pool.chunks:
             raise ValueError(
@@ -121,31 +125,64 @@ class Lowering:
         graph = placed.graph()
         if cost is None or not eager:
             return placed.bound(in_order(graph, eager=eager), {})
-        schedule = out_of_order(graph, cost, submit_s=submit_s, order=order)
-        return placed.bound(schedule, {})
+        orders = orders or Orders("best")
+        return placed.bound(orders.schedule(graph, cost, submit_s=submit_s), {})
 
     def place(self, phase: Phase, chunks: tuple[int, ...], logit_rows: int) -> Placed:
         """The launches of a step's chunks."""
         placed = Placed(phase, chunks, self.pool, self.devices, self.synchroniser, self.handover())
         for i, m in enumerate(chunks):
-            last = i == len(chunks) - 1
-            _Chunk(self, placed, m, logit_rows if last else 0, i).place_nodes()
+            rows = logit_rows if i == len(chunks) - 1 else 0
+            self._chunk(_ChunkKey(phase, m, rows, i), placed.handover).place(placed)
         return placed
+
+    def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
+        """Bound once, whatever is in flight beside it, unless each step has graphs or copies of its
+        own.
+        """
+        if handover is not None or self.book.online:
+            return _Chunk(self, key, handover)
+        if key not in self._chunks:
+            self._chunks[key] = _Chunk(self, key, None)
+            if len(self._chunks) > CHUNKS_KEPT:
+                self._chunks.popitem(last=False)
+        self._chunks.move_to_end(key)
+        return self._chunks[key]
+
+
+class _ChunkKey(NamedTuple):
+    """What a chunk's launches are bound for; `chunk`: in which set of slots."""
+
+    phase: Phase
+    m: int
+    logit_rows: int
+    chunk: int
 
 
 class _Chunk:
-    """The launches of one chunk in the making: what its nodes work on, and how that lies."""
+    """The launches of one chunk: what its nodes work on, how that lies (`layout`, of the slots as
+    they are after the nodes so far), and what that makes (`stages`, in order).
+    """
 
-    def __init__(
-        self, lowering: Lowering, placed: Placed, m: int, logit_rows: int, chunk: int
-    ) -> None:
-        self.lowering, self.placed, self.phase = lowering, placed, placed.phase
-        self.m, self.logit_rows, self.chunk = m, logit_rows, chunk
+    def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
+        self.lowering, self.handover = lowering, handover
+        self.phase, self.m, self.logit_rows, self.chunk = key
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
+        self.stages: list[tuple[str, Sequence[Item]]] = []
+        self.gathered_bytes = 0
+        self._bind()
 
-    def place_nodes(self) -> None:
-        """All nodes, then what the host reads."""
+    def place(self, placed: Placed) -> None:
+        """Append all launches to a step, then what the host reads."""
+        for node, items in self.stages:
+            placed.stage(node, self.chunk, self.m, items)
+        placed.copied_bytes += self.gathered_bytes
+        if self.logit_rows:
+            placed.logits = self._operand("logits")
+            placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
+
+    def _bind(self) -> None:
         inside: set[str] = set()  # nodes of groups that are placed
         for node in self.lowering.nodes:
             if node.name in inside or (node.name == "lm_head" and not self.logit_rows):
@@ -159,13 +196,9 @@ class _Chunk:
                 self._place(node.name, self._matmul_items(node))
             else:
                 self._place(node.name, [self._other_item(node)])
-        if self.logit_rows:
-            self.placed.logits = self._operand("logits")
-            read = {"x": self.placed.logits}
-            self.placed.hand_over("end", self.chunk, self.m, None, read)
 
     def _place(self, node: str, items: Sequence[Item]) -> None:
-        self.placed.stage(node, self.chunk, self.m, items)
+        self.stages.append((node, items))
 
     # --- operands ---------------------------------------------------------------------------
 
@@ -235,7 +268,7 @@ class _Chunk:
         room = source._replace(gathered=True)
         target = self.pool[room]
         call = _Gather(node.name, panels, target, min(self.m, panels.shape[0]))
-        self.placed.copied_bytes += 4 * call.m * panels.shape[1]
+        self.gathered_bytes += 4 * call.m * panels.shape[1]
         operands: dict[str, Operand] = {"x": panels, "y": target}
         slots = frozenset({source}), frozenset({room})
         self._place(node.name, [Item(None, call, *slots, (0, self.m), None, operands)])
@@ -301,8 +334,7 @@ class _Chunk:
     def _own(
         self, kind: DeviceKind | None, operands: Mapping[str, Operand]
     ) -> Mapping[str, Operand]:
-        handover = self.placed.handover
-        return operands if handover is None else handover.own(kind, operands)
+        return operands if self.handover is None else self.handover.own(kind, operands)
 
     def _slots(self, node: Node, kind: DeviceKind) -> tuple[frozenset[SlotRef], frozenset[SlotRef]]:
         """Slots that a node's launch reads and writes: caches both."""
@@ -315,7 +347,7 @@ class _Chunk:
 
     def _seen_by(self, kind: DeviceKind, port: str, slot: str) -> SlotRef:
         """The slot that a device works on; the GPU has its own where hand-overs are by copying."""
-        apart = self.placed.handover is not None and kind == "gpu" and port not in SHARED_PORTS
+        apart = self.handover is not None and kind == "gpu" and port not in SHARED_PORTS
         return self._ref(slot)._replace(owner="gpu" if apart else None)
 
     def _instead(

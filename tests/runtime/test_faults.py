@@ -294,7 +294,7 @@ def test_gates_change_no_token_whatever_is_late(
         assert RING in {action.code for action in step.program}
         program = tuple(a._replace(target=late(a.target)) for a in step.program)
         late_step = dataclasses.replace(step, program=program)
-        engine._steps["decode", 1, 1, True].bound[context_of(engine).cache] = late_step
+        engine._lowered("decode", 1, 1).bound[context_of(engine).cache] = late_step
         for _ in range(4):
             assert answer(engine) == wanted
 
