@@ -38,6 +38,13 @@ def check_count(name: str, value: object, least: int = 1) -> int:
     return int(value)
 
 
+def check_one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """One of some words. Raises `UserError`."""
+    if value not in known:
+        words = f"{', '.join(known[:-1])} or {known[-1]}"
+        raise UserError(f"{name} is {words}, got {value!r}")
+
+
 def check_stop(stop: object) -> tuple[str, ...]:
     """Stop texts; a single string is one. Raises `UserError`."""
     found = (stop,) if isinstance(stop, str) else stop

@@ -251,6 +251,7 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         "choice": stats.choice,
         "notes": list(llm.choice.notes),
         "gpu_share": stats.gpu_share,
+        "npu_idle_share": stats.npu_idle_share,
         "adaptations": list(stats.adaptations),
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
@@ -282,6 +283,8 @@ def _print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, shown(share))
     if stats.gpu_share is not None:
         table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
+    if stats.npu_idle_share is not None:
+        table.add_row("NPU idle", f"{stats.npu_idle_share:.1%} of the prefill")
     for reason in stats.adaptations:
         table.add_row("adapted", shown(reason))
     if stats.choice:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from hetero.arguments import (
     check_count,
     check_ids,
     check_messages,
+    check_one_of,
     check_prompt,
 )
 from hetero.backends.errors import KernelBuildError
@@ -95,6 +96,7 @@ class LLM:
         order: Order = "best",
         progress: Progress | None = None,
     ) -> None:
+        check_one_of("order", order, get_args(Order))
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len

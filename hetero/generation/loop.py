@@ -39,7 +39,9 @@ class Stats:
     others. `decode_tokens_per_s` counts decode steps (one token each after the first); 0 without
     any.
     `speculation` says how many guessed tokens were right, where tokens were guessed.
-    `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it.
+    `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it;
+    `npu_idle_share` the part of the prompt's time in which the NPU had nothing to do, where both
+    devices work.
     `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
     """
@@ -53,6 +55,7 @@ class Stats:
     placement: dict[str, DeviceShare | str] = field(default_factory=dict)
     speculation: Acceptance | None = None
     gpu_share: float | None = None
+    npu_idle_share: float | None = None
     adaptations: tuple[str, ...] = ()
     choice: str = ""
 
@@ -399,6 +402,7 @@ class Generation(Iterator[Piece]):
             speculation=self._lookup.statistics if self._lookup is not None else None,
             adaptations=tuple(self._engine.adaptations),
             gpu_share=work.gpu_busy_s / work.wall_s if shared else None,
+            npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
             choice=self._choice,
         )
 

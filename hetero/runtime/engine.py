@@ -526,7 +526,7 @@ class Engine:
         if timed and self._adapter is not None:
             self._adapter.observe(step, run.stamps)
         self.copied_bytes += step.copied_bytes
-        context.work.add(run, len(tokens))
+        context.work.add(run, len(tokens), phase)
         if self.gpu_share is not None:
             self._share(context, step, run)
         if self.trace is not None:

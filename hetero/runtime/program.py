@@ -38,7 +38,7 @@ KINDS: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
 
 class Launch(NamedTuple):
     """One call of a step, for accounts and traces. `tokens` and `rows` of a matmul's part;
-    `outputs` are what it writes, caches left out.
+    `outputs` are what it writes, caches left out; `chunk` which of the step's it is for.
     """
 
     node: str
@@ -47,6 +47,7 @@ class Launch(NamedTuple):
     tokens: Span
     rows: Span | None
     outputs: tuple[Operand, ...] = ()
+    chunk: int = 0
 
 
 class Action(NamedTuple):

@@ -198,7 +198,8 @@ class Placed:
     def _launch(self, i: int) -> Launch:
         item, kind = self._items[i], _account(self._specs[i])
         outputs = tuple(x for port, x in item.operands.items() if port in OUTPUT_PORTS)
-        return Launch(self._specs[i].name, kind, item.call, item.tokens, item.rows, outputs)
+        name, chunk = self._specs[i].name, self._specs[i].chunk
+        return Launch(name, kind, item.call, item.tokens, item.rows, outputs, chunk)
 
     def _start(self, i: int, place: int) -> Action:
         spec, call = self._specs[i], self._items[i].call

@@ -40,7 +40,8 @@ class Trace:
                 CONTROL,
                 stamps[0],
                 stamps[-1],
-                {"tokens": step.tokens},
+                {"tokens": step.tokens, "chunks": list(step.chunks)}
+                | {f"{kind} idle": round(run.idle_share(kind), 4) for kind in run.counts},
             )
         )
         ended = self._control(step, run)
@@ -127,7 +128,11 @@ def _names() -> Iterator[dict[str, Any]]:
 
 
 def _arguments(launch: Launch) -> dict[str, Any]:
-    found: dict[str, Any] = {"kernel": launch.call.name, "tokens": list(launch.tokens)}
+    found: dict[str, Any] = {
+        "kernel": launch.call.name,
+        "tokens": list(launch.tokens),
+        "chunk": launch.chunk,
+    }
     if launch.rows is not None:
         found["rows"] = list(launch.rows)
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.runtime.program import KINDS
+from hetero.solver.plan import Phase
 
 
 @dataclass
@@ -48,23 +50,33 @@ class StepRun(NamedTuple):
         """From its start to the end of its last action."""
         return self.stamps[-1] - self.stamps[0]
 
+    def idle_share(self, kind: DeviceKind) -> float:
+        """The part of its time that a device had nothing to do."""
+        return max(1 - self.usage.get(kind, Usage()).busy_s / self.wall_s, 0.0)
+
 
 @dataclass
 class Work:
     """What the steps of one context were, since it was made.
 
     `tokens` were computed (guesses that were wrong among them). `gpu_busy_s` and `wall_s` are what
-    `GpuShare` counts, pauses included: 0 where no share bounds the GPU.
+    `GpuShare` counts, pauses included: 0 where no share bounds the GPU. Of the steps with a prompt
+    `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy.
     """
 
     devices: dict[DeviceKind, Usage] = field(default_factory=dict)
     tokens: int = 0
     gpu_busy_s: float = 0.0
     wall_s: float = 0.0
+    prompt_s: float = 0.0
+    prompt_busy_s: Counter[DeviceKind] = field(default_factory=Counter)
 
-    def add(self, run: StepRun, tokens: int) -> None:
+    def add(self, run: StepRun, tokens: int, phase: Phase) -> None:
         """A step of so many tokens ran."""
         self.tokens += tokens
+        if phase == "prefill":
+            self.prompt_s += run.wall_s
+            self.prompt_busy_s.update({kind: use.busy_s for kind, use in run.usage.items()})
         for kind, ops in run.counts.items():
             total = self.devices.get(kind)
             if total is None:
@@ -75,7 +87,12 @@ class Work:
     def copy(self) -> Work:
         """As it is now."""
         devices = {kind: Usage(use.ops, use.busy_s) for kind, use in self.devices.items()}
-        return Work(devices, self.tokens, self.gpu_busy_s, self.wall_s)
+        busy_s = self.prompt_busy_s.copy()
+        return Work(devices, self.tokens, self.gpu_busy_s, self.wall_s, self.prompt_s, busy_s)
+
+    def idle_share(self, kind: DeviceKind) -> float | None:
+        """The part of the prompt's time that a device had nothing to do; None without a prompt."""
+        return max(1 - self.prompt_busy_s[kind] / self.prompt_s, 0.0) if self.prompt_s else None
 
     def since(self, before: Work) -> Work:
         """What came after a copy; devices that did nothing are left out."""
@@ -89,4 +106,6 @@ class Work:
             self.tokens - before.tokens,
             self.gpu_busy_s - before.gpu_busy_s,
             self.wall_s - before.wall_s,
+            self.prompt_s - before.prompt_s,
+            self.prompt_busy_s - before.prompt_busy_s,
         )

@@ -121,7 +121,7 @@ def test_chunks_in_one_program_have_the_numbers_of_one_after_another(
         wanted = one_after_another(engine, ids)
         pool, lowering = chunked(engine, len(CHUNKS))
         steps = [lowering.lower_chunks(CHUNKS, 1, cost=cost) for cost in (None, costs(seed))]
-        for _ in range(4):
+        for _ in range(12):  # 216 orders in all
             placed = lowering.place("prefill", CHUNKS, 1)
             graph = placed.graph()
             steps.append(placed.bound(ordered(graph, random_order(graph, rng)), {}))

@@ -65,7 +65,8 @@ def traced(engine: Engine, path: Path, tokens: int) -> tuple[int, ...]:
     engine.stop_trace().save(path, about={})
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     steps = [e for e in events if e["name"].startswith("prefill ")]
-    return tuple(e["args"]["tokens"] for e in sorted(steps, key=lambda e: e["ts"]))
+    ordered = sorted(steps, key=lambda e: e["ts"])
+    return tuple(tokens for e in ordered for tokens in e["args"]["chunks"])
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 511, 512, 513, 1300, 4500, CONTEXT - 1])
