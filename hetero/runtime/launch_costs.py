@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Final
 
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import CACHE_PORTS, DeviceKind
@@ -13,8 +12,6 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.groups import NodeGroup
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.schedule import Cost
-
-COPY_BYTES_PER_S: Final = 10e9  # of copies and gathered panels: short beside everything else
 
 
 class LaunchCosts:
@@ -30,7 +27,8 @@ class LaunchCosts:
         self.cost = cost
         self._members: dict[str, tuple[Node, ...]] = {node.name: (node,) for node in nodes}
         self._members |= {group.name: tuple(group.nodes) for group in groups.values()}
-        self._known: dict[tuple[object, ...], float] = {}
+        self._known: dict[tuple[object, ...], float] = {}  # by operation
+        self._launches: dict[tuple[object, ...], float] = {}  # by node: quicker to look up
 
     def submit_s(self, kinds: Iterable[DeviceKind]) -> float:
         """Seconds of the control thread for a submission to a queue that is at work."""
@@ -46,10 +44,14 @@ class LaunchCosts:
     def _seconds(self, launch: LaunchSpec, context: int) -> float:
         if launch.kind is None or launch.name != launch.node:  # gathered, or copied
             return 0.0
-        kind, m = launch.kind, launch.tokens[1] - launch.tokens[0]
-        return sum(
-            self._node_s(kind, node, m, launch.rows, context) for node in self._members[launch.node]
-        )
+        key = (launch.node, launch.kind, launch.tokens, launch.rows, context)
+        found = self._launches.get(key)
+        if found is None:
+            kind, m = launch.kind, launch.tokens[1] - launch.tokens[0]
+            members = self._members[launch.node]
+            found = sum(self._node_s(kind, x, m, launch.rows, context) for x in members)
+            self._launches[key] = found
+        return found
 
     def _node_s(
         self, kind: DeviceKind, node: Node, m: int, rows: tuple[int, int] | None, context: int

@@ -82,12 +82,12 @@ def out_of_order(
     """The shortest by `seconds_of` that the list scheduler finds by the rules of an `order`;
     `in_order` where none is shorter, and for `fifo`.
     """
+    costs_s = [cost(launch) for launch in graph.launches]
     found = [in_order(graph)]
     if order != "fifo":
-        costs_s = [cost(launch) for launch in graph.launches]
         rules = _rules(graph, costs_s, order)
-        found += [_Listed(graph, cost, submit_s, rule).schedule() for rule in rules]
-    return min(found, key=lambda schedule: seconds_of(graph, schedule, cost, submit_s=submit_s))
+        found += [_Listed(graph, costs_s, submit_s, rule).schedule() for rule in rules]
+    return min(found, key=lambda schedule: _seconds_of(graph, schedule, costs_s, submit_s))
 
 
 class Orders:
@@ -105,8 +105,9 @@ class Orders:
         key = tuple((launch.name, launch.chunk, launch.kind) for launch in graph.launches)
         if (known := self._found.get(key)) is not None:
             again, plain = ordered(graph, known), in_order(graph)
+            costs_s = [cost(launch) for launch in graph.launches]
             again_s, plain_s = (
-                seconds_of(graph, found, cost, submit_s=submit_s) for found in (again, plain)
+                _seconds_of(graph, found, costs_s, submit_s) for found in (again, plain)
             )
             if again_s <= plain_s:
                 return again
@@ -121,7 +122,14 @@ def seconds_of(
     """How long a schedule takes if every launch takes what `cost` says, a submission keeps the
     control thread for `submit_s`, and nothing else takes any time.
     """
-    line = _Timeline(graph, cost, submit_s)
+    costs_s = [cost(launch) for launch in graph.launches]
+    return _seconds_of(graph, schedule, costs_s, submit_s)
+
+
+def _seconds_of(
+    graph: LaunchGraph, schedule: Schedule, costs_s: Sequence[float], submit_s: float
+) -> float:
+    line = _Timeline(graph, costs_s, submit_s)
     for step in schedule:
         if isinstance(step, Start):
             line.start(step.launch)
@@ -214,11 +222,11 @@ def _by_kind(item: tuple[DeviceKind | None, int]) -> str:
 class _Timeline:
     """The control thread and the queues in the cost model's time."""
 
-    def __init__(self, graph: LaunchGraph, cost: Cost, submit_s: float) -> None:
+    def __init__(self, graph: LaunchGraph, costs_s: Sequence[float], submit_s: float) -> None:
         self.now_s = 0.0  # of the control thread
         self.ends_s: dict[int, float] = {}
         self._graph, self._submit_s = graph, submit_s
-        self._costs_s = [cost(launch) for launch in graph.launches]
+        self._costs_s = costs_s
         self._free_s: dict[DeviceKind | None, float] = {}
 
     def start(self, launch: int) -> None:
@@ -239,9 +247,11 @@ class _Timeline:
 class _Listed:
     """The list scheduler: by when the control thread could start a launch, queued ones first."""
 
-    def __init__(self, graph: LaunchGraph, cost: Cost, submit_s: float, rule: _Rule) -> None:
+    def __init__(
+        self, graph: LaunchGraph, costs_s: Sequence[float], submit_s: float, rule: _Rule
+    ) -> None:
         self._graph, self._rule = graph, rule
-        self._order, self._line = _Order(graph), _Timeline(graph, cost, submit_s)
+        self._order, self._line = _Order(graph), _Timeline(graph, costs_s, submit_s)
         self._missing = [len(others) for others in graph.before]
 
     def schedule(self) -> Schedule:
