@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
 import pytest
 from safetensors.numpy import load_file, save_file
+
+pytest.importorskip("pyopencl")
+
+import pyopencl as cl
 
 from hetero import LLM
 from hetero.backends.errors import DeviceError
