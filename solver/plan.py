@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -291,25 +291,13 @@ class Plan(_Record):
         """The entry for one matmul at m tokens: that for exactly m, else that for any m, else the
         next longer one without the tokens that are not there. Raises `PlanError` if there is none.
         """
-        matches = [o for o in self.ops if o.phase == phase and o.op == op]
-        exact = [o for o in matches if o.m == m] or [o for o in matches if o.m is None]
-        if exact:
-            return exact[0]
-        longer = [o for o in matches if o.m is not None and o.m > m]
-        if longer:
-            return min(longer, key=lambda o: o.m or 0).clipped(m)
-        known = sorted({o.m for o in matches if o.m is not None})
-        hint = f", only for up to {known[-1]}" if known else ""
-        raise PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens{hint}")
-
-    def is_apart(self, phase: Phase, m: int, group: OpName, members: Collection[OpName]) -> bool:
-        """Whether the members of a group have entries for exactly m tokens, and the group has none:
-        they go before what the plan says of the group at other token counts.
-        """
-        if not members:
-            return False
-        exact = {o.op for o in self.ops if o.m == m and o.phase == phase}
-        return group not in exact and exact.issuperset(members)
+        known: dict[int | None, OpPlan] = {}
+        for found in self.ops:
+            if (found.phase, found.op) == (phase, op):
+                known.setdefault(found.m, found)
+        if (entry := entry_at(known, m)) is None:
+            raise no_entry(op, phase, m, known)
+        return entry
 
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
         """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each: as
@@ -406,6 +394,22 @@ class Plan(_Record):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
+
+
+def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
+    """Of the entries of one matmul, by their token counts: that for exactly m, else that for any,
+    else the next longer one cut off at m; None if there is none.
+    """
+    exact = known.get(m) or known.get(None)
+    longer = [count for count in known if count is not None and count > m]
+    return known[min(longer)].clipped(m) if exact is None and longer else exact
+
+
+def no_entry(op: str, phase: Phase, m: int, known: Iterable[int | None]) -> PlanError:
+    """What is raised where a plan has entries of a matmul for these token counts alone."""
+    longest = max((count for count in known if count is not None), default=None)
+    hint = "" if longest is None else f", only for up to {longest}"
+    return PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens{hint}")
 
 
 def write(path: str | os.PathLike[str], text: str, what: str) -> None:

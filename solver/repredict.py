@@ -17,6 +17,7 @@ from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
+from hetero.solver.placement import Placement
 from hetero.solver.plan import PlanError, Tile
 from hetero.solver.planner import Planner
 from hetero.solver.prompts import call_scenarios, prompt_of
@@ -39,11 +40,12 @@ def repredict(
     planner, _ = planner_for(spec, profile, request, apart=False)
     if plan.graph_sizes:
         planner = planner.with_graph_sizes(plan.graph_sizes)
+    placement = Placement(plan, spec, {})
     tiles = {
-        (step, name): plan.partition(step.phase, _tokens(step, name), name)
+        (step, entry.op): entry.tiles
         for found in calls.values()
         for step in found
-        for name in _names(plan, spec, step)
+        for entry in placement.entries(step.phase, step.m)
     }
     rows: dict[OpName, set[int]] = {}
     for (_, name), parts in tiles.items():
@@ -58,8 +60,7 @@ def repredict(
             for (of, name), parts in tiles.items()
             if of == step
         }
-        rest = plan.rest.prefill if step.phase == "prefill" else plan.rest.decode
-        return planner.evaluate(step, options, rest)
+        return planner.evaluate(step, options, placement.rest(step.phase))
 
     def preparation_s(step: Scenario) -> float:
         return online_s(prepared, step.m, plan.strategy) if step.phase == "prefill" else 0.0
@@ -82,17 +83,6 @@ def _with_graphs_of(planner: Planner, partitions: Iterable[Sequence[Tile]]) -> P
     used = {t.graph_size for tiles in partitions for t in tiles if t.device == "npu"}
     late = {size for size in used if size is not None} - set(planner.sizes)
     return planner.with_graph_sizes((*planner.sizes, *late)) if late else planner
-
-
-def _names(plan: ExecutionPlan, spec: ModelGraph, step: Scenario) -> Iterable[OpName]:
-    """The matmuls of a step: a fused one where the plan has it at these tokens, else its members,
-    as the runtime reads a plan.
-    """
-    phase, m, _ = step
-    listed = {o.op for o in plan.ops if o.phase == phase and (o.m is None or o.m >= m)}
-    for name, members, _ in (*spec.block, *spec.tail):
-        whole = name in listed and not plan.is_apart(phase, m, name, members)
-        yield from (name,) if whole or not members else members
 
 
 def _tokens(step: Scenario, name: OpName) -> int:

@@ -23,6 +23,7 @@ from hetero.cli.options import (
     FrequencyOption,
     GpuOption,
     JsonOption,
+    LogprobsOption,
     MaxTokensOption,
     MinPOption,
     ModelArgument,
@@ -76,9 +77,7 @@ def generate_command(
     seed: SeedOption = None,
     stop: StopOption = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt too.")] = False,
-    logprobs: Annotated[
-        int | None, typer.Option("--logprobs", min=0, help="With --json: this many alternatives.")
-    ] = None,
+    logprobs: LogprobsOption = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template.")] = False,
     device: DeviceOption = None,
     gpu: GpuOption = "auto",

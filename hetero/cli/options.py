@@ -90,6 +90,9 @@ BiasOption = Annotated[
     list[str] | None, typer.Option("--logit-bias", help="ID=BIAS, added to a token's logit.")
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
+LogprobsOption = Annotated[
+    int | None, typer.Option("--logprobs", min=0, help="With --json: this many alternatives.")
+]
 StopOption = Annotated[list[str] | None, typer.Option("--stop", help="Ends the answer.")]
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print speeds and placement.")]
 SpeculativeOption = Annotated[

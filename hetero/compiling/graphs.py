@@ -34,10 +34,10 @@ from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.runtime.engine import SCORING_PIECE
-from hetero.runtime.groups import NodeGroup, node_groups
 from hetero.runtime.kernels import node_weights
 from hetero.solver.calls import padded_size
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.handmade import layer_level
 from hetero.solver.plan import PHASES, Phase
 

@@ -9,7 +9,7 @@ from hetero.backends.ops import Op
 from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES, RESERVED_BYTES
 from hetero.errors import UserError
 from hetero.profiler.model_graph import Node
-from hetero.runtime.groups import NodeGroup
+from hetero.solver.groups import NodeGroup
 
 # Largest constant of one graph; an ONNX file holds 2 GiB.
 LARGEST_GRAPH_BYTES = 1536 << 20

@@ -20,6 +20,7 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.placement import Placement
 from hetero.solver.plan import STEP_TOKENS, NamedStrategy, PlanError
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
@@ -164,7 +165,7 @@ def _choose_by(
     both = Choice("hetero", plan, notes=notes, solver=solver, reason=reason)
     if wishes.mode == "auto":
         return _fastest(Planner(spec, profile), both, wishes)
-    if promised and not _shares_every_prompt(solver):
+    if promised and not _shares_every_prompt(solver, spec):
         why = f"by profile {profile.name} no plan has both devices in every prompt"
         return _by_rule(wishes, why, notes)  # at least layer level, as `hetero` promises
     return both
@@ -189,26 +190,14 @@ def _check_share(wishes: Wishes) -> None:
         )
 
 
-def _shares_every_prompt(solver: PreparedSolver) -> bool:
+def _shares_every_prompt(solver: PreparedSolver, spec: ModelGraph) -> bool:
     """Whether both devices work in prompts of every length, as `hetero` promises: in one call of
     each at least, for a rest of a token or two is no matter for two devices.
     """
-    plan = solver.plan
-    working = _devices_by_call(plan)
-    prompts = [total.steps for total in plan.totals if total.phase == "prefill"]
-    for m in SHORT_PROMPTS:
-        working.update(_devices_by_call(solver.plan_for(m)))
-        prompts.append((m,))
-    return all(len(set().union(*(working[m] for m in steps))) == 2 for steps in prompts)
-
-
-def _devices_by_call(plan: ExecutionPlan) -> dict[int, set[DeviceKind]]:
-    """Devices that work in the calls of prompts that a plan lists, by their token counts."""
-    found: dict[int, set[DeviceKind]] = {m: {plan.rest.prefill} for m in plan.listed_tokens}
-    for entry in plan.ops:
-        if entry.phase == "prefill" and entry.m is not None:
-            found[entry.m].update(tile.device for tile in entry.tiles)
-    return found
+    placement = Placement(solver.plan, spec, {}, source=solver)
+    prompts = [total.steps for total in solver.plan.totals if total.phase == "prefill"]
+    prompts += [(m,) for m in SHORT_PROMPTS]
+    return all(len(frozenset().union(*map(placement.working, steps))) == 2 for steps in prompts)
 
 
 def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:

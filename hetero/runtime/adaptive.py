@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
-from hetero.runtime.plan_book import PlanSource
 from hetero.runtime.program import KINDS, RUN
 from hetero.runtime.step import Step
 from hetero.solver.drift import Factors
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.placement import PlanSource
 from hetero.solver.plan import PHASES, OpPlan, Phase
 
 Key: TypeAlias = tuple[DeviceKind, Phase]

@@ -27,18 +27,16 @@ from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph
 from hetero.models.weights import ModelWeights
-from hetero.placement.device_set import graphs_of
 from hetero.profiler.cost import CostModel
+from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
-from hetero.runtime.groups import node_groups
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory import Needs, check_contexts, check_memory, gathered_slots, needs_of
-from hetero.runtime.plan_book import PlanBook
 from hetero.runtime.pool import ActivationPool, Shape, nbytes_of, slot_shapes
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slots import SlotRef, slot_of
@@ -49,6 +47,7 @@ from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
+from hetero.solver.placement import Placement, fitted, reach
 from hetero.solver.plan import Phase
 
 SCORING_PIECE = 32
@@ -184,28 +183,16 @@ class Engine:
 
     def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Everything that depends on the plan and the devices."""
-        config, weights = self.config, self._weights
-        self.plan = plan = self._fitted(plan, source)
-        both = source is not None and self._adapts and len(self.devices) == 2
-        self._adapter = Adapter(source, config.num_layers) if both and source is not None else None
         self._steps.clear()
         self._online = []
-        self.book = PlanBook(
-            plan, {kind: d.capabilities for kind, d in self.devices.items()}, source=source
+        self.placement = self._place(plan, source)
+        both = source is not None and self._adapts and len(self.devices) == 2
+        self._adapter = (
+            Adapter(source, self.config.num_layers) if both and source is not None else None
         )
-        assert plan.step_tokens is not None
-        self._longest = plan.step_tokens
-        # A padded last piece writes rows behind the last token; they lie beyond every context.
-        covering = self._covering(self._longest)
-        capacity = self.max_seq_len + covering
-        self.nodes = model_graph(config, weights.weight_format, capacity=capacity).nodes
-        layout = cache_layout(config, capacity)
-        self.window, slots, self.needs = self._sized(covering, layout)
+        self.window, slots, layout, self.needs = self._sized()
         self._admit(len(self.contexts.open_contexts()))
-        self._groups = node_groups(self.nodes, plan.fused) if "npu" in self.devices else {}
-        self.kernels = prepare_kernels(
-            self.nodes, weights, self.book, self.devices, progress, self._groups
-        )
+        self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
         for device in self.devices.values():
             device.settle()
         owner = self.devices.get("npu") or self.devices["gpu"]
@@ -226,18 +213,22 @@ class Engine:
         for context in self.contexts.open_contexts():
             self._warm(context)
 
-    def _sized(self, covering: int, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], Needs]:
-        """The longest window whose slots fit the memory, its slots, and what they need."""
-        gathered = gathered_slots(self.nodes, self.book, self.devices)
+    def _sized(self) -> tuple[int, dict[SlotRef, Shape], CacheLayout, Needs]:
+        """The longest window whose slots fit the memory, its slots, the caches, and what all of
+        them need.
+        """
+        longest, written = self.placement.longest, self.placement.written
+        layout = cache_layout(self.config, self.max_seq_len + written)
+        gathered = gathered_slots(self.placement, self.devices)
         for window in range(self._longest_window(), 0, -1):
             slots = slot_shapes(
                 self.config,
-                tokens=self._longest + covering,  # a second graph may begin where the first ends
+                tokens=longest + written,  # a second graph may begin where the first ends
                 logit_rows=SCORING_PIECE,
                 gathered=gathered,
                 chunks=window,
             )
-            needs = needs_of(slots, layout, self.nodes, self.book, self.devices)
+            needs = needs_of(slots, layout, self.placement)
             try:
                 check_memory(needs, self.devices, self._memory_budget_bytes)
             except UserError:
@@ -245,18 +236,27 @@ class Engine:
                     raise
             else:
                 break
-        return window, slots, needs
+        return window, slots, layout, needs
 
     def _longest_window(self) -> int:
         """Calls of a prompt that may be in flight together."""
         apart = self.order == "fifo" or len(self.devices) < 2 or self.gpu_share is not None
-        if apart or self.book.online or self._sync in ("copy", "finish"):
+        if apart or self.placement.online or self._sync in ("copy", "finish"):
             return 1
-        return min(WINDOW, -(-self.max_seq_len // self._longest))
+        return min(WINDOW, -(-self.max_seq_len // self.placement.longest))
+
+    def _place(self, plan: ExecutionPlan, source: Solver | None) -> Placement:
+        """The plan on these devices, with caches as long as its calls need them."""
+        able = {kind: device.capabilities for kind, device in self.devices.items()}
+        fitting = fitted(plan, able, solved=source is not None)
+        # A padded last piece writes rows behind the last token; they lie beyond every context.
+        capacity = self.max_seq_len + reach(fitting, able)
+        graph = model_graph(self.config, self._weights.weight_format, capacity=capacity)
+        return Placement(fitting, graph, able, source=source)
 
     def _warm_steps(self) -> list[tuple[Phase, int]]:
-        phases = [x for x in WARM_STEPS if x[0] == "decode" or not self.book.online]
-        return [(phase, min(m, self._longest)) for phase, m in phases]
+        phases = [x for x in WARM_STEPS if x[0] == "decode" or not self.placement.online]
+        return [(phase, min(m, self.placement.longest)) for phase, m in phases]
 
     def _warm(self, context: Context) -> None:
         """The first time: launch what no context has launched yet, which may compile it."""
@@ -278,20 +278,12 @@ class Engine:
         check_contexts(self.needs, count, self._memory_budget_bytes)
 
     def _lower(self) -> None:
-        """Lower steps anew, by the book as it is now."""
+        """Lower steps anew, by the placement as it is now."""
         self._steps.clear()
         self._lowering = Lowering(
-            self.nodes,
-            self.book,
-            self.kernels,
-            self.pool,
-            self.devices,
-            self.synchroniser,
-            self._groups,
+            self.placement, self.kernels, self.pool, self.devices, self.synchroniser
         )
-        self._launch_costs = (
-            None if self._cost is None else LaunchCosts(self._cost, self.nodes, self._groups)
-        )
+        self._launch_costs = None if self._cost is None else LaunchCosts(self._cost, self.placement)
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
@@ -362,7 +354,7 @@ class Engine:
         """As `step`, for any context."""
         gates = gates and phase == "decode" and bool(self.synchroniser.bells)
         step = self._kept(_Key(phase, (m,), logit_rows, gates))
-        if self.book.online and phase == "prefill":
+        if self.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
 
@@ -396,6 +388,16 @@ class Engine:
             submit_s=self._launch_costs.submit_s(self.devices),
             orders=self._orders,
         )
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What runs now, in calls that the devices' graphs can run."""
+        return self.placement.plan
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The model's operations, in order."""
+        return self.placement.graph.nodes
 
     @property
     def last_step(self) -> Step:
@@ -485,7 +487,7 @@ class Engine:
         except DeviceError as error:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.
-            if len(chunks) > 1 or len(tokens) > self._longest:
+            if len(chunks) > 1 or len(tokens) > self.placement.longest:
                 *_, (step, _) = self._prompt_calls(context, tokens)
                 return step
             step = self._attempt(context, phase, tokens, logit_rows, chunks)
@@ -497,8 +499,7 @@ class Engine:
     def _change_cuts(self, change: Adaptation) -> None:
         """Go on with other cuts of the same kernels."""
         self.adaptations.append(change.reason)
-        self.plan = self._fitted(change.solver.plan, change.solver)
-        self.book = self.book.with_plan(self.plan, change.solver)
+        self.placement = self.placement.with_plan(change.solver.plan, change.solver)
         self._lower()
 
     def _attempt(
@@ -653,15 +654,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise DeviceLostError("engine", "running the model", "the model was closed")
-
-    def _fitted(self, plan: ExecutionPlan, source: Solver | None) -> ExecutionPlan:
-        """The plan with calls that these devices can run."""
-        return plan.for_graphs(graphs_of(self.devices), solved=source is not None)
-
-    def _covering(self, tokens: int) -> int:
-        """The largest padding of a call of so many tokens, on any device."""
-        found = [tokens]
-        for device in self.devices.values():
-            sizes = device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
-            found += [min((size for size in sizes if size >= tokens), default=tokens)]
-        return max(found)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.formats import WeightFormat
-from hetero.backends.ops import MatMul, Op, OperandOrder, describe, weight_names
+from hetero.backends.ops import MatMul, Op, describe, weight_names
 from hetero.backends.protocol import (
     BoundCall,
     Completion,
@@ -23,14 +21,13 @@ from hetero.backends.weights import ROW_BLOCK, PackedWeight
 from hetero.errors import memory_for
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
-from hetero.runtime.groups import NodeGroup
-from hetero.runtime.plan_book import Part, PlanBook, Span
+from hetero.solver.groups import NodeGroup
+from hetero.solver.placement import Part, Placement, Segment, Span
 from hetero.solver.plan import PlanError
 
 Devices = Mapping[DeviceKind, Device]
 Progress = Callable[[int, int], None]
-# node, device, rows, operand order, precision
-MatMulKey = tuple[str, DeviceKind, Span, OperandOrder, WeightFormat | None]
+MatMulKey = tuple[str, DeviceKind, Segment]  # of the node of that name
 
 
 class OnlineKernel(Kernel):
@@ -89,7 +86,7 @@ class KernelSet:
     prepared ahead of time, in its own layout. A device that maps the packed weights in place gets
     kernels for any run of rows when they are asked for, since they share the memory; they live as
     long as a step that uses them, because every length of prompt may be cut elsewhere. Graphs that
-    are prepared while a prompt waits (`PlanBook.online`) are `OnlineKernel`s.
+    are prepared while a prompt waits (`Placement.online`) are `OnlineKernel`s.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -135,10 +132,10 @@ class KernelSet:
             return [(part.rows, self._online(node, part))]
         start, stop = part.rows
         found = [
-            (key[2], kernel)
-            for key, kernel in self._matmuls.items()
-            if (key[0], key[1], *key[3:]) == (node.name, part.kind, part.order, part.precision)
-            and start <= key[2][0] and key[2][1] <= stop
+            (held.rows, kernel)
+            for (name, kind, held), kernel in self._matmuls.items()
+            if (name, kind, *held[1:]) == (node.name, part.kind, *part.segment[1:])
+            and start <= held.rows[0] and held.rows[1] <= stop
         ]  # fmt: skip
         found.sort(key=lambda item: item[0])
         if sum(b - a for (a, b), _ in found) != stop - start:
@@ -148,32 +145,26 @@ class KernelSet:
             )
         return found
 
-    def add(self, node: Node, values: Mapping[str, WeightValue], book: PlanBook) -> None:
+    def add(self, node: Node, values: Mapping[str, WeightValue], placement: Placement) -> None:
         """Prepare a node on every device that the plan gives it."""
-        for kind in sorted(book.devices(node)):
+        for kind in sorted(placement.devices(node)):
             if node.plan_op is None:
                 self._others[node.name, kind] = _prepare(self._devices[kind], node, node.op, values)
             elif self._maps(kind):
                 self._weights[node.name] = values
                 self._check(kind, node)
             else:
-                self._add_segments(node, kind, values, book)
-                if book.online:
+                for segment in placement.segments(node, kind):
+                    kernel = self._compile(node, kind, segment, values)
+                    self._matmuls[node.name, kind, segment] = kernel
+                if placement.online:
                     self._weights[node.name] = values
 
-    def _add_segments(
-        self, node: Node, kind: DeviceKind, values: Mapping[str, WeightValue], book: PlanBook
-    ) -> None:
-        for (order, precision), segments in book.segments(node, kind).items():
-            for rows in segments:
-                key = (node.name, kind, rows, order, precision)
-                self._matmuls[key] = self._compile(key, node, values)
-
     def _in_place(self, node: Node, part: Part) -> Kernel:
-        key = (node.name, part.kind, part.rows, part.order, part.precision)
+        key = (node.name, part.kind, part.segment)
         kernel = self._mapped.get(key)
         if kernel is None:
-            kernel = self._compile(key, node, self._weights[node.name])
+            kernel = self._compile(node, part.kind, part.segment, self._weights[node.name])
             self._mapped[key] = kernel
         return kernel
 
@@ -189,28 +180,21 @@ class KernelSet:
 
     def _online(self, node: Node, part: Part) -> Kernel:
         """A graph of its own for a part."""
-        key = (node.name, part.kind, part.rows, part.order, part.precision)
-        values = self._weights[node.name]
-        return OnlineKernel(
-            node.op, part.graph, partial(self._compile, key, node, values, graph=part.graph)
-        )
+        values, graph = self._weights[node.name], part.graph
+        compiled = partial(self._compile, node, part.kind, part.segment, values, graph=graph)
+        return OnlineKernel(node.op, graph, compiled)
 
     def _compile(
         self,
-        key: MatMulKey,
         node: Node,
+        kind: DeviceKind,
+        segment: Segment,
         values: Mapping[str, WeightValue],
         *,
         graph: int | None = None,
     ) -> Kernel:
-        _, kind, (start, stop), order, precision = key
         assert isinstance(node.op, MatMul)
-        op = dataclasses.replace(
-            node.op,
-            n=stop - start,
-            order=order,
-            weight_format=precision or node.op.weight_format,
-        )
+        (start, stop), op = segment.rows, segment.op(node.op)
         _check_rows(node, start, stop)
         return _prepare(self._devices[kind], node, op, cut_weights(values, start, stop), graph)
 
@@ -234,31 +218,27 @@ def cut_weights(values: Mapping[str, WeightValue], start: int, stop: int) -> dic
 
 
 def prepare_kernels(
-    nodes: Iterable[Node],
     weights: ModelWeights,
-    book: PlanBook,
+    placement: Placement,
     devices: Devices,
     progress: Progress | None = None,
-    groups: Mapping[str, NodeGroup] | None = None,
 ) -> KernelSet:
-    """Compile every node for its devices, releasing each layer's host weights as it goes.
-
-    `groups` by their first node's name are prepared as one graph besides.
+    """Compile every node for its devices, and groups as one graph besides, releasing each layer's
+    host weights as it goes.
 
     Raises `DeviceError` that names the first node a device does not take, `UserError` where the
     system refuses the memory.
     """
     kernels = KernelSet(devices)
     by_layer: dict[int | None, list[Node]] = {}
-    for node in nodes:
+    for node in placement.graph.nodes:
         by_layer.setdefault(node.layer, []).append(node)
     for done, (layer, members) in enumerate(by_layer.items(), start=1):
         with memory_for("the embeddings" if layer is None else f"the weights of layer {layer}"):
             block = None if layer is None else weights.block(layer)
             for node in members:
-                kernels.add(node, node_weights(node, block, weights), book)
-                if groups and node.name in groups:
-                    group = groups[node.name]
+                kernels.add(node, node_weights(node, block, weights), placement)
+                if (group := placement.groups.get(node.name)) is not None:
                     kernels.add_group(group, [node_weights(n, block, weights) for n in group.nodes])
         if layer is not None:
             weights.release(layer)

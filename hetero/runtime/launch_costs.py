@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import CACHE_PORTS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
-from hetero.runtime.groups import NodeGroup
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.schedule import Cost
+from hetero.solver.placement import Placement
 
 
 class LaunchCosts:
@@ -21,12 +21,13 @@ class LaunchCosts:
     `ProfileError` for operations and formats that the profile knows nothing of.
     """
 
-    def __init__(
-        self, cost: CostModel, nodes: Iterable[Node], groups: Mapping[str, NodeGroup]
-    ) -> None:
+    def __init__(self, cost: CostModel, placement: Placement) -> None:
         self.cost = cost
-        self._members: dict[str, tuple[Node, ...]] = {node.name: (node,) for node in nodes}
-        self._members |= {group.name: tuple(group.nodes) for group in groups.values()}
+        groups = placement.groups.values()
+        self._members: dict[str, tuple[Node, ...]] = {
+            node.name: (node,) for node in placement.graph.nodes
+        }
+        self._members |= {group.name: group.nodes for group in groups}
         self._known: dict[tuple[object, ...], float] = {}  # by operation
         self._launches: dict[tuple[object, ...], float] = {}  # by node: quicker to look up
 

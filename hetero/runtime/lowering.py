@@ -34,16 +34,16 @@ from hetero.backends.protocol import (
 )
 from hetero.profiler.model_graph import Node
 from hetero.runtime.cache_calls import CacheCall
-from hetero.runtime.groups import NodeGroup
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
-from hetero.runtime.plan_book import Part, PlanBook, Span
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.schedule import Cost, Orders, in_order
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Item, Placed, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.calls import padded_size
+from hetero.solver.groups import NodeGroup
+from hetero.solver.placement import Part, Placement, Span
 from hetero.solver.plan import Phase, PlanError
 
 CHUNKS_KEPT: Final = 32
@@ -69,17 +69,13 @@ class Lowering:
 
     def __init__(
         self,
-        nodes: Iterable[Node],
-        book: PlanBook,
+        placement: Placement,
         kernels: KernelSet,
         pool: ActivationPool,
         devices: Devices,
         synchroniser: Synchroniser,
-        groups: Mapping[str, NodeGroup] | None = None,
     ) -> None:
-        self.nodes = list(nodes)
-        self.groups = dict(groups or {})
-        self.book = book
+        self.placement = placement
         self.kernels = kernels
         self.pool = pool
         self.devices = devices
@@ -140,7 +136,7 @@ class Lowering:
         """Bound once, whatever is in flight beside it, unless each step has graphs or copies of its
         own.
         """
-        if handover is not None or self.book.online:
+        if handover is not None or self.placement.online:
             return _Chunk(self, key, handover)
         if key not in self._chunks:
             self._chunks[key] = _Chunk(self, key, None)
@@ -183,12 +179,13 @@ class _Chunk:
             placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
 
     def _bind(self) -> None:
+        placement = self.lowering.placement
         inside: set[str] = set()  # nodes of groups that are placed
-        for node in self.lowering.nodes:
+        for node in placement.graph.nodes:
             if node.name in inside or (node.name == "lm_head" and not self.logit_rows):
                 continue
-            group = self.lowering.groups.get(node.name)
-            graph = None if group is None else group.ready(self.lowering.book, self.phase, self.m)
+            group = placement.groups.get(node.name)
+            graph = None if group is None else placement.fused(group, self.phase, self.m)
             if group is not None and graph is not None:
                 self._place(group.name, [self._group_item(group, graph)])
                 inside.update(member.name for member in group.nodes)
@@ -213,7 +210,7 @@ class _Chunk:
         return self.layout.get(slot, self._tensor(slot))
 
     def _other_item(self, node: Node) -> Item:
-        kind = self.lowering.book.rest(self.phase)
+        kind = self.lowering.placement.rest(self.phase)
         capabilities = self.devices[kind].capabilities
         reads, writes = self._slots(node, kind)
         operands: dict[str, Operand] = {}
@@ -239,7 +236,7 @@ class _Chunk:
 
     def _padded(self) -> int:
         """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
-        capabilities = self.devices[self.lowering.book.rest(self.phase)].capabilities
+        capabilities = self.devices[self.lowering.placement.rest(self.phase)].capabilities
         return padded_size(self.m, capabilities.graph_sizes if capabilities.static_shapes else ())
 
     def _group_item(self, group: NodeGroup, graph: int) -> Item:
@@ -278,10 +275,10 @@ class _Chunk:
         head = node.name == "lm_head"
         m = self.logit_rows if head else self.m
         first = self.m - m
-        book, kernels = self.lowering.book, self.lowering.kernels
+        placement, kernels = self.lowering.placement, self.lowering.kernels
         cells = [
             (part, rows, kernel)
-            for part in _split(node, book.parts(node, self.phase, m), self._static(), kernels)
+            for part in _split(node, placement.parts(node, self.phase, m), self._static(), kernels)
             for rows, kernel in kernels.matmuls(node, part)
         ]
         _check_spill(node, [part for part, _, _ in cells], m)

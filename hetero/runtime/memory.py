@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetero.backends.ops import OUTPUT_PORTS, MatMul
 from hetero.backends.protocol import Device, DeviceKind, takes_panels
-from hetero.backends.weights import packed_bytes
 from hetero.contexts.kv_cache import CacheLayout
 from hetero.errors import UserError
 from hetero.profiler.environment import memory_bytes
-from hetero.profiler.model_graph import Node
-from hetero.runtime.plan_book import PlanBook, Span
 from hetero.runtime.pool import Shape, nbytes_of
 from hetero.runtime.slots import SlotRef
+from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES
 
 
@@ -40,25 +37,13 @@ class Needs:
 def needs_of(
     slots: Mapping[SlotRef, Shape],
     layout: CacheLayout,
-    nodes: Iterable[Node],
-    book: PlanBook,
-    devices: Mapping[DeviceKind, Device],
+    placement: Placement,
 ) -> Needs:
-    """What the slots, a context and the plan's weights take. A row that two devices compute counts
-    twice, and one of a device whose graphs own their weights once for each graph size.
-    """
+    """What the slots, a context and the plan's weights take."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
-    weights = sum(
-        _rows_bytes(node.op, rows, devices[kind]) * _copies(node, devices[kind])
-        for node in nodes
-        if isinstance(node.op, MatMul)
-        for kind in devices
-        for spans in book.segments(node, kind).values()
-        for rows in spans
-    )
     return Needs(
         pool_bytes=sum(sizes),
-        weight_bytes=weights,
+        weight_bytes=sum(placement.weight_bytes.values()),
         context_bytes=layout.nbytes,
         largest_bytes=max(*sizes, layout.slot_bytes),
     )
@@ -110,15 +95,13 @@ def _lacking(needs: Needs, budget_bytes: int | None) -> str | None:
     return None
 
 
-def gathered_slots(
-    nodes: Iterable[Node], book: PlanBook, devices: Mapping[DeviceKind, Device]
-) -> dict[str, int]:
+def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -> dict[str, int]:
     """Slots that the control thread gathers, with their widths: outputs of cut matmuls where the
     device of the other operations does not read panels, or an operation takes none (attention
     right behind qkv, where positions are learned).
     """
-    nodes = list(nodes)
-    rests = {book.rest(phase) for phase in PHASES} & set(devices)
+    nodes = placement.graph.nodes
+    rests = {placement.rest(phase) for phase in PHASES} & set(devices)
     panels = all(devices[kind].capabilities.reads_panels for kind in rests)
     whole = {
         slot
@@ -129,27 +112,8 @@ def gathered_slots(
     return {
         node.slots["y"]: node.op.n
         for node in nodes
-        if isinstance(node.op, MatMul) and node.slots["y"] in whole and book.cuts_rows(node)
+        if isinstance(node.op, MatMul) and node.slots["y"] in whole and placement.cuts_rows(node)
     }
-
-
-def _copies(node: Node, device: Device) -> int:
-    """How often a device may come to hold the weights of a matmul: prompts of other lengths than
-    the plan lists use any graph that the device has, the output head always sees one token.
-    """
-    capabilities = device.capabilities
-    if capabilities.per_graph_size != "weights" or node.name == "lm_head":
-        return 1
-    return max(len(capabilities.graph_sizes), 1)
-
-
-def _rows_bytes(op: MatMul, rows: Span, device: Device) -> int:
-    """Bytes of a run of rows on a device: as stored, or as the device says of its own layout."""
-    count = rows[1] - rows[0]
-    own = device.capabilities.weight_bytes.get(op.weight_format)
-    if own is not None:
-        return math.ceil(own * count * op.k)
-    return packed_bytes(op.weight_format.storage, count, op.k)
 
 
 def _gib(nbytes: int) -> str:

@@ -456,9 +456,9 @@ def test_several_answers_read_their_prompt_once(one: LLM, own: bool) -> None:
     computed = [0]
     attempt = one.engine._attempt
 
-    def counted(context: Context, phase: Any, tokens: Any, rows: int) -> Any:
+    def counted(context: Context, phase: Any, tokens: Any, *others: Any) -> Any:
         computed[0] += len(tokens)
-        return attempt(context, phase, tokens, rows)
+        return attempt(context, phase, tokens, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one.engine, "_attempt", counted)

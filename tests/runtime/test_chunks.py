@@ -63,14 +63,12 @@ def chunked(engine: Engine, chunks: int) -> tuple[ActivationPool, Lowering]:
         engine.config,
         tokens=engine.pool.tokens,
         logit_rows=32,
-        gathered=gathered_slots(engine.nodes, engine.book, engine.devices),
+        gathered=gathered_slots(engine.placement, engine.devices),
         chunks=chunks,
     )
     pool = ActivationPool(shapes, engine.devices.get("npu") or engine.devices["gpu"])
     pool.map_to(engine.devices.values())
-    lowering = Lowering(
-        engine.nodes, engine.book, engine.kernels, pool, engine.devices, engine.synchroniser
-    )
+    lowering = Lowering(engine.placement, engine.kernels, pool, engine.devices, engine.synchroniser)
     return pool, lowering
 
 

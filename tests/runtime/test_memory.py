@@ -100,8 +100,7 @@ def test_a_devices_own_layout_counts_as_it_says(folder: str) -> None:
             4 * (rows[1] - rows[0]) * node.op.k
             for node in engine.nodes
             if isinstance(node.op, MatMul)
-            for spans in engine.book.segments(node, "npu").values()
-            for rows in spans
+            for rows, *_ in engine.placement.segments(node, "npu")
         )
     with make_engine(folder, plan, npu_bytes={WeightFormat.F32: 10.0}) as engine:
         assert engine.needs.weight_bytes == stored + mine // 4 * 6

@@ -374,7 +374,7 @@ def engine_of(folder: Path, seed: int) -> Engine:
 
 def lowering_of(engine: Engine) -> Lowering:
     return Lowering(
-        engine.nodes, engine.book, engine.kernels, engine.pool, engine.devices, engine.synchroniser
+        engine.placement, engine.kernels, engine.pool, engine.devices, engine.synchroniser
     )
 
 

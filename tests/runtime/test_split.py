@@ -238,7 +238,7 @@ def test_matmuls_apart(folder: Path, expected: Any, m: int | None) -> None:
     with make_engine(folder, plan, "real", "f32") as engine:
         qkv = next(node for node in engine.nodes if node.plan_op == "qkv")
         for tokens in (36, 37):
-            parts = engine.book.parts(qkv, "prefill", tokens)
+            parts = engine.placement.parts(qkv, "prefill", tokens)
             assert [part.kind for part in parts] == (
                 ["gpu"] if tokens != (m or tokens) else ["npu", "gpu", "npu"]
             )

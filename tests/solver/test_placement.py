@@ -7,10 +7,9 @@ import pytest
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Capabilities
 from hetero.models import open_model
-from hetero.models.graph import model_graph
-from hetero.profiler.model_graph import Node
-from hetero.runtime.plan_book import PlanBook
+from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.placement import Placement
 from hetero.solver.plan import OpPlan, Rest
 from tests.runtime.models import tiny_model
 
@@ -21,14 +20,19 @@ NPU = Capabilities(
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelGraph:
     folder = tiny_model(tmp_path_factory.mktemp("tiny"))
-    config = open_model(str(folder), weights="f32").weights.config
-    nodes = model_graph(config, WeightFormat.F32, capacity=64).nodes
-    return next(n for n in nodes if n.plan_op == "down")
+    return open_model(str(folder), weights="f32").spec()
 
 
-def book(node: Node, m: int | None, graph: int | None, phase: str = "prefill") -> PlanBook:
+def down_of(model: ModelGraph) -> Node:
+    return next(n for n in model.nodes if n.plan_op == "down")
+
+
+def placed(
+    model: ModelGraph, m: int | None, graph: int | None, phase: str = "prefill"
+) -> Placement:
+    node = down_of(model)
     n, k = node.op.n, node.op.k  # type: ignore[union-attr]
     tile = {"device": "npu", "tokens": (0, m), "rows": (0, n), "graph_size": graph}
     entry = OpPlan.model_validate(
@@ -36,7 +40,7 @@ def book(node: Node, m: int | None, graph: int | None, phase: str = "prefill") -
          "tiles": [tile]}
     )  # fmt: skip
     plan = ExecutionPlan(model="m", ops=(entry,), rest=Rest(prefill="npu", decode="npu"))
-    return PlanBook(plan, {"npu": NPU})
+    return Placement(plan, model, {"npu": NPU})
 
 
 @pytest.mark.parametrize(
@@ -52,12 +56,12 @@ def book(node: Node, m: int | None, graph: int | None, phase: str = "prefill") -
     ],
 )
 def test_a_prompts_graph(
-    node: Node, listed: int | None, graph: int | None, m: int, runs: int
+    model: ModelGraph, listed: int | None, graph: int | None, m: int, runs: int
 ) -> None:
-    (part,) = book(node, listed, graph).parts(node, "prefill", m)
+    (part,) = placed(model, listed, graph).parts(down_of(model), "prefill", m)
     assert (part.tokens, part.graph) == ((0, m), runs)
 
 
-def test_verified_tokens_take_the_smallest_graph(node: Node) -> None:
-    (part,) = book(node, 1, 1, "decode").parts(node, "decode", 5)
+def test_verified_tokens_take_the_smallest_graph(model: ModelGraph) -> None:
+    (part,) = placed(model, 1, 1, "decode").parts(down_of(model), "decode", 5)
     assert (part.tokens, part.graph) == ((0, 5), 8)

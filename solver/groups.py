@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.profiler.model_graph import Node
-from hetero.runtime.plan_book import PlanBook
-from hetero.solver.plan import FusedGroup, Phase
+from hetero.solver.plan import FusedGroup
 
 
 @dataclass(frozen=True)
@@ -24,22 +23,10 @@ class NodeGroup:
     group: Group
     fixed: dict[str, str]
 
-    def ready(self, book: PlanBook, phase: Phase, m: int) -> int | None:
-        """Token count of the graph if the plan has all of it, whole, on the NPU; else None."""
-        if book.rest(phase) != "npu":
-            return None
-        counts = set()
-        for node in self.nodes:
-            if node.plan_op is None:
-                continue
-            parts = book.parts(node, phase, m)
-            rows = (0, getattr(node.op, "n", 0))
-            part = parts[0]
-            plain = part.order == "plain" and part.precision is None
-            if len(parts) != 1 or part.kind != "npu" or part.rows != rows or not plain:
-                return None
-            counts.add(part.graph)
-        return counts.pop() if len(counts) == 1 else None
+    @property
+    def matmuls(self) -> tuple[Node, ...]:
+        """Its nodes that a plan places."""
+        return tuple(node for node in self.nodes if node.plan_op is not None)
 
 
 def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
