@@ -22,8 +22,11 @@ from hetero.backends.memory import HostBuffer
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape
 from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
+from hetero.models import LoadedModel
+from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
 from hetero.runtime.program import AHEAD, RUN, SUBMIT, WAIT
+from hetero.solver.execution_plan import ExecutionPlan
 
 MIB = 2**20
 _CONTEXTS: weakref.WeakKeyDictionary[Engine, Context] = weakref.WeakKeyDictionary()
@@ -116,10 +119,24 @@ def context_of(engine: Engine) -> Context:
     return _CONTEXTS[engine]
 
 
+def open_engine(plan: ExecutionPlan, loaded: LoadedModel, longest: int, **options: Any) -> Engine:
+    """An engine on the devices that the plan names; `options` are `Engine`'s."""
+    kinds = plan.devices()
+    opened = open_devices("hetero" if len(kinds) == 2 else next(iter(kinds)))
+    core = opened.control_core
+    return Engine(
+        loaded.weights, plan, opened.devices, max_seq_len=longest, control_core=core, **options
+    )
+
+
+def token_ids(count: int, vocabulary: int) -> list[int]:
+    """Random ones, the same every time."""
+    return np.random.default_rng(0).integers(3, vocabulary, count).tolist()  # type: ignore[no-any-return]
+
+
 def run_prompt(engine: Engine, m: int) -> float:
-    """Seconds of a prompt of m tokens, the same ones every time."""
-    prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
-    context = context_of(engine)
+    """Seconds of a prompt of m tokens."""
+    prompt, context = token_ids(m, engine.config.vocab_size), context_of(engine)
     context.truncate(0)
     return timed(lambda: engine.prefill(context, prompt))
 
@@ -130,8 +147,8 @@ def run_steps(engine: Engine, tokens: int, before: int) -> list[float]:
     context.truncate(min(before, len(context)))
     if len(context) < before:
         engine.prefill(context, [5] * (before - len(context)))
-    drawn = np.random.default_rng(0).integers(3, engine.config.vocab_size, tokens)
-    return [timed(lambda token=int(token): engine.decode(context, token)) for token in drawn]  # type: ignore[misc]
+    drawn = token_ids(tokens, engine.config.vocab_size)
+    return [timed(lambda token=token: engine.decode(context, token)) for token in drawn]  # type: ignore[misc]
 
 
 class Span(NamedTuple):
