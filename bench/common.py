@@ -9,16 +9,18 @@ import statistics
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import typer
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import HostBuffer
+from hetero.backends.protocol import DeviceKind
 from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape
 from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
@@ -32,7 +34,10 @@ MIB = 2**20
 _CONTEXTS: weakref.WeakKeyDictionary[Engine, Context] = weakref.WeakKeyDictionary()
 DATA = Path(__file__).parent / "data"
 LLAMA = "random:llama-3.2-1b"
+KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
+CONTEXT = 256  # of decoding
 
+Key = TypeVar("Key")
 Lengths = Annotated[str, typer.Option("-p", help="tokens of prompts, such as 256,1024")]
 Prompt = Annotated[int, typer.Option("-p", help="tokens of the prompt")]
 Tokens = Annotated[int, typer.Option("-n", help="tokens that are decoded, one by one")]
@@ -45,6 +50,13 @@ def new_app(about: str | None) -> typer.Typer:
     return typer.Typer(
         help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
+
+
+def one_command(command: Callable[..., None], **settings: bool) -> typer.Typer:
+    """An application of one command; `settings` are those of its Click context."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings=dict(settings))(command)
+    return app
 
 
 def integers(text: str) -> list[int]:
@@ -77,10 +89,10 @@ def finish(*notes: str) -> None:
 
 
 def in_turns(
-    contenders: Mapping[str, Callable[[], float | Mapping[str, float]]], rounds: int, warm: int = 1
-) -> dict[str, list[Any]]:
+    contenders: Mapping[Key, Callable[[], float]], rounds: int, warm: int = 1
+) -> dict[Key, list[float]]:
     """What every contender answers in each round, without the rounds that warm up."""
-    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    found: dict[Key, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + warm):
         for name, measure in contenders.items():
             value = measure()
@@ -169,6 +181,16 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """How long it took."""
         return self.end_s - self.start_s
+
+
+@contextmanager
+def timing(engine: Engine) -> Iterator[None]:
+    """The devices of an engine keep their calls' times."""
+    for device in engine.devices.values():
+        device.set_timing(True)
+    yield
+    for device in engine.devices.values():
+        device.set_timing(False)
 
 
 def timeline(engine: Engine) -> list[Span]:

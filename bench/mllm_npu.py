@@ -41,7 +41,10 @@ from hetero.solver.strategy_plans import strategy_plan
 app = new_app(__doc__)
 OTHER_LENGTHS = 5  # that are planned anew
 CLAIMS = tomllib.loads((DATA / "mllm_npu.toml").read_text(encoding="utf-8"))
-HEAD = "prefill|s (median)|min|max|time × {}|NPU idle|same logits|ms to plan another length (median)|max"
+HEAD = (
+    "prefill|s (median)|min|max|time × {}|NPU idle|same logits|"
+    "ms to plan another length (median)|max"
+)
 
 
 class Variant:
@@ -74,24 +77,26 @@ class Variant:
             self.planned_s.append(timed(lambda: engine.step(context, "prefill", *last)))
 
 
-def compare(variants: dict[str, Variant], tokens: int, rounds: int, claims: Sequence[str]) -> None:
-    """Run all in turns, print them over the first one, and the paper's words."""
+def compare(variants: dict[str, Variant], tokens: int, rounds: int, claims: Sequence[str]) -> bool:
+    """Run all in turns, print them over the first one, and the paper's words; whether all have the
+    same logits, bit for bit.
+    """
     found = in_turns({name: one.run for name, one in variants.items()}, rounds)
     for less in range(1, OTHER_LENGTHS + 1):
         for one in variants.values():
             one.plan(tokens - less)
     (base, first), *_ = variants.items()
     rows = []
+    same = {name: np.array_equal(one.logits, first.logits) for name, one in variants.items()}
     for name, one in variants.items():
         ratio = statistics.median(np.divide(found[name], found[base]).tolist())
-        idle = f"{statistics.median(one.idle[1:]):.1%}"
-        same = "yes" if np.array_equal(one.logits, first.logits) else "NO"
-        planned = spread(one.planned_s, 1e3, 1)
-        rows.append(
-            [name, *spread(found[name], digits=3), f"{ratio:.3f}", idle, same, planned[0], planned[2]]
-        )
+        shown = [f"{ratio:.3f}", f"{statistics.median(one.idle[1:]):.1%}"]
+        planned, _, longest = spread(one.planned_s, 1e3, 1)
+        answer = "yes" if same[name] else "NO"
+        rows.append([name, *spread(found[name], digits=3), *shown, answer, planned, longest])
     table(HEAD.format(base), rows)
     finish(*claims)
+    return all(same.values())
 
 
 @app.callback()
@@ -125,9 +130,10 @@ def order(
     }
     windowed = variants["best"].engine.window
     print(f"measured; {model} {weights}, {p} tokens in calls of {chunk}, {windowed} in flight\n")
-    compare(variants, p, rounds, CLAIMS["order"])
+    same = compare(variants, p, rounds, CLAIMS["order"])
     for one in variants.values():
         one.engine.close()
+    raise typer.Exit(not same)
 
 
 if __name__ == "__main__":
