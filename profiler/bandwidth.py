@@ -16,7 +16,8 @@ from hetero.backends.protocol import Completion, DeviceKind
 from hetero.profiler.grid import Shape, Task
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import Bandwidth, Contention, Phase
-from hetero.profiler.workload import Runner, Workload, see
+from hetero.profiler.timing import poll_until_done
+from hetero.profiler.workload import Runner, Workload
 
 # m, n, k: a weight larger than any private cache for decode; compute-bound for prefill.
 SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
@@ -118,7 +119,7 @@ def measure_restart(workload: Workload, weight_format: WeightFormat, *, rounds: 
             for call in npu.lead:
                 call.run()
             if restarted:
-                see(_submit(gpu, SUBMISSIONS)[-1], clock)
+                poll_until_done(_submit(gpu, SUBMISSIONS)[-1], clock)
             start_s = clock.now()
             npu.calls[copy].run()
             found.append(clock.now() - start_s)

@@ -15,7 +15,7 @@ from hetero.backends.host.affinity import assign_cores
 from hetero.backends.memory import HostBuffer
 from hetero.models import open_model
 from hetero.placement.device_set import open_devices
-from hetero.profiler.workload import cold_bytes
+from hetero.profiler.timing import cold_bytes
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 
