@@ -57,10 +57,13 @@ class Allowed(NamedTuple):
 
 
 class CostModel:
-    """Answers from one profile. Cheap to make; immutable but for what it remembers."""
+    """Answers from one profile. Cheap to make; immutable but for what it remembers. Without
+    `graph_order` a larger graph may be faster wherever its predictor says so.
+    """
 
-    def __init__(self, profile: DeviceProfile) -> None:
+    def __init__(self, profile: DeviceProfile, *, graph_order: bool = True) -> None:
         self.profile = profile
+        self.graph_order = graph_order
         self._matmuls: dict[Kernel, MatMulPredictor] = {
             (p.device, p.weight_format, p.order): p for p in profile.predictors
         }
@@ -79,7 +82,7 @@ class CostModel:
 
     def with_profile(self, profile: DeviceProfile) -> CostModel:
         """The same for another profile, such as one with other graphs."""
-        return CostModel(profile)
+        return CostModel(profile, graph_order=self.graph_order)
 
     def device(self, device: DeviceKind) -> DeviceRecord:
         """The device's record. Raises `ProfileError` if the profile has none of that kind."""
@@ -352,7 +355,7 @@ class CostModel:
     ) -> list[tuple[int, predict.Bools]]:
         """Smaller graphs, and which of the token counts [S] take at least as long as each."""
         graphs = record.capabilities.graph_sizes if record.capabilities.static_shapes else ()
-        if not graphs or predictor.model is not None:
+        if not graphs or predictor.model is not None or not self.graph_order:
             return []
         kernel = (predictor.device, predictor.weight_format, predictor.order)
         if kernel not in self._orders:

@@ -10,20 +10,19 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 import numpy as np
 
 from hetero.profiler.predict import Bools, Floats
 from hetero.profiler.records import MatMulRow
 
-FASTER: Final = 0.05  # from which a measured difference counts
-
 
 class GraphOrder:
-    """One kernel's rows: for which token counts a larger graph may be faster."""
+    """One kernel's rows: for which token counts a larger graph may be faster, which is where the
+    median of its shapes is so by `faster` or more.
+    """
 
-    def __init__(self, rows: Iterable[MatMulRow]) -> None:
+    def __init__(self, rows: Iterable[MatMulRow], faster: float = 0.05) -> None:
         by_shape: dict[tuple[int, int], dict[int, float]] = {}
         for row in rows:
             by_shape.setdefault((row.n, row.k), {})[row.m] = row.seconds
@@ -34,7 +33,7 @@ class GraphOrder:
                 for large in (m for m in times if m > small):
                     ratios.setdefault((small, large), []).append(times[large] / times[small])
         self._faster = {
-            pair for pair, found in ratios.items() if statistics.median(found) < 1 - FASTER
+            pair for pair, found in ratios.items() if statistics.median(found) < 1 - faster
         }
 
     def may_be_faster(self, small: float, large: float) -> bool:

@@ -44,6 +44,7 @@ class Settings:
     ci          stop when the relative half-width of the median's 95 % interval is below this
     least, most samples of a task
     task_s      time after which a task stops although it has not converged
+    scaled      whether samples are held against the reference kernels (else: as they were timed)
     drift       change of the reference within a task from which it is measured again
     disturbed   share of a sample during which our threads may wait for a core
     """
@@ -52,6 +53,7 @@ class Settings:
     least: int = 5
     most: int = 25
     task_s: float = 2.0
+    scaled: bool = True
     drift: float = 0.10
     disturbed: float = 0.02
 
@@ -229,7 +231,7 @@ class Meter:
     def _sample(self, entry: Progress, reference: float) -> None:
         start_s = self.clock.now()
         sample = self._timed(entry.runner)
-        sample.reference = reference
+        sample.reference = reference if self.settings.scaled else 1.0
         entry.samples.append(sample)
         entry.spent_s += self.clock.now() - start_s
 

@@ -29,7 +29,8 @@ from hetero.backends.protocol import (
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import ROW_BLOCK
 from hetero.profiler import canary
-from hetero.profiler.fit import fit_nonnegative
+from hetero.profiler.fit import DEFAULT as DEFAULT_FITTING
+from hetero.profiler.fit import Fitting, fit_nonnegative
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
 from hetero.profiler.records import (
@@ -481,7 +482,7 @@ def sizes_of(op: Op) -> dict[str, int]:
 
 
 def fit_others(
-    rows: Iterable[tuple[OtherRow, Op]], own: Iterable[Op] = ()
+    rows: Iterable[tuple[OtherRow, Op]], own: Iterable[Op] = (), fitting: Fitting = DEFAULT_FITTING
 ) -> tuple[OtherPredictor, ...]:
     """One predictor for each device and kind of operation: non-negative weights of its work.
 
@@ -493,7 +494,8 @@ def fit_others(
         groups.setdefault((row.device, row.op), []).append((row, op))
     known = [sizes_of(op) for op in own]
     return tuple(
-        _fit_one(kind, name, found, known) for (kind, name), found in sorted(groups.items())
+        _fit_one(kind, name, found, known, fitting)
+        for (kind, name), found in sorted(groups.items())
     )
 
 
@@ -502,15 +504,17 @@ def _fit_one(
     name: str,
     rows: list[tuple[OtherRow, Op]],
     own: Sequence[dict[str, int]],
+    fitting: Fitting,
 ) -> OtherPredictor:
     terms = [work(op, row.m, row.context) for row, op in rows]
     columns = np.asarray([list(term.values()) for term in terms])
     seconds = np.asarray([row.seconds for row, _ in rows])
     few = np.asarray([row.m <= DECODE_TOKENS for row, _ in rows])
     sides = [few, ~few]
-    if min(side.sum() for side in sides) < columns.shape[1]:  # too few rows for two fits
+    enough = min(side.sum() for side in sides) >= columns.shape[1]  # rows for two fits
+    if not (fitting.few_apart and enough):
         sides = [np.ones_like(few)]
-    weight = np.asarray([8.0 if row.sizes in own else 1.0 for row, _ in rows])
+    weight = np.asarray([fitting.own_weight if row.sizes in own else 1.0 for row, _ in rows])
     fits = [fit_nonnegative(columns[side], seconds[side], weight[side]) for side in sides]
     named = [dict(zip(terms[0], found.tolist(), strict=True)) for found in fits]
     predicted = np.empty_like(seconds)
