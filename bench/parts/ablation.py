@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
-import numpy as np
 import typer
 from common import finish, table
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Op
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler import fit
+from hetero.profiler import active, fit
 from hetero.profiler.cost import CostModel
-from hetero.profiler.fit import Fitting
+from hetero.profiler.fit import DEFAULT, Fitting
+from hetero.profiler.grid import Task
 from hetero.profiler.other_ops import BLOCKS, fit_others, reference_ops, sizes_of
 from hetero.profiler.predict import op_name, other_s
-from hetero.profiler.records import DeviceProfile, MatMulRow, OtherRow, Phase, typical
+from hetero.profiler.records import DeviceProfile, MatMulRow, OtherRow, Phase, phase_of, typical
 from hetero.profiler.stats import relative_errors
-from parts.accuracy import GROUPS, quarter_of
+from parts.accuracy import GROUPS, predicted, quarter_of
 
-Errors = dict[tuple[DeviceKind, Phase], float]
-Timed = tuple[OtherRow, Op]
+Errors: TypeAlias = dict[tuple[DeviceKind, Phase], float]
+Timed: TypeAlias = tuple[OtherRow, Op]
+Key: TypeAlias = tuple[str, str, str, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,10 @@ class Variant:
     `means` that of a row's median to a mean; `trees` may be chosen.
     """
 
-    fitting: Fitting = Fitting()
+    fitting: Fitting = DEFAULT
     drift: bool = True
     means: bool = True
     trees: bool = False
-    graph_order: bool = True
 
     def rows(self, profile: DeviceProfile) -> list[MatMulRow]:
         """A profile's rows without the corrections that are switched off."""
@@ -55,8 +56,7 @@ class Variant:
     def cost(self, profile: DeviceProfile, rows: Sequence[MatMulRow]) -> CostModel:
         """Predictors of these rows."""
         found = fit.fit_all(profile.devices, rows, validate=self.trees, fitting=self.fitting)
-        update = {"predictors": found, "matmuls": tuple(rows)}
-        return CostModel(profile.model_copy(update=update), graph_order=self.graph_order)
+        return CostModel(profile.model_copy(update={"predictors": found}))
 
 
 ALL: Final = Variant()
@@ -66,7 +66,6 @@ MATMULS: Final[Mapping[str, Variant]] = {
     "ridge": Variant(fitting=Fitting(ridge=0.0)),
     "level": Variant(fitting=Fitting(level_shrink=math.inf)),
     "shy terms": Variant(fitting=Fitting(shy=0.0)),
-    "graph order": Variant(graph_order=False),
     "drift": Variant(drift=False),
     "means": Variant(means=False),
 }
@@ -76,24 +75,20 @@ OTHERS: Final[Mapping[str, Fitting]] = {
 }
 
 
-def predicted(cost: CostModel, rows: Sequence[MatMulRow]) -> list[float]:
-    """Seconds of rows, as the solver asks for them."""
-    return [
-        float(
-            cost.table_s(
-                row.device,
-                row.weight_format,
-                np.asarray([float(row.m)]),
-                np.asarray([float(row.n)]),
-                row.k,
-                row.order,
-            )[0, 0]
-        )
-        for row in rows
-    ]
+def known_rows(profile: DeviceProfile) -> dict[str, set[Key]]:
+    """Keys of the rows that predict all others: those that a profile starts with; a quarter of
+    them, chosen as the profiler would; those of one k, as of a model with few shapes.
+    """
+    tasks = [Task(r.device, r.weight_format, r.order, r.m, r.n, r.k) for r in profile.matmuls]
+    k, _ = Counter(row.k for row in profile.matmuls).most_common(1)[0]
+    return {
+        "a start": {task.key for task in active.first_tasks(tasks)},
+        "a quarter": {row.key for row in quarter_of(profile)},
+        f"k = {k}": {row.key for row in profile.matmuls if row.k == k},
+    }
 
 
-def errors(profile: DeviceProfile, variant: Variant, known: set[tuple[object, ...]]) -> Errors:
+def errors(profile: DeviceProfile, variant: Variant, known: set[Key]) -> Errors:
     """Mean relative error by device and phase: of every (n, k) pair, each left out of a fit in
     turn, or where some keys are `known` of all other rows.
     """
@@ -106,21 +101,35 @@ def errors(profile: DeviceProfile, variant: Variant, known: set[tuple[object, ..
     for kept in splits:
         cost = variant.cost(profile, [row for row, keep in zip(rows, kept, strict=True) if keep])
         out = [row for row, keep in zip(rows, kept, strict=True) if not keep]
-        judged += zip(out, predicted(cost, out), strict=True)
-    return {
-        group: relative_errors(
-            [seconds for row, seconds in judged if (row.device, row.phase) == group],
-            [row.seconds for row, _ in judged if (row.device, row.phase) == group],
-        )[0]
-        for group in GROUPS
-    }
+        judged += zip(out, each_predicted(cost, out), strict=True)
+    return by_group(judged)
+
+
+def each_predicted(cost: CostModel, rows: Sequence[MatMulRow]) -> list[float]:
+    """Seconds of rows of any kernels."""
+    kernels = dict.fromkeys((row.device, row.weight_format) for row in rows)
+    seconds = {}
+    for kernel in kernels:
+        own = [row for row in rows if (row.device, row.weight_format) == kernel]
+        keys = [row.key for row in own]
+        seconds |= dict(zip(keys, predicted(cost, own, kernel[0]).tolist(), strict=True))
+    return [seconds[row.key] for row in rows]
+
+
+def by_group(judged: Sequence[tuple[MatMulRow | OtherRow, float]]) -> Errors:
+    """Mean relative error of rows and their predictions, by device and phase."""
+    found: Errors = {}
+    for group in GROUPS:
+        own = [(s, row.seconds) for row, s in judged if (row.device, phase_of(row.m)) == group]
+        found[group] = relative_errors(*zip(*own, strict=True))[0]
+    return found
 
 
 def moved(profile: DeviceProfile, variant: Variant) -> float:
     """By how much predictions of the measured shapes change, on average."""
     rows = list(profile.matmuls)
     (before, after) = (
-        predicted(each.cost(profile, each.rows(profile)), rows) for each in (ALL, variant)
+        each_predicted(each.cost(profile, each.rows(profile)), rows) for each in (ALL, variant)
     )
     return relative_errors(after, before)[0]
 
@@ -134,8 +143,7 @@ def matmuls(names: Sequence[str]) -> Iterable[list[object]]:
     """Rows of the table of matmuls: the error with all corrections, then without each."""
     for name in names:
         profile = DeviceProfile.load(name)
-        for part in ("all", "a quarter"):
-            known = {row.key for row in quarter_of(profile)} if part != "all" else set()
+        for part, known in ({"all": set()} | known_rows(profile)).items():
             base = errors(profile, ALL, known)
             yield [name, part, "none", "-", *(f"{100 * base[group]:.2f}" for group in GROUPS)]
             variants = dict(MATMULS)
@@ -167,14 +175,7 @@ def other_errors(rows: Sequence[Timed], fitting: Fitting, own: Sequence[Op]) -> 
             kept = [x for x in alike if x[0].device == row.device]
             (predictor,) = fit_others(kept, own, fitting)
             judged.append((row, other_s(predictor, op, row.m, row.context)))
-    phases = {"decode": lambda m: m <= 8, "prefill": lambda m: m > 8}
-    return {
-        (kind, phase): relative_errors(
-            [s for row, s in judged if row.device == kind and phases[phase](row.m)],
-            [row.seconds for row, _ in judged if row.device == kind and phases[phase](row.m)],
-        )[0]
-        for kind, phase in GROUPS
-    }
+    return by_group(judged)
 
 
 def others(names: Sequence[str]) -> Iterable[list[object]]:
@@ -198,8 +199,8 @@ def ablate(
 ) -> None:
     """Errors of predictions with each of the profiler's corrections switched off.
 
-    Matmuls: every (n, k) pair is left out in turn; then a quarter of the rows, chosen as the
-    profiler would, predicts the others. Nothing is measured.
+    Matmuls: every (n, k) pair is left out in turn; then some of the rows predict all others.
+    Nothing is measured.
     """
     names = profile or ["host", "host-avx2"]
     groups = "|".join(f"{kind} {phase}" for kind, phase in GROUPS)
