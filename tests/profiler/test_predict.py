@@ -35,7 +35,6 @@ from tests.profiler.fakes import (
     knots,
     npu_cost,
     record,
-    row,
     rows_of,
     sizes,
 )
@@ -258,31 +257,6 @@ def test_a_table_has_the_times_of_its_pairs(kind: DeviceKind, cut: tuple[int, ..
     pairs = [x.ravel() for x in np.meshgrid(m, n, indexing="ij")]
     expected = predict.predict(predictor, device, *pairs, np.full(len(pairs[0]), 768.0))
     np.testing.assert_allclose(table.ravel(), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("measured", "expected"),
-    [
-        ({1: 4.0, 8: 5.0}, [4, 4, 5, 5]),  # 2 tokens were not measured: noise
-        ({1: 4.0, 2: 2.0, 8: 5.0}, [4, 2, 5, 5]),  # they were, and are faster
-        ({1: 4.0, 2: 3.9, 8: 5.0}, [4, 4, 5, 5]),  # as fast: the smaller graph will do
-        ({1: 4.0, 8: 2.0}, [4, 2, 5, 5]),  # 2 lies between counts that show it
-    ],
-)
-def test_a_larger_graph_is_only_faster_where_that_was_measured(
-    measured: dict[int, float], expected: list[float]
-) -> None:
-    line = knots((1, 4e-6), (2, 2e-6), (8, 5e-6))
-    shapes = ShapeRange(m=(1, 8), n=(1, 9), k=(1, 9))
-    predictor = MatMulPredictor(device="npu", weight_format=W4, knots=line, measured=shapes)
-    rows = [row("npu", m, 512, 512, seconds) for m, seconds in measured.items()]
-    npu = record("npu", static_shapes=True, graph_sizes=(1, 2, 8))
-    found = DeviceProfile(
-        name="t", created="", hetero_version="", devices={"npu": npu},
-        predictors=(predictor,), matmuls=tuple(rows),
-    )  # fmt: skip
-    table = CostModel(found).table_s("npu", W4, np.asarray([1.0, 2, 3, 8]), np.ones(1), 1)
-    assert (1e6 * table[:, 0]).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("model", [NPU_ARRAY, GPU_SHADER], ids=["npu", "gpu"])
