@@ -1,9 +1,10 @@
 """MatMul on OpenCL: kernels for a CPU's vector unit (PoCL) and for real GPUs.
 
 Both read the packed weights in place (`hetero.backends.weights`). On a CPU a work-item packs x into
-tiles of a few tokens (as int8 codes for `w4a8` and `w8a8`, and for `w4a16` where two planes of them are faster
-than floats; one token of floats needs none of it) and multiplies its share of the rows. On a GPU a
-work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles above.
+tiles of a few tokens (as int8 codes for `w4a8` and `w8a8`, and for `w4a16` where two planes of them
+are faster than floats; one token of floats needs none of it) and multiplies its share of the rows.
+On a GPU a work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles
+above.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def simt_launches(
 ) -> list[Launch]:
     """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
     tensors = tensors_of(operands)
-    op, device, splits = plan.op, plan.device, tuning.splits
+    op, splits = plan.op, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
     program = _simt_program(plan, tokens=tokens, splits=splits)
     launches: list[Launch] = []

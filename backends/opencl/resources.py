@@ -28,8 +28,9 @@ class Resources(Device):
     `copies` counts copies enqueued for tensors, which stays 0 on unified memory. `coherent`: host
     and device see each other's writes without mapping (see `calls`). `half` is fp16 arithmetic: 1
     where a GPU has it, 0 elsewhere (a processor's is slower than its float32), 2 emulated (tests
-    set it). `rounded_division`: float32 quotients can be had correctly rounded. `specialised` lists the launches that were warmed up. `clock_offset_s` is the host's
-    clock less the device's, None while commands are not timed.
+    set it). `rounded_division`: float32 quotients can be had correctly rounded. `specialised` lists
+    the launches that were warmed up. `clock_offset_s` is the host's clock less the device's, None
+    while commands are not timed.
     """
 
     def __init__(

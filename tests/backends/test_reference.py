@@ -107,7 +107,7 @@ def test_rope_rotates_pairs_of_half_a_head_apart() -> None:
     np.testing.assert_array_equal(out[:, 8:], tensors["qkv"].array[:, 8:])
 
 
-@pytest.mark.parametrize("weight_format", [f for f in WeightFormat if f is not WeightFormat.W4A8])
+@pytest.mark.parametrize("weight_format", [f for f in WeightFormat if f.activations.are_floats])
 def test_matmul_uses_the_stored_weight(weight_format: WeightFormat) -> None:
     tensors, weights = run(ops.MatMul(n=17, k=45, weight_format=weight_format, bias=True), 3)
     stored = weights["weight"].dequantize().astype(np.float64)  # type: ignore[attr-defined]
