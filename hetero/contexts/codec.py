@@ -174,7 +174,8 @@ class ChunkCodec:
         """[L, 2, G, T or 1, 1] of the amplitudes of `_measured`."""
         count = len(amplitudes)
         if not self._by_token:  # of the keys, then of the values
-            return amplitudes.reshape(count, 2, self.heads, 1, 1)
+            spread: Array = amplitudes.reshape(count, 2, self.heads, 1, 1)
+            return spread
         keys, others = amplitudes[:, : self.heads], amplitudes[:, self.heads :]
         spread = np.empty((count, 2, self.heads, tokens, 1), np.float32)
         spread[:, 0] = keys.reshape(count, self.heads, 1, 1)
@@ -209,7 +210,8 @@ def relative_errors(codec: ChunkCodec, values: Array) -> dict[int, float]:
 def _packed2(codes: Array) -> Array:
     """Codes of two bits [L, n], four in a byte."""
     first, second, third, fourth = (codes[:, i::4] for i in range(4))
-    return first | (second << 2) | (third << 4) | (fourth << 6)
+    packed: Array = first | (second << 2) | (third << 4) | (fourth << 6)
+    return packed
 
 
 def _unpacked2(packed: Array) -> Array:

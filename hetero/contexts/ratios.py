@@ -2,8 +2,8 @@
 
 `least_error` minimises the expected error sum(D_i · e(b_i)) for a number of bytes; D_i is a
 chunk's information density (LLMS, equation 1), e(b) the model's measured relative error at b bits.
-`paper` is the paper's rule to the letter (equations 2 and 3): it maximises sum(D_i / ratio_i), which
-favours giving dense chunks few bits; it is here to be compared with.
+`paper` is the paper's rule to the letter (equations 2 and 3): it maximises sum(D_i / ratio_i),
+which favours giving dense chunks few bits; it is here to be compared with.
 """
 
 from __future__ import annotations

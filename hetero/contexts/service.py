@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -28,7 +29,6 @@ from hetero.contexts.compression import Compression, KvBits
 from hetero.contexts.conversation import Conversation
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.eviction import Policy
-from hetero.contexts.layer_gate import LoadError
 from hetero.contexts.measured import (
     measure_channels,
     measure_decoding,
@@ -45,7 +45,6 @@ from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Piece
 from hetero.placement.planning import parse_size
 
-TRIES: Final = 4  # of a call whose chunks cannot be read
 WORKSPACE_CHUNKS: Final = 4  # raw chunks that encoding and decoding take
 
 
@@ -321,35 +320,23 @@ class AppContext:
         with service._turn.taken():
             self._check()
             whole, messages = self._whole(prompt, options)
-            faults = 0
-            for attempt in range(TRIES):
-                try:
-                    yield from self._attempt(whole, options, results)
-                    break
-                except LoadError:
-                    faults += service._working.fault()
-                    if attempt == TRIES - 2:  # a disk that keeps failing: the text alone
-                        self._held.chunks, lost = [], self._held.chunks
-                        service._working.release(lost)
-            assert self.last_switch is not None
-            self.last_switch.faults = faults
+            run = partial(self._run, whole, options, results)
+            yield from service._working.answering(self._held, whole, run)
             said = [*messages, {"role": "assistant", "content": results[0].text}]
             self._log.append(service._active.tokens, said if text.chat else ())
             self._leave()
 
-    def _attempt(
-        self, whole: list[int], options: dict[str, Any], results: list[GenerationResult]
+    def _run(
+        self,
+        whole: list[int],
+        options: dict[str, Any],
+        results: list[GenerationResult],
+        switch: Switch,
     ) -> Iterator[Piece]:
-        service = self.app.service
-        active, chat = service._active, self._log.text.chat
-        with service._working.entered(self._held, whole) as switch:
-            self.last_switch = switch
-            gate = active.gate
-            with service.llm.stream(
-                whole, context=active, reuse=True, chat=chat, **options
-            ) as answer:
-                yield from answer
-            switch.waited_s = 0.0 if gate is None else gate.waited_s
+        service, self.last_switch = self.app.service, switch
+        options = options | {"context": service._active, "reuse": True, "chat": self._log.text.chat}
+        with service.llm.stream(whole, **options) as answer:
+            yield from answer
         results.append(answer.result())
 
     def _leave(self) -> None:
@@ -362,14 +349,33 @@ class AppContext:
         """Tokens of the text with the prompt; the messages, of a chat."""
         service, text = self.app.service, self._log.text
         if text.chat:
-            talk = Conversation(service.llm, context=service._active)
             asked = [*text.messages, {"role": "user", "content": prompt}]
-            return talk.fitting(asked, int(options.get("max_tokens", 1))), asked
+            answer = int(options.get("max_tokens", 1))
+            tokens = self._going_on(asked)
+            if not tokens or len(tokens) + answer > service.llm.max_seq_len:
+                tokens = Conversation(service.llm, context=service._active).fitting(asked, answer)
+            return tokens, asked
         tokens = service.llm.encode(prompt)
         start = service.llm.model.tokenizer.bos_id
         if text.tokens and len(tokens) > 1 and tokens[0] == start:
             tokens = tokens[1:]
         return [*text.tokens, *tokens], []
+
+    def _going_on(self, asked: list[Any]) -> list[int]:
+        """The text so far, with its answers as the model made them, then what the template puts
+        behind an answer: a text that is told anew from its messages often has other tokens.
+
+        That is where two conversations that differ in the last answer alone are equal again.
+        """
+        if len(asked) < 3 or asked[-2]["role"] != "assistant":
+            return []
+        one, other = (
+            self.app.service.llm.encode_chat([*asked[:-2], {**asked[-2], "content": x}, asked[-1]])
+            for x in ("0", "z")
+        )
+        pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
+        count = next((i for i, (a, b) in pairs if a != b), 0)
+        return [*self.tokens, *one[-count:]] if count else []
 
     def _find(self, places: dict[bytes, Any]) -> None:
         """Its chunks, and where they lie on the disk since before."""

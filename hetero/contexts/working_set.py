@@ -13,10 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from hetero.contexts.chunk_files import ChunkError, ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
@@ -26,6 +25,9 @@ from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
 from hetero.contexts.swap_out import Job, SwapOut
+
+T = TypeVar("T")
+TRIES: Final = 4  # of a call whose chunks cannot be read
 
 
 class Active(Protocol):
@@ -129,16 +131,32 @@ class WorkingSet:
         self._settle_reading()
         self._thread.shutdown()
 
-    @contextmanager
-    def entered(self, held: Held, tokens: Sequence[int]) -> Iterator[Switch]:
-        """A block in which the active context holds the beginning of a whole text, to go on from;
-        its chunks stay in memory. Raises what `prefill` does; `LoadError` may come from the first
-        call in the block, which is then to be tried again.
+    def answering(
+        self, held: Held, tokens: Sequence[int], run: Callable[[Switch], Iterator[T]]
+    ) -> Iterator[T]:
+        """What `run` yields where the active context holds the beginning of a whole text, to go on
+        from; the text's chunks stay in memory meanwhile.
+
+        Where a chunk cannot be read `run` is begun again without it; its first step meets that
+        before anything is yielded. Raises what `run` and `prefill` do.
         """
-        chunks = [c for c in held.chunks if tuple(tokens[c.start : c.stop]) == c.tokens]
-        with self._memory.pinned(chunks):
-            yield self._enter(held, tokens, chunks)
-            self._settle_reading()
+        for attempt in range(TRIES):
+            last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
+            known = [c for c in held.chunks if tuple(tokens[c.start : c.stop]) == c.tokens]
+            chunks = [] if last else known
+            try:
+                with self._memory.pinned(chunks):
+                    switch = self._enter(held, tokens, chunks)
+                    switch.faults = attempt
+                    gate = self._active.gate
+                    yield from run(switch)
+                    switch.waited_s = 0.0 if gate is None else gate.waited_s
+                    self._settle_reading()
+                return
+            except LoadError:
+                self._fault()
+                if last:
+                    raise
 
     def forget(self) -> None:
         """The cache holds nobody's text."""
@@ -147,15 +165,13 @@ class WorkingSet:
         self._app = ""
         self._active.adopt(())
 
-    def fault(self) -> int:
-        """After a `LoadError`: what could not be had is text alone; how many chunks that are."""
-        load, self._load = self._load, None
+    def _fault(self) -> None:
+        """What could not be had is text alone."""
         self._settle_reading()
+        load, self._load = self._load, None
         self.forget()
-        if load is None or load.failed is None:
-            return 0
-        self._lose(load.failed)
-        return 1
+        if load is not None and load.failed is not None:
+            self._lose(load.failed)
 
     def leave(self, held: Held, bits: int) -> list[Chunk]:
         """The context's text is that of the active one now; its chunks. `swap_out` follows."""
@@ -328,6 +344,3 @@ class WorkingSet:
             place, chunk.place = chunk.place, None
         if place is not None:
             self._files(chunk.app).drop(place)
-
-
-__all__ = ["Held", "LoadError", "Switch", "WorkingSet"]
