@@ -364,11 +364,10 @@ class OtherMeter:
             whole = min(self._model_bytes or self._cold.nbytes, self._cold.nbytes)
             count = max(int(whole / weight_bytes(self._format, n, k)), 1)
             tensors = {port: self._tensor(op, port, case.m) for port in op.ports}
-            storage = self._format.storage
             found = []
             for _ in range(count):
-                weight = self._pool.weight(storage, n, k)
-                found.append(self.device.prepare(op, {"weight": weight}).bind(tensors, case.m))
+                kernel = self.device.prepare(op, self._pool.weights(op))
+                found.append(kernel.bind(tensors, case.m))
             self.device.settle()
             found[0].run()
             each_s = max(self._batch(found[:TURNS]), LEAST_S)

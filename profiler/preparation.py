@@ -12,8 +12,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import new_tensor
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import Device, DeviceKind
-from hetero.backends.weights import PackedWeight
+from hetero.backends.protocol import Device, DeviceKind, WeightValue
 from hetero.profiler.fit import fit_nonnegative
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import PreparationPredictor, PreparationRow
@@ -47,10 +46,10 @@ def measure_preparation(
             if weight_format not in device.capabilities.weight_formats:
                 continue
             first = MatMul(n=ordered[0][0], k=ordered[0][1], weight_format=weight_format)
-            _once(device, first, pool.weight(weight_format.storage, first.n, first.k), clock)
+            _once(device, first, pool.weights(first), clock)
             for n, k in (ordered[i] for i in at):
                 op = MatMul(n=n, k=k, weight_format=weight_format)
-                weights = [pool.weight(weight_format.storage, n, k) for _ in range(WEIGHTS)]
+                weights = [pool.weights(op) for _ in range(WEIGHTS)]
                 cold = [_once(device, op, weight, clock) for weight in weights]
                 new = cold if device.capabilities.static_shapes else cold[:1]
                 cached_s = _once(device, op, weights[-1], clock)
@@ -75,12 +74,12 @@ def fit_preparation(rows: Iterable[PreparationRow]) -> tuple[PreparationPredicto
     return tuple(_fit(kind, f, found) for (kind, f), found in sorted(groups.items()))
 
 
-def _once(device: Device, op: MatMul, weight: PackedWeight, clock: Clock) -> float:
+def _once(device: Device, op: MatMul, weights: Mapping[str, WeightValue], clock: Clock) -> float:
     sizes = device.capabilities.graph_sizes
     m = min(sizes) if sizes else 1
     x, y = new_tensor((m, op.k)), new_tensor((m, op.n))
     begin_s = clock.now()
-    call = device.prepare(op, {"weight": weight}).bind({"x": x, "y": y}, m)
+    call = device.prepare(op, weights).bind({"x": x, "y": y}, m)
     call.run()  # some backends finish here what they put off
     first_s = clock.now() - begin_s
     begin_s = clock.now()

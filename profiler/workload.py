@@ -24,12 +24,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends import checks
 from hetero.backends.formats import StorageFormat
 from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind, Kernel
-from hetero.backends.weights import PackedWeight, data_dtype, data_shape, padded, scales_shape
+from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind, Kernel, WeightValue
+from hetero.backends.weights import (
+    PackedWeight,
+    data_dtype,
+    data_shape,
+    padded,
+    scales_dtype,
+    scales_shape,
+)
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.predict import weight_bytes
@@ -144,14 +152,27 @@ class WeightPool:
     def weight(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
         """The next weight: another place in memory each time, until the block is used up."""
         data = self._take(storage.value, data_dtype(storage), data_shape(storage, n, k))
-        if not storage.grouped:
+        if not storage.quantised:
             return PackedWeight(storage, n, k, data)
-        scales = self._take("scales", np.dtype(np.float16), scales_shape(n, k))
+        dtype = scales_dtype(storage)
+        name = "scales" if storage.scales == "group" else "row scales"
+        scales = self._take(name, dtype, scales_shape(storage, n, k))
         return PackedWeight(storage, n, k, data, scales)
+
+    def weights(self, op: MatMul) -> dict[str, WeightValue]:
+        """What a matmul without a bias takes: the next weight, and the scale of its input, which is
+        standard normal here.
+        """
+        found: dict[str, WeightValue] = {
+            "weight": self.weight(op.weight_format.storage, op.n, op.k)
+        }
+        if op.weight_format.activations.static:
+            found["x_scale"] = np.full(1, 4 / op.weight_format.activations.largest, np.float32)
+        return found
 
     def _take(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        share = SCALES_SHARE if name == "scales" else 1
+        share = SCALES_SHARE if name.endswith("scales") else 1
         block = self._block(name, max(self.nbytes // share, nbytes))
         start = self._cursor[name]
         if start + nbytes > block.nbytes:
@@ -169,10 +190,11 @@ class WeightPool:
     def _fill(self, name: str, block: HostBuffer) -> None:
         """Repeat a megabyte of random values; its length is prime, so that rows differ."""
         count = 1048573
-        if name != "scales" and StorageFormat(name).grouped:
+        if name.endswith("scales"):
+            kind = np.float16 if name == "scales" else np.float32
+            values = (self._rng.uniform(0.5, 1.5, count) * 0.01).astype(kind)
+        elif StorageFormat(name).quantised:
             values = self._rng.integers(0, 256, count, dtype=np.uint8)
-        elif name == "scales":
-            values = (self._rng.uniform(0.5, 1.5, count) * 0.01).astype(np.float16)
         else:
             kind = np.float16 if name == "f16" else np.float32
             values = (self._rng.standard_normal(count) * 0.05).astype(kind)
@@ -417,12 +439,11 @@ class Workload:
         return self._kernels[key]
 
     def _kernels_of(self, task: Task, copies: int) -> _Prepared:
-        storage = task.weight_format.storage
-        weights = [self.pool.weight(storage, task.n, task.k) for _ in range(copies)]
+        weights = [self.pool.weights(task.op) for _ in range(copies)]
         device = self.devices[task.device]
-        kernels = [device.prepare(task.op, {"weight": w}) for w in weights]
+        kernels = [device.prepare(task.op, w) for w in weights]
         device.settle()
-        return _Prepared(kernels, weights)
+        return _Prepared(kernels, [checks.packed(w) for w in weights])
 
     def _drop_old(self) -> None:
         while len(self._kernels) > 1 and self._held() > KEPT_BYTES:

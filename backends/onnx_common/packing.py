@@ -46,7 +46,7 @@ class Staging:
 
 def stage(weight: PackedWeight) -> dict[str, Staging]:
     """Arrays for the initializers `weight` and `scales` (quantised) of `graphs.matmul`."""
-    if not weight.storage.grouped:
+    if not weight.storage.quantised:
         return {"weight": _stage_float(weight)}
     assert weight.scales is not None
     groups = padded(weight.k, GROUP_SIZE) // GROUP_SIZE

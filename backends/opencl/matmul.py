@@ -80,7 +80,7 @@ class _Plan:
     @property
     def k(self) -> int:
         """Features as the weights store them."""
-        quantised = self.op.weight_format.storage.grouped
+        quantised = self.op.weight_format.storage.quantised
         return padded(self.op.k, GROUP_SIZE) if quantised else self.op.k
 
 

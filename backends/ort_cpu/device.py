@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,8 @@ SETTLE_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_PIECE = 64  # tokens; longer pieces are no faster and their planes take more memory
 
+FORMATS: Final = tuple(x for x in WeightFormat if not x.activations.static)
+
 
 class OrtCpuDevice(Device):
     """Sessions run on whatever thread calls them."""
@@ -59,12 +61,12 @@ class OrtCpuDevice(Device):
             kind="npu",
             static_shapes=True,
             graph_sizes=self._sizes,
-            weight_formats=tuple(WeightFormat),
+            weight_formats=FORMATS,
             row_alignment=ROW_ALIGNMENT,
             early_visibility=False,
             weight_bytes={
                 known: sum(_own_bytes(known, split=split) for _, split in self._paths(known))
-                for known in WeightFormat
+                for known in FORMATS
             },
         )
         self._health = checks.Health(BACKEND)

@@ -39,7 +39,7 @@ def matmul(op: ops.MatMul, *, split: bool) -> bytes:
     bias = graph.input("bias", F32, (op.n,)) if op.bias else ""
     graph.output("y", F32, ("m", op.n))
     out = "uncapped" if op.softcap else "y"
-    if not op.weight_format.storage.grouped:
+    if not op.weight_format.storage.quantised:
         weight = graph.weight("weight", F32, (op.n, op.k))
         graph.node("Gemm", *filter(None, (x, weight, bias)), out=out, transB=1)
     elif split:
@@ -143,7 +143,7 @@ def embed(op: ops.Embed) -> bytes:
             dtype = F16 if storage is StorageFormat.F16 else F32
             rows = _rows_of(graph, tokens, "data", dtype, np.arange(op.d) * ROW_BLOCK)
             values = graph.cast(rows, F32)
-    if width != op.d and op.weight_format.storage.grouped:
+    if width != op.d and op.weight_format.storage.quantised:
         values = graph.slice(values, 0, op.d, axis=1)
     graph.node("Mul", values, graph.scalar(op.scale), out="y")
     return graph.model()

@@ -28,7 +28,6 @@ from hetero.errors import UserError
 from hetero.models import open_model
 from hetero.models.fields import read_text
 from hetero.models.graph import model_graph
-from hetero.models.layout import block_vectors
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 
@@ -106,7 +105,7 @@ class CalibratedWeights(ModelWeights):
         return self.config.tie_word_embeddings
 
     def _keep(self, block: BlockWeights, chosen: dict[str, PackedWeight]) -> None:
-        vectors = {x.name: getattr(block, x.name) for x in block_vectors(self.config)}
+        vectors = {x.name: getattr(block, x.name) for x in self.vectors()}
         packed = {name: chosen.pop(name) for name in ("qkv", "o", "gate_up", "down")}
         self._made.append(BlockWeights(**packed, **vectors))  # type: ignore[arg-type]
 

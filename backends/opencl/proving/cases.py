@@ -102,6 +102,8 @@ def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue
                 n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
                 values = random.standard_normal((n, k), dtype=np.float32)
                 found[name] = pack(values, op.weight_format.storage)
+            case ops.MatMul() if name == "x_scale":
+                found[name] = np.full(1, random.uniform(0.02, 0.04), dtype=np.float32)
             case ops.MatMul():
                 found[name] = random.standard_normal(op.n, dtype=np.float32)
             case ops.AddPositions():
