@@ -18,6 +18,7 @@ BRIEFLY = {
     "peers.py open-gguf --layers 1 -r 1": "GB of F16",
     f"tensor_level.py --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
     "predictions.py accuracy --again --profile host --rows ROWS": "decision regret",
+    "predictions.py ablate --profile host --rows start": "| host | start | ridge |",
     "kernels.py attention --contexts 8 -r 1": "| 8 | gpu |",
     f"sync.py breakdown --profile host {DEMO} -n 1": "step: measured",
     "memory.py ceiling --mib 8 --seconds 0.02 -r 1": "both over the better one",
