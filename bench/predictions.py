@@ -13,11 +13,10 @@ import statistics
 from typing import Annotated
 
 import typer
-from common import Rounds, context_of, finish, new_app, table, timeline
+from common import CONTEXT, Rounds, context_of, finish, new_app, open_engine, table, timeline
 from parts.ablation import ablate
 from parts.accuracy import accuracy
 from parts.in_turns import plans
-from parts.levels import CONTEXT, open_engine
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned

@@ -265,7 +265,7 @@ def resident():
 n, k = 2048, 4096
 storage = StorageFormat.Q4
 weight = PackedWeight(storage, n, k, np.ones(data_shape(storage, n, k), np.uint32),
-                      np.ones(scales_shape(n, k), np.float16))
+                      np.ones(scales_shape(storage, n, k), np.float16))
 device = registry.open_device("ort-cpu")
 op = ops.MatMul(n=n, k=k, weight_format=WeightFormat.W4A8)
 kernels = [device.prepare(op, {"weight": weight})]
