@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,9 +83,9 @@ def known_rows(profile: DeviceProfile) -> dict[str, set[Key]]:
     tasks = [Task(r.device, r.weight_format, r.order, r.m, r.n, r.k) for r in profile.matmuls]
     k, _ = Counter(row.k for row in profile.matmuls).most_common(1)[0]
     return {
-        "a start": {task.key for task in active.first_tasks(tasks)},
-        "a quarter": {row.key for row in quarter_of(profile)},
-        f"k = {k}": {row.key for row in profile.matmuls if row.k == k},
+        "start": {task.key for task in active.first_tasks(tasks)},
+        "quarter": {row.key for row in quarter_of(profile)},
+        f"k={k}": {row.key for row in profile.matmuls if row.k == k},
     }
 
 
@@ -135,17 +136,27 @@ def moved(profile: DeviceProfile, variant: Variant) -> float:
 
 
 def points(errors: Errors, base: Errors) -> list[str]:
-    """Cells: percentage points by which an error is larger."""
-    return [f"{100 * (errors[group] - base[group]):+.2f}" for group in GROUPS]
+    """Cells: percentage points by which an error is larger, of each group and their mean."""
+    more = [100 * (errors[group] - base[group]) for group in GROUPS]
+    return [f"{value:+.2f}" for value in (*more, statistics.mean(more))]
 
 
-def matmuls(names: Sequence[str]) -> Iterable[list[object]]:
+def shown(errors: Errors) -> list[str]:
+    """Cells: errors of each group and their mean, in per cent."""
+    values = [100 * errors[group] for group in GROUPS]
+    return [f"{value:.2f}" for value in (*values, statistics.mean(values))]
+
+
+def matmuls(names: Sequence[str], wanted: Sequence[str]) -> Iterable[list[object]]:
     """Rows of the table of matmuls: the error with all corrections, then without each."""
     for name in names:
         profile = DeviceProfile.load(name)
-        for part, known in ({"all": set()} | known_rows(profile)).items():
+        splits: dict[str, set[Key]] = {"all": set()} | known_rows(profile)
+        for part, known in splits.items():
+            if wanted and part not in wanted:
+                continue
             base = errors(profile, ALL, known)
-            yield [name, part, "none", "-", *(f"{100 * base[group]:.2f}" for group in GROUPS)]
+            yield [name, part, "none", "-", *shown(base)]
             variants = dict(MATMULS)
             if part == "all":  # where there are enough rows for them
                 variants["trees"] = replace(ALL, trees=True)
@@ -190,12 +201,13 @@ def others(names: Sequence[str]) -> Iterable[list[object]]:
             judged = small if correction == "own weight" else every
             base = other_errors(rows, Fitting(), judged)
             found = other_errors(rows, fitting, judged)
-            yield [name, correction, *(f"{100 * base[group]:.2f}" for group in GROUPS),
-                   *points(found, base)]  # fmt: skip
+            yield [name, correction, "-", *shown(base)]
+            yield [name, correction, "without", *points(found, base)]
 
 
 def ablate(
     profile: Annotated[list[str] | None, typer.Option(help="profiles; the shipped PCs")] = None,
+    rows: Annotated[list[str] | None, typer.Option(help="which rows predict; all ways")] = None,
 ) -> None:
     """Errors of predictions with each of the profiler's corrections switched off.
 
@@ -203,11 +215,10 @@ def ablate(
     Nothing is measured.
     """
     names = profile or ["host", "host-avx2"]
-    groups = "|".join(f"{kind} {phase}" for kind, phase in GROUPS)
+    groups = "|".join([*(f"{kind} {phase}" for kind, phase in GROUPS), "mean"])
     print("predicted against the rows of profiles; mean relative error in %, and by how many")
     print("points it is larger with one correction switched off\n")
-    table(f"profile|rows|without|predictions move by %|{groups}", matmuls(names))
-    print("\noperators that are not matmuls: error, then points more without the correction\n")
-    without = "|".join(f"{kind} {phase} without" for kind, phase in GROUPS)
-    table(f"profile|without|{groups}|{without}", others(names))
+    table(f"profile|rows|without|predictions move by %|{groups}", matmuls(names, rows or ()))
+    print("\noperators that are not matmuls: error, and points more without a correction\n")
+    table(f"profile|correction||{groups}", others(names))
     finish()
