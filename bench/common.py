@@ -19,7 +19,7 @@ import typer
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import HostBuffer
-from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_shape
+from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_dtype, scales_shape
 from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
 from hetero.runtime.engine import Engine
@@ -102,9 +102,8 @@ def random_weight(storage: StorageFormat, n: int, k: int) -> PackedWeight:
         data[...] = rng.standard_normal(shape, dtype=np.float32)
         return PackedWeight(storage, n, k, data)
     data[...] = np.frombuffer(rng.bytes(data.nbytes), dtype=kind).reshape(shape)
-    scales = HostBuffer(2 * int(np.prod(scales_shape(n, k)))).array(
-        np.dtype(np.float16), scales_shape(n, k)
-    )
+    shape, kind = scales_shape(storage, n, k), scales_dtype(storage)
+    scales = HostBuffer(int(np.prod(shape)) * kind.itemsize).array(kind, shape)
     scales[...] = rng.random(scales.shape, dtype=np.float32)
     return PackedWeight(storage, n, k, data, scales)
 

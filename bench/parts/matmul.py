@@ -22,8 +22,13 @@ ACCURACY_LEVEL = {WeightFormat.W4A16: 0, WeightFormat.W4A8: 4, WeightFormat.W8A1
 STREAMED_TOKENS = 8  # up to this token count the weights, not the arithmetic, set the speed
 
 
+X_SCALE = np.full(1, 0.03, np.float32)  # of w8a8's activations
+
+
 def ort_model(op: MatMul) -> Any:
     """ONNX Runtime on one random matrix of its own layout, one thread."""
+    if op.weight_format is WeightFormat.W8A8:
+        return static_model(op)
     import onnxruntime as ort
     from onnx import TensorProto, helper, numpy_helper
 
@@ -53,6 +58,18 @@ def ort_model(op: MatMul) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, providers=providers)
 
 
+def static_model(op: MatMul) -> Any:
+    """The graph of `ort-cpu` for w8a8."""
+    from hetero.backends.onnx_common.packing import stage_by_feature
+    from hetero.backends.ort_cpu import graphs, session
+    from hetero.backends.ort_cpu.integers import exact_codes
+
+    codes = exact_codes()
+    staged = stage_by_feature(random_weight(op.weight_format.storage, op.n, op.k), codes)
+    arrays = {name: value.array for name, value in staged.items()}
+    return session.new_session(graphs.static_matmul(op, codes), arrays)
+
+
 def contenders(
     device: Any, op: MatMul, m: int, count: int, baseline: bool, clock: Callable[[], float]
 ) -> dict[str, Callable[[], float]]:
@@ -60,7 +77,8 @@ def contenders(
     x, y = new_tensor((m, op.k)), new_tensor((m, op.n))
     x.array[:] = np.random.default_rng(0).standard_normal((m, op.k), dtype=np.float32)
     weights = [random_weight(op.weight_format.storage, op.n, op.k) for _ in range(count)]
-    calls = [device.prepare(op, {"weight": w}).bind({"x": x, "y": y}, m) for w in weights]
+    extra = {"x_scale": X_SCALE} if op.weight_format.activations.static else {}
+    calls = [device.prepare(op, {"weight": w, **extra}).bind({"x": x, "y": y}, m) for w in weights]
 
     def ours() -> float:
         start_s = clock()
@@ -70,13 +88,13 @@ def contenders(
         return (clock() - start_s) / count
 
     found: dict[str, Callable[[], float]] = {"opencl": ours}
-    if baseline and op.weight_format in (*ACCURACY_LEVEL, WeightFormat.F32):
+    if baseline and op.weight_format is not WeightFormat.F16:
         models = [ort_model(op) for _ in range(count)]
 
         def theirs() -> float:
             start_s = clock()
             for model in models:
-                model.run(None, {"x": x.array})
+                model.run(None, {"x": x.array, **extra})
             return (clock() - start_s) / count
 
         found["onnxruntime"] = theirs
