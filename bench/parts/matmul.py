@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -59,7 +60,7 @@ def ort_model(op: MatMul) -> Any:
 
 
 def static_model(op: MatMul) -> Any:
-    """The graph of `ort-cpu` for w8a8."""
+    """The graph of `ort-cpu` for w8a8, which reads the scales where they lie."""
     from hetero.backends.onnx_common.packing import stage_by_feature
     from hetero.backends.ort_cpu import graphs, session
     from hetero.backends.ort_cpu.integers import exact_codes
@@ -67,7 +68,9 @@ def static_model(op: MatMul) -> Any:
     codes = exact_codes()
     staged = stage_by_feature(random_weight(op.weight_format.storage, op.n, op.k), codes)
     arrays = {name: value.array for name, value in staged.items()}
-    return session.new_session(graphs.static_matmul(op, codes), arrays)
+    made = session.new_session(graphs.static_matmul(op, codes), arrays)
+    weakref.finalize(made, staged.clear)
+    return made
 
 
 def contenders(
