@@ -137,7 +137,7 @@ def _check_packed(op: ops.MatMul | ops.Embed, weight: WeightValue) -> None:
 def _check_vector(op: Op, name: str, value: Any) -> None:
     match op:
         case ops.MatMul():
-            length = op.n
+            length = 1 if name == "x_scale" else op.n
         case ops.Rope():
             length = op.head_dim
         case ops.RMSNorm() | ops.LayerNorm():
@@ -149,3 +149,5 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
     if not isinstance(value, np.ndarray) or value.shape != (length,) or value.dtype != np.float32:
         got = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value)
         raise ValueError(f"{describe(op)} takes {name} as float32 ({length},), got {got}")
+    if name == "x_scale" and not (np.isfinite(value[0]) and value[0] > 0):
+        raise ValueError(f"{describe(op)} takes a finite x_scale > 0, got {value[0]}")

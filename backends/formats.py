@@ -16,6 +16,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 GROUP_SIZE: Final = 32  # features along k that share a scale
 
 Granularity: TypeAlias = Literal["group", "token", "tensor"]
+WeightScales: TypeAlias = Literal["none", "group", "row"]
 
 
 class StorageFormat(StrEnum):
@@ -23,6 +24,7 @@ class StorageFormat(StrEnum):
 
     Q4 = "q4"
     Q8 = "q8"
+    Q8R = "q8r"
     F16 = "f16"
     F32 = "f32"
 
@@ -32,26 +34,36 @@ class StorageFormat(StrEnum):
         return _STORAGE[self].bits
 
     @property
-    def grouped(self) -> bool:
-        """Whether groups of `GROUP_SIZE` weights along k have an fp16 scale each: quantised."""
-        return _STORAGE[self].grouped
+    def scales(self) -> WeightScales:
+        """What shares a scale: a `group` of `GROUP_SIZE` weights along k (fp16), a whole `row`
+        (fp32); `none`: floating point.
+        """
+        return _STORAGE[self].scales
+
+    @property
+    def quantised(self) -> bool:
+        """Whether weights are integer codes, padded along k to whole groups, with scales."""
+        return self.scales != "none"
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight, its part of the scale included, padding not."""
-        return self.bits / 8 + (2 / GROUP_SIZE if self.grouped else 0.0)
+        """Bytes of a weight, its part of a group's scale included; padding and scales of rows,
+        which are 4 bytes for k weights, not.
+        """
+        return self.bits / 8 + (2 / GROUP_SIZE if self.scales == "group" else 0.0)
 
 
 class _Storage(NamedTuple):
     bits: int
-    grouped: bool
+    scales: WeightScales
 
 
 _STORAGE: Final = {
-    StorageFormat.Q4: _Storage(bits=4, grouped=True),
-    StorageFormat.Q8: _Storage(bits=8, grouped=True),
-    StorageFormat.F16: _Storage(bits=16, grouped=False),
-    StorageFormat.F32: _Storage(bits=32, grouped=False),
+    StorageFormat.Q4: _Storage(bits=4, scales="group"),
+    StorageFormat.Q8: _Storage(bits=8, scales="group"),
+    StorageFormat.Q8R: _Storage(bits=8, scales="row"),
+    StorageFormat.F16: _Storage(bits=16, scales="none"),
+    StorageFormat.F32: _Storage(bits=32, scales="none"),
 }
 
 
@@ -61,7 +73,8 @@ class Activations:
 
     bits            of a code, symmetric; 0: floating point (fp32, or fp16 where a GPU has it)
     granularity     of the codes' scales: a `group` of 32 features of a token, a `token`, the tensor
-    static          scales are the model's, from calibration; else they are max|x| / largest code
+    static          scales are the model's, from calibration (the matmul's weight `x_scale`); else
+                    they are max|x| / largest code
     """
 
     bits: int = 0
@@ -81,6 +94,7 @@ class Activations:
 
 FLOATS: Final = Activations()
 INT8_GROUPS: Final = Activations(8, "group")
+INT8_STATIC: Final = Activations(8, "tensor", static=True)
 
 
 class WeightFormat(StrEnum):
@@ -89,11 +103,14 @@ class WeightFormat(StrEnum):
     `w4`: 4-bit symmetric, groups of 32 along k, one fp16 scale each. `w8`: 8-bit, same groups.
     `a16`: floating-point activations (fp32 where the device has no fp16 arithmetic).
     `a8`: activations quantised to int8 per token and block of 32 on the fly, as llama.cpp does.
+    `w8a8`: 8-bit weights with one fp32 scale a row, int8 activations with one static scale a
+    tensor: sums of integers over all of k (mllm-NPU, section 3.3).
     """
 
     W4A16 = "w4a16"
     W4A8 = "w4a8"
     W8A16 = "w8a16"
+    W8A8 = "w8a8"
     F16 = "f16"
     F32 = "f32"
 
@@ -130,6 +147,7 @@ _FORMATS: Final = {
     WeightFormat.W4A16: _Format(StorageFormat.Q4, FLOATS, 2e-3),
     WeightFormat.W4A8: _Format(StorageFormat.Q4, INT8_GROUPS, 2e-2),
     WeightFormat.W8A16: _Format(StorageFormat.Q8, FLOATS, 2e-3),
+    WeightFormat.W8A8: _Format(StorageFormat.Q8R, INT8_STATIC, 3e-2),
     WeightFormat.F16: _Format(StorageFormat.F16, FLOATS, 2e-3),
     WeightFormat.F32: _Format(StorageFormat.F32, FLOATS, 1e-4),
 }

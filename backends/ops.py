@@ -30,8 +30,11 @@ class MatMul:
     softcap · tanh(y / softcap).
 
     Ports: `x` [m, k], `y` [m, n]. Weights: `weight` (PackedWeight of n × k), `bias` [n] float32 if
-    `bias`. `order` is the NPU's operand order (paper section 4, layer-level optimisation): it
-    changes speed, never the result or the layout of x and y.
+    `bias`, `x_scale` [1] float32 if the format's activations are static: their codes are then
+    rint(x / x_scale), halves to even, from -128 to 127, and y = float32(exact sum of the products
+    of codes) · (x_scale · scale of the row) + bias. `order` is the NPU's operand order (paper
+    section 4, layer-level optimisation): it changes speed, never the result or the layout of x
+    and y.
     """
 
     n: int
@@ -240,7 +243,8 @@ def weight_names(op: Op) -> tuple[str, ...]:
     """Names of the weights that `Device.prepare` takes for `op`."""
     match op:
         case MatMul():
-            return ("weight", "bias") if op.bias else ("weight",)
+            static = op.weight_format.activations.static
+            return ("weight", *["bias"] * op.bias, *["x_scale"] * static)
         case Embed() | RMSNorm():
             return ("weight",)
         case LayerNorm():

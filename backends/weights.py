@@ -11,6 +11,8 @@ read 16 rows at once), K = k rounded up to 32, N = n rounded up to 16, G = 32:
          scales float16 [N/16, K/32, 16]
     q8   data   int8    [N/16, K/32, 8, 16, 4]  feature 32·g + 4·w + i
          scales float16 [N/16, K/32, 16]
+    q8r  data   int8    [N/16, K/32, 8, 16, 4]  as q8
+         scales float32 [N/16, 16]
     f16  data   float16 [N/16, k, 16]         no scales, k not padded
     f32  data   float32 [N/16, k, 16]         no scales, k not padded
 
@@ -44,7 +46,7 @@ class PackedWeight:
     n: int
     k: int
     data: npt.NDArray[Any]
-    scales: npt.NDArray[np.float16] | None = None
+    scales: npt.NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         expected = data_shape(self.storage, self.n, self.k)
@@ -53,8 +55,15 @@ class PackedWeight:
                 f"{self.storage} data of a {self.n}×{self.k} weight has shape {expected}, "
                 f"got {self.data.shape}"
             )
-        if (self.scales is not None) != self.storage.grouped:
+        if (self.scales is not None) != self.storage.quantised:
             raise ValueError(f"{self.storage} weights have scales exactly if they are quantised")
+        if self.scales is not None:
+            wanted = scales_shape(self.storage, self.n, self.k), scales_dtype(self.storage)
+            if (self.scales.shape, self.scales.dtype) != wanted:
+                raise ValueError(
+                    f"{self.storage} scales of a {self.n}×{self.k} weight are {wanted[1]} of shape "
+                    f"{wanted[0]}, got {self.scales.dtype} of shape {self.scales.shape}"
+                )
 
     @property
     def nbytes(self) -> int:
@@ -75,16 +84,24 @@ class PackedWeight:
     def dequantize(self) -> Float32Array:
         """The weight as float32 [n, k]: the numbers that every kernel must compute with."""
         blocks = self.data.shape[0]
-        if not self.storage.grouped:
+        if not self.storage.quantised:
             full = self.data.transpose(0, 2, 1).reshape(blocks * ROW_BLOCK, self.k)
             return np.ascontiguousarray(full[: self.n], dtype=np.float32)
         assert self.scales is not None
-        values = (
-            _q4_values(self.data) if self.storage is StorageFormat.Q4 else _q8_values(self.data)
-        )
-        scaled = values * self.scales.astype(np.float32).transpose(0, 2, 1)[..., None]
+        scales = self.scales.astype(np.float32)
+        by_group = scales[:, None] if self.storage.scales == "row" else scales
+        scaled = self._values() * by_group.transpose(0, 2, 1)[..., None]
         full = scaled.reshape(blocks * ROW_BLOCK, -1)
         return np.ascontiguousarray(full[: self.n, : self.k])
+
+    def codes(self) -> npt.NDArray[np.int8]:
+        """The codes of a quantised weight as int8 [n, k]; q4: -8…7."""
+        full = self._values().reshape(self.data.shape[0] * ROW_BLOCK, -1)
+        return np.ascontiguousarray(full[: self.n, : self.k], dtype=np.int8)
+
+    def _values(self) -> Float32Array:
+        """Codes as [N/16, 16, K/32, 32]."""
+        return _q4_values(self.data) if self.storage is StorageFormat.Q4 else _q8_values(self.data)
 
 
 def padded(value: int, multiple: int) -> int:
@@ -97,39 +114,50 @@ def data_shape(storage: StorageFormat, n: int, k: int) -> tuple[int, ...]:
     blocks, groups = padded(n, ROW_BLOCK) // ROW_BLOCK, padded(k, GROUP_SIZE) // GROUP_SIZE
     if storage is StorageFormat.Q4:
         return (blocks, groups, 4, ROW_BLOCK)
-    if storage is StorageFormat.Q8:
+    if storage.quantised:
         return (blocks, groups, 8, ROW_BLOCK, 4)
     return (blocks, k, ROW_BLOCK)
 
 
 def data_dtype(storage: StorageFormat) -> np.dtype[Any]:
     """Element type of `PackedWeight.data`."""
-    kinds = {"q4": np.uint32, "q8": np.int8, "f16": np.float16, "f32": np.float32}
+    kinds = {"q4": np.uint32, "q8": np.int8, "q8r": np.int8, "f16": np.float16, "f32": np.float32}
     return np.dtype(kinds[storage.value])
 
 
-def scales_shape(n: int, k: int) -> tuple[int, ...]:
-    """Shape of `PackedWeight.scales`."""
-    return (padded(n, ROW_BLOCK) // ROW_BLOCK, padded(k, GROUP_SIZE) // GROUP_SIZE, ROW_BLOCK)
+def scales_shape(storage: StorageFormat, n: int, k: int) -> tuple[int, ...]:
+    """Shape of `PackedWeight.scales` of a quantised weight."""
+    blocks = padded(n, ROW_BLOCK) // ROW_BLOCK
+    if storage.scales == "row":
+        return (blocks, ROW_BLOCK)
+    return (blocks, padded(k, GROUP_SIZE) // GROUP_SIZE, ROW_BLOCK)
+
+
+def scales_dtype(storage: StorageFormat) -> np.dtype[Any]:
+    """Element type of `PackedWeight.scales` of a quantised weight."""
+    return np.dtype(np.float32 if storage.scales == "row" else np.float16)
 
 
 def packed_bytes(storage: StorageFormat, n: int, k: int) -> int:
     """`PackedWeight.nbytes` of an n × k weight."""
     size = math.prod(data_shape(storage, n, k)) * data_dtype(storage).itemsize
-    return size + (2 * math.prod(scales_shape(n, k)) if storage.grouped else 0)
+    if not storage.quantised:
+        return size
+    return size + math.prod(scales_shape(storage, n, k)) * scales_dtype(storage).itemsize
 
 
 def pack(weight: npt.NDArray[Any], storage: StorageFormat) -> PackedWeight:
-    """Quantise (q4, q8) or convert a [n, k] weight and lay it out. Non-finite values are refused.
+    """Quantise (q4, q8, q8r) or convert a [n, k] weight and lay it out. Non-finite values are
+    refused.
 
     q4 is llama.cpp's Q4_0: the scale is fp16(v / -8) with v the group's value of largest magnitude,
-    signed. q8 is its Q8_0: fp16(max |w| / 127).
+    signed. q8 is its Q8_0: fp16(max |w| / 127). q8r: fp32(max |w| / 127) of the row.
     """
     n, k = weight.shape
     values = np.asarray(weight, dtype=np.float32)
     if not np.isfinite(values).all():
         raise ValueError(f"a weight of shape {weight.shape} holds values that are not finite")
-    if not storage.grouped:
+    if not storage.quantised:
         return PackedWeight(storage, n, k, _interleave(values.astype(data_dtype(storage))))
     full = np.zeros((padded(n, ROW_BLOCK), padded(k, GROUP_SIZE)), dtype=np.float32)
     full[:n, :k] = values
@@ -137,6 +165,8 @@ def pack(weight: npt.NDArray[Any], storage: StorageFormat) -> PackedWeight:
     if storage is StorageFormat.Q4:
         codes, scales = _quantize_q4(grouped)
         return pack_q4(codes, scales, n, k)
+    if storage is StorageFormat.Q8R:
+        return pack_q8r(*_quantize_rows(full), n, k)
     codes8, scales = _quantize_q8(grouped)
     return pack_q8(codes8, scales, n, k)
 
@@ -160,11 +190,24 @@ def pack_q8(
     codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float16], n: int, k: int
 ) -> PackedWeight:
     """Lay out 8-bit codes [N, K/32, 32] and scales [N, K/32]."""
-    _, groups, _ = codes.shape
-    blocks = codes.reshape(-1, ROW_BLOCK, groups, 8, 4).transpose(0, 2, 3, 1, 4)
     return PackedWeight(
-        StorageFormat.Q8, n, k, np.ascontiguousarray(blocks), _interleave_scales(scales)
+        StorageFormat.Q8, n, k, _interleave_codes(codes), _interleave_scales(scales)
     )
+
+
+def pack_q8r(
+    codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], n: int, k: int
+) -> PackedWeight:
+    """Lay out 8-bit codes [N, K] and scales [N] of rows; N and K are n and k padded."""
+    by_group = codes.reshape(codes.shape[0], -1, GROUP_SIZE)
+    by_block = np.ascontiguousarray(scales.reshape(-1, ROW_BLOCK))
+    return PackedWeight(StorageFormat.Q8R, n, k, _interleave_codes(by_group), by_block)
+
+
+def _interleave_codes(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    groups = codes.shape[1]
+    blocks = codes.reshape(-1, ROW_BLOCK, groups, 8, 4).transpose(0, 2, 3, 1, 4)
+    return np.ascontiguousarray(blocks)
 
 
 def _interleave(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -197,7 +240,15 @@ def _quantize_q8(
     return codes.astype(np.int8), scales
 
 
-def _inverse(scales: npt.NDArray[np.float16]) -> Float32Array:
+def _quantize_rows(
+    full: Float32Array,
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    scales = np.abs(full).max(axis=-1) / np.float32(127.0)
+    codes = np.rint(full * _inverse(scales)[:, None]).clip(-127, 127)
+    return codes.astype(np.int8), scales
+
+
+def _inverse(scales: npt.NDArray[Any]) -> Float32Array:
     wide = scales.astype(np.float32)
     return np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0)
 

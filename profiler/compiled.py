@@ -75,7 +75,7 @@ class ChipModel:
         return work.launches * self.launch_s + max(memory, work.hvx_bytes / self.hvx_bytes_per_s)
 
 
-# `bench/kernels.py qnn calibrate` fits these to the six timings and prints the errors.
+# `bench/paper.py schedules` fits these to the six timings and prints the errors.
 SNAPDRAGON_8_GEN_3 = ChipModel(launch_s=0.0, dram_bytes_per_s=43.3e9, hvx_bytes_per_s=65.2e9)
 
 
@@ -179,7 +179,7 @@ def _random_weight(n: int, k: int) -> PackedWeight:
     """Values that cannot be stored shorter: the compiler folds scales that are all alike."""
     random = np.random.default_rng(0)
     codes = random.integers(0, 2**32, data_shape(StorageFormat.Q4, n, k), dtype=np.uint32)
-    scales = (0.01 * (1 + random.random(scales_shape(n, k)))).astype(np.float16)
+    scales = (0.01 * (1 + random.random(scales_shape(StorageFormat.Q4, n, k)))).astype(np.float16)
     return PackedWeight(StorageFormat.Q4, n, k, codes, scales)
 
 

@@ -16,7 +16,7 @@ from hetero.backends.qnn.store import Identity, weight_digest
 # Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
 # again: 2048×2048 costs 82 MiB of traffic for 1024 tokens at once and 25 in four pieces. With
 # k ≥ 4096 that begins at 256 tokens (4096×4096: 41 MiB, 26 as twice 128), with a large n it does
-# not (8192×2048: 43 MiB, 60 as twice 128). `bench/kernels.py qnn layouts`.
+# not (8192×2048: 43 MiB, 60 as twice 128). docs/qnn.md.
 PIECE_ROWS = 256
 LARGE_K = 4096
 # With integer activations there is less to spill (docs/qnn.md): 512 tokens of

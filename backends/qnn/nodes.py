@@ -94,7 +94,7 @@ def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
     """
     graph, m, weight = site.graph, site.m, checks.packed(weights)
     x = graph.cast(site.inputs["x"], F16)
-    if not op.weight_format.storage.grouped:
+    if not op.weight_format.storage.quantised:
         product = _float_product(graph, op, m, x, weight)
     else:
         product = _quantized_product(graph, op, m, x, weight)

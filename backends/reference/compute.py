@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hetero.backends import checks, ops, rope
 from hetero.backends.checks import packed, vector
-from hetero.backends.formats import GROUP_SIZE
+from hetero.backends.formats import GROUP_SIZE, INT8_STATIC
 from hetero.backends.ops import Activation, Op, describe
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import PackedWeight, padded
@@ -35,7 +35,7 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
     """The function that computes `op`, and the bytes of weights that it holds."""
     match op:
         case ops.MatMul():
-            return matmul(op, packed(weights), _wide(weights).get("bias"))
+            return matmul(op, packed(weights), weights)
         case ops.Embed():
             return embed(op, packed(weights))
         case ops.RMSNorm() | ops.LayerNorm():
@@ -54,9 +54,11 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
             return add, 0
 
 
-def matmul(op: ops.MatMul, weight: PackedWeight, bias: Float64Array | None) -> tuple[Program, int]:
+def matmul(op: ops.MatMul, weight: PackedWeight, weights: Weights) -> tuple[Program, int]:
     """x · Wᵀ + bias. Formats of integers round the activations."""
-    activations = op.weight_format.activations
+    activations, bias = op.weight_format.activations, _wide(weights).get("bias")
+    if activations == INT8_STATIC and weight.storage.scales == "row":
+        return _static_matmul(op, weight, vector(weights, "x_scale"), bias)
     if activations.static or activations.granularity not in (None, "group"):
         raise ValueError(f"the reference does not round activations as {op.weight_format} asks")
     transposed = np.ascontiguousarray(weight.dequantize().T, dtype=np.float64)  # [k, n]
@@ -69,6 +71,33 @@ def matmul(op: ops.MatMul, weight: PackedWeight, bias: Float64Array | None) -> t
         arrays["y"][:] = softcapped(product if bias is None else product + bias, op.softcap)
 
     return run, transposed.nbytes
+
+
+def _static_matmul(
+    op: ops.MatMul, weight: PackedWeight, x_scale: Array, bias: Float64Array | None
+) -> tuple[Program, int]:
+    """Integers summed without an error (in float64: k · 2¹⁴ is far below 2⁵³), scaled at the end.
+
+    The sum is rounded to float32 and multiplied with x_scale · scale, rounded to float32 as well,
+    so that kernels which do the same give the same bits.
+    """
+    assert weight.scales is not None
+    transposed = np.ascontiguousarray(weight.codes().T, dtype=np.float64)  # [k, n]
+    scales = x_scale * weight.scales.reshape(-1)[: op.n]
+
+    def run(arrays: Arrays) -> None:
+        sums = static_codes(arrays["x"], x_scale[0]).astype(np.float64) @ transposed
+        product = (sums.astype(np.float32) * scales).astype(np.float64)
+        arrays["y"][:] = softcapped(product if bias is None else product + bias, op.softcap)
+
+    return run, transposed.nbytes
+
+
+def static_codes(x: Array, scale: float | np.float32) -> npt.NDArray[np.int8]:
+    """Activations as int8 codes of one scale: rint(x / scale) in float32, -128 to 127."""
+    codes = np.rint(x.astype(np.float32) / np.float32(scale))
+    found: npt.NDArray[np.int8] = codes.clip(-128, 127).astype(np.int8)
+    return found
 
 
 def softcapped(x: Float64Array, cap: float) -> Float64Array:

@@ -113,9 +113,10 @@ def open_model(
 ) -> LoadedModel:
     """Open a MODEL. Weights are read (or drawn from `seed`) block by block, when asked for.
 
-    `weights` is one of w4a16, w4a8, w8a16, f16, f32, by default `default_weights`. A quantised
-    directory serves the formats of its storage; with `verify` its weights are hashed, which reads
-    them all. Raises `ModelError`.
+    `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, by default `default_weights`; w8a8,
+    being calibrated, is of quantised directories and random models. A quantised directory serves
+    the formats of its storage; with `verify` its weights are hashed, which reads them all. Raises
+    `ModelError`.
     """
     weight_format = _weight_format(default_weights(model) if weights is None else weights)
     if str(model).startswith(random_models.PREFIX):
@@ -165,7 +166,17 @@ def _open_random(model: str, weight_format: WeightFormat, seed: int) -> LoadedMo
     )
 
 
+def _refuse_uncalibrated(path: Path, weight_format: WeightFormat) -> None:
+    if weight_format.activations.static:
+        raise ModelError(
+            f"{path}: {weight_format} needs scales of activations, which come from a text like "
+            f"those that the model is for; run hetero quantize {path} --weights {weight_format} "
+            "--calibrate TEXT --out DIR, and open DIR"
+        )
+
+
 def _open_checkpoint(path: Path, weight_format: WeightFormat) -> LoadedModel:
+    _refuse_uncalibrated(path, weight_format)
     config = ModelConfig.from_directory(path)
     weights = CheckpointWeights(path, config, weight_format)
     identity = f"{weight_format.storage}|{config}|{weights.files.fingerprint()}"
@@ -181,6 +192,7 @@ def _open_checkpoint(path: Path, weight_format: WeightFormat) -> LoadedModel:
 def _open_gguf(path: Path, weight_format: WeightFormat) -> LoadedModel:
     from hetero.models.gguf import open_weights  # the library behind it is heavy
 
+    _refuse_uncalibrated(path, weight_format)
     weights = open_weights(path, weight_format)
     identity = f"{weight_format.storage}|{weights.config}|{weights.file.fingerprint()}"
     return LoadedModel(
@@ -208,6 +220,8 @@ def gguf_config(path: Path) -> ModelConfig:
 
 def _open_quantised(path: Path, weight_format: WeightFormat, *, verify: bool) -> LoadedModel:
     converts = path == DEMO_DIRECTORY  # of which there is no original to quantise again
+    if converts:
+        _refuse_uncalibrated(path, weight_format)
     manifest, stored = quantized.open_directory(
         path, None if converts else weight_format, verify=verify
     )

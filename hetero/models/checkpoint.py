@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
@@ -141,7 +141,7 @@ class CheckpointWeights(ModelWeights):
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
         packed = {name: self._pack(prefix, name) for name in self._names.matmuls}
-        vectors = {x.name: self._block_vector(prefix, x.name) for x in block_vectors(self.config)}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
@@ -189,7 +189,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for matrix in end_matrices(config):
         shapes[f"{names.ends[matrix.name]}.weight"] = (matrix.n, matrix.k)
-    for vector in end_vectors(config):
+    for vector in end_vectors(config, StorageFormat.F32):
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.ends, vector.name))] = rows
     for index in range(config.num_layers):
@@ -201,7 +201,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     names = ARCHITECTURES[config.architecture].names
     shapes: dict[str, tuple[int, ...]] = {}
-    for vector in block_vectors(config):
+    for vector in block_vectors(config, StorageFormat.F32):
         if vector.name.removesuffix("_bias") not in names.matmuls:
             shapes[".".join(vector_module(names.vectors, vector.name))] = (vector.n,)
     for matmul in config.matmuls():

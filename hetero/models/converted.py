@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
-from hetero.models.layout import block_matrices, block_vectors
+from hetero.models.layout import block_matrices
 from hetero.models.packing import SourceTensor, pack_rows
 from hetero.models.weights import BlockWeights, ModelWeights
 
@@ -33,7 +33,7 @@ class ConvertedWeights(ModelWeights):
     def _load_block(self, index: int) -> BlockWeights:
         block = self._inner.block(index)
         packed = {x.name: self._packed(getattr(block, x.name)) for x in block_matrices(self.config)}
-        vectors = {x.name: getattr(block, x.name) for x in block_vectors(self.config)}
+        vectors = {x.name: getattr(block, x.name) for x in self.vectors()}
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:

@@ -36,24 +36,40 @@ def block_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
     return tuple(MatrixShape(x.name, x.n, x.k) for x in config.matmuls() if x.name != "lm_head")
 
 
-def block_vectors(config: ModelConfig) -> tuple[VectorShape, ...]:
-    """Float32 vectors of one block: norms, then the biases that the model has."""
+def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
+    """Float32 vectors of one block: norms, then the biases that the model has, then the scales of
+    the matmuls' inputs (`scaled_inputs`).
+    """
     names = ["input_norm"] if config.parallel else ["input_norm", "post_norm"]
     names += ["o_norm", "down_norm"] if config.out_norms else []
     norms = _norms(config, names)
     if config.qk_norm:
         norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
     biases = [x for x in config.matmuls() if x.bias and x.name != "lm_head"]
-    return (*norms, *(VectorShape(f"{x.name}_bias", x.n) for x in biases))
+    scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config)]
+    return (
+        *norms,
+        *(VectorShape(f"{x.name}_bias", x.n) for x in biases),
+        *(scales if scaled_inputs(storage) else ()),
+    )
 
 
-def end_vectors(config: ModelConfig) -> tuple[VectorShape, ...]:
+def scaled_inputs(storage: StorageFormat) -> bool:
+    """Whether a static scale of each matmul's input belongs to the weights: those with one scale a
+    row are multiplied with integers alone.
+    """
+    return storage.scales == "row"
+
+
+def end_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
     """Float32 vectors outside of the blocks; the table of positions row after row."""
     found = _norms(config, ["final_norm"])
     if config.head_bias:
         found.append(VectorShape("lm_head_bias", config.vocab_size))
     if config.positions:
         found.append(VectorShape("positions", config.positions * config.hidden_size))
+    if scaled_inputs(storage):
+        found.append(VectorShape("lm_head_x_scale", 1))
     return tuple(found)
 
 
@@ -75,9 +91,9 @@ def end_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
     """Bytes of all packed weights and vectors of a model, without page padding."""
     block = sum(x.nbytes(storage) for x in block_matrices(config))
-    block += sum(4 * x.n for x in block_vectors(config))
+    block += sum(4 * x.n for x in block_vectors(config, storage))
     ends = sum(x.nbytes(storage) for x in end_matrices(config))
-    ends += sum(4 * x.n for x in end_vectors(config))
+    ends += sum(4 * x.n for x in end_vectors(config, storage))
     return config.num_layers * block + ends
 
 

@@ -40,7 +40,7 @@ from hetero.models.safetensors_file import SafetensorsFile
 from hetero.models.weights import BlockWeights, ModelWeights
 
 PAD_PREFIX = "__pad."
-_DTYPES = {"q4": "U32", "q8": "I8", "f16": "F16", "f32": "F32"}
+_DTYPES = {"q4": "U32", "q8": "I8", "q8r": "I8", "f16": "F16", "f32": "F32"}
 _ITEM_BYTES = {"U32": 4, "I8": 1, "F16": 2, "F32": 4, "U8": 1}
 
 
@@ -93,7 +93,7 @@ class QuantizedWeights(ModelWeights):
     def _load_block(self, index: int) -> BlockWeights:
         prefix = f"blocks.{index}."
         packed = {x.name: self._packed(prefix, x) for x in block_matrices(self.config)}
-        vectors = {x.name: self.file.array(prefix + x.name) for x in block_vectors(self.config)}
+        vectors = {x.name: self.file.array(prefix + x.name) for x in self.vectors()}
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
@@ -101,7 +101,7 @@ class QuantizedWeights(ModelWeights):
 
     def _packed(self, prefix: str, shape: MatrixShape) -> PackedWeight:
         name = prefix + shape.name
-        scales = self.file.array(f"{name}.scales") if self._storage.grouped else None
+        scales = self.file.array(f"{name}.scales") if self._storage.quantised else None
         data = self.file.array(f"{name}.data")
         return PackedWeight(self._storage, shape.n, shape.k, data, scales)
 
@@ -141,13 +141,13 @@ def block_plan(config: ModelConfig, storage: StorageFormat, index: int) -> list[
     """Tensors of one block."""
     prefix = f"blocks.{index}."
     plan = [x for shape in block_matrices(config) for x in _matrix_plan(prefix, shape, storage)]
-    return plan + [_vector_plan(prefix, shape) for shape in block_vectors(config)]
+    return plan + [_vector_plan(prefix, shape) for shape in block_vectors(config, storage)]
 
 
 def end_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
     """Embeddings, output head unless tied, vectors."""
     plan = [x for shape in end_matrices(config) for x in _matrix_plan("", shape, storage)]
-    return [*plan, *(_vector_plan("", shape) for shape in end_vectors(config))]
+    return [*plan, *(_vector_plan("", shape) for shape in end_vectors(config, storage))]
 
 
 def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:
@@ -165,11 +165,13 @@ def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def block_arrays(block: BlockWeights, config: ModelConfig) -> Iterator[npt.NDArray[Any]]:
+def block_arrays(
+    block: BlockWeights, config: ModelConfig, storage: StorageFormat
+) -> Iterator[npt.NDArray[Any]]:
     """Arrays of a block in the order of `block_plan`."""
     for matrix in block_matrices(config):
         yield from matrix_arrays(getattr(block, matrix.name))
-    for vector in block_vectors(config):
+    for vector in block_vectors(config, storage):
         yield np.asarray(getattr(block, vector.name), dtype=np.float32)
 
 
@@ -185,9 +187,11 @@ def _matrix_plan(prefix: str, shape: MatrixShape, storage: StorageFormat) -> lis
     data = PlannedTensor(
         f"{name}.data", _DTYPES[storage.value], data_shape(storage, shape.n, shape.k)
     )
-    if not storage.grouped:
+    if not storage.quantised:
         return [data]
-    return [data, PlannedTensor(f"{name}.scales", "F16", scales_shape(shape.n, shape.k))]
+    kind = "F32" if storage.scales == "row" else "F16"
+    scales = PlannedTensor(f"{name}.scales", kind, scales_shape(storage, shape.n, shape.k))
+    return [data, scales]
 
 
 def _vector_plan(prefix: str, shape: VectorShape) -> PlannedTensor:

@@ -26,6 +26,7 @@ from hetero.backends.weights import (
     pack,
     pack_q4,
     pack_q8,
+    scales_dtype,
     scales_shape,
 )
 from hetero.errors import ModelError
@@ -36,7 +37,7 @@ _MAX_THREADS = 4  # each holds the memory of one piece
 _ARENA = Arena()
 
 # Largest magnitude whose scale (or value) is still a finite fp16 number.
-_LIMITS = {"q4": 65504.0 * 8, "q8": 65504.0 * 127, "f16": 65504.0, "f32": math.inf}
+_LIMITS = {"q4": 65504.0 * 8, "q8": 65504.0 * 127, "q8r": math.inf, "f16": 65504.0, "f32": math.inf}
 
 
 Codes: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[np.float16]]
@@ -92,7 +93,9 @@ class SourceTensor:
 def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
     """A zero-filled weight in page-aligned memory (q4: its scales are zero), to be filled once."""
     data = _pages(data_dtype(storage), data_shape(storage, n, k))
-    scales = _pages(np.dtype(np.float16), scales_shape(n, k)) if storage.grouped else None
+    scales = None
+    if storage.quantised:
+        scales = _pages(scales_dtype(storage), scales_shape(storage, n, k))
     return PackedWeight(storage, n, k, data, scales)
 
 

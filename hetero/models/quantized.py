@@ -193,15 +193,16 @@ def _write_weights(
 
 def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
     """Arrays in the order of `weight_plan`; each part is released when the next is asked for."""
-    config = weights.config
+    config, storage = weights.config, weights.weight_format.storage
     for index in range(config.num_layers):
-        yield block_arrays(weights.block(index), config)
+        yield block_arrays(weights.block(index), config, storage)
         weights.release(index)
     yield matrix_arrays(weights.embed())
     if not config.tie_word_embeddings:
         weights.release_ends()
         yield matrix_arrays(weights.lm_head())
-    yield (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in end_vectors(config))
+    vectors = end_vectors(config, storage)
+    yield (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in vectors)
     weights.release_ends()
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
+from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, StorageFormat, WeightFormat
 from hetero.backends.ops import RopeScaling
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
-from hetero.models.layout import block_matrices, block_vectors, end_matrices, end_vectors
+from hetero.models.layout import block_matrices, end_matrices, end_vectors
 from hetero.models.packing import empty_packed
 from hetero.models.weights import BlockWeights, ModelWeights
 
@@ -191,7 +191,8 @@ class RandomWeights(ModelWeights):
 
     def end_vector(self, name: str) -> Float32Array:
         """A vector outside of the blocks; the final norm's weight is 1."""
-        shape = next(x for x in end_vectors(self.config) if x.name == name)
+        shapes = end_vectors(self.config, self.weight_format.storage)
+        shape = next(x for x in shapes if x.name == name)
         if name == "final_norm":
             return np.ones(shape.n, dtype=np.float32)
         return self._vector(name, shape.n)
@@ -203,8 +204,7 @@ class RandomWeights(ModelWeights):
             for shape in block_matrices(self.config)
         }
         vectors = {
-            shape.name: self._vector(f"{index}.{shape.name}", shape.n)
-            for shape in block_vectors(self.config)
+            shape.name: self._vector(f"{index}.{shape.name}", shape.n) for shape in self.vectors()
         }
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
@@ -218,14 +218,18 @@ class RandomWeights(ModelWeights):
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
 
     def _vector(self, name: str, n: int) -> Float32Array:
-        """Norm weights near 1, biases near 0."""
+        """Norm weights near 1, biases near 0; inputs of matmuls, which norms and activations keep
+        near 1 in size, within four times that.
+        """
+        if name.endswith("_x_scale"):
+            return np.full(n, 4 / INT8_STATIC.largest, dtype=np.float32)
         values = self._generator(name).uniform(-0.1, 0.1, n).astype(np.float32)
         return values + np.float32(name.endswith("_norm"))
 
     def _draw(self, name: str, storage: StorageFormat, n: int, k: int) -> PackedWeight:
         packed = empty_packed(storage, n, k)
         generator = self._generator(name)
-        if not storage.grouped:
+        if not storage.quantised:
             _fill_floats(generator, packed)
         else:
             self._fill_bits(generator, packed.data)
@@ -279,7 +283,7 @@ def _clear_padding(packed: PackedWeight) -> None:
         return
     is_q4 = packed.storage is StorageFormat.Q4
     if rows:
-        packed.scales[-1, :, rows:] = 0
+        packed.scales[-1, ..., rows:] = 0
         if is_q4:
             packed.data[-1, :, :, rows:] = np.uint32(0x88888888)
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.config import ModelConfig
-from hetero.models.layout import total_bytes
+from hetero.models.layout import VectorShape, block_vectors, total_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -19,7 +19,8 @@ class BlockWeights:
     `qkv` [(H + 2G)·D, d]: rows of the query, key and value weights in this order; `o` [d, H·D];
     `gate_up` [2f, d]: rows of gate, then up ([f, d]: up alone, without a gate); `down` [d, f].
     Norms and biases are float32 vectors, None where the model has none: `post_norm` is the norm
-    before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names.
+    before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names. An
+    `x_scale` [1] is the step of the codes of that matmul's input, where the format has one.
     """
 
     qkv: PackedWeight
@@ -36,6 +37,10 @@ class BlockWeights:
     o_bias: Float32Array | None = None
     gate_up_bias: Float32Array | None = None
     down_bias: Float32Array | None = None
+    qkv_x_scale: Float32Array | None = None
+    o_x_scale: Float32Array | None = None
+    gate_up_x_scale: Float32Array | None = None
+    down_x_scale: Float32Array | None = None
     q_norm: Float32Array | None = None
     k_norm: Float32Array | None = None
 
@@ -68,6 +73,10 @@ class ModelWeights(ABC):
         """Bytes of all packed weights, norms and biases."""
         return total_bytes(self.config, self.weight_format.storage)
 
+    def vectors(self) -> tuple[VectorShape, ...]:
+        """Float32 vectors of a block."""
+        return block_vectors(self.config, self.weight_format.storage)
+
     def block(self, index: int) -> BlockWeights:
         """Weights of a block, 0 <= index < num_layers. Raises `IndexError` outside."""
         if not 0 <= index < self.config.num_layers:
@@ -94,7 +103,7 @@ class ModelWeights(ABC):
         """A weight outside of the blocks, by its operation and the name in `ops.weight_names`."""
         if name == "weight" and role in ("embed", "lm_head"):
             return self.embed() if role == "embed" else self.lm_head()
-        return self.end_vector(f"{role}_bias" if name == "bias" else role)
+        return self.end_vector(f"{role}_{name}" if name in ("bias", "x_scale") else role)
 
     def final_norm(self) -> Float32Array:
         """Weight [d] of the norm before the output head."""
@@ -102,7 +111,9 @@ class ModelWeights(ABC):
 
     @abstractmethod
     def end_vector(self, name: str) -> Float32Array:
-        """`final_norm`, `final_norm_bias`, `lm_head_bias` or `positions` (row after row)."""
+        """`final_norm`, `final_norm_bias`, `lm_head_bias`, `lm_head_x_scale` or `positions` (row
+        after row).
+        """
 
     def requantised(self) -> dict[str, float]:
         """Relative error of what was quantised a second time, by the source's type; measured on

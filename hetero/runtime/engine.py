@@ -193,6 +193,7 @@ class Engine:
         self._steps: OrderedDict[_Key, Step] = OrderedDict()
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
+        self._loading_step: Step | None = None
         self._warmed = False
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
         self._closed = False
@@ -534,6 +535,7 @@ class Engine:
         else:
             gates = self.synchroniser.gates_now()
             step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
+        step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             self.pool.feed(tokens[start:stop], context.cached + start, chunk=chunk)
@@ -551,6 +553,15 @@ class Engine:
             self._share(context, step, run)
         if self.trace is not None:
             self.trace.add(step, run)
+        return step
+
+    def _loading(self, context: Context, step: Step) -> Step:
+        """The step on a context that another thread still fills, layer by layer."""
+        gate, self._loading_step = context.gate, None
+        if gate is None or gate.done:
+            context.gate = None
+            return step
+        self._loading_step = step = step.behind(gate)  # alive while it is the last
         return step
 
     def _share(self, context: Context, step: Step, run: StepRun) -> None:

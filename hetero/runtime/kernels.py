@@ -193,9 +193,13 @@ class KernelSet:
 
 
 def cut_weights(values: Mapping[str, WeightValue], start: int, stop: int) -> dict[str, WeightValue]:
-    """Rows [start, stop) of a matmul's weights: views."""
+    """Rows [start, stop) of a matmul's weights: views. The scale of its input is of all rows."""
     return {
-        name: value.rows(start, stop) if isinstance(value, PackedWeight) else value[start:stop]
+        name: value.rows(start, stop)
+        if isinstance(value, PackedWeight)
+        else value
+        if name == "x_scale"
+        else value[start:stop]
         for name, value in values.items()
     }
 
@@ -245,8 +249,8 @@ def node_weights(
 def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
     if name == "weight":
         value = getattr(block, role)
-    elif name == "bias":
-        value = getattr(block, f"{role}_bias")
+    elif name in ("bias", "x_scale"):
+        value = getattr(block, f"{role}_{name}")
     else:
         value = getattr(block, name)
     assert value is not None, (role, name)

@@ -64,7 +64,7 @@ def _processor_matmul_tolerance(weight_format: WeightFormat) -> float:
     """
     if not weight_format.activations.are_floats:
         return 3e-5
-    if weight_format.storage.grouped:
+    if weight_format.storage.quantised:
         return 1e-4
     return 1e-5 if weight_format.half_is_enough else 5e-6
 
@@ -112,7 +112,7 @@ def floor(op: Op, device: Device) -> float:
             return 0.0
         half = bool(getattr(device, "half", 0)) and op.weight_format.half_is_enough
         kind = op.weight_format
-        planes = is_processor(device) and kind.storage.grouped and kind.activations.are_floats
+        planes = is_processor(device) and kind.storage.quantised and kind.activations.are_floats
         return op.k**0.5 if half or planes else 0.0
     match op:
         case ops.MatMul():
@@ -139,6 +139,8 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:
                 n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
                 values = rng.standard_normal((n, k), dtype=np.float32)
                 weights[name] = pack(values, op.weight_format.storage)
+            case ops.MatMul() if name == "x_scale":
+                weights[name] = np.full(1, rng.uniform(0.02, 0.04), dtype=np.float32)
             case ops.MatMul():
                 weights[name] = rng.standard_normal(op.n, dtype=np.float32)
             case ops.AddPositions():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetero.backends import ops
+from hetero.backends import checks, ops
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.groups import Group, GroupStep
@@ -121,7 +121,8 @@ def test_matmul_of_outliers(
     op = ops.MatMul(n=40, k=96, weight_format=weight_format)
     require(device, op)
     rng = np.random.default_rng(int(outlier) + m)
-    weights = {"weight": pack(0.02 * rng.standard_normal((40, 96)), weight_format.storage)}
+    weights = make_weights(op, rng)
+    weights["weight"] = pack(0.02 * rng.standard_normal((40, 96)), weight_format.storage)
     tensors = make_tensors(op, m, rng, device=device)
     tensors["x"].array[0, 17] = outlier
     tensors["x"].array[-1, 83] = -outlier
@@ -137,7 +138,7 @@ def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFor
     weights = make_weights(op, rng)
     for start, stop in ((0, 32), (32, 64), (64, 100)):
         part = replace(op, n=stop - start)
-        segment = {"weight": weights["weight"].rows(start, stop)}  # type: ignore[union-attr]
+        segment = {**weights, "weight": checks.packed(weights).rows(start, stop)}
         tensors = make_tensors(part, 3, rng, device=device)
         check_call(device, device.prepare(part, segment), segment, tensors, 3)
 

@@ -17,12 +17,13 @@ from hetero.backends.weights import (
     pack,
     pack_q4,
     pack_q8,
+    pack_q8r,
     padded,
     scales_shape,
 )
 
 FLOAT = (StorageFormat.F16, StorageFormat.F32)
-QUANTISED = (StorageFormat.Q4, StorageFormat.Q8)
+QUANTISED = (StorageFormat.Q4, StorageFormat.Q8, StorageFormat.Q8R)
 
 sizes = st.integers(1, 70)
 scales_of_values = st.sampled_from([1e-3, 1.0, 300.0])
@@ -52,7 +53,7 @@ def test_shapes(weight: npt.NDArray[np.float32], storage: StorageFormat) -> None
     assert packed.dequantize().shape == (n, k)
     if storage in QUANTISED:
         assert packed.scales is not None
-        assert packed.scales.shape == scales_shape(n, k)
+        assert packed.scales.shape == scales_shape(storage, n, k)
     else:
         assert packed.scales is None
 
@@ -69,12 +70,16 @@ def test_floats_are_kept(weight: npt.NDArray[np.float32], storage: StorageFormat
 def test_rounding_error_is_within_a_step(
     weight: npt.NDArray[np.float32], storage: StorageFormat
 ) -> None:
-    """q4: at most one step (the end of the range opposite the largest value), q8: half a step."""
+    """q4: at most one step (the end of the range opposite the largest value), q8 and q8r: half a
+    step of the group's or the row's.
+    """
     back = pack(weight, storage).dequantize()
     n, k = weight.shape
     full = np.zeros((n, padded(k, GROUP_SIZE)), dtype=np.float32)
     full[:, :k] = weight
     largest = np.abs(full).reshape(n, -1, GROUP_SIZE).max(axis=-1).repeat(GROUP_SIZE, 1)[:, :k]
+    if storage is StorageFormat.Q8R:
+        largest = np.abs(full).max(axis=-1, keepdims=True)
     steps = largest / 8 if storage is StorageFormat.Q4 else largest / 127 / 2
     # The scale is fp16: relative error 2⁻¹¹ of the value, or half its smallest step.
     slack = 1e-3 * largest + (8 if storage is StorageFormat.Q4 else 127) * 2.0**-24
@@ -90,6 +95,11 @@ def test_codes_and_scales_come_back_exactly(n: int, k: int, seed: int) -> None:
     codes4 = rng.integers(0, 16, (rows, groups, 32), dtype=np.uint8)
     codes8 = rng.integers(-127, 128, (rows, groups, 32), dtype=np.int8)
     wide = scales.astype(np.float32)[..., None]
+    by_row = scales[:, 0].astype(np.float32)
+    whole = pack_q8r(codes8.reshape(rows, -1), by_row, n, k)
+    dense = codes8.reshape(rows, -1) * by_row[:, None]
+    np.testing.assert_array_equal(whole.dequantize(), dense[:n, :k])
+    np.testing.assert_array_equal(whole.codes(), codes8.reshape(rows, -1)[:n, :k])
     for packed, values in (
         (pack_q4(codes4, scales, n, k), codes4.astype(np.float32) - 8),
         (pack_q8(codes8, scales, n, k), codes8.astype(np.float32)),
@@ -157,4 +167,5 @@ def test_wrong_parts_are_refused() -> None:
 
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_storage_of_formats(weight_format: WeightFormat) -> None:
-    assert weight_format.value.startswith((weight_format.storage.value.replace("q", "w"), "f"))
+    storage = weight_format.storage.value.replace("q", "w").removesuffix("r")
+    assert weight_format.value.startswith((storage, "f"))

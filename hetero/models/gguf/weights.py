@@ -16,7 +16,7 @@ from hetero.models.config import ModelConfig
 from hetero.models.gguf.config import ROTATED_IN_PAIRS
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind
-from hetero.models.layout import block_matrices, block_vectors, end_matrices, end_vectors
+from hetero.models.layout import block_matrices, end_matrices, end_vectors
 from hetero.models.packing import check_finite, pack_rows
 from hetero.models.weights import BlockWeights, ModelWeights
 
@@ -71,7 +71,7 @@ class GgufWeights(ModelWeights):
     def _load_block(self, index: int) -> BlockWeights:
         prefix = f"blk.{index}."
         packed = {x.name: self._matrix(prefix, x.name) for x in block_matrices(self.config)}
-        vectors = {x.name: self._block_vector(prefix, x.name) for x in block_vectors(self.config)}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
@@ -85,7 +85,7 @@ class GgufWeights(ModelWeights):
     def _packed(
         self, names: Sequence[str], orders: Sequence[npt.NDArray[np.int64] | None]
     ) -> PackedWeight:
-        loss = self.loss if self.weight_format.storage.grouped else None
+        loss = self.loss if self.weight_format.storage.quantised else None
         sources = [
             GgufTensor(self.file, name, loss, order)
             for name, order in zip(names, orders, strict=True)
@@ -163,7 +163,7 @@ class GgufWeights(ModelWeights):
         shapes: dict[str, tuple[int, ...]] = {}
         for matrix in end_matrices(self.config):
             shapes[f"{_ENDS[matrix.name]}.weight"] = (matrix.n, matrix.k)
-        for vector in end_vectors(self.config):
+        for vector in end_vectors(self.config, self.weight_format.storage):
             shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
         for index in range(self.config.num_layers):
             prefix = f"blk.{index}."
@@ -173,7 +173,7 @@ class GgufWeights(ModelWeights):
                         shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
                         if matmul.bias:
                             shapes[f"{prefix}{module}.bias"] = (n,)
-            for vector in block_vectors(self.config):
+            for vector in self.vectors():
                 if vector.name.removesuffix("_bias") not in _MATRICES:
                     shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = (vector.n,)
         return shapes
