@@ -231,10 +231,13 @@ class Placement:
             for entry, _ in self._at(node, phase, 1 if node.plan_op == "lm_head" else m)
         )
 
+    def block_entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
+        """As `entries`, without the output head."""
+        return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
+
     def working(self, m: int) -> frozenset[DeviceKind]:
         """Devices that work in a prompt's call of m tokens, the output head aside."""
-        blocks = [entry for entry in self.entries("prefill", m) if entry.op != "lm_head"]
-        tiles = {tile.device for entry in blocks for tile in entry.tiles}
+        tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}
         return frozenset({self.rest("prefill"), *tiles})
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:

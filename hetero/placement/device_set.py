@@ -143,12 +143,6 @@ def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -
     warnings.warn(result.fallback, FallbackWarning, stacklevel=4)
 
 
-def graphs_of(devices: Mapping[DeviceKind, Device]) -> dict[DeviceKind, tuple[int, ...]]:
-    """Token counts that each device's graphs have, rising; none where it takes any."""
-    found = {kind: device.capabilities for kind, device in devices.items()}
-    return {k: tuple(sorted(c.graph_sizes)) if c.static_shapes else () for k, c in found.items()}
-
-
 def backend_name(kind: DeviceKind, name: str) -> str:
     """Resolve `auto`; `opencl` may name a driver behind a colon. Raises `ModelError` for a backend
     that does not exist or cannot play `kind`.
