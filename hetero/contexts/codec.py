@@ -135,7 +135,8 @@ class ChunkCodec:
         count = len(planes[0])
         shape = (count, 2, self.heads, codes.tokens, self.size)
         if codes.bits == RAW:
-            return planes[0].reshape(-1).view(np.float32).reshape(shape)
+            exact: Array = planes[0].reshape(-1).view(np.float32).reshape(shape)
+            return exact
         split = 2 * self._amplitudes(codes.tokens)
         amplitudes = np.ascontiguousarray(planes[0][:, :split]).view(np.float16)
         found: Array = _unpacked2(planes[0][:, split:])
