@@ -17,6 +17,7 @@ DEMO = "--model demo --weights w4a16"
 BRIEFLY = {
     f"peers.py levels --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
     "predictions.py accuracy --again --profile host --rows ROWS": "decision regret",
+    "predictions.py ablate --profile host --rows start": "| host | start | ridge |",
     "kernels.py attention --contexts 8 -r 1": "| 8 | gpu |",
     "kernels.py ceiling --mib 8 --seconds 0.02 -r 1": "both over the better one",
     "kernels.py matmul --formats w4a16 --tokens 1 --shapes 64x64 -r 1 --streamed-mb 1": "| 64x64 |",
@@ -25,6 +26,7 @@ BRIEFLY = {
     f"mllm_npu.py order {DEMO} -p 80 --chunk 32 --rounds 1": "| best |",
     "paper.py fit --check": "files are up to date",
     "paper_reproduction.py": "Order of strategies",
+    "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",
     "robustness.py soak --minutes 0.01": "| yes |",
     "robustness.py prompts --count 1": "| online-prepare | 1 | 0 |",
 }
@@ -97,13 +99,7 @@ def test_every_command_of_the_results_parses() -> None:
         "killed_starts --starts 200 --jobs 2 --seed 0",
     ]
     told += [line.split() for line in old] + [["peers"]]
-    assert {name for name, *_ in told} >= {
-        "peers",
-        "predictions",
-        "kernels",
-        "control_plane",
-        "mllm_npu",
-    }
+    assert {name for name, *_ in told} >= {"peers", "predictions", "kernels", "paper", "mllm_npu"}
     done = run(["-c", PARSE, json.dumps(told)])
     assert done.stdout.count("parsed") == len(told), done.stdout[-500:] + done.stderr[-2000:]
 

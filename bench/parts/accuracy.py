@@ -101,8 +101,8 @@ def regrets(model: CostModel, rows: Iterable[MatMulRow]) -> Iterator[float]:
             yield picked.seconds / min(row.seconds for row in pair.values()) - 1
 
 
-def quarter(profile: DeviceProfile) -> CostModel:
-    """A model of a quarter of the grid's rows, chosen by active sampling."""
+def quarter_of(profile: DeviceProfile) -> list[MatMulRow]:
+    """A quarter of the grid's rows, chosen by active sampling."""
     known = {row.key: row for row in profile.matmuls}
     tasks = [Task(r.device, r.weight_format, r.order, r.m, r.n, r.k) for r in profile.matmuls]
     wanted, chosen = len(tasks) // 4, active.first_tasks(tasks)[: len(tasks) // 4]
@@ -110,7 +110,12 @@ def quarter(profile: DeviceProfile) -> CostModel:
         left = [task for task in tasks if task not in set(chosen)]
         measured, count = [known[task.key] for task in chosen], min(8, wanted - len(chosen))
         chosen += active.next_tasks(profile.devices, measured, left, count, seed=len(chosen))
-    predictors = fit.fit_all(profile.devices, [known[task.key] for task in chosen])
+    return [known[task.key] for task in chosen]
+
+
+def quarter(profile: DeviceProfile) -> CostModel:
+    """A model of a quarter of the grid's rows."""
+    predictors = fit.fit_all(profile.devices, quarter_of(profile))
     return CostModel(profile.model_copy(update={"predictors": predictors}))
 
 

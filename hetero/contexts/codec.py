@@ -191,7 +191,8 @@ def channel_scales(values: Array) -> Array:
     squares = np.square(values[:, 0].astype(np.float64)).mean(axis=2)  # [L, G, D]
     head = np.sqrt(squares.mean(axis=2, keepdims=True))
     relative = np.sqrt(squares) / np.where(head > 0, head, 1)
-    return np.maximum(relative, 0.01).astype(np.float32)
+    scales: Array = np.maximum(relative, 0.01).astype(np.float32)
+    return scales
 
 
 def relative_errors(codec: ChunkCodec, values: Array) -> dict[int, float]:
