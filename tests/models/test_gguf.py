@@ -13,7 +13,6 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from bench.parts.gguf_files import write_large
 from hetero import LLM
 from hetero.backends.formats import StorageFormat
 from hetero.errors import ModelError
@@ -25,7 +24,7 @@ from hetero.models.layout import block_matrices, end_vectors
 from hetero.models.packing import pack_rows
 from hetero.models.quantized import save
 from tests.checkpoints import CASES, make_checkpoint
-from tests.models.gguf_files import convert, tensor_file, write
+from tests.models.gguf_files import convert, tensor_file, write, write_large
 
 TEXTS = (
     "Once upon a time, there was a little café.",
