@@ -18,7 +18,7 @@ from hetero.backends.protocol import (
     WeightValue,
 )
 from hetero.backends.weights import ROW_BLOCK, PackedWeight
-from hetero.errors import memory_for
+from hetero.errors import UserError, memory_for
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.solver.groups import NodeGroup
@@ -216,6 +216,11 @@ def prepare_kernels(
     Raises `DeviceError` that names the first node a device does not take, `UserError` where the
     system refuses the memory.
     """
+    if weights.calibration is not None and weights.calibration.shadowed:
+        raise UserError(
+            f"{weights.source}: {weights.calibration.shadowed[0]} keeps a shadow of outliers, "
+            "which no device computes yet; run hetero quantize again with --outliers none"
+        )
     kernels = KernelSet(devices)
     by_layer: dict[int | None, list[Node]] = {}
     for node in placement.graph.nodes:
