@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,17 @@ from hetero.backends.ops import Op
 from hetero.backends.weights import PackedWeight
 
 DeviceKind: TypeAlias = Literal["gpu", "npu"]
+KINDS: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
 PerGraphSize: TypeAlias = Literal["nothing", "graph", "weights"]
 WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32]
 Operand: TypeAlias = Tensor | Panels
 
 DEFAULT_DEADLINE_S = 60.0
+
+
+def other_kind(kind: DeviceKind) -> DeviceKind:
+    """The other of the two processors."""
+    return "npu" if kind == "gpu" else "gpu"
 
 
 class Acceptance(NamedTuple):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceRecord, phase_of
 
@@ -52,10 +52,9 @@ class Kernels:
         self, cost: CostModel, weight_format: WeightFormat, precision: Precision = "auto"
     ) -> None:
         self.cost, self.weight_format, self.precision = cost, weight_format, precision
-        kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
         self._quarantined = {entry.device for entry in cost.profile.quarantined}
         self.options: dict[DeviceKind, tuple[KernelOption, ...]] = {
-            kind: self._options(kind) for kind in kinds
+            kind: self._options(kind) for kind in KINDS
         }
         self._choices: dict[tuple[DeviceKind, int, int, int], KernelOption] = {}
         self._allowed: dict[tuple[DeviceKind, KernelOption, str, str], bool] = {}

@@ -98,7 +98,13 @@ def test_every_command_of_the_results_parses() -> None:
         "killed_starts --starts 200 --jobs 2 --seed 0",
     ]
     told += [line.split() for line in old] + [["peers"]]
-    assert {name for name, *_ in told} >= {"peers", "predictions", "kernels", "control_plane", "mllm_npu"}
+    assert {name for name, *_ in told} >= {
+        "peers",
+        "predictions",
+        "kernels",
+        "control_plane",
+        "mllm_npu",
+    }
     done = run(["-c", PARSE, json.dumps(told)])
     assert done.stdout.count("parsed") == len(told), done.stdout[-500:] + done.stderr[-2000:]
 

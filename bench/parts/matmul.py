@@ -78,7 +78,9 @@ def matmul(
                     for runtime, times in found.items():
                         middle = statistics.median(times)
                         rates = f"{2e-9 * m * n * k / middle:.0f}", f"{1e-9 * nbytes / middle:.1f}"
-                        ratio = statistics.median(np.divide(times, next(iter(found.values()))).tolist())
+                        ratio = statistics.median(
+                            np.divide(times, next(iter(found.values()))).tolist()
+                        )
                         cells = [*spread(times, 1e3, 3), *rates, f"{ratio:.2f}"]
                         rows.append([name, shape, m, runtime, *cells])
     table(HEAD, rows)
