@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +93,23 @@ class Capabilities:
     per_graph_size: PerGraphSize = "nothing"
     every_core: bool = False
     reads_panels: bool = False
+
+
+class Graphs(Protocol):
+    """What `prepared_sizes` asks: capabilities of an open device, or of one in a profile."""
+
+    @property
+    def static_shapes(self) -> bool:
+        """See `Capabilities`."""
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """See `Capabilities`."""
+
+
+def prepared_sizes(capabilities: Graphs) -> tuple[int, ...]:
+    """Token counts of a device's graphs, rising; none where it takes any."""
+    return tuple(sorted(capabilities.graph_sizes)) if capabilities.static_shapes else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
-from hetero.profiler.records import DeviceRecord, phase_of
+from hetero.profiler.records import phase_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.intp]
@@ -157,9 +157,3 @@ class Kernels:
                 self.cost.allowed(device, option.weight_format, m, n, k, option.order)
             )
         return self._allowed[key]
-
-
-def graph_sizes(device: DeviceRecord) -> tuple[int, ...]:
-    """Token counts of the device's graphs; empty where it takes any."""
-    capabilities = device.capabilities
-    return tuple(sorted(capabilities.graph_sizes)) if capabilities.static_shapes else ()

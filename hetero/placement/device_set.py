@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.host.affinity import assign_cores
-from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind
+from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind, prepared_sizes
 from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device, split_driver
 from hetero.errors import FallbackWarning, ModelError
 from hetero.placement import hexagon
@@ -144,8 +144,7 @@ def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -
 
 def graphs_of(devices: Mapping[DeviceKind, Device]) -> dict[DeviceKind, tuple[int, ...]]:
     """Token counts that each device's graphs have, rising; none where it takes any."""
-    found = {kind: device.capabilities for kind, device in devices.items()}
-    return {k: tuple(sorted(c.graph_sizes)) if c.static_shapes else () for k, c in found.items()}
+    return {kind: prepared_sizes(device.capabilities) for kind, device in devices.items()}
 
 
 def backend_name(kind: DeviceKind, name: str) -> str:
