@@ -26,6 +26,7 @@ BRIEFLY = {
     f"mllm_npu.py order {DEMO} -p 80 --chunk 32 --rounds 1": "| best |",
     "paper.py fit --check": "files are up to date",
     "paper_reproduction.py": "Order of strategies",
+    "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",
     "robustness.py soak --minutes 0.01": "| yes |",
     "robustness.py prompts --count 1": "| online-prepare | 1 | 0 |",
 }
@@ -98,13 +99,7 @@ def test_every_command_of_the_results_parses() -> None:
         "killed_starts --starts 200 --jobs 2 --seed 0",
     ]
     told += [line.split() for line in old] + [["peers"]]
-    assert {name for name, *_ in told} >= {
-        "peers",
-        "predictions",
-        "kernels",
-        "control_plane",
-        "mllm_npu",
-    }
+    assert {name for name, *_ in told} >= {"peers", "predictions", "kernels", "paper", "mllm_npu"}
     done = run(["-c", PARSE, json.dumps(told)])
     assert done.stdout.count("parsed") == len(told), done.stdout[-500:] + done.stderr[-2000:]
 

@@ -77,6 +77,22 @@ def _stage_q8(weight: PackedWeight) -> Staging:
     return staging
 
 
+def stage_by_feature(weight: PackedWeight, codes: npt.DTypeLike) -> dict[str, Staging]:
+    """Arrays for the initializers `weight` [k, n] and `scales` [n] of `graphs.static_matmul`."""
+    assert weight.scales is not None
+    staging, scales = Staging(weight.k, (weight.n,), codes), Staging(weight.n, (), np.float32)
+    scales.padded[:] = weight.scales.reshape(-1)
+    zero = np.uint8(0x80 if staging.padded.dtype == np.uint8 else 0)
+    columns = staging.array.view(np.uint8)
+    for part in _slabs(weight):
+        by_feature = weight.data[part].transpose(1, 2, 4, 0, 3).view(np.uint8)
+        found = by_feature.reshape(-1, by_feature.shape[3] * ROW_BLOCK)
+        start = part.start * ROW_BLOCK
+        count = min(found.shape[1], weight.n - start)
+        np.bitwise_xor(found[: weight.k, :count], zero, out=columns[:, start : start + count])
+    return {"weight": staging, "scales": scales}
+
+
 def _stage_float(weight: PackedWeight) -> Staging:
     staging = Staging(weight.n, (weight.k,), np.float32)
     rows = staging.padded.reshape(-1, ROW_BLOCK, weight.k)

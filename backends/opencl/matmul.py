@@ -1,9 +1,10 @@
 """MatMul on OpenCL: kernels for a CPU's vector unit (PoCL) and for real GPUs.
 
 Both read the packed weights in place (`hetero.backends.weights`). On a CPU a work-item packs x into
-tiles of a few tokens (as int8 codes for `w4a8`, and for `w4a16` where two planes of them are faster
-than floats; one token of floats needs none of it) and multiplies its share of the rows. On a GPU a
-work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles above.
+tiles of a few tokens (as int8 codes for `w4a8` and `w8a8`, and for `w4a16` where two planes of them
+are faster than floats; one token of floats needs none of it) and multiplies its share of the rows.
+On a GPU a work-group reduces 16 rows along k for up to 8 tokens and computes local-memory tiles
+above.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
-from hetero.backends.checks import packed
+from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, WeightFormat
+from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, Tile, matmul_tuning
 from hetero.backends.opencl.pointwise import softcap_launch
@@ -32,6 +34,7 @@ WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
     WeightFormat.W4A16,
     WeightFormat.W4A8,
     WeightFormat.W8A16,
+    WeightFormat.W8A8,
     WeightFormat.F16,
     WeightFormat.F32,
 )
@@ -49,7 +52,7 @@ def prepare_matmul(
 ) -> OpenCLKernel:
     """Compile a matmul on its packed weight, which is mapped where memory is unified."""
     weight = packed(weights)
-    operands = _operands(device, weight, weights.get("bias"))
+    operands = _operands(device, weight, weights)
     tuning = matmul_tuning(device.tuning.family)
     plan = _Plan(device, op, operands)
     launches = (
@@ -65,10 +68,14 @@ def prepare_matmul(
 
 @dataclass(frozen=True)
 class _Operands:
-    """Constant kernel arguments, in order: weights, scales and bias with their offsets."""
+    """Constant kernel arguments, in order: weights, scales and bias with their offsets.
+
+    `x_scale` is the last argument of kernels for formats with a static one, else empty.
+    """
 
     args: tuple[Argument, ...]
     has_bias: int
+    x_scale: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -109,15 +116,15 @@ def cpu_launches(
     launches = []
     packing, packed = IN_PLACE, device.shared_scratch(4)
     if group_words != GROUP_SIZE or tile.tokens > 1 or plan.k != op.k:
-        words = padded(plan.k, GROUP_SIZE) // GROUP_SIZE * group_words
+        words = padded(plan.k, GROUP_SIZE) // GROUP_SIZE * group_words + 1
         packed = device.shared_scratch(4 * words * token_tiles * tile.tokens)
         packing = PACK_HERE if groups == 1 else PACKED
     if packing == PACKED:
-        shape = (token_tiles, x, packed, m, op.k, plan.k)
+        shape = (token_tiles, x, packed, m, op.k, plan.k, *plan.operands.x_scale)
         launches.append(Launch(program, "pack", (token_tiles,), (1,), shape))
     m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile)
     sizes = (m, op.n, op.k, plan.k, m_panel, k_panel, -(-tiles // groups))
-    flags = (plan.operands.has_bias, packing)
+    flags = (plan.operands.has_bias, packing, *plan.operands.x_scale)
     args = (tiles, *plan.operands.args, x, packed, tensors["y"], *sizes, *flags)
     launches.append(Launch(program, "matmul", (groups,), (1,), args))
     return launches
@@ -135,7 +142,9 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
     }
     planes = tuning.planes(plan.op.weight_format, tile)
     if planes:
-        defines |= {"PLANES": planes, "DOT": tuning.dot}
+        defines["PLANES"] = planes
+    if planes or plan.op.weight_format.activations.static:
+        defines["DOT"] = tuning.dot
     return plan.device.programs.get("matmul_cpu.cl", defines, before=("matmul_pack.cl",))
 
 
@@ -149,22 +158,16 @@ def simt_launches(
 ) -> list[Launch]:
     """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
     tensors = tensors_of(operands)
-    op, device, splits = plan.op, plan.device, tuning.splits
+    op, splits = plan.op, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
-    half = device.half if op.weight_format.half_is_enough else 0
-    defines = {op.weight_format.name: 1, "TOKENS": tokens, "SPLITS": splits, "HALF": half}
-    program = device.programs.get("matmul_simt.cl", defines)
+    program = _simt_program(plan, tokens=tokens, splits=splits)
     launches: list[Launch] = []
     x_args: tuple[Argument, ...] = (tensors["x"],)
-    if op.weight_format is WeightFormat.W4A8:
-        groups = m * padded(op.k, GROUP_SIZE) // GROUP_SIZE
-        rounded = device.shared_scratch(4 * m * op.k)
-        args: tuple[Argument, ...] = (groups, tensors["x"], rounded, op.k)
-        launches.append(
-            Launch(program, "round_activations", (padded(groups, SIMT_LANES),), (SIMT_LANES,), args)
-        )
-        x_args = (rounded, 0)
-    tail = (*x_args, tensors["y"], m, op.n, op.k, plan.operands.has_bias)
+    if not op.weight_format.activations.are_floats:
+        rounding, x_args = _simt_rounding(plan, program, tensors["x"], m)
+        launches.append(rounding)
+    sizes = (m, op.n, op.k, plan.operands.has_bias)
+    tail = (*x_args, tensors["y"], *sizes, *plan.operands.x_scale)
     blocks, local = -(-op.n // ROW_BLOCK), (ROW_BLOCK, splits)
     if m <= tokens:
         args = (blocks, *plan.operands.args, *tail)
@@ -177,14 +180,49 @@ def simt_launches(
     return launches
 
 
-def _operands(device: Resources, weight: PackedWeight, bias: WeightValue | None) -> _Operands:
+def _simt_program(plan: _Plan, *, tokens: int, splits: int) -> cl.Program:
+    device, weight_format = plan.device, plan.op.weight_format
+    defines = {"TOKENS": tokens, "SPLITS": splits}
+    if weight_format.activations.static:
+        return device.programs.get(
+            "matmul_simt_w8a8.cl",
+            defines | {"ROUNDED_DIVISION": int(device.rounded_division)},
+            options=("-cl-fp32-correctly-rounded-divide-sqrt",) * device.rounded_division,
+        )
+    half = device.half if weight_format.half_is_enough else 0
+    return device.programs.get("matmul_simt.cl", defines | {weight_format.name: 1, "HALF": half})
+
+
+def _simt_rounding(
+    plan: _Plan, program: cl.Program, x: Tensor, m: int
+) -> tuple[Launch, tuple[Argument, ...]]:
+    """The launch that rounds x, and the arguments that stand for x then."""
+    op, device = plan.op, plan.device
+    args: tuple[Argument, ...]
+    x_args: tuple[Argument, ...]
+    if plan.operands.x_scale:
+        count = m * plan.k // 4  # words of four codes
+        codes = device.shared_scratch(4 * count)
+        scale = np.float32(plan.operands.x_scale[0])
+        args = (count, x, codes, op.k, float(scale), float(np.float32(1) / scale))
+        name, x_args = "round_codes", (codes,)
+    else:
+        count = m * padded(op.k, GROUP_SIZE) // GROUP_SIZE
+        rounded = device.shared_scratch(4 * m * op.k)
+        args = (count, x, rounded, op.k)
+        name, x_args = "round_activations", (rounded, 0)
+    return Launch(program, name, (padded(count, SIMT_LANES),), (SIMT_LANES,), args), x_args
+
+
+def _operands(
+    device: Resources, weight: PackedWeight, weights: Mapping[str, WeightValue]
+) -> _Operands:
     """Map weights, scales and bias; what is absent is stood in for by the weights."""
-    data = _mapped(device, weight.data, itemsize=4 if weight.storage == "q8" else None)
+    data = _mapped(device, weight.data, itemsize=4 if weight.storage.bits == 8 else None)
     scales = data if weight.scales is None else _mapped(device, weight.scales)
-    if bias is None:
-        return _Operands((*data, *scales, *data), has_bias=0)
-    assert isinstance(bias, np.ndarray)
-    return _Operands((*data, *scales, *_mapped(device, bias)), has_bias=1)
+    bias = _mapped(device, vector(weights, "bias")) if "bias" in weights else data
+    x_scale = (float(vector(weights, "x_scale")[0]),) if "x_scale" in weights else ()
+    return _Operands((*data, *scales, *bias), int("bias" in weights), x_scale)
 
 
 def _mapped(

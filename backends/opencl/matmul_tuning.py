@@ -69,18 +69,21 @@ class CpuTuning:
         planes = self.planes(weight_format, tile)
         if planes:
             return 8 * planes + 2  # codes, scale, correction
+        if weight_format is WeightFormat.W8A8:
+            return 16  # codes in 16 bits; half of it where bytes are multiplied
         return 33 if self.nibbles_stay(weight_format, tile) else 32
 
     def panels(self, weight_format: WeightFormat, m: int, k: int, tile: Tile) -> tuple[int, int]:
         """(tokens, features) of the panels that the kernel keeps in the L2 cache.
 
-        Features are limited by the weights of one row tile, tokens by what x takes then.
+        Features are limited by the weights of one row tile (where sums are integers, by nothing),
+        tokens by what x takes then.
         """
         if m <= tile.tokens:
             return m, k
         feature_bytes = tile.vectors * self.rows * weight_format.storage.bytes_per_weight
         k_panel = tile.widen or int(self.weight_panel_bytes / feature_bytes) // 64 * 64
-        k_panel = min(k, k_panel)
+        k_panel = k if weight_format.activations.static else min(k, k_panel)
         x_bytes = 4 * self.group_words(weight_format, tile) / GROUP_SIZE
         tokens = int(self.x_panel_bytes / (k_panel * x_bytes)) // tile.tokens * tile.tokens
         return min(m, max(tokens, tile.tokens)), k_panel
@@ -115,6 +118,13 @@ _AVX512_SPECIAL = {
         Tile(INF, 4, 4, 256),
     ),
     WeightFormat.W8A16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 1), Tile(INF, 4, 4)),
+    WeightFormat.W8A8: (
+        Tile(1, 1, 1, 1024),
+        Tile(2, 2, 1, 1024),
+        Tile(4, 4, 1, 1024),
+        Tile(8, 8, 1, 1024),
+        Tile(INF, 4, 4, 256),
+    ),
     WeightFormat.F16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 2), Tile(INF, 8, 2)),
 }
 _VNNI_SPECIAL = _AVX512_SPECIAL | {
@@ -134,6 +144,7 @@ _AVX2_SPECIAL = {
         Tile(INF, 4, 3, widen=384),
     ),
     WeightFormat.W4A8: (Tile(1, 1, 2, 1024), Tile(2, 2, 2, 1024), Tile(INF, 4, 2)),
+    WeightFormat.W8A8: (Tile(1, 1, 2, 1024), Tile(2, 2, 2, 1024), Tile(INF, 4, 2)),
     WeightFormat.F32: (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2)),
 }
 

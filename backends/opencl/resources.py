@@ -28,8 +28,9 @@ class Resources(Device):
     `copies` counts copies enqueued for tensors, which stays 0 on unified memory. `coherent`: host
     and device see each other's writes without mapping (see `calls`). `half` is fp16 arithmetic: 1
     where a GPU has it, 0 elsewhere (a processor's is slower than its float32), 2 emulated (tests
-    set it). `specialised` lists the launches that were warmed up. `clock_offset_s` is the host's
-    clock less the device's, None while commands are not timed.
+    set it). `rounded_division`: float32 quotients can be had correctly rounded. `specialised` lists
+    the launches that were warmed up. `clock_offset_s` is the host's clock less the device's, None
+    while commands are not timed.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Resources(Device):
         is_cpu = bool(self.native.type & cl.device_type.CPU)
         self.coherent = is_cpu if coherent is None else coherent
         self.half = int("cl_khr_fp16" in self.native.extensions.split() and not is_cpu)
+        rounded = cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT
+        self.rounded_division = bool(self.native.single_fp_config & rounded)
         self.copies = 0
         self.clock_offset_s: float | None = None
         self.specialised: set[tuple[object, ...]] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
-from hetero.backends.ort_cpu import graphs, kernels
+from hetero.backends.ort_cpu import graphs, integers, kernels
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (
     Acceptance,
@@ -37,8 +37,6 @@ SETTLE_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_PIECE = 64  # tokens; longer pieces are no faster and their planes take more memory
 
-FORMATS: Final = tuple(x for x in WeightFormat if not x.activations.static)
-
 
 class OrtCpuDevice(Device):
     """Sessions run on whatever thread calls them."""
@@ -51,6 +49,8 @@ class OrtCpuDevice(Device):
         ort.disable_telemetry_events()
         self._w4a16 = w4a16
         self._sizes = tuple(sorted(graph_sizes))
+        exact = bool(integers.acceptance())
+        formats = tuple(x for x in WeightFormat if exact or not x.activations.static)
         self.info = DeviceInfo(
             backend=BACKEND,
             name=cpu_name(),
@@ -61,12 +61,12 @@ class OrtCpuDevice(Device):
             kind="npu",
             static_shapes=True,
             graph_sizes=self._sizes,
-            weight_formats=FORMATS,
+            weight_formats=formats,
             row_alignment=ROW_ALIGNMENT,
             early_visibility=False,
             weight_bytes={
                 known: sum(_own_bytes(known, split=split) for _, split in self._paths(known))
-                for known in FORMATS
+                for known in formats
             },
         )
         self._health = checks.Health(BACKEND)
@@ -82,7 +82,9 @@ class OrtCpuDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Everything that is in `graphs`."""
+        """Everything that is in `graphs`; integer sums only where they are exact."""
+        if isinstance(op, ops.MatMul | ops.Embed) and op.weight_format.activations.static:
+            return integers.acceptance()
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -155,14 +157,14 @@ class OrtCpuDevice(Device):
     def _prepare_matmul(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
     ) -> kernels.MatMulKernel:
-        staged = packing.stage(checks.packed(weights))
+        staged = _staged(checks.packed(weights))
         arrays = {name: value.array for name, value in staged.items()}
         wanted = self._paths(op.weight_format)
         paths = [
             kernels.MatMulPath(
                 limit,
                 SPLIT_PIECE if split else limit,
-                new_session(graphs.matmul(op, split=split), arrays),
+                new_session(_matmul_graph(op, split), arrays),
             )
             for limit, split in wanted
         ]
@@ -172,8 +174,8 @@ class OrtCpuDevice(Device):
         held = sum(staging.nbytes for staging in staged.values())
         per_weight = sum(_pack_bytes(op.weight_format, split=split) for split in splits)
         held += round(op.n * op.k * per_weight)
-        bias = np.ascontiguousarray(checks.vector(weights, "bias")) if op.bias else None
-        return kernels.MatMulKernel(self._host, op, paths, bias, nbytes=held, keep=staged)
+        extra = _vectors(weights)
+        return kernels.MatMulKernel(self._host, op, paths, extra, nbytes=held, keep=staged)
 
     def _paths(self, weight_format: WeightFormat) -> list[tuple[int, bool]]:
         """(largest token count, whether the activations are split), see `graphs.matmul`."""
@@ -201,9 +203,11 @@ def _probe_packed(weight_format: WeightFormat, split: bool) -> frozenset[str]:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((op.n, op.k), dtype=np.float32)
     feeds = [{"x": rng.standard_normal((m, op.k), dtype=np.float32)} for m in (1, 2, 64)]
-    staged = packing.stage(pack(weight, op.weight_format.storage))
+    if weight_format.activations.static:
+        feeds = [feed | {"x_scale": np.full(1, 0.03, np.float32)} for feed in feeds]
+    staged = _staged(pack(weight, op.weight_format.storage))
     session = new_session(
-        graphs.matmul(op, split=split), {name: value.array for name, value in staged.items()}
+        _matmul_graph(op, split), {name: value.array for name, value in staged.items()}
     )
 
     def results() -> list[npt.NDArray[Any]]:
@@ -219,6 +223,19 @@ def _probe_packed(weight_format: WeightFormat, split: bool) -> frozenset[str]:
     return frozenset(found)
 
 
+def _staged(weight: PackedWeight) -> dict[str, packing.Staging]:
+    """The weight as the initializers of `_matmul_graph`."""
+    if weight.storage.scales == "row":
+        return packing.stage_by_feature(weight, integers.exact_codes())
+    return packing.stage(weight)
+
+
+def _matmul_graph(op: ops.MatMul, split: bool) -> bytes:
+    if op.weight_format.activations.static:
+        return graphs.static_matmul(op, integers.exact_codes())
+    return graphs.matmul(op, split=split)
+
+
 def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
     """What ONNX Runtime's own pack holds of each weight, measured for large ones."""
     match weight_format.storage:
@@ -228,6 +245,8 @@ def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
             return 0.5
         case StorageFormat.Q8:
             return 1.25
+        case StorageFormat.Q8R:
+            return 1.0
         case _:
             return 4.0
 
@@ -246,4 +265,5 @@ def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
 
 
 def _vectors(weights: Mapping[str, WeightValue]) -> dict[str, npt.NDArray[Any]]:
-    return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in weights}
+    vectors = {name for name, value in weights.items() if not isinstance(value, PackedWeight)}
+    return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in vectors}

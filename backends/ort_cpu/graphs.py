@@ -52,6 +52,40 @@ def matmul(op: ops.MatMul, *, split: bool) -> bytes:
     return graph.model()
 
 
+def static_matmul(op: ops.MatMul, codes: npt.DTypeLike) -> bytes:
+    """x rounded to codes of one scale, and integer sums over all of k (`w8a8`).
+
+    `codes` is what the weights are given as, [k, n]: int8, or uint8 with zero at 128 where ONNX
+    Runtime's kernel for the former is not exact (`integers`). The inputs `x_scale` [1] and
+    `scales` [n] meet the sum as one number, their product.
+    """
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.k))
+    x_scale = graph.input("x_scale", F32, (1,))
+    bias = graph.input("bias", F32, (op.n,)) if op.bias else ""
+    graph.output("y", F32, ("m", op.n))
+    out = "uncapped" if op.softcap else "y"
+    weight = graph.weight("weight", codes, (op.k, op.n))
+    scales = graph.weight("scales", F32, (op.n,))
+    zero = graph.constant(np.array(128, np.uint8))
+    rounded = graph.node("QuantizeLinear", x, x_scale, zero)
+    weight_zero = zero if weight_is_unsigned(codes) else ""
+    graph.node(
+        "MatMulIntegerToFloat",
+        *(rounded, weight, x_scale, scales, zero, weight_zero, bias),
+        out=out,
+        domain=CONTRIB,
+    )
+    if op.softcap:
+        _softcapped(graph, out, op.softcap, "y")
+    return graph.model()
+
+
+def weight_is_unsigned(codes: npt.DTypeLike) -> bool:
+    """Whether codes are uint8, with zero at 128."""
+    return np.dtype(codes) == np.uint8
+
+
 def _softcapped(graph: GraphBuilder, x: str, cap: float, out: str = "") -> str:
     """cap · tanh(x / cap)."""
     small = graph.node("Tanh", graph.node("Mul", x, graph.scalar(1 / cap)))
@@ -135,10 +169,11 @@ def embed(op: ops.Embed) -> bytes:
             words = _rows_of(graph, tokens, "data", np.uint32, np.arange(width // 8) * ROW_BLOCK)
             values = _scaled(graph, tokens, _nibbles(graph, words), width)
         case StorageFormat.Q8:
-            features = np.arange(width)
-            offsets = features // 4 * (4 * ROW_BLOCK) + features % 4
-            codes = _rows_of(graph, tokens, "data", np.int8, offsets, lane_stride=4)
-            values = _scaled(graph, tokens, graph.cast(codes, F32), width)
+            values = _scaled(graph, tokens, _codes8_of(graph, tokens, width), width)
+        case StorageFormat.Q8R:
+            codes = _codes8_of(graph, tokens, width)
+            scales = _rows_of(graph, tokens, "scales", F32, np.arange(1))
+            values = graph.node("Mul", codes, scales)
         case StorageFormat.F16 | StorageFormat.F32 as storage:
             dtype = F16 if storage is StorageFormat.F16 else F32
             rows = _rows_of(graph, tokens, "data", dtype, np.arange(op.d) * ROW_BLOCK)
@@ -147,6 +182,13 @@ def embed(op: ops.Embed) -> bytes:
         values = graph.slice(values, 0, op.d, axis=1)
     graph.node("Mul", values, graph.scalar(op.scale), out="y")
     return graph.model()
+
+
+def _codes8_of(graph: GraphBuilder, tokens: str, width: int) -> str:
+    """8-bit codes of rows `tokens` as floats, [m, width]."""
+    features = np.arange(width)
+    offsets = features // 4 * (4 * ROW_BLOCK) + features % 4
+    return graph.cast(_rows_of(graph, tokens, "data", np.int8, offsets, lane_stride=4), F32)
 
 
 def _rows_of(

@@ -92,21 +92,24 @@ class MatMulPath(NamedTuple):
 
 
 class MatMulKernel(OrtKernel):
-    """One packed weight; the first of `paths` that takes the token count computes it."""
+    """One packed weight; the first of `paths` that takes the token count computes it.
+
+    `extra` is bound like activations: the bias, the scale of x.
+    """
 
     def __init__(
         self,
         host: Host,
         op: ops.MatMul,
         paths: Sequence[MatMulPath],
-        bias: Array | None,
+        extra: Mapping[str, Array],
         *,
         nbytes: int,
         keep: object,
     ) -> None:
         super().__init__(host, op, nbytes=nbytes)
         self._paths = list(paths)
-        self._extra = {} if bias is None else {"bias": bias}
+        self._extra = dict(extra)
         self._keep = keep
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import numpy as np
@@ -42,6 +42,18 @@ def contender(
     return run
 
 
+def speeds(
+    found: dict[str, list[float]], operations: int, nbytes: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Of each runtime times, rates, and the median of the rounds' ratios to the first one's."""
+    first = next(iter(found.values()))
+    for runtime, times in found.items():
+        middle = statistics.median(times)
+        rates = f"{1e-9 * operations / middle:.0f}", f"{1e-9 * nbytes / middle:.1f}"
+        ratio = statistics.median(np.divide(times, first).tolist())
+        yield runtime, [*spread(times, 1e3, 3), *rates, f"{ratio:.2f}"]
+
+
 def matmul(
     formats: str = ",".join(WeightFormat),
     tokens: str = "1,4,32,256",
@@ -74,14 +86,7 @@ def matmul(
                 for m in counts:
                     count = max(1, (streamed_mb << 20) // nbytes) if m <= STREAMED_TOKENS else 1
                     runs = {x: contender(d, op, m, count, now) for x, d in able.items()}
-                    found = in_turns(runs, r)
-                    for runtime, times in found.items():
-                        middle = statistics.median(times)
-                        rates = f"{2e-9 * m * n * k / middle:.0f}", f"{1e-9 * nbytes / middle:.1f}"
-                        ratio = statistics.median(
-                            np.divide(times, next(iter(found.values()))).tolist()
-                        )
-                        cells = [*spread(times, 1e3, 3), *rates, f"{ratio:.2f}"]
+                    for runtime, cells in speeds(in_turns(runs, r), 2 * m * n * k, nbytes):
                         rows.append([name, shape, m, runtime, *cells])
     table(HEAD, rows)
     finish()

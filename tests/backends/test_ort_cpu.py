@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from hetero.backends import ops
@@ -18,10 +19,10 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.processor import cpu_flags
 from hetero.backends.memory import new_tensor
-from hetero.backends.onnx_common.packing import stage
-from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path
+from hetero.backends.onnx_common.packing import stage, stage_by_feature
+from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path, integers
 from hetero.backends.ort_cpu import open as open_ort_cpu
-from hetero.backends.ort_cpu.graphs import ActivationPath
+from hetero.backends.ort_cpu.graphs import ActivationPath, weight_is_unsigned
 from hetero.backends.ort_cpu.kernels import GraphKernel
 from hetero.backends.ort_cpu.session import OrtCall, device_error
 from hetero.backends.weights import pack
@@ -157,7 +158,29 @@ def test_int8_activations_are_quantised_as_in_the_reference(ort_cpu: OrtCpuDevic
     assert relative_difference(tensors["y"].array, wanted) < 1e-4
 
 
-@pytest.mark.parametrize("storage", StorageFormat)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize(("n", "k"), [(37, 172), (2100, 4100)])
+def test_codes_of_rows_are_staged_by_feature(n: int, k: int, dtype: npt.DTypeLike) -> None:
+    weight = pack(np.random.default_rng(n).standard_normal((n, k)), StorageFormat.Q8R)
+    staged = stage_by_feature(weight, dtype)
+    zero = 128 if weight_is_unsigned(dtype) else 0
+    assert staged["weight"].array.dtype == dtype
+    codes = staged["weight"].array.astype(np.int16) - zero
+    np.testing.assert_array_equal(codes.T, weight.codes())
+    assert weight.scales is not None
+    np.testing.assert_array_equal(staged["scales"].array, weight.scales.reshape(-1)[:n])
+
+
+def test_inexact_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor on which every 8-bit kernel saturates: no w8a8, and why."""
+    monkeypatch.setattr(integers, "_first_exact", lambda: None)
+    with open_ort_cpu() as device:
+        op = ops.MatMul(n=32, k=32, weight_format=WeightFormat.W8A8)
+        assert device.accepts(op).reason.startswith("ONNX Runtime's 8-bit products are not exact")
+        assert WeightFormat.W8A8 not in device.capabilities.weight_formats
+
+
+@pytest.mark.parametrize("storage", [x for x in StorageFormat if x.scales != "row"])
 def test_staged_weights_hold_the_same_numbers(storage: StorageFormat) -> None:
     weight = pack(np.random.default_rng(5).standard_normal((37, 172)), storage)
     staged = stage(weight)
@@ -251,7 +274,8 @@ def test_kernels_hold_what_the_device_declares(
     with open_ort_cpu(w4a16=path) as device:
         kernel = device.prepare(op, make_weights(op, np.random.default_rng(0)))
         declared = device.capabilities.weight_bytes[weight_format]
-        assert kernel.nbytes == declared * op.n * op.k
+        scales_of_rows = 4 * op.n if weight_format.storage.scales == "row" else 0
+        assert kernel.nbytes == declared * op.n * op.k + scales_of_rows
 
 
 MEMORY_SCRIPT = """

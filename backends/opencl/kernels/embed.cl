@@ -1,12 +1,18 @@
 // Embed: y[t] = SCALE · W[tokens[t]] from the packed layouts of `hetero.backends.weights` (rows in
 // blocks of 16, lane = row). A work-item takes `groups` groups of 32 features of one token.
-// D is the width, STORAGE one of Q4, Q8, F16, F32. `count` is m.
+// D is the width, STORAGE one of Q4, Q8, Q8R, F16, F32. `count` is m.
 
 #define Q4 0
 #define Q8 1
 #define F16 2
 #define F32 3
+#define Q8R 4
 #define GROUPS ((D + 31) / 32)
+#if STORAGE == Q8R
+#define SCALES float  // of rows
+#else
+#define SCALES half
+#endif
 
 // Up to 8 features from a vector; the last group of a row may be cut.
 INLINE void store8(const float8 v, __global float *y, const int left) {
@@ -30,10 +36,15 @@ INLINE void group_of(__global const uint *data, __global const half *scales, con
   }
 }
 #define DATA uint
-#elif STORAGE == Q8
-INLINE void group_of(__global const char *data, __global const half *scales, const size_t block,
+#elif STORAGE == Q8 || STORAGE == Q8R
+#if STORAGE == Q8
+#define SCALE_OF(block, g, lane) vload_half(((block) * GROUPS + (g)) * 16 + (lane), scales)
+#else
+#define SCALE_OF(block, g, lane) scales[(block) * 16 + (lane)]
+#endif
+INLINE void group_of(__global const char *data, __global const SCALES *scales, const size_t block,
                      const int lane, const int g, __global float *y, const int left) {
-  const float scale = SCALE * vload_half((block * GROUPS + g) * 16 + lane, scales);
+  const float scale = SCALE * SCALE_OF(block, g, lane);
   __global const char *bytes = data + (block * GROUPS + g) * 512 + lane * 4;
   for (int w = 0; w < 8; w += 2) {
     const char8 codes = (char8)(vload4(0, bytes + w * 64), vload4(0, bytes + w * 64 + 64));
@@ -57,7 +68,7 @@ INLINE void group_of(__global const DATA *data, __global const half *scales, con
 #endif
 
 __kernel void embed(const int count, ARRAY(const int, tokens), ARRAY(float, y),
-                    __global const DATA *restrict data, __global const half *restrict scales,
+                    __global const DATA *restrict data, __global const SCALES *restrict scales,
                     const int groups) {
   const int t = get_global_id(1);
   if (t >= count) return;

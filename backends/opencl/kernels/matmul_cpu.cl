@@ -3,10 +3,10 @@
 // a permutation is all it takes, and hides behind the arithmetic from 4 tokens on. Elsewhere WIDEN
 // features of a row tile are widened once into the L1 cache and serve all tokens of a panel.
 //
-// Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, F16, F32; WIDEN (0: on the fly); for
+// Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, W8A8, F16, F32; WIDEN (0: on the fly); for
 // W4A16 NIBBLES_STAY (nibbles are not shifted) or PLANES (2: x as two planes of int8), for W4A8 PLANES
-// (1); where there are planes DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler finds), for both
-// formats PREFETCH (32-bit words ahead, 0: not).
+// (1); where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
+// finds), for these formats PREFETCH (32-bit words ahead, 0: not).
 // Layout of weights: hetero.backends.weights. Follows matmul_pack.cl, which packs x.
 
 #define EACH_VEC UNROLL for (int r = 0; r < VECTORS; r++)
@@ -37,7 +37,94 @@ INLINE vfloat load_halves(__global const ushort *p) {
 #endif
 }
 
-#if PLANES
+// An addition takes 4 cycles: a small tile needs several partial sums to keep the unit busy.
+#if TOKENS * VECTORS >= 8
+#define CHAINS 1
+#elif TOKENS * VECTORS >= 4
+#define CHAINS 2
+#else
+#define CHAINS 4
+#endif
+#define EACH_CHAIN UNROLL for (int c = 0; c < CHAINS; c++)
+
+#if defined(W8A8)
+typedef uint weight_t;
+typedef float scale_t;
+#define BLOCK_STRIDE(k) ((size_t)(k)*4)
+
+// Four features of VEC rows times four of a token, added to 32-bit sums without an error.
+#ifdef PAIRS
+// 16-bit products in pairs: bytes 0 and 2, then 1 and 3.
+typedef short pairs_t __attribute__((ext_vector_type(2 * VEC)));
+#if VEC == 16
+#define ADD_PAIRS __builtin_ia32_pmaddwd512
+#else
+#define ADD_PAIRS __builtin_ia32_pmaddwd256
+#endif
+#define AS_PAIRS(v) __builtin_astype(v, pairs_t)
+typedef struct {
+  pairs_t even, odd;
+} codes_t;
+INLINE codes_t codes_of(const vuint word) {
+  codes_t codes;
+  codes.even = (AS_PAIRS(word) << 8) >> 8;
+  codes.odd = AS_PAIRS(word) >> 8;
+  return codes;
+}
+#define CODES_DOT(sum, codes, x, t)                                    \
+  (sum + ADD_PAIRS((codes).even, AS_PAIRS((vint)((x)[t]))) +           \
+   ADD_PAIRS((codes).odd, AS_PAIRS((vint)((x)[TOKENS + (t)]))))
+#define FIRST_SUM(correction) 0
+#elif DOT == 2 && VEC == 16 && defined(__AVX512VNNI__)
+// The instruction takes unsigned bytes on one side: weights + 128.
+typedef vint codes_t;
+#define codes_of(word) AS_VINT((word) ^ 0x80808080u)
+#define CODES_DOT(sum, codes, x, t) __builtin_ia32_vpdpbusd512(sum, codes, (vint)((x)[t]))
+#define FIRST_SUM(correction) (correction)
+#else
+typedef vint codes_t;
+#define codes_of(word) AS_VINT(word)
+INLINE vint codes_dot(vint sum, const vint w, const int x) {
+  UNROLL for (int i = 0; i < 4; i++)
+    sum += ((w << (24 - 8 * i)) >> 24) * ((x << (24 - 8 * i)) >> 24);
+  return sum;
+}
+#define CODES_DOT(sum, codes, x, t) codes_dot(sum, codes, (x)[t])
+#define FIRST_SUM(correction) 0
+#endif
+#define QUAD (X_WORDS / 8)  // words of x for 4 features
+
+// Sums of integers over all features, scaled once: x_scale and the row's scale meet as one number.
+INLINE void scaled_sums(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTORS],
+                        __global const float *scales[VECTORS], __global const int *x,
+                        const int features, const float x_scale) {
+  vint part[CHAINS][VECTORS][TOKENS];
+  EACH_CHAIN EACH part[c][r][t] = c > 0 ? 0 : FIRST_SUM(x[X_STRIDE(features) - TOKENS + t]);
+  for (int g = 0; g < features / GROUP; g++) {
+    UNROLL for (int j = 0; j < GROUP / 4; j++) {
+      codes_t codes[VECTORS];
+      EACH_VEC codes[r] = codes_of(LOAD_WORDS(w[r] + (g * (GROUP / 4) + j) * ROWS));
+#if PREFETCH
+      EACH_VEC __builtin_prefetch(w[r] + (g * (GROUP / 4) + j) * ROWS + PREFETCH, 0, 3);
+#endif
+      EACH part[j % CHAINS][r][t] =
+          CODES_DOT(part[j % CHAINS][r][t], codes[r], x + QUAD * j * TOKENS, t);
+    }
+    x += X_WORDS * TOKENS;
+  }
+  UNROLL for (int c = 1; c < CHAINS; c++) EACH part[0][r][t] += part[c][r][t];
+  EACH_VEC {
+    const vfloat scale = x_scale * LOAD_FLOATS(scales[r]);
+    EACH_TOKEN sum[r][t] = TO_VFLOAT(part[0][r][t]) * scale;
+  }
+}
+
+#else
+typedef ushort scale_t;
+#endif
+
+#if defined(W8A8)
+#elif PLANES
 typedef uint weight_t;
 #define BLOCK_STRIDE(k) ((size_t)(k)*2)
 #define EACH_PLANE UNROLL for (int p = 0; p < PLANES; p++)
@@ -145,16 +232,6 @@ typedef float weight_t;
 #define LOAD(p, f) LOAD_FLOATS((p) + (f)*ROWS)
 #endif
 #endif
-
-// An addition takes 4 cycles: a small tile needs several partial sums to keep the unit busy.
-#if TOKENS * VECTORS >= 8
-#define CHAINS 1
-#elif TOKENS * VECTORS >= 4
-#define CHAINS 2
-#else
-#define CHAINS 4
-#endif
-#define EACH_CHAIN UNROLL for (int c = 0; c < CHAINS; c++)
 
 #define STEP 8
 #define ADD_STEP(at, step)                                                             \
@@ -293,10 +370,10 @@ INLINE void store_rows(const vfloat value, __global float *p, const int rows) {
 // features in panels of `k_panel`, so that a panel of x is still in cache for the next row tile;
 // k_panel is a multiple of 64 or at least k, m_panel a multiple of TOKENS or at least m.
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
-    const int count, ARRAY(const weight_t, weights), ARRAY(const ushort, all_scales),
+    const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, all_scales),
     ARRAY(const float, bias), ARRAY(const float, x), __global x_t *packed, ARRAY(float, y),
     const int m, const int n, const int width, const int k, const int m_panel, const int k_panel,
-    const int per_group, const int has_bias, const int packing) {
+    const int per_group, const int has_bias, const int packing X_SCALE_PARAMETER) {
   AT(weights);
   AT(all_scales);
   AT(bias);
@@ -305,8 +382,8 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
   const int first = get_global_id(0) * per_group, last = min(first + per_group, count);
   const int vectors = (n + VEC - 1) / VEC;
   if (packing == PACK_HERE && last > first)
-    pack_tiles(x, packed, 0, (m + TOKENS - 1) / TOKENS, m, width, k);
-#if PLANES
+    pack_tiles(x, packed, 0, (m + TOKENS - 1) / TOKENS, m, width, k X_SCALE);
+#if PLANES || defined(W8A8)
   __global const x_t *inputs = packed;
 #else
   __global const x_t *inputs = packing == IN_PLACE ? x : packed;
@@ -316,13 +393,17 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
       for (int tile = first; tile < last; tile++) {
         int row[VECTORS];
         __global const weight_t *w[VECTORS];
-        __global const ushort *scales[VECTORS];
+        __global const scale_t *scales[VECTORS];
         EACH_VEC {  // the last tile may have fewer vectors: it computes its last one again
           row[r] = min(tile * VECTORS + r, vectors - 1) * VEC;
           const size_t block = row[r] / ROWS;
           const int lane = row[r] % ROWS;
           w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane;
+#if defined(W8A8)
+          scales[r] = all_scales + row[r];
+#else
           scales[r] = all_scales + (block * k + k0) / 2 + lane;
+#endif
         }
 #if WIDEN
         float panel[WIDEN * WIDTH];
@@ -330,6 +411,10 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
 #endif
         for (int t0 = m0; t0 < min(m, m0 + m_panel); t0 += TOKENS) {
           vfloat sum[VECTORS][TOKENS];
+#if defined(W8A8)  // k_panel is k
+          scaled_sums(sum, w, scales, inputs + X_STRIDE(k) * (t0 / TOKENS), k, x_scale);
+          if (has_bias) EACH sum[r][t] += load_rows(bias + row[r], n - row[r]);
+#else
           EACH {
             const size_t token = min(t0 + t, m - 1);
             sum[r][t] = 0.0f;
@@ -343,6 +428,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
           add_widened(sum, panel, input, min(k_panel, k - k0));
 #else
           add_products(sum, w, scales, input, min(k_panel, k - k0));
+#endif
 #endif
           EACH if (tile * VECTORS + r < vectors && t0 + t < m)
             store_rows(sum[r][t], y + (size_t)(t0 + t) * n + row[r], n - row[r]);
