@@ -7,7 +7,7 @@ kernel may run.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,13 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
+from hetero.profiler.grid import WIDE
 from hetero.profiler.records import phase_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.intp]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Precision: TypeAlias = Literal["auto", "a16", "a8", "any"]
-
-_ASPECT: Final = 1.5  # as `hetero.profiler.grid.WIDE`: wide or tall from here
 
 
 class KernelOption(NamedTuple):
@@ -139,7 +138,7 @@ class Kernels:
         if device not in self._quarantined:
             return found
         decode = np.asarray([phase_of(int(m)) == "decode" for m in ms])[:, None]
-        aspects = np.where(ns >= _ASPECT * k, 2, np.where(k >= _ASPECT * ns, 0, 1))
+        aspects = np.where(ns >= WIDE * k, 2, np.where(k >= WIDE * ns, 0, 1))
         for phase, chosen in (("decode", decode), ("prefill", ~decode)):
             for code in np.unique(aspects):
                 if not self._is_allowed(device, option, phase, int(code), k):
