@@ -25,6 +25,7 @@ from hetero.backends.protocol import (
     WeightValue,
     port_dtype,
     port_shape,
+    prepared_sizes,
 )
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import ROW_BLOCK
@@ -210,7 +211,7 @@ def cases(
 ) -> list[Case]:
     """What to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
-    graphs = device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
+    graphs = prepared_sizes(device.capabilities)
     padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
     tokens = [m for m in padded if not graphs or m in graphs]
     found = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hetero.backends.opencl import driver_here, driver_of, every_core_count
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.measuring.first_start import forget_if_other, scaled_here
@@ -129,8 +129,7 @@ def plan_on(
     able = {kind: device.capabilities for kind, device in devices.items()}
     if (planned := choice.plan_on(kinds)) is not None:
         return Placement(planned, spec, able, source=choice.solver).plan
-    both = kinds == {"gpu", "npu"}
-    plan = layer_level(spec) if both else single_device(spec, next(iter(kinds)))
+    plan = layer_level(spec) if kinds == set(KINDS) else single_device(spec, next(iter(kinds)))
     return Placement(plan, spec, able).plan
 
 
@@ -206,7 +205,7 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
     """
     assert both.solver is not None
-    kinds = ("gpu", "npu") if wishes.max_gpu_share >= 1 else ("npu",)
+    kinds = KINDS if wishes.max_gpu_share >= 1 else ("npu",)
     every_core = wishes.gpu == "auto" and "gpu" in kinds
     cores = every_core_count() if every_core else 0
     work = Work.of(wishes.seq_lens or wishes.expected, wishes.context)

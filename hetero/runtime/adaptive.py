@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
-from hetero.backends.protocol import DeviceKind
-from hetero.runtime.program import KINDS, RUN
+from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.runtime.program import RUN
 from hetero.runtime.step import Step
 from hetero.solver.drift import Factors
 from hetero.solver.execution_plan import ExecutionPlan
