@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.ops import MatMul, OperandOrder
+from hetero.backends.ops import MatMul, OperandOrder, Outliers
 from hetero.backends.protocol import Capabilities, DeviceKind, prepared_sizes
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
@@ -186,7 +186,15 @@ class Placement:
                 tokens = logit_rows if node.name == "lm_head" else m
                 yield Assignment(node, parts=self.parts(node, phase, tokens))
             else:
-                yield Assignment(node, self.rest(phase), self.padded(phase, m))
+                yield Assignment(node, *self._other(node, phase, m))
+
+    def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
+        """Device and tokens of a node that is no matmul. Outliers are there to be computed while
+        the NPU computes their matmul, so they are the GPU's where there is one.
+        """
+        if isinstance(node.op, Outliers) and "gpu" in self._capabilities:
+            return "gpu", m
+        return self.rest(phase), self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
         """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
@@ -243,7 +251,7 @@ class Placement:
     def devices(self, node: Node) -> frozenset[DeviceKind]:
         """Devices that run a node in any phase."""
         if node.plan_op is None:
-            return frozenset(self.rest(phase) for phase in PHASES)
+            return frozenset(self._other(node, phase, 1)[0] for phase in PHASES)
         return frozenset(tile.device for _, tile, _ in self._listed(node))
 
     @cached_property
