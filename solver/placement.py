@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul, OperandOrder, Outliers
@@ -27,6 +27,8 @@ from hetero.solver.plan import PHASES, OpPlan, Phase, PlanError, Tile, entry_at,
 
 Span: TypeAlias = tuple[int, int]
 Able: TypeAlias = Mapping[DeviceKind, Capabilities]
+_Call: TypeAlias = tuple[OpName, Phase, int]
+KEPT: Final = 64  # matmuls of calls that are remembered, since layers are alike
 
 
 class PlanSource(Protocol):
@@ -126,8 +128,8 @@ class Placement:
         self._entries = _by_name(plan.ops)
         self._prepared = self  # whose kernels there are
         self._edges: dict[tuple[OpName, DeviceKind], frozenset[int]] = {}
-        self._tiled: dict[tuple[OpName, Phase, int], tuple[Part, ...]] = {}
-        self._parts: dict[tuple[OpName, Phase, int], tuple[Part, ...]] = {}
+        self._tiled: dict[_Call, tuple[Part, ...]] = {}
+        self._parts: dict[_Call, tuple[Part, ...]] = {}
         self._check_graphs()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
@@ -215,7 +217,7 @@ class Placement:
         if key not in self._parts:
             found = self._split(node, self._tiles(node, phase, m))
             _check_spill(node, found, m)
-            self._parts[key] = found
+            _keep(self._parts, key, found)
         return self._parts[key]
 
     def _tiles(self, node: Node, phase: Phase, m: int) -> tuple[Part, ...]:
@@ -223,11 +225,12 @@ class Placement:
         assert node.plan_op is not None
         key = (node.plan_op, phase, m)
         if key not in self._tiled:
-            self._tiled[key] = tuple(
+            found = [
                 self._part(node, tile, shift)
                 for entry, shift in self._at(node, phase, m)
                 for tile in entry.tiles
-            )
+            ]
+            _keep(self._tiled, key, tuple(found))
         return self._tiled[key]
 
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
@@ -524,6 +527,12 @@ def _is_whole_on_npu(node: Node, parts: Sequence[Part]) -> bool:
     first = parts[0]
     plain = first.order == "plain" and first.precision is None
     return plain and len(parts) == 1 and (first.kind, first.rows) == ("npu", (0, node.op.n))
+
+
+def _keep(known: dict[_Call, tuple[Part, ...]], key: _Call, parts: tuple[Part, ...]) -> None:
+    if len(known) >= KEPT:
+        known.clear()
+    known[key] = parts
 
 
 def _check_spill(node: Node, parts: Iterable[Part], m: int) -> None:
