@@ -27,7 +27,7 @@ from hetero.backends.weights import PackedWeight
 
 DeviceKind: TypeAlias = Literal["gpu", "npu"]
 PerGraphSize: TypeAlias = Literal["nothing", "graph", "weights"]
-WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32]
+WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32] | npt.NDArray[np.int32]
 Operand: TypeAlias = Tensor | Panels
 
 DEFAULT_DEADLINE_S = 60.0
@@ -386,7 +386,7 @@ def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
 
 def _width(op: Op, port: str) -> tuple[int, ...]:
     match op:
-        case ops.MatMul():
+        case ops.MatMul() | ops.Outliers():
             return (op.k,) if port == "x" else (op.n,)
         case ops.Rope():
             return (op.width,)

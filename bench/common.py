@@ -9,27 +9,41 @@ import statistics
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import typer
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import HostBuffer
-from hetero.backends.weights import PackedWeight, data_dtype, data_shape, scales_dtype, scales_shape
+from hetero.backends.protocol import DeviceKind
+from hetero.backends.weights import (
+    PackedWeight,
+    data_dtype,
+    data_shape,
+    scales_dtype,
+    scales_shape,
+)
 from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
+from hetero.models import LoadedModel
+from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
 from hetero.runtime.program import AHEAD, RUN, SUBMIT, WAIT
+from hetero.solver.execution_plan import ExecutionPlan
 
 MIB = 2**20
 _CONTEXTS: weakref.WeakKeyDictionary[Engine, Context] = weakref.WeakKeyDictionary()
 DATA = Path(__file__).parent / "data"
 LLAMA = "random:llama-3.2-1b"
+KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
+CONTEXT = 256  # of decoding
 
+Key = TypeVar("Key")
 Lengths = Annotated[str, typer.Option("-p", help="tokens of prompts, such as 256,1024")]
 Prompt = Annotated[int, typer.Option("-p", help="tokens of the prompt")]
 Tokens = Annotated[int, typer.Option("-n", help="tokens that are decoded, one by one")]
@@ -42,6 +56,13 @@ def new_app(about: str | None) -> typer.Typer:
     return typer.Typer(
         help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
+
+
+def one_command(command: Callable[..., None], **settings: bool) -> typer.Typer:
+    """An application of one command; `settings` are those of its Click context."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings=dict(settings))(command)
+    return app
 
 
 def integers(text: str) -> list[int]:
@@ -74,10 +95,10 @@ def finish(*notes: str) -> None:
 
 
 def in_turns(
-    contenders: Mapping[str, Callable[[], float | Mapping[str, float]]], rounds: int, warm: int = 1
-) -> dict[str, list[Any]]:
+    contenders: Mapping[Key, Callable[[], float]], rounds: int, warm: int = 1
+) -> dict[Key, list[float]]:
     """What every contender answers in each round, without the rounds that warm up."""
-    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    found: dict[Key, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + warm):
         for name, measure in contenders.items():
             value = measure()
@@ -98,13 +119,13 @@ def random_weight(storage: StorageFormat, n: int, k: int) -> PackedWeight:
     rng = np.random.default_rng(0)
     shape, kind = data_shape(storage, n, k), data_dtype(storage)
     data = HostBuffer(int(np.prod(shape)) * kind.itemsize).array(kind, shape)
-    if storage in (StorageFormat.F16, StorageFormat.F32):
+    if not storage.quantised:
         data[...] = rng.standard_normal(shape, dtype=np.float32)
         return PackedWeight(storage, n, k, data)
     data[...] = np.frombuffer(rng.bytes(data.nbytes), dtype=kind).reshape(shape)
     shape, kind = scales_shape(storage, n, k), scales_dtype(storage)
     scales = HostBuffer(int(np.prod(shape)) * kind.itemsize).array(kind, shape)
-    scales[...] = rng.random(scales.shape, dtype=np.float32)
+    scales[...] = rng.random(shape, dtype=np.float32)
     return PackedWeight(storage, n, k, data, scales)
 
 
@@ -115,10 +136,24 @@ def context_of(engine: Engine) -> Context:
     return _CONTEXTS[engine]
 
 
+def open_engine(plan: ExecutionPlan, loaded: LoadedModel, longest: int, **options: Any) -> Engine:
+    """An engine on the devices that the plan names; `options` are `Engine`'s."""
+    kinds = plan.devices()
+    opened = open_devices("hetero" if len(kinds) == 2 else next(iter(kinds)))
+    core = opened.control_core
+    return Engine(
+        loaded.weights, plan, opened.devices, max_seq_len=longest, control_core=core, **options
+    )
+
+
+def token_ids(count: int, vocabulary: int) -> list[int]:
+    """Random ones, the same every time."""
+    return np.random.default_rng(0).integers(3, vocabulary, count).tolist()  # type: ignore[no-any-return]
+
+
 def run_prompt(engine: Engine, m: int) -> float:
-    """Seconds of a prompt of m tokens, the same ones every time."""
-    prompt = np.random.default_rng(0).integers(3, engine.config.vocab_size, m).tolist()
-    context = context_of(engine)
+    """Seconds of a prompt of m tokens."""
+    prompt, context = token_ids(m, engine.config.vocab_size), context_of(engine)
     context.truncate(0)
     return timed(lambda: engine.prefill(context, prompt))
 
@@ -129,8 +164,8 @@ def run_steps(engine: Engine, tokens: int, before: int) -> list[float]:
     context.truncate(min(before, len(context)))
     if len(context) < before:
         engine.prefill(context, [5] * (before - len(context)))
-    drawn = np.random.default_rng(0).integers(3, engine.config.vocab_size, tokens)
-    return [timed(lambda token=int(token): engine.decode(context, token)) for token in drawn]  # type: ignore[misc]
+    drawn = token_ids(tokens, engine.config.vocab_size)
+    return [timed(lambda token=token: engine.decode(context, token)) for token in drawn]  # type: ignore[misc]
 
 
 class Span(NamedTuple):
@@ -151,6 +186,16 @@ class Span(NamedTuple):
     def seconds(self) -> float:
         """How long it took."""
         return self.end_s - self.start_s
+
+
+@contextmanager
+def timing(engine: Engine) -> Iterator[None]:
+    """The devices of an engine keep their calls' times."""
+    for device in engine.devices.values():
+        device.set_timing(True)
+    yield
+    for device in engine.devices.values():
+        device.set_timing(False)
 
 
 def timeline(engine: Engine) -> list[Span]:

@@ -1,57 +1,50 @@
-"""Single kernels: cuts, OpenCL against ONNX Runtime, drivers, attention, QNN.
+"""Single kernels: cuts, OpenCL against ONNX Runtime, attention, and what memory allows.
 
 python bench/kernels.py split -m 256,1           # a cut matmul against its two tiles alone
 python bench/kernels.py matmul --formats w4a8    # one core of OpenCL against ONNX Runtime
-python bench/kernels.py drivers                  # OpenCL drivers of processors
 python bench/kernels.py attention                # one token, keys and values in memory
-python bench/kernels.py qnn layouts              # figures of docs/qnn.md
+python bench/kernels.py ceiling                  # one core reads memory, the other, both
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 from common import (
-    LLAMA,
-    Prompt,
     Rounds,
-    Tokens,
+    Worker,
     finish,
     in_turns,
     integers,
     new_app,
     random_weight,
-    run_prompt,
-    run_steps,
     spread,
     table,
     timed,
 )
-from parts import qnn
 from parts.matmul import matmul
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import pinned
+from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.host.timers import timer_slack
-from hetero.backends.memory import Tensor
-from hetero.backends.opencl import driver_reports
+from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import Attention, MatMul
 from hetero.backends.protocol import BoundCall, Device, DeviceKind
 from hetero.backends.weights import PackedWeight
-from hetero.generation.llm import LLM
 from hetero.placement.device_set import open_devices
 from hetero.runtime.waits import Synchroniser
 
 app = new_app(__doc__)
 app.command("matmul")(matmul)
-app.add_typer(qnn.app, name="qnn")
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
 LAYERS = 16
@@ -90,7 +83,7 @@ def split_row(
     n, k = SHAPES[name]
     weight = random_weight(fmt.storage, n, k)
     waits = Synchroniser(devices)
-    site = waits.site(("bench", m, name, name), "gpu", name)
+    site = waits.site(("bench", (m,), name, name), "gpu", name)
     if share is None:
         probe = Split(devices, weight, fmt, m, n // 64 * 32)
         gpu_s = min(timed(lambda: probe.gpu.submit().wait()) for _ in range(4))
@@ -145,45 +138,6 @@ def split(
         table(head, rows)
     finish()
     opened.close()
-
-
-@app.command("drivers")
-def drivers(
-    model: str = LLAMA,
-    weights: str = "w4a8",
-    p: Prompt = 256,
-    n: Tokens = 32,
-    r: Rounds = 5,
-    names: Annotated[str, typer.Option("--drivers")] = "pocl,intel",
-    every_core: Annotated[bool, typer.Option(help="a worker on each core, not one")] = False,
-) -> None:
-    """OpenCL drivers of processors side by side: prefill and decode, in turns in one process.
-
-    Drivers that are not installed, or whose trial failed, are named and left out.
-    """
-    passed = {report.driver for report in driver_reports() if report.level is not None}
-    for name in names.split(","):
-        if name not in passed:
-            print(f"{name}: not installed, or its trial failed (`hetero devices`)")
-    backend = "opencl-cores" if every_core else "opencl"
-    common: dict[str, Any] = {"weights": weights, "max_seq_len": p + n + 1}
-    models = {
-        name: LLM(model, device="gpu", gpu=f"{backend}:{name}", **common)
-        for name in names.split(",")
-        if name in passed
-    }
-
-    def tests() -> Iterator[tuple[str, Callable[[], float]]]:
-        for name, llm in models.items():
-            level = llm.devices.devices["gpu"].info.details["level"]
-            yield f"{name}|{level}|prefill", lambda e=llm.engine: p / run_prompt(e, p)  # type: ignore[misc]
-            yield f"{name}|{level}|decode", lambda e=llm.engine: n / sum(run_steps(e, n, p))  # type: ignore[misc]
-
-    found = in_turns(dict(tests()), r)
-    print(f"measured; {model} {weights}, prompt {p}, decode {n}, {r} rounds\n")
-    rows = [[*key.split("|"), *spread(speeds, digits=1)] for key, speeds in found.items()]
-    table("driver|level|test|tokens/s (median)|min|max", rows)
-    finish()
 
 
 def attention_calls(device: Device, op: Attention) -> tuple[list[BoundCall], Tensor]:
@@ -254,6 +208,75 @@ def attention(
     table("context|device|us (median)|min|max|GB/s", rows)
     finish()
     opened.close()
+
+
+class Reader:
+    """Reads memory of its own in pages of 4 KiB or of 2 MiB, on one core; lives in a worker."""
+
+    def __init__(self, *, core: int, mib: int) -> None:
+        os.sched_setaffinity(0, {core})
+        self._buffers = {huge: HostBuffer(mib << 20, huge=huge) for huge in (False, True)}
+        for buffer in self._buffers.values():
+            buffer.bytes[:] = 0
+
+    def rate(self, huge: bool, start_s: float, seconds: float) -> float:
+        """Bytes a second, from a moment on."""
+        parts = np.split(self._buffers[huge].bytes.view(np.float64), 64)
+        time.sleep(max(0.0, start_s - time.monotonic()))
+        count, begun_s = 0, time.monotonic()
+        while time.monotonic() < begun_s + seconds:
+            part = parts[count % len(parts)]
+            part.dot(part)
+            count += 1
+        return count * parts[0].nbytes / (time.monotonic() - begun_s)
+
+
+@app.command("ceiling")
+def ceiling(
+    mib: Annotated[int, typer.Option(help="read over and over by each process")] = 512,
+    seconds: Annotated[float, typer.Option(help="of each reading")] = 0.5,
+    r: Rounds = 7,
+) -> None:
+    """How fast one core reads memory, and two at once: the most that splitting a step can gain.
+
+    A decoding step reads every weight once, so no cut beats one device by more than what both cores
+    read together over what one reads alone. What one reads here (a dot product with itself, one
+    thread) is not all that its core can read, so the ratio is rather too high.
+    """
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers
+    cores = assign_cores()
+    if cores.gpu is None or cores.control is None or cores.gpu == cores.control:
+        raise SystemExit("this needs two cores that the process may be pinned to")
+    one, other = (Worker(str(x), Reader, core=x, mib=mib) for x in (cores.gpu, cores.control))
+    who = {"one": [one], "other": [other], "both": [one, other]}
+    for worker in who["both"]:
+        worker.start()
+    with ThreadPoolExecutor(2) as pool:
+
+        def reading(huge: bool, readers: list[Worker]) -> float:
+            start_s = time.monotonic() + 0.05
+            rates = pool.map(lambda x: x.ask("rate", huge, start_s, seconds), readers)
+            return float(sum(rates) / 1e9)
+
+        found = in_turns(
+            {
+                (pages, name): partial(reading, huge, readers)
+                for pages, huge in (("4 KiB", False), ("2 MiB", True))
+                for name, readers in who.items()
+            },
+            r,
+        )
+    for worker in who["both"]:
+        worker.stop()
+    print(f"measured; {mib} MiB each, {r} rounds\n")
+    rows = [[*key, *spread(rates, digits=1)] for key, rates in found.items()]
+    table("pages|who reads|GB/s (median)|min|max", rows)
+    notes = []
+    for pages in dict.fromkeys(pages for pages, _ in found):
+        rounds = zip(*(found[pages, name] for name in ("both", "one", "other")), strict=True)
+        most = statistics.median(both / max(one, other) for both, one, other in rounds)
+        notes.append(f"{pages}: both over the better one {most:.2f} x (median of the rounds)")
+    finish(*notes)
 
 
 if __name__ == "__main__":

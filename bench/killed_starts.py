@@ -1,10 +1,9 @@
 """`python bench/robustness.py killed-starts` by its earlier name."""
 
-import typer
-from robustness import killed_starts
+from common import one_command
+from robustness import killed_starts as command
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(killed_starts)
+app = one_command(command)
 
 if __name__ == "__main__":
     app()

@@ -1,10 +1,9 @@
 """`python bench/paper.py reproduction` by its earlier name."""
 
-import typer
+from common import one_command
 from parts.reproduction import command
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(command)
+app = one_command(command)
 
 if __name__ == "__main__":
     app()

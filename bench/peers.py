@@ -1,14 +1,13 @@
 """hetero beside its peers, and its own ways to run a model beside each other.
 
-    pip install -e '.[peers]' onnxruntime-genai
+    pip install -e '.[peers]'
     python bench/peers.py --model llama-3.2-1b --profile host -p 256 -n 32 -r 3
     python bench/peers.py levels --profile host      # tensor level, single devices, strategies
-    python bench/peers.py open-gguf                  # a GGUF file of 4 GB
 
-Without a subcommand: one GGUF file of random Q4_0 weights serves all; hetero and llama.cpp read it,
-for ONNX Runtime and ONNX Runtime GenAI its blocks become one graph. All compute with int8
-activations (`w4a8`). Every engine has a process of its own, and rounds are interleaved; two threads
-mean both cores. A peer that is not installed, or that fails, is named instead of measured.
+Without a subcommand: hetero and llama.cpp read one GGUF file of random Q4_0 weights, and compute
+with int8 activations (`w4a8`). Every engine has a process of its own, and rounds are interleaved;
+two threads mean both cores. A peer that is not installed, or that fails, is named instead of
+measured.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from common import MIB, Prompt, Rounds, Tokens, Worker, finish, new_app, pss_bytes, spread, table
+from common import MIB, Prompt, Rounds, Tokens, Worker, finish, new_app, spread, table
 from parts import engines
 from parts.engines import CONTEXT
-from parts.gguf_files import random_q4, write_large, write_q4
+from parts.gguf_files import write_q4
 from parts.levels import levels
 
 from hetero.backends.formats import WeightFormat
-from hetero.models import model_spec, open_model
+from hetero.models import model_spec
 
 app = new_app(__doc__)
 app.command("levels")(levels)
@@ -56,15 +54,6 @@ def make_workers(model: str, profile: str | None, length: int, folder: Path) -> 
     for device, name in MODES.items():
         given = {"path": str(path), "profile": profile, "length": length, "device": device}
         yield Worker(name, engines.Hetero, **given)
-    try:
-        from parts.onnx_graph import write_onnx
-    except ImportError as error:
-        print(f"not measured: ONNX Runtime: {error}")
-        return
-    whole = str(write_onnx(spec, dict(random_q4(spec)), folder, CONTEXT))
-    shape = {"layers": spec.layers, "heads": spec.kv_heads, "size": spec.head_dim}
-    yield Worker("ONNX Runtime, 2 threads", engines.OnnxRuntime, path=whole, threads=2, **shape)
-    yield Worker("ONNX Runtime GenAI, 2 threads", engines.GenAI, folder=str(folder))
 
 
 def started(workers: list[Worker], prompt: int) -> Iterator[Worker]:
@@ -128,31 +117,6 @@ def peers(
     print(f"measured; {model} w4a8, prompt {p}, decode {n}, {r} rounds\n")
     head = f"engine|test|tokens/s (median)|min|max|× {base}|PSS MiB"
     table(head, rows(found, memory, base))
-    finish()
-
-
-@app.command("open-gguf")
-def open_gguf(
-    layers: Annotated[int, typer.Option(help="of Llama 3 8B's shapes; 8 are 4.5 GB")] = 8,
-    dense: Annotated[bool, typer.Option(help="write every byte; else the file is sparse")] = False,
-    r: Rounds = 5,
-) -> None:
-    """How long a large GGUF file takes to open: it is mapped, so its size must not matter."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_large(Path(folder) / "large.gguf", layers=layers, dense=dense)
-        before, own, wall = pss_bytes("Pss_Anon"), [], []
-        for _ in range(r):
-            starts = time.process_time(), time.perf_counter()
-            loaded = open_model(path)
-            own.append(time.process_time() - starts[0])
-            wall.append(time.perf_counter() - starts[1])
-        grown, start_s = pss_bytes("Pss_Anon") - before, time.process_time()
-        count = loaded.tokenizer.vocab_size
-        tokenizer_s = time.process_time() - start_s
-        print(f"measured; {path.stat().st_size / 1e9:.2f} GB of F16, {r} rounds\n")
-    head = "opening, s of CPU time (median)|min|max|first, s by the clock|MiB|tokens|tokenizer, s"
-    table(head, [[*spread(own), f"{wall[0]:.2f}", f"{grown / MIB:.0f}", count,
-                  f"{tokenizer_s:.2f}"]])  # fmt: skip
     finish()
 
 

@@ -250,7 +250,7 @@ def open_close(cycles: int = 200, model: str = "demo") -> None:
     for device in ("hetero", "npu", "gpu"):
         found = []
         for i in range(cycles):
-            with LLM(model, device=device) as llm:  # type: ignore[arg-type]
+            with LLM(model, device=device) as llm:
                 llm.generate("Once upon a time", max_tokens=8)
             if i in (cycles // 10, cycles - 1):
                 gc.collect()

@@ -1,10 +1,9 @@
 """`python bench/peers.py levels` by its earlier name."""
 
-import typer
-from parts.levels import levels
+from common import one_command
+from parts.levels import levels as command
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(levels)
+app = one_command(command)
 
 if __name__ == "__main__":
     app()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetero.contexts.context import Context
+    from hetero.contexts.service import Service
     from hetero.errors import ModelError, UserError
     from hetero.generation.llm import LLM
     from hetero.generation.loop import GenerationResult, Piece, Stats
@@ -30,6 +31,7 @@ _LAZY = {
     "ModelError": "hetero.errors",
     "Piece": "hetero.generation.loop",
     "SamplingParams": "hetero.generation.sampling",
+    "Service": "hetero.contexts.service",
     "Stats": "hetero.generation.loop",
     "UserError": "hetero.errors",
     "profile_device": "hetero.measuring.profiling",
@@ -45,6 +47,7 @@ __all__ = [
     "ModelError",
     "Piece",
     "SamplingParams",
+    "Service",
     "Stats",
     "UserError",
     "plan",

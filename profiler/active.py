@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,22 +15,38 @@ from hetero.profiler.grid import Task
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import DeviceRecord, MatMulRow
 
-COMMITTEE: Final = 6
-START_SHARE: Final = 0.06  # of a kernel's tasks, measured before anything is predicted
-START_LEAST: Final = 10
-LARGE_WEIGHT: Final = 1 << 22  # elements from which a weight's time is all n·k
-REPEATED: Final = 0.7  # interest left in a task for each chosen one of its (n, k) or m
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingPolicy:
+    """Which tasks are measured first.
+
+    start_share   of a kernel's tasks that are measured before anything is predicted,
+    start_least   and at least so many
+    large_weight  elements from which a weight's time is all n·k
+    committee     predictors that disagree
+    repeated      interest that each chosen task leaves in one of its (n, k) or m
+    """
+
+    start_share: float = 0.06
+    start_least: int = 10
+    large_weight: int = 1 << 22
+    committee: int = 6
+    repeated: float = 0.7
 
 
-def first_tasks(tasks: Sequence[Task]) -> list[Task]:
+DEFAULT: Final = SamplingPolicy()
+
+
+def first_tasks(tasks: Sequence[Task], policy: SamplingPolicy = DEFAULT) -> list[Task]:
     """A start for every kernel in `tasks`: a typical weight at each token count, whose kernels
     may be different ones; then the smallest and largest, and the farthest from all chosen ones in
     (log m, log n, log k).
     """
     chosen: list[Task] = []
     for group in by_kernel(tasks):
-        levels = _levels(group)
-        count = min(len(group), max(START_LEAST, len(levels) + round(START_SHARE * len(group))))
+        levels = _levels(group, policy.large_weight)
+        more = round(policy.start_share * len(group))
+        count = min(len(group), max(policy.start_least, len(levels) + more))
         points = np.log2(np.asarray([(t.m, t.n, t.k) for t in group], dtype=np.float64))
         span = np.ptp(points, axis=0)
         points = points / np.where(span > 0, span, 1.0)
@@ -42,18 +59,18 @@ def first_tasks(tasks: Sequence[Task]) -> list[Task]:
     return chosen
 
 
-def _levels(group: Sequence[Task]) -> list[int]:
-    """For each token count the place of the weight that is nearest to `LARGE_WEIGHT`."""
+def _levels(group: Sequence[Task], elements: int) -> list[int]:
+    """For each token count the place of the weight that is nearest to so many elements."""
+
+    def off(task: Task) -> float:
+        return abs(math.log2(task.n * task.k / elements))
+
     nearest: dict[int, int] = {}
     for i, task in enumerate(group):
         other = nearest.get(task.m)
-        if other is None or _off(task) < _off(group[other]):
+        if other is None or off(task) < off(group[other]):
             nearest[task.m] = i
     return list(nearest.values())
-
-
-def _off(task: Task) -> float:
-    return abs(math.log2(task.n * task.k / LARGE_WEIGHT))
 
 
 def next_tasks(
@@ -63,6 +80,7 @@ def next_tasks(
     count: int,
     *,
     seed: int = 0,
+    policy: SamplingPolicy = DEFAULT,
 ) -> list[Task]:
     """The `count` open tasks that would teach most for their time."""
     interest: list[tuple[float, Task]] = []
@@ -70,15 +88,20 @@ def next_tasks(
         first = group[0]
         known = [row for row in rows if row.key[:3] == first.key[:3]]
         device = devices[first.device]
-        doubt, seconds = uncertainty(device, known, group, seed=seed)
+        doubt, seconds = uncertainty(device, known, group, seed=seed, members=policy.committee)
         worth = doubt / np.sqrt(np.maximum(seconds, 1e-3))
         share = worth / max(float(worth.max()), 1e-12)
         interest += list(zip(share.tolist(), group, strict=True))
-    return _diverse(interest, count)
+    return _diverse(interest, count, policy.repeated)
 
 
 def uncertainty(
-    device: DeviceRecord, rows: Sequence[MatMulRow], tasks: Sequence[Task], *, seed: int = 0
+    device: DeviceRecord,
+    rows: Sequence[MatMulRow],
+    tasks: Sequence[Task],
+    *,
+    seed: int = 0,
+    members: int = DEFAULT.committee,
 ) -> tuple[Floats, Floats]:
     """[S] standard deviation of the committee's log times, and [S] mean time in seconds.
 
@@ -91,7 +114,7 @@ def uncertainty(
     rng = np.random.default_rng(seed)
     pairs = sorted({(row.n, row.k) for row in rows})
     answers = []
-    for _ in range(COMMITTEE):
+    for _ in range(members):
         drawn = {pairs[i] for i in rng.integers(0, len(pairs), len(pairs))}
         sample = [row for row in rows if (row.n, row.k) in drawn]
         model = fit.fit_unchecked(device, sample, depth=0)
@@ -110,7 +133,7 @@ def by_kernel(tasks: Sequence[Task]) -> list[list[Task]]:
     return list(groups.values())
 
 
-def _diverse(interest: list[tuple[float, Task]], count: int) -> list[Task]:
+def _diverse(interest: list[tuple[float, Task]], count: int, repeated: float) -> list[Task]:
     """The best ones, each choice taking interest from those like it."""
     worth = np.asarray([value for value, _ in interest])
     tasks = [task for _, task in interest]
@@ -122,5 +145,5 @@ def _diverse(interest: list[tuple[float, Task]], count: int) -> list[Task]:
         for i, task in enumerate(tasks):
             if worth[i] > 0 and task.device == tasks[best].device:
                 same_pair = (task.n, task.k) == (tasks[best].n, tasks[best].k)
-                worth[i] *= REPEATED ** (same_pair + (task.m == tasks[best].m))
+                worth[i] *= repeated ** (same_pair + (task.m == tasks[best].m))
     return chosen

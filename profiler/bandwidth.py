@@ -16,20 +16,37 @@ from hetero.backends.protocol import Completion, DeviceKind
 from hetero.profiler.grid import Shape, Task
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import Bandwidth, Contention, Phase
-from hetero.profiler.workload import Runner, Workload, see
+from hetero.profiler.timing import poll_until_done
+from hetero.profiler.workload import Runner, Workload
 
 # m, n, k: a weight larger than any private cache for decode; compute-bound for prefill.
 SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
     "decode": (1, 8192, 2048),
     "prefill": (128, 2048, 2048),
 }
-LARGEST: Final = 1 << 24  # rows times features of a model's matmul that stands for all
-WINDOW_S: Final = 0.06  # the GPU's queue in one round
-NPU_SHARE: Final = 0.7  # of the GPU's time that the NPU works beside it
-OUTLASTED: Final = 0.97  # of the time together: the NPU must be done before the GPU
-LONGEST_QUEUE: Final = 512
-RESTARTED: Final = (1024, 1024)  # n, k of the weight of an NPU call after other work
-SUBMISSIONS: Final = 3  # to the GPU, before it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TogetherPolicy:
+    """How the devices are timed side by side.
+
+    window_s         the GPU's queue in one round,
+    longest_queue    and at most so many launches
+    npu_share        share of the GPU's time that the NPU works beside it
+    outlasted        the NPU must be done before this share of the time together
+    restart_size     n, k of the weight of an NPU call after other work,
+    submissions      and launches of the GPU before it
+    """
+
+    window_s: float = 0.06
+    longest_queue: int = 512
+    npu_share: float = 0.7
+    outlasted: float = 0.97
+    restart_size: tuple[int, int] = (1024, 1024)
+    submissions: int = 3
+
+
+DEFAULT: Final = TogetherPolicy()
 
 
 @dataclass(frozen=True)
@@ -48,11 +65,12 @@ def measure_together(
     *,
     shapes: Sequence[Shape] = (),
     rounds: int = 7,
+    policy: TogetherPolicy = DEFAULT,
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
     """Bandwidth of each device alone and together, and contention by phase and weight format;
     needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
     first format. In decoding, `shapes` of a model are stood for by the largest matmul of a block. A
-    round takes some four windows of `WINDOW_S`.
+    round takes some four of the policy's windows.
     """
     sizes = SIZES | {"decode": decode_size(shapes)}
     if len(workload.devices) < 2:
@@ -62,7 +80,7 @@ def measure_together(
     phases: tuple[Phase, ...] = ("decode", "prefill")
     for weight_format, phase in itertools.product(_shared(workload, weight_formats), phases):
         runners = {k: _runner(workload, k, weight_format, sizes[phase]) for k in _KINDS}
-        found = _experiment(workload, runners["gpu"], runners["npu"], rounds)
+        found = _experiment(workload, runners["gpu"], runners["npu"], rounds, policy)
         contention.append(
             Contention(
                 phase=phase,
@@ -84,17 +102,23 @@ def measure_together(
 
 def decode_size(shapes: Sequence[Shape]) -> tuple[int, int, int]:
     """(m, n, k) at which decoding is measured: of a model's the largest matmul of a block, because
-    how much the devices slow each other depends on k (an NPU on the host by 1.1 at 896 and 1.2 at
-    2048), and the largest is cut most.
+    how much the devices slow each other depends on k, and the largest is cut most. At most 2^24
+    weights, because every copy of it is read cold.
     """
     block = [shape for shape in shapes if shape.name != "lm_head"]
     if not block:
         return SIZES["decode"]
     largest = max(block, key=lambda shape: shape.n * shape.k)
-    return 1, min(largest.n, max(LARGEST // largest.k, 1)), largest.k
+    return 1, min(largest.n, max((1 << 24) // largest.k, 1)), largest.k
 
 
-def measure_restart(workload: Workload, weight_format: WeightFormat, *, rounds: int) -> float:
+def measure_restart(
+    workload: Workload,
+    weight_format: WeightFormat,
+    *,
+    rounds: int,
+    policy: TogetherPolicy = DEFAULT,
+) -> float:
     """How much longer an NPU call takes after its thread has submitted to the GPU and polled it
     than after another NPU call, as in a model whose matmuls are all on the NPU: seconds, by medians
     of so many turns. 0 where the NPU's calls do not block a thread, or the GPU's do.
@@ -107,7 +131,7 @@ def measure_restart(workload: Workload, weight_format: WeightFormat, *, rounds: 
     runners = {}
     for kind in _KINDS:
         m = min(devices[kind].capabilities.graph_sizes, default=1)
-        runners[kind] = workload.runner(Task(kind, weight_format, "plain", m, *RESTARTED))
+        runners[kind] = workload.runner(Task(kind, weight_format, "plain", m, *policy.restart_size))
         workload.warm_up(runners[kind])
     gpu, npu, clock = runners["gpu"], runners["npu"], workload.clock
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -118,7 +142,7 @@ def measure_restart(workload: Workload, weight_format: WeightFormat, *, rounds: 
             for call in npu.lead:
                 call.run()
             if restarted:
-                see(_submit(gpu, SUBMISSIONS)[-1], clock)
+                poll_until_done(_submit(gpu, policy.submissions)[-1], clock)
             start_s = clock.now()
             npu.calls[copy].run()
             found.append(clock.now() - start_s)
@@ -171,17 +195,20 @@ def _runner(
     return runner
 
 
-def _experiment(workload: Workload, gpu: Runner, npu: Runner, rounds: int) -> Together:
+def _experiment(
+    workload: Workload, gpu: Runner, npu: Runner, rounds: int, policy: TogetherPolicy
+) -> Together:
     """Rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
 
     Alone is the mean of before and after, and a round's factors are ratios within it, so that drift
     from round to round cancels. What the factors are is the medians over the rounds.
     """
-    count = int(min(max(WINDOW_S / _queue(workload, gpu, 2), 2), LONGEST_QUEUE))
-    launches = max(1, round(NPU_SHARE * _queue(workload, gpu, count) / _calls(workload, npu, 1)[0]))
+    count = int(min(max(policy.window_s / _queue(workload, gpu, 2), 2), policy.longest_queue))
+    beside_s = policy.npu_share * _queue(workload, gpu, count)
+    launches = max(1, round(beside_s / _calls(workload, npu, 1)[0]))
     kept: list[Together] = []
     for _ in range(2 * rounds):
-        found, outlasted = _round(workload, gpu, npu, count, launches)
+        found, outlasted = _round(workload, gpu, npu, count, launches, policy.outlasted)
         if outlasted and launches > 1:
             launches -= max(1, launches // 8)
             continue
@@ -195,9 +222,10 @@ def _experiment(workload: Workload, gpu: Runner, npu: Runner, rounds: int) -> To
 
 
 def _round(
-    workload: Workload, gpu: Runner, npu: Runner, count: int, launches: int
+    workload: Workload, gpu: Runner, npu: Runner, count: int, launches: int, share: float
 ) -> tuple[Together, bool]:
-    """One round; whether the NPU was still at work when the GPU was done, which hides its end.
+    """One round; whether the NPU worked for more than that share of it: where it is still at work
+    when the GPU is done, it hides the GPU's end.
 
     The GPU's queue takes T0 alone. Beside an NPU that works for W it takes T: in W it does what
     alone takes W / f, then the rest at full speed, so f = W / (T0 - T + W). Of the NPU's calls the
@@ -217,7 +245,7 @@ def _round(
     npu_s = statistics.median([*alone_s, *_calls(workload, npu, launches)])
     beside_s = npu_end_s - submitted_s
     left_s = gpu_s - together_s + beside_s
-    outlasted = npu_end_s - start_s > OUTLASTED * together_s
+    outlasted = npu_end_s - start_s > share * together_s
     gpu_factor = beside_s / left_s if queued and left_s > 0 else 1.0
     found = Together(
         gpu_alone_s=gpu_s / count,

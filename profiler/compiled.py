@@ -75,7 +75,7 @@ class ChipModel:
         return work.launches * self.launch_s + max(memory, work.hvx_bytes / self.hvx_bytes_per_s)
 
 
-# `bench/kernels.py qnn calibrate` fits these to the six timings and prints the errors.
+# `bench/paper.py schedules` fits these to the six timings and prints the errors.
 SNAPDRAGON_8_GEN_3 = ChipModel(launch_s=0.0, dram_bytes_per_s=43.3e9, hvx_bytes_per_s=65.2e9)
 
 

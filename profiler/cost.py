@@ -16,7 +16,6 @@ from hetero.backends.ops import Op, OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict, stats
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.graph_order import GraphOrder
 from hetero.profiler.grid import shape_class
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import (
@@ -71,7 +70,6 @@ class CostModel:
             row.key: row for row in profile.matmuls
         }
         self._prepared = {(r.device, r.weight_format, r.n, r.k): r for r in profile.preparation}
-        self._orders: dict[Kernel, GraphOrder] = {}
         self._spreads: dict[Kind, float] | None = None
         self._contention = {
             (entry.phase, entry.weight_format): entry for entry in profile.contention
@@ -120,20 +118,11 @@ class CostModel:
         k: int,
         order: OperandOrder = "plain",
     ) -> Floats:
-        """[M, N] seconds of all pairs of token counts ms [M] and rows ns [N], to decide by: as
-        `matmul_s` has them, but a graph takes no less than a smaller one unless that was measured
-        (`GraphOrder`). Raises `ProfileError` as `matmul_s` does.
+        """[M, N] seconds of all pairs of token counts ms [M] and rows ns [N], as `matmul_s` has
+        them. Raises `ProfileError` as it does.
         """
         predictor, record = self._predictor(device, weight_format, order), self.device(device)
-        seconds = self._sound(predict.predict_table(predictor, record, ms, ns, float(k)))
-        floors = self._floors(predictor, record, np.asarray(ms, dtype=np.float64))
-        if floors:
-            graphs = np.asarray([graph for graph, _ in floors], dtype=np.float64)
-            least = predict.predict_table(predictor, record, graphs, ns, float(k))
-            for i, (_, larger) in enumerate(floors):
-                seconds[larger] = np.maximum(seconds[larger], least[i])
-            self._sound(seconds)
-        return seconds
+        return self._sound(predict.predict_table(predictor, record, ms, ns, float(k)))
 
     def measured_s(
         self,
@@ -346,21 +335,6 @@ class CostModel:
             "both": power.both_w,
             "idle": power.idle_w,
         }[who]
-
-    def _floors(
-        self, predictor: MatMulPredictor, record: DeviceRecord, ms: Floats
-    ) -> list[tuple[int, predict.Bools]]:
-        """Smaller graphs, and which of the token counts [S] take at least as long as each."""
-        graphs = record.capabilities.graph_sizes if record.capabilities.static_shapes else ()
-        if not graphs or predictor.model is not None:
-            return []
-        kernel = (predictor.device, predictor.weight_format, predictor.order)
-        if kernel not in self._orders:
-            rows = (
-                r for r in self.profile.matmuls if (r.device, r.weight_format, r.order) == kernel
-            )
-            self._orders[kernel] = GraphOrder(rows)
-        return self._orders[kernel].floors(sorted(graphs), predict.padded_tokens(record, ms))
 
     def _predictor(
         self, device: DeviceKind, weight_format: WeightFormat, order: OperandOrder

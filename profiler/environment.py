@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hetero.backends.host.processor import cpu_name
 from hetero.profiler.records import Environment
-from hetero.profiler.workload import last_level_cache_bytes
+from hetero.profiler.timing import last_level_cache_bytes
 
 PACKAGES = ("numpy", "onnxruntime", "onnxruntime-qnn", "pyopencl", "pocl-binary-distribution")
 CPU = Path("/sys/devices/system/cpu/cpu0/cpufreq")

@@ -38,16 +38,64 @@ from hetero.profiler.stats import FEW, Z95, relative_errors
 Pair: TypeAlias = tuple[int, int]
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
 
-RIDGE: Final = 0.05
-LEVEL_SHRINK: Final = 0.5
-SHY: Final = 1e-3
 COARSE_BREAKS: Final = (1, 8, 64)
-TREE_COUNT: Final = 8
-TREE_DEPTHS: Final = (0, 2, 3, 4)
-LEAF_ROWS: Final = 4
-SMALLEST_FOREST: Final = 24  # rows below which trees only learn noise
-FOLDS: Final = 6
-UNKNOWN_SPREAD: Final = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """How predictors are fitted to rows. Each correction of plain least squares can be taken out;
+    `bench/predictions.py ablate` says what it is worth (docs/corrections.md).
+
+    Rows (`Table.of`):
+
+    weigh_rows      a row that is less certain weighs less (else: all weigh alike)
+    surest          relative error that the surest row is credited with
+    borrow_spread   no row is surer than its number of samples makes others of its kernel (else: its
+                    own interval counts, or `unknown_spread` for one sample)
+    unknown_spread  relative spread of samples where no row has enough of them to tell
+    means           rows are means of their samples, by what is typical of their kind (else medians)
+
+    Coefficients at one m (`fit_knots`):
+
+    ridge           of the pull towards the coarse fit over all m; 0: none
+    level_shrink    rows that hold an m's level at that of the coarse fit; infinity: there it is
+    shy             pull of terms other than n·k towards 0 in the coarse fit; 0: none
+
+    Trees (the NPU's):
+
+    tree_depths     candidates, of which leaving pairs out finds the best; (0,): no trees
+    tree_count      trees, each on a bootstrap sample
+    leaf_rows       rows of a leaf at least
+    smallest_forest  rows below which trees only learn noise
+    folds           groups of pairs that are left out in turn
+
+    Operations that are not matmuls (`other_ops.fit_others`):
+
+    few_apart       those of few tokens have coefficients of their own
+    own_weight      of rows of the one model that is measured for; 1: as any other
+    """
+
+    weigh_rows: bool = True
+    surest: float = 0.02
+    borrow_spread: bool = True
+    unknown_spread: float = 0.1
+    means: bool = True
+
+    ridge: float = 0.05
+    level_shrink: float = 0.5
+    shy: float = 1e-3
+
+    tree_depths: tuple[int, ...] = (0, 2, 3, 4)
+    tree_count: int = 8
+    leaf_rows: int = 4
+    smallest_forest: int = 24
+    folds: int = 6
+
+    few_apart: bool = True
+    own_weight: float = 8.0
+
+
+DEFAULT: Final = Fitting()
 
 
 @dataclass(frozen=True)
@@ -61,16 +109,16 @@ class Table:
     weight: Floats
 
     @classmethod
-    def of(cls, device: DeviceRecord, rows: Sequence[MatMulRow]) -> Table:
+    def of(
+        cls, device: DeviceRecord, rows: Sequence[MatMulRow], fitting: Fitting = DEFAULT
+    ) -> Table:
         """Padded sizes; rows that are less certain weigh less."""
         m, n, k, seconds = (
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
             for name in ("m", "n", "k", "seconds")
         )
-        spread = _typical_spread(rows)
-        noise = 0.02 + np.asarray([_uncertainty(row, spread) for row in rows])
         tokens, padded = predict.padded_tokens(device, m), predict.padded_rows(device, n)
-        return cls(tokens, padded, k, seconds, 0.05 / noise)
+        return cls(tokens, padded, k, seconds, _weights(rows, fitting))
 
     @property
     def terms(self) -> Floats:
@@ -78,53 +126,71 @@ class Table:
         return np.stack((np.ones_like(self.n), self.n, self.k, self.n * self.k), axis=1)
 
 
-def _typical_spread(rows: Sequence[MatMulRow]) -> float:
-    """Median spread of the rows with enough samples to have one."""
+def _weights(rows: Sequence[MatMulRow], fitting: Fitting) -> Floats:
+    """[S] weight of each row: about 1 where it is known to 3 %."""
+    if not fitting.weigh_rows:
+        return np.ones(len(rows))
     spreads = [row.spread for row in rows if row.samples >= FEW]
-    return float(np.median(spreads)) if spreads else UNKNOWN_SPREAD
+    spread = float(np.median(spreads)) if spreads else fitting.unknown_spread
+    noise = fitting.surest + np.asarray([_uncertainty(row, spread, fitting) for row in rows])
+    return np.asarray(0.05 / noise)
 
 
-def _uncertainty(row: MatMulRow, spread: float) -> float:
+def _uncertainty(row: MatMulRow, spread: float, fitting: Fitting) -> float:
     """Relative half-width of a row's 95 % interval. One sample has none, and that of two or three
     is small by chance: no row is surer than its number of samples makes others of this spread.
     """
+    if not fitting.borrow_spread:
+        return fitting.unknown_spread if row.ci is None else row.ci
     return max(row.ci or 0.0, Z95 * spread / math.sqrt(row.samples))
 
 
 def fit_all(
-    devices: dict[DeviceKind, DeviceRecord], rows: Iterable[MatMulRow], *, validate: bool = True
+    devices: dict[DeviceKind, DeviceRecord],
+    rows: Iterable[MatMulRow],
+    *,
+    validate: bool = True,
+    fitting: Fitting = DEFAULT,
 ) -> tuple[MatMulPredictor, ...]:
     """One predictor for every kernel that has rows; quick, without trees, unless `validate`."""
     kernels: dict[Kernel, list[MatMulRow]] = {}
     for row in rows:
         kernels.setdefault((row.device, row.weight_format, row.order), []).append(row)
+    make = fit if validate else fit_unchecked
     return tuple(
-        fit(devices[kernel[0]], found) if validate else fit_unchecked(devices[kernel[0]], found)
-        for kernel, found in sorted(kernels.items())
+        make(devices[kernel[0]], own, fitting=fitting) for kernel, own in sorted(kernels.items())
     )
 
 
-def fit(device: DeviceRecord, rows: Sequence[MatMulRow], seed: int = 0) -> MatMulPredictor:
+def fit(
+    device: DeviceRecord, rows: Sequence[MatMulRow], seed: int = 0, *, fitting: Fitting = DEFAULT
+) -> MatMulPredictor:
     """Fit one kernel's rows (one device, format and order) and validate by leaving out pairs."""
-    depth = 0
-    errors = {0: left_out(device, rows, 0, seed)}
-    if rows[0].device == "npu" and len(rows) >= SMALLEST_FOREST:
-        errors |= {d: left_out(device, rows, d, seed) for d in TREE_DEPTHS[1:]}
-        depth = min(errors, key=lambda d: _mean_error(errors[d], rows))
-    predictor = fit_unchecked(device, rows, depth=depth, seed=seed)
-    return predictor.model_copy(update={"validation": _validation(rows, errors[depth])})
+    depths = fitting.tree_depths[:1]
+    if rows[0].device == "npu" and len(rows) >= fitting.smallest_forest:
+        depths = fitting.tree_depths
+    errors = {d: left_out(device, rows, d, seed, fitting=fitting) for d in depths}
+    depth = min(errors, key=lambda d: _mean_error(errors[d], rows))
+    predictor = fit_unchecked(device, rows, depth=depth, seed=seed, fitting=fitting)
+    validation = _validation(rows, errors[depth], fitting)
+    return predictor.model_copy(update={"validation": validation})
 
 
 def fit_unchecked(
-    device: DeviceRecord, rows: Sequence[MatMulRow], *, depth: int = 0, seed: int = 0
+    device: DeviceRecord,
+    rows: Sequence[MatMulRow],
+    *,
+    depth: int = 0,
+    seed: int = 0,
+    fitting: Fitting = DEFAULT,
 ) -> MatMulPredictor:
     """Fit with trees of a given depth (0: none)."""
-    table = Table.of(device, rows)
-    knots = fit_knots(table)
+    table = Table.of(device, rows, fitting)
+    knots = fit_knots(table, fitting)
     trees: tuple[Tree, ...] = ()
-    if depth and len(rows) >= SMALLEST_FOREST:
+    if depth and len(rows) >= fitting.smallest_forest:
         base = predict.evaluate_knots(knots, table.m, table.n, table.k)
-        trees = fit_trees(device, rows, np.log(table.seconds / base), depth, seed)
+        trees = fit_trees(device, rows, np.log(table.seconds / base), depth, seed, fitting)
     first = rows[0]
     return MatMulPredictor(
         device=first.device,
@@ -138,21 +204,22 @@ def fit_unchecked(
     )
 
 
-def fit_knots(table: Table) -> Knots:
+def fit_knots(table: Table, fitting: Fitting = DEFAULT) -> Knots:
     """See the module's docstring."""
     tokens = np.unique(table.m)
-    coarse = _coarse(table, tokens)
+    coarse = _coarse(table, tokens, fitting.shy)
     coefficients = []
     for i, m in enumerate(tokens):
         at = table.m == m
-        coefficients.append(_ridge_nnls(table, at, coarse[i] * _level(table, at, coarse[i])))
+        prior = coarse[i] * _level(table, at, coarse[i], fitting.level_shrink)
+        coefficients.append(_ridge_nnls(table, at, prior, fitting.ridge))
     return Knots(
         tokens=tuple(int(m) for m in tokens),
         coefficients=tuple(tuple(float(c) for c in row) for row in coefficients),  # type: ignore[misc]
     )
 
 
-def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats) -> float:
+def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats, shrink: float) -> float:
     """How far the rows of one m lie above the prior, as one factor.
 
     Kernels work in tiles of tokens (six cost what eight do), which no fit that is smooth in m sees;
@@ -161,10 +228,10 @@ def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats) -> float:
     expected = np.maximum(table.terms[at] @ prior, predict.TINY_S)
     logs = np.log(table.seconds[at] / expected)
     weight = table.weight[at] * np.square(table.terms[at][:, 3] * prior[3] / expected)
-    return float(np.exp(np.sum(weight * logs) / (np.sum(weight) + LEVEL_SHRINK)))
+    return float(np.exp(np.sum(weight * logs) / (np.sum(weight) + shrink)))
 
 
-def _coarse(table: Table, tokens: Floats) -> Floats:
+def _coarse(table: Table, tokens: Floats, shy: float) -> Floats:
     """[T, 4] coefficients at each m of one fit in which they are piecewise linear in m."""
     low, high = float(tokens[0]), float(tokens[-1])
     breaks = np.unique([low, *(b for b in COARSE_BREAKS if low < b < high), high])
@@ -174,11 +241,11 @@ def _coarse(table: Table, tokens: Floats) -> Floats:
     scaled = columns * (table.weight / table.seconds)[:, None]
     typical = np.abs(columns / table.seconds[:, None]).mean(axis=0)
     # Where sizes cannot tell the terms apart, time goes to n·k.
-    shy = math.sqrt(SHY * len(table.m)) * np.diag(typical * (np.arange(len(typical)) % 4 != 3))
-    left = np.concatenate((scaled, shy))
+    pull = math.sqrt(shy * len(table.m)) * np.diag(typical * (np.arange(len(typical)) % 4 != 3))
+    left = np.concatenate((scaled, pull))
     size = np.linalg.norm(left, axis=0)
     size[size == 0] = 1.0
-    right = np.concatenate((table.weight, np.zeros(len(shy))))
+    right = np.concatenate((table.weight, np.zeros(len(pull))))
     found = _nnls(left / size, right) / size
     return np.asarray(_hats(breaks, tokens) @ found.reshape(len(breaks), -1))
 
@@ -189,11 +256,11 @@ def _hats(breaks: Floats, m: Floats) -> Floats:
     return np.stack([np.interp(m, breaks, column) for column in identity], axis=1)
 
 
-def _ridge_nnls(table: Table, at: npt.NDArray[np.bool_], prior: Floats) -> Floats:
+def _ridge_nnls(table: Table, at: npt.NDArray[np.bool_], prior: Floats, strength: float) -> Floats:
     """Coefficients at one m; the ridge works in units of relative time."""
     relative = table.terms[at] / table.seconds[at][:, None] * table.weight[at][:, None]
     typical = np.abs(table.terms[at] / table.seconds[at][:, None]).mean(axis=0)
-    ridge = math.sqrt(RIDGE) * np.diag(typical)
+    ridge = math.sqrt(strength) * np.diag(typical)
     left = np.concatenate((relative, ridge))
     right = np.concatenate((table.weight[at], ridge @ prior))
     size = np.linalg.norm(left, axis=0)
@@ -202,7 +269,12 @@ def _ridge_nnls(table: Table, at: npt.NDArray[np.bool_], prior: Floats) -> Float
 
 
 def fit_trees(
-    device: DeviceRecord, rows: Sequence[MatMulRow], target: Floats, depth: int, seed: int
+    device: DeviceRecord,
+    rows: Sequence[MatMulRow],
+    target: Floats,
+    depth: int,
+    seed: int,
+    fitting: Fitting = DEFAULT,
 ) -> tuple[Tree, ...]:
     """Decision trees for [S] targets, each on a bootstrap sample of the (n, k) pairs."""
     from sklearn.tree import DecisionTreeRegressor
@@ -211,11 +283,13 @@ def fit_trees(
     groups = _groups(rows)
     rng = np.random.default_rng(seed)
     trees = []
-    for i in range(TREE_COUNT):
+    for i in range(fitting.tree_count):
         chosen = rng.integers(0, groups.max() + 1, groups.max() + 1)
         weight = np.bincount(chosen, minlength=groups.max() + 1)[groups].astype(np.float64)
         kept = weight > 0
-        tree = DecisionTreeRegressor(max_depth=depth, min_samples_leaf=LEAF_ROWS, random_state=i)
+        tree = DecisionTreeRegressor(
+            max_depth=depth, min_samples_leaf=fitting.leaf_rows, random_state=i
+        )
         tree.fit(columns[kept], target[kept], sample_weight=weight[kept])
         trees.append(export_tree(tree.tree_))
     return tuple(trees)
@@ -246,7 +320,14 @@ def _groups(rows: Sequence[MatMulRow]) -> npt.NDArray[np.intp]:
     return np.asarray([pairs.index((row.n, row.k)) for row in rows])
 
 
-def left_out(device: DeviceRecord, rows: Sequence[MatMulRow], depth: int, seed: int) -> Floats:
+def left_out(
+    device: DeviceRecord,
+    rows: Sequence[MatMulRow],
+    depth: int,
+    seed: int,
+    *,
+    fitting: Fitting = DEFAULT,
+) -> Floats:
     """[S] prediction of each row by a fit without the rows of its fold of pairs; NaN if impossible.
 
     Pairs go to folds at random; with few pairs each is a fold of its own.
@@ -256,11 +337,12 @@ def left_out(device: DeviceRecord, rows: Sequence[MatMulRow], depth: int, seed: 
     predicted = np.full(len(rows), np.nan)
     if count < 3:
         return predicted
-    fold_of = np.random.default_rng(seed).permutation(count) % min(FOLDS, count)
-    for fold in range(min(FOLDS, count)):
+    folds = min(fitting.folds, count)
+    fold_of = np.random.default_rng(seed).permutation(count) % folds
+    for fold in range(folds):
         held = fold_of[groups] == fold
         kept = [row for row, out in zip(rows, held, strict=True) if not out]
-        model = fit_unchecked(device, kept, depth=depth, seed=seed)
+        model = fit_unchecked(device, kept, depth=depth, seed=seed, fitting=fitting)
         sizes = [
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)[held]
             for name in "mnk"
@@ -275,10 +357,12 @@ def _mean_error(predicted: Floats, rows: Sequence[MatMulRow]) -> float:
     return relative_errors(list(predicted), [row.seconds for row in rows])[0]
 
 
-def _validation(rows: Sequence[MatMulRow], predicted: Floats) -> tuple[Validation, ...]:
+def _validation(
+    rows: Sequence[MatMulRow], predicted: Floats, fitting: Fitting
+) -> tuple[Validation, ...]:
     if np.isnan(predicted).any():
         return ()
-    folds = min(FOLDS, int(_groups(rows).max()) + 1)
+    folds = min(fitting.folds, int(_groups(rows).max()) + 1)
     found = []
     phases: tuple[Phase, ...] = ("decode", "prefill")
     for phase in phases:

@@ -32,9 +32,6 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
     "decode": (1, 2048, 2048),
     "prefill": (128, 1024, 1024),
 }
-REFERENCE_SAMPLES: Final = 3
-FIRST_REFERENCE_SAMPLES: Final = 15
-FRESH_S: Final = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +41,28 @@ class Settings:
     ci          stop when the relative half-width of the median's 95 % interval is below this
     least, most samples of a task
     task_s      time after which a task stops although it has not converged
+    scaled      whether samples are held against the reference kernels (else: as they were timed)
     drift       change of the reference within a task from which it is measured again
     disturbed   share of a sample during which our threads may wait for a core
+
+    Timings of a reference kernel:
+
+    reference_samples        each time,
+    first_reference_samples  at the start of the run,
+    fresh_s                  and how long they hold
     """
 
     ci: float = 0.03
     least: int = 5
     most: int = 25
     task_s: float = 2.0
+    scaled: bool = True
     drift: float = 0.10
     disturbed: float = 0.02
+
+    reference_samples: int = 3
+    first_reference_samples: int = 15
+    fresh_s: float = 0.4
 
 
 @dataclass
@@ -158,7 +167,9 @@ class Meter:
         """
         self._between()
         runner = self.reference_runner(key)
-        count = REFERENCE_SAMPLES if key in self.base else FIRST_REFERENCE_SAMPLES
+        settings = self.settings
+        first = key not in self.base
+        count = settings.first_reference_samples if first else settings.reference_samples
         samples = [self._clean_time(runner) for _ in range(count)]
         seconds = summarize([sample.seconds for sample in samples]).median
         base_s = self.base.setdefault(key, seconds)
@@ -204,7 +215,7 @@ class Meter:
     def _ratio_now(self, key: Reference) -> float:
         """As `reference_ratio`, timing the reference again only if the last time is long ago."""
         recent = self._recent[key]
-        if self.clock.now() - recent[-1][0] > FRESH_S:
+        if self.clock.now() - recent[-1][0] > self.settings.fresh_s:
             return self.reference_ratio(key)
         return float(np.median([ratio for _, ratio in recent]))
 
@@ -229,7 +240,7 @@ class Meter:
     def _sample(self, entry: Progress, reference: float) -> None:
         start_s = self.clock.now()
         sample = self._timed(entry.runner)
-        sample.reference = reference
+        sample.reference = reference if self.settings.scaled else 1.0
         entry.samples.append(sample)
         entry.spent_s += self.clock.now() - start_s
 

@@ -10,6 +10,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Op
 from hetero.profiler import grid
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.fit import Fitting
 from hetero.profiler.grid import Shape
 from hetero.profiler.measure import Settings
 from hetero.profiler.model_graph import ModelGraph
@@ -42,6 +43,8 @@ class Options:
                    in the caches; None: more than all caches hold
     share          largest part of the grid that is measured (active sampling chooses which)
     power          whether to look for a power meter
+    settings       how carefully
+    fitting        how predictors are made of the rows
     between        called some times a second, when something else may run
     """
 
@@ -62,6 +65,7 @@ class Options:
     control_core: int | None = None
     between: Callable[[], None] | None = None
     settings: Settings = field(default_factory=Settings)
+    fitting: Fitting = field(default_factory=Fitting)
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0 or not self.weight_formats or not 0 < self.share <= 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import INT8_STATIC, StorageFormat, WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, Op, weight_names
@@ -29,7 +29,8 @@ from hetero.backends.protocol import (
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import ROW_BLOCK
 from hetero.profiler import canary
-from hetero.profiler.fit import fit_nonnegative
+from hetero.profiler.fit import DEFAULT as DEFAULT_FITTING
+from hetero.profiler.fit import Fitting, fit_nonnegative
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
 from hetero.profiler.records import (
@@ -40,28 +41,58 @@ from hetero.profiler.records import (
     Quarantine,
 )
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.workload import WeightPool, leads_for, time_behind, time_calls
+from hetero.profiler.timing import TimingPolicy, time_behind, time_calls
+from hetero.profiler.workload import WeightPool
 
-CAPACITY: Final = 2048
-VOCABULARY: Final = 4096
-CHECKED_TOKENS: Final = 32
-SAMPLES: Final = 9
-SAMPLE_S: Final = 2e-3
-NOISE: Final = 1048573  # random values that tensors repeat; prime, so that rows differ
 TOKENS: Final = (1, 8, 64, 256, 1024)
 QUICK_TOKENS: Final = (1, 256)
 CONTEXTS: Final = (0, 256, 1000)
-EPS: Final = 1e-5
-OTHER_WIDTH: Final = 64  # of the call before one that is timed alone,
-OTHERS: Final = 64  # and how many of them keep a queue at work meanwhile
-LARGEST_MATMUL: Final = 200_000  # bytes of the weight of a matmul between calls of few tokens,
-MATMUL_FEATURES: Final = 512
-TURNS: Final = 32  # how many of them in a batch,
-LEAD_S: Final = 1e-3  # and for how long others run before it, while it is submitted
-LEAST_S: Final = 3e-7  # what a call takes at least
-PAIRS: Final = (15, 5)  # of batches with it and without; where all is read before each
-CACHES: Final = 8  # pairs of key and value caches that attention of few tokens takes turns with
-OWN_WEIGHT: Final = 8.0  # in a fit, of rows of the one model that is measured for
+CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherPolicy:
+    """How operations that are not matmuls are timed. Seconds where a name ends in `_s`.
+
+    samples          of a case,
+    batched_s        and how long the launches of one take, where they are batched
+    least_s          no launch takes less
+    checked_tokens   the larger token count that a kernel is checked at
+    own_caches       pairs of key and value caches that attention of few tokens takes turns with
+
+    Calls of a blocking device, and those of many tokens, are timed behind another one:
+
+    lead_width       its width,
+    leads            and how many of it keep a queue at work before them
+
+    Calls of few tokens of a queue are timed by what they lengthen a row of matmuls by:
+
+    matmul_bytes     of the weight of such a matmul, at most
+    matmul_features  k of it
+    turns            calls in a row
+    lead_s           how long matmuls run before it, while it is submitted
+    pairs            of rows with the calls and without
+    attention_pairs  of attention, before which all is read each time
+    """
+
+    samples: int = 9
+    batched_s: float = 2e-3
+    least_s: float = 3e-7
+    checked_tokens: int = 32
+    own_caches: int = 8
+
+    lead_width: int = 64
+    leads: int = 64
+
+    matmul_bytes: int = 200_000
+    matmul_features: int = 512
+    turns: int = 32
+    lead_s: float = 1e-3
+    pairs: int = 15
+    attention_pairs: int = 5
+
+
+DEFAULT: Final = OtherPolicy()
 
 
 class Block(NamedTuple):
@@ -88,7 +119,7 @@ class Case(NamedTuple):
 
 class Matmuls(NamedTuple):
     """Matmuls one after the other until the first is out of cache or all of a small model are read,
-    each with a quarter of a layer's weights or less. `leads` of them take `LEAD_S`.
+    each with a quarter of a layer's weights or less. `leads` of them take the policy's `lead_s`.
     """
 
     calls: Iterator[BoundCall]
@@ -97,25 +128,27 @@ class Matmuls(NamedTuple):
 
 def reference_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
     """Every kind of operation that some architecture has between its matmuls, at these sizes."""
-    h, g, d = block.heads, block.kv_heads, block.head_dim
+    h, g, d, eps = block.heads, block.kv_heads, block.head_dim, 1e-5
+    shadows = [ops.Outliers(n=block.d, k=block.f, hot=block.f // x, excess=True) for x in (64, 256)]
     return [
-        ops.RMSNorm(d=block.d, eps=EPS),
-        ops.RMSNorm(d=block.d, eps=EPS, add=True),
-        ops.LayerNorm(d=block.d, eps=EPS),
-        ops.LayerNorm(d=block.d, eps=EPS, add=True),
+        *(shadows if weight_format.activations.static else ()),
+        ops.RMSNorm(d=block.d, eps=eps),
+        ops.RMSNorm(d=block.d, eps=eps, add=True),
+        ops.LayerNorm(d=block.d, eps=eps),
+        ops.LayerNorm(d=block.d, eps=eps, add=True),
         ops.Rope(heads=h, kv_heads=g, head_dim=d, theta=1e4, max_position=CAPACITY),
         ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY),
         ops.GatedAct(f=block.f),
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
         ops.AddPositions(d=block.d, rows=CAPACITY),
-        ops.Embed(vocab=VOCABULARY, d=block.d, weight_format=weight_format),
+        ops.Embed(vocab=4096, d=block.d, weight_format=weight_format),
     ]
 
 
 def graph_ops(graph: ModelGraph) -> list[Op]:
     """A model's operations between its matmuls, as they are timed: with caches of `CAPACITY` tokens
-    (whose windows are none where they are as long) and a small vocabulary.
+    (whose windows are none where they are as long) and a vocabulary of 4096 tokens at most.
     """
     found: dict[Op, None] = {}
     for op in graph.with_capacity(CAPACITY).others:
@@ -125,7 +158,7 @@ def graph_ops(graph: ModelGraph) -> list[Op]:
             case ops.MatMul():  # timed with the others of its kind
                 pass
             case ops.Embed():
-                found[replace(op, vocab=min(op.vocab, VOCABULARY))] = None
+                found[replace(op, vocab=min(op.vocab, 4096))] = None
             case _:
                 found[op] = None
     return list(found)
@@ -195,15 +228,14 @@ def cases(
 class OtherMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
-    They are timed as in a step, behind other reading of up to `cold` bytes: attention of a few
-    tokens finds its caches in memory (as far as a model of `model_bytes` pushes them there), and
-    other calls come one by one, of a blocking device and few tokens, or in a model that fits into
-    the caches, behind a layer's weights, else behind all (in a loop, activations and RoPE of 64 to
-    525 tokens took 0.4 to 0.7 of what a step sees). A queue's calls of few tokens take turns with
-    matmuls of other weights (of `weight_format`), which push code out of the caches: what they
-    lengthen those by is theirs. In a loop, norms and RoPE of one token took what it takes to submit
-    them, 1.6 to 3 us, and not the 1 us that they add to a step. A queue's of more tokens, in a
-    model that fits into the caches, find all there, as does everything where `cold` is 0.
+    They are timed as in a step, behind other reading of up to `cold` bytes (0: in a loop).
+    Attention of a few tokens finds its caches in memory, as far as a model of `model_bytes` pushes
+    them there. Other calls come one by one: of a blocking device and few tokens, or in a model that
+    fits into the caches, behind the reading of a layer's weights, else behind all. A queue's calls
+    of few tokens take turns with matmuls of other weights (of `weight_format`), which push code out
+    of the caches: what they lengthen those by is theirs, because in a loop they would take what it
+    takes to submit them. A queue's of more tokens, in a model that fits into the caches, find all
+    there.
     """
 
     def __init__(
@@ -217,10 +249,13 @@ class OtherMeter:
         model_bytes: int | None = None,
         weight_format: WeightFormat = WeightFormat.F32,
         pool: WeightPool | None = None,
+        policy: OtherPolicy = DEFAULT,
     ) -> None:
         self.kind, self.device, self.clock = kind, device, clock
+        self.policy = policy
         self._rng = np.random.default_rng(seed)
-        self._noise = self._rng.standard_normal(NOISE, dtype=np.float32)
+        # Repeated through the tensors; so many, a prime, that rows differ.
+        self._noise = self._rng.standard_normal(1048573, dtype=np.float32)
         self._pool = pool or WeightPool(1 << 24, seed)
         self._format = weight_format
         self._matmuls: dict[tuple[int, int], Matmuls] = {}
@@ -232,8 +267,9 @@ class OtherMeter:
 
     def check(self, op: Op) -> Quarantine | None:
         """Compare with the float64 reference at the smallest and a larger token count."""
-        sizes = self.device.capabilities.graph_sizes or (1, CHECKED_TOKENS)
-        for m in {min(sizes), max([s for s in sizes if s <= CHECKED_TOKENS] or [min(sizes)])}:
+        most = self.policy.checked_tokens
+        sizes = self.device.capabilities.graph_sizes or (1, most)
+        for m in {min(sizes), max([s for s in sizes if s <= most] or [min(sizes)])}:
             try:
                 found = self._compare(op, m)
             except DeviceError as error:
@@ -266,23 +302,24 @@ class OtherMeter:
 
     def _samples(self, case: Case, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
         """Seconds of a launch, several times."""
-        count = int(min(max(SAMPLE_S / max(self._batch([call]), 1e-9), 1), 64))
+        policy, samples = self.policy, range(self.policy.samples)
+        count = int(min(max(policy.batched_s / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
         queues = self.device.capabilities.asynchronous
         cheap = queues and not self.device.capabilities.static_shapes  # matmuls by the hundred
         if self._cold is not None and few and (attends or cheap):
-            calls = self._with_own_caches(case, tensors) if attends else [call] * TURNS
+            calls = self._with_own_caches(case, tensors) if attends else [call] * policy.turns
             if cheap:
-                pairs = range(PAIRS[attends])
+                pairs = range(policy.attention_pairs if attends else policy.pairs)
                 return [self._lengthened_by(calls, case, read=attends) for _ in pairs]
-            return [self._cold_batch(call, count, calls) for _ in range(SAMPLES)]
+            return [self._cold_batch(call, count, calls) for _ in samples]
         if self._cold is not None and not attends:
             if not queues:
                 nbytes = None if self._leaves_caches(case) else case.layer_bytes
-                return [self._call_among_others(call, nbytes) for _ in range(SAMPLES)]
+                return [self._call_among_others(call, nbytes) for _ in samples]
             if self._leaves_caches(case) and self._other is not None:
-                return [self._cold_batch(self._other, OTHERS, [call]) for _ in range(SAMPLES)]
-        return [self._batch([call] * count) for _ in range(SAMPLES)]
+                return [self._cold_batch(self._other, policy.leads, [call]) for _ in samples]
+        return [self._batch([call] * count) for _ in samples]
 
     def _leaves_caches(self, case: Case) -> bool:
         """Whether tensors are gone from the caches by the next layer: of many tokens, but in a
@@ -317,7 +354,7 @@ class OtherMeter:
     @cached_property
     def _other(self) -> BoundCall | None:
         """Something else that the device computes."""
-        op = ops.Add(d=OTHER_WIDTH)
+        op = ops.Add(d=self.policy.lead_width)
         m = min(self.device.capabilities.graph_sizes, default=1)
         return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
 
@@ -328,7 +365,7 @@ class OtherMeter:
         """The same call on several caches."""
         kernel = self.device.prepare(case.op, self._weights_of(case.op))
         found = []
-        for _ in range(CACHES):
+        for _ in range(self.policy.own_caches):
             own = dict(tensors)
             for port in CACHE_PORTS:
                 shape = tensors[port].shape
@@ -350,15 +387,16 @@ class OtherMeter:
             lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
             queue = [x for each in between for x in (*each, next(matmuls.calls))]
             seconds[whole] += time_behind(lead, queue, self.clock)[0] / 2
-        return max((seconds[True] - seconds[False]) / len(calls), LEAST_S)
+        return max((seconds[True] - seconds[False]) / len(calls), self.policy.least_s)
 
     def _matmuls_of(self, case: Case) -> Matmuls:
         """Those that calls of the case's token count go between."""
-        size = min(case.layer_bytes / 4, LARGEST_MATMUL)
+        policy = self.policy
+        size = min(case.layer_bytes / 4, policy.matmul_bytes)
         key = (case.m, int(size))
         if key not in self._matmuls:
             assert self._cold is not None
-            k = MATMUL_FEATURES
+            k = policy.matmul_features
             n = max(int(size / weight_bytes(self._format, 1, k)) // ROW_BLOCK, 1) * ROW_BLOCK
             op = ops.MatMul(n=n, k=k, weight_format=self._format)
             whole = min(self._model_bytes or self._cold.nbytes, self._cold.nbytes)
@@ -370,8 +408,9 @@ class OtherMeter:
                 found.append(kernel.bind(tensors, case.m))
             self.device.settle()
             found[0].run()
-            each_s = max(self._batch(found[:TURNS]), LEAST_S)
-            self._matmuls[key] = Matmuls(itertools.cycle(found), leads_for(LEAD_S, each_s))
+            each_s = max(self._batch(found[: policy.turns]), policy.least_s)
+            leads = TimingPolicy().leads(policy.lead_s, each_s)
+            self._matmuls[key] = Matmuls(itertools.cycle(found), leads)
         return self._matmuls[key]
 
     def _cold_batch(self, lead: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:
@@ -422,12 +461,21 @@ class OtherMeter:
 
     def _weights_of(self, op: Op) -> Mapping[str, WeightValue]:
         if op not in self._weights:
-            self._weights[op] = {name: self._weight(op) for name in weight_names(op)}
+            self._weights[op] = {name: self._weight(op, name) for name in weight_names(op)}
         return self._weights[op]
 
-    def _weight(self, op: Op) -> WeightValue:
-        if isinstance(op, ops.Embed):
-            return self._pool.weight(op.weight_format.storage, op.vocab, op.d)
+    def _weight(self, op: Op, name: str) -> WeightValue:
+        match op, name:
+            case ops.Embed(), _:
+                return self._pool.weight(op.weight_format.storage, op.vocab, op.d)
+            case ops.Outliers(), "hot":
+                return np.linspace(0, op.k - 1, op.hot).astype(np.int32)
+            case ops.Outliers(), "hot_weight":
+                return self._pool.weight(StorageFormat.F16, op.n, op.hot)
+            case ops.Outliers(), "weight":
+                return self._pool.weight(StorageFormat.Q8R, op.n, op.k)
+            case ops.Outliers(), _:  # of which the noise has a few in a million in excess
+                return np.full(1, 5 / INT8_STATIC.largest, np.float32)
         width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
         if isinstance(op, ops.AddPositions):
             width *= op.rows
@@ -444,7 +492,7 @@ def sizes_of(op: Op) -> dict[str, int]:
 
 
 def fit_others(
-    rows: Iterable[tuple[OtherRow, Op]], own: Iterable[Op] = ()
+    rows: Iterable[tuple[OtherRow, Op]], own: Iterable[Op] = (), fitting: Fitting = DEFAULT_FITTING
 ) -> tuple[OtherPredictor, ...]:
     """One predictor for each device and kind of operation: non-negative weights of its work.
 
@@ -456,7 +504,8 @@ def fit_others(
         groups.setdefault((row.device, row.op), []).append((row, op))
     known = [sizes_of(op) for op in own]
     return tuple(
-        _fit_one(kind, name, found, known) for (kind, name), found in sorted(groups.items())
+        _fit_one(kind, name, found, known, fitting)
+        for (kind, name), found in sorted(groups.items())
     )
 
 
@@ -465,15 +514,17 @@ def _fit_one(
     name: str,
     rows: list[tuple[OtherRow, Op]],
     own: Sequence[dict[str, int]],
+    fitting: Fitting,
 ) -> OtherPredictor:
     terms = [work(op, row.m, row.context) for row, op in rows]
     columns = np.asarray([list(term.values()) for term in terms])
     seconds = np.asarray([row.seconds for row, _ in rows])
     few = np.asarray([row.m <= DECODE_TOKENS for row, _ in rows])
     sides = [few, ~few]
-    if min(side.sum() for side in sides) < columns.shape[1]:  # too few rows for two fits
+    enough = min(side.sum() for side in sides) >= columns.shape[1]  # rows for two fits
+    if not (fitting.few_apart and enough):
         sides = [np.ones_like(few)]
-    weight = np.asarray([OWN_WEIGHT if row.sizes in own else 1.0 for row, _ in rows])
+    weight = np.asarray([fitting.own_weight if row.sizes in own else 1.0 for row, _ in rows])
     fits = [fit_nonnegative(columns[side], seconds[side], weight[side]) for side in sides]
     named = [dict(zip(terms[0], found.tolist(), strict=True)) for found in fits]
     predicted = np.empty_like(seconds)

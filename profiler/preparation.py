@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Final
 
 import numpy as np
 
@@ -18,10 +17,6 @@ from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import PreparationPredictor, PreparationRow
 from hetero.profiler.workload import WeightPool
 
-MOST_PAIRS: Final = 12
-WEIGHTS: Final = 3  # that each size is prepared for
-LEAST_S: Final = 1e-7
-
 
 def measure_preparation(
     devices: Mapping[DeviceKind, Device],
@@ -29,17 +24,20 @@ def measure_preparation(
     clock: Clock,
     pairs: Sequence[tuple[int, int]],
     weight_formats: Iterable[WeightFormat],
+    *,
+    sizes: int = 12,
+    weights_each: int = 3,
 ) -> list[PreparationRow]:
-    """Prepare some sizes from the smallest to the largest: what the first run of a new kernel takes
-    with its preparation and the end of it, less what the next run takes.
+    """Prepare `sizes` of the pairs from the smallest to the largest: what the first run of a new
+    kernel takes with its preparation and the end of it, less what the next run takes.
 
-    Each is prepared for some weights, then again for the last of them. A graph of static shapes
-    holds its weight, so that all are new and their median is the cold time (a single one was up to
-    twice as long, by where its memory came from); kernels that compute any weight are new once.
+    Each is prepared for `weights_each` weights, then again for the last of them. A graph of static
+    shapes holds its weight, so that all are new and their median is the cold time (one alone may be
+    twice as long, by where its memory comes from); kernels that compute any weight are new once.
     The smallest is prepared once before: the first of all costs more, and comes once.
     """
     ordered = sorted(set(pairs), key=lambda pair: pair[0] * pair[1])
-    at = np.unique(np.linspace(0, len(ordered) - 1, MOST_PAIRS).round().astype(int))
+    at = np.unique(np.linspace(0, len(ordered) - 1, sizes).round().astype(int))
     rows = []
     for kind, device in devices.items():
         for weight_format in weight_formats:
@@ -49,7 +47,7 @@ def measure_preparation(
             _once(device, first, pool.weights(first), clock)
             for n, k in (ordered[i] for i in at):
                 op = MatMul(n=n, k=k, weight_format=weight_format)
-                weights = [pool.weights(op) for _ in range(WEIGHTS)]
+                weights = [pool.weights(op) for _ in range(weights_each)]
                 cold = [_once(device, op, weight, clock) for weight in weights]
                 new = cold if device.capabilities.static_shapes else cold[:1]
                 cached_s = _once(device, op, weights[-1], clock)
@@ -96,8 +94,9 @@ def _fit(
 ) -> PreparationPredictor:
     sizes = [float(weight_bytes(weight_format, row.n, row.k)) for row in rows]
     columns = np.stack((np.ones(len(rows)), np.asarray(sizes)), axis=1)
-    cold = fit_nonnegative(columns, np.asarray([max(row.cold_s, LEAST_S) for row in rows]))
-    cached = fit_nonnegative(columns, np.asarray([max(row.cached_s, LEAST_S) for row in rows]))
+    # Relative errors need times above 0.
+    cold = fit_nonnegative(columns, np.asarray([max(row.cold_s, 1e-7) for row in rows]))
+    cached = fit_nonnegative(columns, np.asarray([max(row.cached_s, 1e-7) for row in rows]))
     return PreparationPredictor(
         device=kind,
         weight_format=weight_format,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -37,13 +38,29 @@ from hetero.profiler.workload import Runner, Workload
 # Seconds here over a profile's, by device, phase and weight format; 1 where nothing is known.
 Factors: TypeAlias = Mapping[Kind, float]
 
-LEAST_SAMPLES: Final = 3  # undisturbed ones of a kernel
-WARM_S: Final = 0.2  # of launches of a kernel at most before it is looked at
-LOOKS: Final = 4  # at a launch, so that one that is held up does not choose the batch
-SHORTER: Final = 4
-BATCH_S: Final = 2e-3  # of launches in a queue: of 4 ms as in a profile few were undisturbed
 MOST: Final = 1000.0  # factor that can be: by more no machine differs from another
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePolicy:
+    """How a profile's reference kernels are timed on another machine, within seconds.
+
+    least_samples  undisturbed ones of a kernel
+    warm_s         launches of a kernel before it is timed take so long at most
+    repeats        timings that a batch's length is chosen by, so that one that is held up does not
+    batch_s        a batch in a queue: the shorter, the fewer are disturbed
+    shorter        part of a batch where time is up and samples are missing
+    """
+
+    least_samples: int = 3
+    warm_s: float = 0.2
+    repeats: int = 4
+    batch_s: float = 2e-3
+    shorter: int = 4
+
+
+DEFAULT: Final = ReferencePolicy()
 
 
 def scaled(profile: DeviceProfile, factors: Factors) -> DeviceProfile:
@@ -176,17 +193,23 @@ def _reference(
     return Task(device, weight_format, "plain", m, n, k)
 
 
-def prepare_references(workload: Workload, tasks: Sequence[Task]) -> list[Runner]:
+def prepare_references(
+    workload: Workload, tasks: Sequence[Task], policy: ReferencePolicy = DEFAULT
+) -> list[Runner]:
     """Each kernel with cold weights, warmed up. Raises what the devices raise."""
     runners = [workload.runner(task) for task in tasks]
     for runner in runners:
-        seconds = workload.warm_up(runner, LOOKS, WARM_S)
-        runner.batch = min(runner.batch, math.ceil(BATCH_S / seconds))
+        seconds = workload.warm_up(runner, policy.repeats, policy.warm_s)
+        runner.batch = min(runner.batch, math.ceil(policy.batch_s / seconds))
     return runners
 
 
 def time_references(
-    workload: Workload, runners: Sequence[Runner], for_s: float, most_s: float
+    workload: Workload,
+    runners: Sequence[Runner],
+    for_s: float,
+    most_s: float,
+    policy: ReferencePolicy = DEFAULT,
 ) -> list[float]:
     """Median seconds of each kernel, out of cache, from samples in turns for `for_s`.
 
@@ -200,14 +223,15 @@ def time_references(
     clean: list[list[float]] = [[] for _ in runners]
     full = [runner.batch for runner in runners]
     start_s, taken = now(), 0
-    while now() < start_s + for_s or min(map(len, clean)) < LEAST_SAMPLES:
+    while now() < start_s + for_s or min(map(len, clean)) < policy.least_samples:
         if now() >= start_s + most_s:
             busy = taken > 2 * sum(map(len, clean))
             why = "other programs keep the cores busy" if busy else "its reference kernels are slow"
             raise ProfileError(f"{why} (too few timings in {most_s:g} s)")
         index = min(range(len(runners)), key=lambda i: (len(clean[i]), order.random()))
         if now() >= start_s + for_s:
-            runners[index].batch = min(runners[index].batch, max(full[index] // SHORTER, 1))
+            shorter = max(full[index] // policy.shorter, 1)
+            runners[index].batch = min(runners[index].batch, shorter)
         seconds, waited_s = workload.timed(runners[index])
         taken += 1
         if waited_s <= Settings().disturbed * seconds:
@@ -221,8 +245,8 @@ def factors_of(
     """Factors from the medians of the reference kernels.
 
     A profile's seconds are means, so medians are first multiplied by what is typical of their kind;
-    and they are those of its predictors, which plans are made from: a single row of a noisy hour
-    was 21 % off. Raises `ProfileError` for times that cannot be.
+    and they are those of its predictors, which plans are made from and which no single row spoils.
+    Raises `ProfileError` for times that cannot be.
     """
     cost = CostModel(profile)
     skews = typical(profile.matmuls, lambda row: row.skew)

@@ -428,7 +428,11 @@ class Session:
             self._profile(finished=False).save(self.out)
 
     def _profile(self, *, finished: bool) -> DeviceProfile:
-        rows = to_means(rescale(self.rows.values(), self.meter.points, small=self.workload.small))
+        rows = list(self.rows.values())
+        if self.options.settings.scaled:
+            rows = rescale(rows, self.meter.points, small=self.workload.small)
+        if self.options.fitting.means:
+            rows = to_means(rows)
         if not rows:
             raise ProfileError(
                 f"nothing was measured in {self.options.budget_s:g} s: give a longer --budget"
@@ -461,7 +465,9 @@ class Session:
             host_sync=self.parts["sleep"][0],
             every_core=tuple(self.parts["every core"]),
             power=power.power,
-            predictors=fit.fit_all(self.records, rows, validate=finished),
+            predictors=fit.fit_all(
+                self.records, rows, validate=finished, fitting=self.options.fitting
+            ),
             other_predictors=others[0].predictors,
             preparation_predictors=preparation.fit_preparation(self.parts["preparation"]),
             matmuls=tuple(sorted(rows, key=lambda row: row.key)),

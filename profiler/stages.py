@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-SAME: Final = 0.03  # relative difference of times that are the same
-STEP: Final = 1.15  # from one stage to the next, else the size does not matter there
 ROW_STAGES: Final = (16, 32, 64, 128, 256)
 TOKEN_STAGES: Final = (8, 16, 32, 64)
 BLOCKS: Final = (1, 2)
 
 
 def find_stage(
-    time_s: Callable[[int], float], candidates: Sequence[int], *, same: float = SAME
+    time_s: Callable[[int], float],
+    candidates: Sequence[int],
+    *,
+    same: float = 0.03,
+    step: float = 1.15,
 ) -> int:
     """Largest candidate A for which sizes j·A + 1 and (j + 1)·A take the same time, j = 1 and 2,
-    while the next stage takes visibly longer; 1 if there is none.
+    while the next stage takes visibly longer; 1 if there is none. Times are the same that differ by
+    a share of `same`; from one stage to the next they rise by `step`.
 
     `time_s(size)` measures. A candidate below the true stage passes too where the stage is a
     multiple of it, a candidate above it fails, so candidates are tried from the smallest.
@@ -27,7 +30,7 @@ def find_stage(
             if found > 1:
                 break
             continue
-        if time_s(2 * max(BLOCKS) * stage) > STEP * time_s(stage):
+        if time_s(2 * max(BLOCKS) * stage) > step * time_s(stage):
             found = stage
     return found
 

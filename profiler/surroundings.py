@@ -204,7 +204,7 @@ class Surroundings:
         return [
             Others(
                 rows=tuple(row for row, _ in timed),
-                predictors=other_ops.fit_others(timed, self.options.own_ops),
+                predictors=other_ops.fit_others(timed, self.options.own_ops, self.options.fitting),
                 quarantined=tuple(quarantined),
             )
         ]

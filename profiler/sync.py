@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -19,19 +20,39 @@ from hetero.backends.ops import Add
 from hetero.backends.protocol import BoundCall, Completion, Device
 from hetero.profiler.records import DeviceSync, HostSync, Sleep
 
-SMALL: Final = 256  # elements of the operation that stands for an empty kernel
-MEDIUM: Final = 1 << 16  # elements of one that takes some tens of microseconds
-QUEUE: Final = 32
-TURNS: Final = 3  # times as many waits: they are short, and bursts of others' work are not
 COPIED_BYTES: Final = (4096, 1 << 18, 1 << 22)
 SLEEPS_S: Final = (50e-6, 200e-6, 1e-3)
-DEADLINE_S: Final = 1.0
-IDLE_S: Final = 500e-6  # between two matmuls of a model the GPU waits for the NPU about so long
 
 
-def measure_device(device: Device, clock: Clock, *, repeats: int = 60) -> DeviceSync:
+@dataclass(frozen=True, kw_only=True)
+class SyncPolicy:
+    """How synchronisation is timed.
+
+    small       elements of the operation that stands for an empty kernel
+    medium      elements of one that takes some tens of microseconds
+    queue       launches of a full queue
+    more_waits  times as many waits as other repeats: they are short, and others' work is not
+    idle_s      a device is idle so long before a launch to an empty queue: about what the GPU waits
+                for the NPU between two matmuls
+    deadline_s  of a wait
+    """
+
+    small: int = 256
+    medium: int = 1 << 16
+    queue: int = 32
+    more_waits: int = 3
+    idle_s: float = 500e-6
+    deadline_s: float = 1.0
+
+
+DEFAULT: Final = SyncPolicy()
+
+
+def measure_device(
+    device: Device, clock: Clock, *, repeats: int = 60, policy: SyncPolicy = DEFAULT
+) -> DeviceSync:
     """Every synchronisation cost of one device; what it does not offer is in `notes`."""
-    small = _call(device, SMALL)
+    small = _call(device, policy.small)
     small.run()
     call_s = _median(clock, small.run, repeats)
     copy_fixed_s, copy_s_per_byte = _copy(device, clock)
@@ -39,17 +60,17 @@ def measure_device(device: Device, clock: Clock, *, repeats: int = 60) -> Device
         "call_s": call_s,
         "copy_fixed_s": copy_fixed_s,
         "copy_s_per_byte": copy_s_per_byte,
-        "map_s": _mapping(device, clock, repeats),
+        "map_s": _mapping(device, clock, repeats, policy.small),
     }
     if not device.capabilities.asynchronous:
         notes = {"submit": "calls block", "event": "calls block", "flag": "calls block"}
         return DeviceSync(**costs, wait_s={"finish": 0.0, "fast": 0.0}, notes=notes)
-    busy_s, each_s = _queue(clock, small, repeats)
-    idle_call_s = _median_after_idle(clock, small.run, repeats)
+    busy_s, each_s = _queue(clock, small, repeats, policy)
+    idle_call_s = _median_after_idle(clock, small.run, repeats, policy.idle_s)
     device.set_timing(True)
     try:
-        waits, notes = _waits(device, clock, TURNS * repeats)
-        ring_s = _ring(device, clock, repeats)
+        waits, notes = _waits(device, clock, policy.more_waits * repeats, policy)
+        ring_s = _ring(device, clock, repeats, policy)
     finally:
         device.set_timing(False)
     return DeviceSync(
@@ -91,31 +112,33 @@ def _median(clock: Clock, action: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def _median_after_idle(clock: Clock, action: Callable[[], object], repeats: int) -> float:
+def _median_after_idle(
+    clock: Clock, action: Callable[[], object], repeats: int, idle_s: float
+) -> float:
     """As `_median`, but the device has been idle before: its worker or clock has gone to sleep."""
     times = []
     for _ in range(repeats):
-        clock.sleep(IDLE_S)
+        clock.sleep(idle_s)
         start_s = clock.now()
         action()
         times.append(clock.now() - start_s)
     return statistics.median(times)
 
 
-def _queue(clock: Clock, call: BoundCall, repeats: int) -> tuple[float, float]:
+def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> tuple[float, float]:
     """(host time of one submit behind others, time of one launch in a full queue)."""
     submits, eaches = [], []
     for _ in range(max(3, repeats // 6)):
         start_s = clock.now()
-        completions = [call.submit() for _ in range(QUEUE)]
+        completions = [call.submit() for _ in range(policy.queue)]
         submitted_s = clock.now()
-        completions[-1].wait(DEADLINE_S)
-        submits.append((submitted_s - start_s) / QUEUE)
-        eaches.append((clock.now() - start_s) / QUEUE)
+        completions[-1].wait(policy.deadline_s)
+        submits.append((submitted_s - start_s) / policy.queue)
+        eaches.append((clock.now() - start_s) / policy.queue)
     return statistics.median(submits), statistics.median(eaches)
 
 
-def _ring(device: Device, clock: Clock, repeats: int) -> float | None:
+def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
     """From opening a gate until a flag behind it starts by the device's clock, or is seen where it
     has none; None where there are no gates.
     """
@@ -128,32 +151,35 @@ def _ring(device: Device, clock: Clock, repeats: int) -> float | None:
     for _ in range(repeats):
         bell.gate.submit()
         end = flag.submit()
-        clock.sleep(IDLE_S)
+        clock.sleep(policy.idle_s)
         start_s = clock.now()
         bell.ring()
-        _poll(end, clock)
+        _poll(end, clock, policy.deadline_s)
         seen_s, span = clock.now(), end.span()
         times.append((span[0] if span is not None else seen_s) - start_s)
     return max(statistics.median(times), 0.0)
 
 
-def _waits(device: Device, clock: Clock, repeats: int) -> tuple[dict[str, float], dict[str, str]]:
+def _waits(
+    device: Device, clock: Clock, repeats: int, policy: SyncPolicy
+) -> tuple[dict[str, float], dict[str, str]]:
     """Added latency of each way to learn of a kernel's end: from its end by the device's clock, all
     ways in turns. Without such a clock what a launch takes over its time in a full queue; that
     contains the start in an empty one.
     """
-    call = _call(device, MEDIUM)
+    call = _call(device, policy.medium)
     call.run()
-    _, kernel_s = _queue(clock, call, repeats)
+    _, kernel_s = _queue(clock, call, repeats, policy)
+    deadline_s = policy.deadline_s
     methods: dict[str, Callable[[Completion], None]] = {
-        "finish": lambda completion: completion.wait(DEADLINE_S),
-        "event": lambda completion: _poll(completion, clock),
+        "finish": lambda completion: completion.wait(deadline_s),
+        "event": lambda completion: _poll(completion, clock, deadline_s),
     }
     notes = {}
     if (flag := device.flag()) is None:
         notes["flag"] = "the host does not see a flag and the data before it in time (probed)"
     else:
-        methods["flag"] = lambda _: _poll(flag.submit(), clock)
+        methods["flag"] = lambda _: _poll(flag.submit(), clock, deadline_s)
     added: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(repeats):
         for name, wait in methods.items():
@@ -167,8 +193,8 @@ def _waits(device: Device, clock: Clock, repeats: int) -> tuple[dict[str, float]
     return waits | {"fast": min(waits.values())}, notes
 
 
-def _poll(completion: Completion, clock: Clock) -> None:
-    give_up_s = clock.now() + DEADLINE_S
+def _poll(completion: Completion, clock: Clock, deadline_s: float) -> None:
+    give_up_s = clock.now() + deadline_s
     while not completion.done():
         if clock.now() > give_up_s:
             raise DeviceError("host", "polling an event", "no completion", "reboot the device")
@@ -195,9 +221,9 @@ def _copy(device: Device, clock: Clock) -> tuple[float, float]:
     return max(small_s - per_byte * small, 0.0), per_byte
 
 
-def _mapping(device: Device, clock: Clock, repeats: int) -> float:
+def _mapping(device: Device, clock: Clock, repeats: int, width: int) -> float:
     """Mapping a buffer that the device knows: what zero copies cost instead of a copy."""
-    tensor = new_tensor((1, SMALL))
+    tensor = new_tensor((1, width))
     device.map(tensor.buffer)
     return _median(clock, lambda: device.map(tensor.buffer), repeats)
 
@@ -240,5 +266,5 @@ def _thread_wake(repeats: int) -> float:
         while len(woken) <= i:
             time.sleep(0)
         late.append(woken[-1] - start_s)
-    thread.join(DEADLINE_S)
+    thread.join(DEFAULT.deadline_s)
     return statistics.median(late)

@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import checks
-from hetero.backends.formats import StorageFormat
-from hetero.backends.host.clock import Clock, ManualClock
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
+from hetero.backends.host.clock import Clock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import BoundCall, Completion, Device, DeviceKind, Kernel, WeightValue
+from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, WeightValue
 from hetero.backends.weights import (
     PackedWeight,
     data_dtype,
@@ -41,101 +40,7 @@ from hetero.backends.weights import (
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.predict import weight_bytes
-
-GPU_COPIES: Final = (4, 64)  # least and most distinct weights in one batch of launches,
-SCALES_SHARE: Final = 8  # bytes of 4-bit weights for each byte of their scales: as many of both
-COPIED_BYTES: Final = 1 << 25  # and their size in all
-LEAD: Final = (512, 512)  # n, k of the weight that leads
-LEAD_S: Final = 3e-3  # how long leads run in an asynchronous device's queue,
-MOST_LEADS: Final = 256  # at most so many: a core that was idle takes some time to full speed
-LEAD_CALLS: Final = 2  # leads where calls block
-LATE: Final = 0.02  # of a batch's time that its start may be seen late
-POLLED_S: Final = 0.1  # after that a wait sleeps
-BATCH_S: Final = 4e-3  # launches are batched up to this long, so that submission is hidden
-HELD_UP_S: Final = 10 * BATCH_S  # a launch that is longer makes no batch, whatever held it up
-LOOKS: Final = 1  # further launches that are timed at least before a batch's length is chosen
-SMALL_LOOKS: Final = 2  # of a small model, where a look costs little
-LONGEST_BATCH: Final = 64  # so many are submitted while the leads run
-KEPT_BYTES: Final = 1 << 31  # kernels beyond this are dropped, least recently used first
-LARGEST_COLD_BYTES: Final = 1 << 29
-DEFAULT_CACHE_BYTES: Final = 1 << 25
-USES: Final = 4  # of a small model's call before it is timed, if they read no more than the caches
-
-
-def last_level_cache_bytes() -> int | None:
-    """Size of the largest cache as Linux tells it, None elsewhere."""
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text(encoding="ascii").strip()
-        factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-        digits = text.rstrip("KM")
-        if digits.isdigit():
-            sizes.append(int(digits) * factor)
-    return max(sizes, default=None)
-
-
-def cold_bytes() -> int:
-    """Reading that pushes everything out of the caches: four times the last level, bounded."""
-    return min(4 * (last_level_cache_bytes() or DEFAULT_CACHE_BYTES), LARGEST_COLD_BYTES)
-
-
-def time_behind(
-    leads: Sequence[BoundCall],
-    calls: Sequence[BoundCall],
-    clock: Clock,
-    interference: Interference | None = None,
-) -> tuple[float, float]:
-    """Seconds of calls in a queue, from the end of those that lead; of which that end may have been
-    seen late, because a thread of ours waited for a core.
-    """
-    looking = interference or NoInterference()
-    before = looking.waits_s()
-    lead = [call.submit() for call in leads][-1]
-    batch = [call.submit() for call in calls]
-    see(lead, clock)
-    start_s = clock.now()
-    late_s = longest_wait_s(before, looking.waits_s())
-    see(batch[-1], clock)
-    return clock.now() - start_s, late_s
-
-
-def leads_for(seconds: float, each_s: float) -> int:
-    """How many leads keep a queue at work for so long."""
-    return int(min(max(seconds / each_s, 1), MOST_LEADS))
-
-
-def time_calls(calls: Sequence[BoundCall], device: Device, clock: Clock) -> float:
-    """Seconds of calls, in one queue where the device is asynchronous, else one by one.
-
-    Blocking calls are looked up before, as a step has them: on a thread whose caches hold other
-    things, that was one or two of a call's 8 us.
-    """
-    now, runs = clock.now, [call.run for call in calls]
-    queues = device.capabilities.asynchronous
-    start_s = now()
-    if queues:
-        [call.submit() for call in calls][-1].wait()
-    else:
-        for run in runs:
-            run()
-    return now() - start_s
-
-
-def see(completion: Completion, clock: Clock) -> None:
-    """Return as soon as a launch is complete: a thread that sleeps may wake milliseconds late,
-    which would make a batch behind its leads look short, and seldom less than 0.1 ms, which made
-    batches of 4 ms look 3 to 7 % longer than by the device's own clock.
-    """
-    give_up_s = clock.now() + POLLED_S
-    while not isinstance(clock, ManualClock) and clock.now() < give_up_s:
-        if completion.done():
-            return
-    completion.wait()
-
-
-def _batch(seconds: float, most: int) -> int:
-    """Launches that take `BATCH_S` together, if each takes so many seconds."""
-    return int(min(max(BATCH_S / seconds, 1), most))
+from hetero.profiler.timing import DEFAULT, TimingPolicy, cold_bytes, time_behind, time_calls
 
 
 class WeightPool:
@@ -172,7 +77,8 @@ class WeightPool:
 
     def _take(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        share = SCALES_SHARE if name.endswith("scales") else 1
+        # For the scales of as many 4-bit weights, of two bytes for each group.
+        share = GROUP_SIZE // 4 if name.endswith("scales") else 1
         block = self._block(name, max(self.nbytes // share, nbytes))
         start = self._cursor[name]
         if start + nbytes > block.nbytes:
@@ -242,6 +148,7 @@ class Workload:
     caches    bytes of reading that leave nothing in them; 0: never read
     cold      bytes that are read between two uses of a weight
     small     whether weights may so lie in the caches
+    policy    the numbers that all timing depends on
     """
 
     def __init__(
@@ -252,15 +159,17 @@ class Workload:
         interference: Interference | None = None,
         cold: int | None = None,
         seed: int = 0,
+        policy: TimingPolicy = DEFAULT,
     ) -> None:
         self.devices = devices
+        self.policy = policy
         self.interference = interference or NoInterference()
         self.clock = clock
-        self.caches = 0 if cold == 0 else cold_bytes()
+        self.caches = 0 if cold == 0 else cold_bytes(policy)
         self.cold = self.caches if cold is None else min(cold, self.caches)
         self.small = self.cold < self.caches
-        self._steps = min(USES, max(self.caches // max(self.cold, 1), 1))
-        self._copied = min(COPIED_BYTES, self.cold) if self.small else COPIED_BYTES
+        self._steps = min(policy.uses, max(self.caches // max(self.cold, 1), 1))
+        self._copied = min(policy.copied_bytes, self.cold) if self.small else policy.copied_bytes
         self.pool = WeightPool(max(self.cold, 1 << 24), seed)
         self.read_bytes = 0
         self._evict = HostBuffer(max(self.cold, PAGE_BYTES))
@@ -293,12 +202,12 @@ class Workload:
             runner.last_read[copy] = self.read_bytes
 
     def _use(self, runner: Runner, copies: list[int]) -> None:
-        """Launch these copies, not timed: in a small model a call's last use is no longer ago than
-        all its weights, and its weight, code and session are still in the caches. Here other tasks
-        came between: calls of 20 us took 33.
+        """Launch these copies, not timed, as a step before would. In a small model a call's last
+        use is no longer ago than reading all its weights, and its weight, code and session are
+        still in the caches; here other tasks came between.
 
-        A blocking call is used as a few steps of its model would: after once, what other tasks had
-        pushed out lay where it is pushed out first, and calls of 5 to 9 us took one more.
+        A blocking call is used as several steps would: what the other tasks have pushed out comes
+        to lie where it is pushed out first, and stays only when it has been used again.
         """
         steps = 1 if runner.device.capabilities.asynchronous else self._steps
         for _ in range(steps):
@@ -339,33 +248,41 @@ class Workload:
                 call.run()
             return None
         calls = [runner.calls[copy] for copy in copies]
-        seconds, late_s = time_behind(runner.lead, calls, self.clock, self.interference)
-        if late_s <= LATE * seconds:
+        seconds, late_s = time_behind(
+            runner.lead, calls, self.clock, self.interference, self.policy
+        )
+        if late_s <= self.policy.late * seconds:
             return seconds
         self.evict(runner, copies)
         return None
 
-    def warm_up(self, runner: Runner, looks: int = LOOKS, most_s: float = math.inf) -> float:
+    def warm_up(
+        self, runner: Runner, repeats: int | None = None, most_s: float = math.inf
+    ) -> float:
         """Launch every copy once, as far as `most_s` reaches, then choose how many launches make a
         batch. Returns seconds.
 
-        It is looked at more than once: where the first launch was held up (30 us, seen after 4 ms)
-        batches had one launch, and each sample the time to see it end. Of a small model a batch
-        chooses the next one's length, because one launch is mostly the time to see it end.
+        The length of a batch follows from the shortest of several timings (`repeats`, or the
+        policy's): one that was held up would make batches of one launch, and each sample the time
+        to see it end. Of a small model a batch chooses the next one's length, because one launch is
+        mostly the time to see it end.
         """
+        policy = self.policy
         start_s = self.clock.now()
         for copy in range(len(runner.calls)):
             runner.launch([copy])
             if self.clock.now() - start_s > most_s:
                 break
         seconds = self.time(runner)
-        if runner.device.capabilities.asynchronous and 0 < seconds < HELD_UP_S:
-            most = LONGEST_BATCH if self.small else len(runner.calls)  # there copies come again
-            for _ in range(SMALL_LOOKS if self.small else looks):
+        if runner.device.capabilities.asynchronous and 0 < seconds < policy.held_up_s:
+            # Of a small model copies come again.
+            most = policy.longest_batch if self.small else len(runner.calls)
+            repeats = policy.repeats if repeats is None else repeats
+            for _ in range(policy.small_repeats if self.small else repeats):
                 if self.small:
-                    runner.batch = _batch(seconds, most)
+                    runner.batch = policy.batch(seconds, most)
                 seconds = min(seconds, self.time(runner))
-            runner.batch = _batch(seconds, most)
+            runner.batch = policy.batch(seconds, most)
         return seconds
 
     def activation(self, name: str, rows: int, width: int) -> Tensor:
@@ -400,7 +317,8 @@ class Workload:
 
     def _lead(self, task: Task) -> list[BoundCall]:
         """Calls of a small weight to go before those of a task."""
-        small = task._replace(n=LEAD[0], k=LEAD[1])
+        n, k = self.policy.lead_size
+        small = task._replace(n=n, k=k)
         if small not in self._leads:
             tensors = {
                 "x": self.activation("x", small.m, small.k),
@@ -411,18 +329,19 @@ class Workload:
         return self._leads[small]
 
     def _long_enough(self, call: BoundCall, device: DeviceKind) -> list[BoundCall]:
-        """So many of a call that they keep a queue busy for `LEAD_S`."""
+        """So many of a call that they keep a queue busy for `lead_s`."""
+        policy = self.policy
         if not self.devices[device].capabilities.asynchronous:
-            return [call] * LEAD_CALLS
+            return [call] * policy.lead_calls
         call.run()
         start_s = self.clock.now()
         call.run()
-        if self.clock.now() - start_s >= HELD_UP_S:  # as many more would take seconds
+        if self.clock.now() - start_s >= policy.held_up_s:  # as many more would take seconds
             return [call]
         start_s = self.clock.now()
-        [call.submit() for _ in range(GPU_COPIES[1])][-1].wait()
-        each_s = max((self.clock.now() - start_s) / GPU_COPIES[1], 1e-6)
-        return [call] * leads_for(LEAD_S, each_s)
+        [call.submit() for _ in range(policy.most_copies)][-1].wait()
+        each_s = max((self.clock.now() - start_s) / policy.most_copies, 1e-6)
+        return [call] * policy.leads(policy.lead_s, each_s)
 
     def _prepare(self, task: Task) -> _Prepared:
         key = (task.device, task.op)
@@ -430,7 +349,7 @@ class Workload:
             device = self.devices[task.device]
             copies = 1
             if device.capabilities.asynchronous:
-                least, most = GPU_COPIES
+                least, most = self.policy.least_copies, self.policy.most_copies
                 size = int(weight_bytes(task.weight_format, task.n, task.k))
                 places = max(self.pool.nbytes // size, 1)  # where copies share none
                 copies = min(max(self._copied // size, least), most, places)
@@ -446,7 +365,7 @@ class Workload:
         return _Prepared(kernels, [checks.packed(w) for w in weights])
 
     def _drop_old(self) -> None:
-        while len(self._kernels) > 1 and self._held() > KEPT_BYTES:
+        while len(self._kernels) > 1 and self._held() > self.policy.kept_bytes:
             (device, op), _ = self._kernels.popitem(last=False)
             gone = [t for t in self._runners if (t.device, t.op) == (device, op)]
             for task in gone:

@@ -65,7 +65,8 @@ class Part:
     """One launch of a matmul: tokens × rows of its output on one device.
 
     `graph` is the token count that the call is bound with, padding included. `rows` are rows of the
-    node's weight. `precision` is None for the model's own format.
+    node's weight. `precision` is None for the model's own format. `online`: the graph is prepared
+    while the prompt waits.
     """
 
     kind: DeviceKind
@@ -74,6 +75,7 @@ class Part:
     graph: int
     order: OperandOrder = "plain"
     precision: WeightFormat | None = None
+    online: bool = False
 
     @property
     def stop(self) -> int:
@@ -84,6 +86,20 @@ class Part:
     def segment(self) -> Segment:
         """The kernel of all its rows."""
         return Segment(self.rows, self.order, self.precision)
+
+
+class Assignment(NamedTuple):
+    """What computes a node in a call, or as one graph the `group` of nodes that begins with it.
+
+    A matmul's `parts` are its launches. Everything else is one launch on `kind`, bound with `graph`
+    tokens, padding included.
+    """
+
+    node: Node
+    kind: DeviceKind | None = None
+    graph: int = 0
+    parts: tuple[Part, ...] = ()
+    group: NodeGroup | None = None
 
 
 class Placement:
@@ -108,10 +124,28 @@ class Placement:
         self._capabilities = dict(capabilities)
         self._source = source
         self._entries = _by_name(plan.ops)
+        self._prepared = self  # whose kernels there are
+        self._edges: dict[tuple[OpName, DeviceKind], frozenset[int]] = {}
+        self._tiled: dict[tuple[OpName, Phase, int], tuple[Part, ...]] = {}
+        self._parts: dict[tuple[OpName, Phase, int], tuple[Part, ...]] = {}
+        self._check_graphs()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
-        """The same devices with another plan within the same cuts."""
-        return Placement(plan, self.graph, self._capabilities, source=source)
+        """The same devices and kernels with another plan within the same cuts."""
+        found = Placement(plan, self.graph, self._capabilities, source=source)
+        found._prepared = self._prepared
+        return found
+
+    def _check_graphs(self) -> None:
+        """Every graph that the plan prepares ahead must be one that the device has."""
+        for entry in self.plan.ops:
+            for tile in entry.tiles:
+                able = self._capabilities.get(tile.device)
+                late = self.online and tile.graph_size not in self.plan.graph_sizes
+                if able is None or not able.static_shapes or tile.graph_size is None or late:
+                    continue
+                if tile.graph_size not in able.graph_sizes:
+                    raise _no_graph(entry.op, tile.graph_size, tile.device, able)
 
     @property
     def online(self) -> bool:
@@ -135,13 +169,58 @@ class Placement:
         """Device of everything that is not a matmul."""
         return self.plan.rest.prefill if phase == "prefill" else self.plan.rest.decode
 
+    def at(self, phase: Phase, m: int, logit_rows: int = 1) -> Iterator[Assignment]:
+        """What computes a call of m tokens, in the model's order; the output head sees the last
+        `logit_rows` tokens, and is left out where that is none.
+        """
+        inside: set[str] = set()  # nodes of groups that were yielded
+        for node in self.graph.nodes:
+            if node.name in inside or (node.name == "lm_head" and not logit_rows):
+                continue
+            group = self.groups.get(node.name)
+            graph = None if group is None else self.fused(group, phase, m)
+            if group is not None and graph is not None:
+                inside.update(member.name for member in group.nodes)
+                yield Assignment(node, "npu", graph, group=group)
+            elif node.plan_op is not None:
+                tokens = logit_rows if node.name == "lm_head" else m
+                yield Assignment(node, parts=self.parts(node, phase, tokens))
+            else:
+                yield Assignment(node, self.rest(phase), self.padded(phase, m))
+
+    def padded(self, phase: Phase, m: int) -> int:
+        """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
+        kind = self.rest(phase)
+        able = self._capabilities[kind]
+        try:
+            return padded_size(m, able.graph_sizes if able.static_shapes else ())
+        except ValueError as error:
+            raise PlanError(f"{phase} on the {kind}: {error}") from None
+
     def parts(self, node: Node, phase: Phase, m: int) -> tuple[Part, ...]:
-        """Launches of a matmul node at m tokens, in the plan's order. They cover its output."""
-        return tuple(
-            self._part(node, tile, shift)
-            for entry, shift in self._at(node, phase, m)
-            for tile in entry.tiles
-        )
+        """Launches of a matmul node at m tokens, in the plan's order. They cover its output, with
+        the same rows wherever they share one. On a device with static shapes the rows of each are
+        one of its `segments`, unless it is prepared while a prompt waits.
+        """
+        assert node.plan_op is not None
+        key = (node.plan_op, phase, m)
+        if key not in self._parts:
+            found = self._split(node, self._tiles(node, phase, m))
+            _check_spill(node, found, m)
+            self._parts[key] = found
+        return self._parts[key]
+
+    def _tiles(self, node: Node, phase: Phase, m: int) -> tuple[Part, ...]:
+        """A part for each tile of the plan."""
+        assert node.plan_op is not None
+        key = (node.plan_op, phase, m)
+        if key not in self._tiled:
+            self._tiled[key] = tuple(
+                self._part(node, tile, shift)
+                for entry, shift in self._at(node, phase, m)
+                for tile in entry.tiles
+            )
+        return self._tiled[key]
 
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
         """What computes the matmuls of a call of m tokens, in order; the output head sees one."""
@@ -173,7 +252,7 @@ class Placement:
         """Tokens of a group's graph if the plan has all of it, whole, on the NPU; else None."""
         if self.rest(phase) != "npu":
             return None
-        parts = [self.parts(node, phase, m) for node in group.matmuls]
+        parts = [self._tiles(node, phase, m) for node in group.matmuls]
         graphs = {part.graph for found in parts for part in found}
         whole = all(map(_is_whole_on_npu, group.matmuls, parts))
         return graphs.pop() if whole and len(graphs) == 1 else None
@@ -181,15 +260,33 @@ class Placement:
     # --- which kernels exist ----------------------------------------------------------------
 
     def segments(self, node: Node, kind: DeviceKind) -> tuple[Segment, ...]:
-        """What a device holds of a matmul's weight. Every part's rows are a run of them."""
+        """What a device holds of a matmul's weight."""
+        if self._prepared is not self:
+            return self._prepared.segments(node, kind)
         spans: dict[tuple[OperandOrder, WeightFormat | None], set[Span]] = {}
         for _, tile, shift in self._listed(node):
             if tile.device == kind:
                 spans.setdefault((tile.order, tile.precision), set()).add(_rows(tile, shift))
-        edges = set(self._later_cuts(node))
+        edges = self._edges_of(node, kind)
         return tuple(
             Segment(rows, *how) for how, found in spans.items() for rows in _runs(found, edges)
         )
+
+    def _edges_of(self, node: Node, kind: DeviceKind) -> frozenset[int]:
+        """Rows where a device's kernels of a matmul end: at the edges of every tile that it ever
+        computes beside (its own, the other device's), so that all parts of a call meet in rows.
+        """
+        if self._prepared is not self:
+            return self._prepared._edges_of(node, kind)
+        assert node.plan_op is not None
+        key = (node.plan_op, kind)
+        if key not in self._edges:
+            found = set(self._later_cuts(node))
+            for entry, _, shift in self._listed(node):
+                if any(tile.device == kind for tile in entry.tiles):
+                    found.update(edge + shift for tile in entry.tiles for edge in tile.rows)
+            self._edges[key] = frozenset(found)
+        return self._edges[key]
 
     def cuts_rows(self, node: Node) -> bool:
         """Whether a matmul's output is ever made of several runs of rows."""
@@ -310,28 +407,58 @@ class Placement:
     def _part(self, node: Node, tile: Tile, shift: int) -> Part:
         start, stop = tile.tokens
         assert stop is not None
+        able = self._capabilities[tile.device]
+        online = self.online and able.static_shapes
+        online = online and tile.graph_size not in (None, *able.graph_sizes)
         return Part(
             kind=tile.device,
             tokens=(start, stop),
             rows=_rows(tile, shift),
-            graph=self._graph_of(node, tile, stop - start),
+            graph=stop - start if online else self._graph_of(node, tile, stop - start),
             order=tile.order,
             precision=tile.precision,
+            online=online,
         )
+
+    def _split(self, node: Node, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """Parts cut at every edge of rows, then joined along tokens where one device has both.
+
+        Each panel of the output is then written with one row length by every part in it.
+        """
+        edges: set[int] = set()
+        for part in parts:
+            edges.update(part.rows)
+            if self._is_static(part.kind) and not part.online:
+                start, stop = part.rows
+                edges.update(e for e in self._edges_of(node, part.kind) if start < e < stop)
+        found: list[Part] = []
+        for part in parts:
+            inside = sorted(e for e in edges if part.rows[0] <= e <= part.rows[1])
+            for span in itertools.pairwise(inside):
+                self._join(found, dataclasses.replace(part, rows=span))
+        return tuple(found)
+
+    def _join(self, found: list[Part], part: Part) -> None:
+        """Append a part, or lengthen the one that ends where it begins."""
+        for i, other in enumerate(found):
+            same = (other.kind, other.segment) == (part.kind, part.segment)
+            if same and not self._is_static(part.kind) and other.tokens[1] == part.tokens[0]:
+                tokens = (other.tokens[0], part.tokens[1])
+                found[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
+                return
+        found.append(part)
+
+    def _is_static(self, kind: DeviceKind) -> bool:
+        return self._capabilities[kind].static_shapes
 
     def _graph_of(self, node: Node, tile: Tile, tokens: int) -> int:
         """Token count of the call that computes a tile."""
-        if not self._capabilities[tile.device].static_shapes:
+        able = self._capabilities[tile.device]
+        if not able.static_shapes:
             return tokens
-        sizes = self._sizes(tile.device)
-        if self.online and tile.graph_size not in (None, *sizes):
-            return tokens
+        sizes = able.graph_sizes
         if tile.graph_size is not None and tile.graph_size not in sizes:
-            raise PlanError(
-                f"{node.name}: the plan wants a graph of {tile.graph_size} tokens, and the "
-                f"{tile.device} has graphs of {', '.join(map(str, sizes))}: make a plan for this "
-                "device"
-            )
+            raise _no_graph(node.name, tile.graph_size, tile.device, able)
         if tile.graph_size is not None and tile.graph_size >= tokens:
             return tile.graph_size
         try:
@@ -391,12 +518,30 @@ def _is_whole_on_npu(node: Node, parts: Sequence[Part]) -> bool:
     return plain and len(parts) == 1 and (first.kind, first.rows) == ("npu", (0, node.op.n))
 
 
-def _runs(spans: Iterable[Span], more: Iterable[int]) -> list[Span]:
-    """The pieces between all edges that lie inside some span."""
+def _check_spill(node: Node, parts: Iterable[Part], m: int) -> None:
+    """A padded graph may write behind the call's last token, never over another part's tokens."""
+    for part in parts:
+        if part.stop > part.tokens[1] < m:
+            raise PlanError(
+                f"{node.name}: the graph of {part.graph} tokens at {part.tokens[0]} reaches over "
+                f"tokens from {part.tokens[1]} on, which another tile computes: end the tile with "
+                "the graph, or at the last token"
+            )
+
+
+def _no_graph(name: str, size: int, kind: DeviceKind, able: Capabilities) -> PlanError:
+    return PlanError(
+        f"{name}: the plan wants a graph of {size} tokens, and the {kind} has graphs of "
+        f"{', '.join(map(str, able.graph_sizes)) or 'none'}: make a plan with --graph-sizes of "
+        "these, or with a profile of this device"
+    )
+
+
+def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
+    """The pieces between edges that lie inside some span."""
     spans = list(spans)
-    edges = sorted({edge for span in spans for edge in span} | set(more))
     return [
         (a, b)
-        for a, b in itertools.pairwise(edges)
+        for a, b in itertools.pairwise(sorted(edges))
         if any(start <= a and b <= stop for start, stop in spans)
     ]

@@ -15,14 +15,18 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "bench"
 DEMO = "--model demo --weights w4a16"
 BRIEFLY = {
-    "peers.py open-gguf --layers 1 -r 1": "GB of F16",
-    f"tensor_level.py --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
+    f"peers.py levels --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
     "predictions.py accuracy --again --profile host --rows ROWS": "decision regret",
+    "predictions.py ablate --profile host --rows start": "| host | start | ridge |",
     "kernels.py attention --contexts 8 -r 1": "| 8 | gpu |",
-    f"sync.py breakdown --profile host {DEMO} -n 1": "step: measured",
-    "memory.py ceiling --mib 8 --seconds 0.02 -r 1": "both over the better one",
+    "kernels.py ceiling --mib 8 --seconds 0.02 -r 1": "both over the better one",
+    "kernels.py matmul --formats w4a16 --tokens 1 --shapes 64x64 -r 1 --streamed-mb 1": "| 64x64 |",
+    "kernels.py split -m 8 -r 1": "| down | 8 |",
+    f"control_plane.py --profile host {DEMO} -n 1": "| tensor level |",
+    f"mllm_npu.py order {DEMO} -p 80 --chunk 32 --rounds 1": "| best |",
     "paper.py fit --check": "files are up to date",
     "paper_reproduction.py": "Order of strategies",
+    "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",
     "robustness.py soak --minutes 0.01": "| yes |",
     "robustness.py prompts --count 1": "| online-prepare | 1 | 0 |",
 }
@@ -78,7 +82,7 @@ def test_a_bench_runs(command: str, rows: Path) -> None:
 def commands() -> list[list[str]]:
     """Module and arguments of every command of the documents that starts a bench."""
     found = []
-    for page in (BENCH / "RESULTS.md", ROOT / "docs/files.md", ROOT / "docs/snapdragon.md"):
+    for page in (BENCH / "RESULTS.md", *(ROOT / "docs").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         for line in re.findall(r"python bench/([^`\n]+)", text):
             name, *arguments = shlex.split(line)
@@ -95,7 +99,7 @@ def test_every_command_of_the_results_parses() -> None:
         "killed_starts --starts 200 --jobs 2 --seed 0",
     ]
     told += [line.split() for line in old] + [["peers"]]
-    assert {name for name, *_ in told} >= {"peers", "predictions", "kernels", "sync", "memory"}
+    assert {name for name, *_ in told} >= {"peers", "predictions", "kernels", "paper", "mllm_npu"}
     done = run(["-c", PARSE, json.dumps(told)])
     assert done.stdout.count("parsed") == len(told), done.stdout[-500:] + done.stderr[-2000:]
 

@@ -13,9 +13,8 @@ import pytest
 from hetero import LLM
 from hetero.cli.app import main
 from hetero.compiling.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
-from hetero.compiling.graphs import CompileRequest, compile_model, node_jobs, prepare
+from hetero.compiling.graphs import CompileRequest, compile_model, prepare
 from hetero.errors import ModelError, UserError
-from hetero.profiler.model_graph import Node
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.checkpoints import Case, make_checkpoint
@@ -173,9 +172,7 @@ def test_impossible_requests_are_refused(change: dict[str, str], message: str) -
 
 
 def test_a_cut_matmul_is_compiled_segment_by_segment() -> None:
-    compilation = prepare(REQUEST)
-    node = next(job.node for job in compilation.jobs if job.node.plan_op == "gate_up")
-    plan = compilation.plan
+    plan = prepare(REQUEST).plan
     cut = (
         Tile(device="gpu", tokens=(0, None), rows=(0, 256)),
         Tile(device="npu", tokens=(0, None), rows=(256, 1536)),
@@ -183,12 +180,13 @@ def test_a_cut_matmul_is_compiled_segment_by_segment() -> None:
     whole = (Tile(device="npu", tokens=(0, 32), rows=(0, 1536), graph_size=32),)
     base = next(op for op in plan.ops if op.op == "gate_up" and op.phase == "prefill")
     entries = (
-        *(op for op in plan.ops if op.op != "gate_up"),
+        *(op for op in plan.ops if (op.phase, op.op) != ("prefill", "gate_up")),
         base.model_copy(update={"tiles": cut, "strategy": "row-cut"}),
         base.model_copy(update={"tiles": whole, "m": 32}),
     )
-    found = _jobs(plan.model_copy(update={"ops": entries}), node)
-    assert found == {(0, 256): (32,), (256, 1536): (1, 32)}
+    jobs = prepare(replace(REQUEST, plan=plan.model_copy(update={"ops": entries}))).jobs
+    found = {job.name: job.sizes for job in jobs if job.name.startswith("layer0.gate_up")}
+    assert found == {"layer0.gate_up[0:256]": (32,), "layer0.gate_up[256:1536]": (1, 32)}
 
 
 def test_other_operations_are_compiled_where_the_plan_has_them_on_the_npu() -> None:
@@ -198,10 +196,6 @@ def test_other_operations_are_compiled_where_the_plan_has_them_on_the_npu() -> N
     jobs = prepare(replace(REQUEST, plan=npu)).jobs
     kinds = {type(job.op).__name__ for job in jobs}
     assert kinds == {"Embed", "RMSNorm", "MatMul", "Rope", "Attention", "GatedAct"}
-
-
-def _jobs(plan: Any, node: Node) -> dict[Any, Any]:
-    return {job.rows: job.sizes for job in node_jobs(plan, node, (1, 32))}
 
 
 def test_shared_weights_make_one_file_for_each_weight(tmp_path: Path) -> None:

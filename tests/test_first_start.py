@@ -270,7 +270,7 @@ def test_what_fails_is_a_clause_and_tried_again_later(
     assert scaled_here(host, NOTICE) == expected
     assert machines.starts == 1
     now_s = time.time()
-    monkeypatch.setattr(first_start.time, "time", lambda: now_s + first_start.RETRY_S + 1)
+    monkeypatch.setattr(first_start.time, "time", lambda: now_s + first_start.LIMITS.retry_s + 1)
     assert scaled_here(host, NOTICE)[0].name == "host, scaled here"
     assert machines.starts == 2
 
@@ -397,7 +397,7 @@ def measured_here(host: DeviceProfile) -> FirstStart:
 
 def test_the_devices_of_this_machine(measured_here: FirstStart) -> None:
     assert measured_here.reason == ""
-    assert 0 < measured_here.spent_s <= first_start.LIMIT_S
+    assert 0 < measured_here.spent_s <= first_start.LIMITS.timing_s
     assert len(measured_here.factors) == 8
     assert all(0.02 < factor.value < 50 for factor in measured_here.factors)
     opened = open_devices("hetero")

@@ -11,7 +11,7 @@ from hetero.models import model_spec
 from hetero.profiler.options import Options
 from hetero.profiler.other_ops import BLOCKS, wanted_ops
 from hetero.profiler.records import DeviceProfile
-from hetero.profiler.workload import cold_bytes
+from hetero.profiler.timing import cold_bytes
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario
 
@@ -20,7 +20,7 @@ W4, W8 = WeightFormat.W4A16, WeightFormat.W8A16
 
 @pytest.fixture(autouse=True)
 def _caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.profiler.workload.last_level_cache_bytes", lambda: 32 << 20)
+    monkeypatch.setattr("hetero.profiler.timing.last_level_cache_bytes", lambda: 32 << 20)
 
 
 def test_a_small_model_is_measured_as_it_lies_in_the_caches() -> None:

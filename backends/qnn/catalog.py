@@ -16,7 +16,7 @@ from hetero.backends.qnn.store import Identity, weight_digest
 # Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
 # again: 2048×2048 costs 82 MiB of traffic for 1024 tokens at once and 25 in four pieces. With
 # k ≥ 4096 that begins at 256 tokens (4096×4096: 41 MiB, 26 as twice 128), with a large n it does
-# not (8192×2048: 43 MiB, 60 as twice 128). `bench/kernels.py qnn layouts`.
+# not (8192×2048: 43 MiB, 60 as twice 128). docs/qnn.md.
 PIECE_ROWS = 256
 LARGE_K = 4096
 # With integer activations there is less to spill (docs/qnn.md): 512 tokens of
@@ -37,6 +37,13 @@ class Graph(NamedTuple):
     build: Callable[[], bytes]
 
 
+class Shape(NamedTuple):
+    """Static sizes of a graph; `context` is 0 without attention."""
+
+    tokens: int
+    context: int = 0
+
+
 def piece_rows(op: Op) -> int:
     """Most tokens of one graph."""
     if isinstance(op, ops.MatMul) and op.k >= LARGE_K:
@@ -51,12 +58,6 @@ def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, grou
     """
     rows = PIECE_ROWS if groups else ROW_SCALED_PIECE_ROWS
     return rows // 2 if activations == "int16" and op.k >= LARGE_INTEGER_K else rows
-
-
-def pieces(op: Op, m: int) -> list[int]:
-    """Token counts of the graphs that a call of m tokens runs."""
-    step = piece_rows(op)
-    return [min(step, m - start) for start in range(0, m, step)]
 
 
 def contexts(capacity: int, m: int) -> list[int]:
@@ -117,13 +118,7 @@ def all_group_graphs(
     found: Group, sizes: Sequence[int], weights: Sequence[Mapping[str, WeightValue]], digest: str
 ) -> list[Graph]:
     """Every graph of a group that calls of these token counts run."""
-    step, attention = group_piece_rows(found), found.attention
-    counts = {min(step, m - start) for m in sizes for start in range(0, m, step)}
-    return [
-        group_graph(found, m, weights, digest, context)
-        for m in sorted(counts)
-        for context in (contexts(attention.capacity, m) if attention else [0])
-    ]
+    return [group_graph(found, m, weights, digest, context) for m, context in shapes(found, sizes)]
 
 
 def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:
@@ -152,9 +147,39 @@ def all_graphs(
     op: Op, sizes: Sequence[int], weights: Mapping[str, WeightValue], digest: str
 ) -> list[Graph]:
     """Every graph that calls of these token counts run."""
-    counts = sorted({rows for m in sizes for rows in pieces(op, m)})
+    found = shapes(op, sizes)
     if isinstance(op, ops.Attention):
-        return [
-            attention_graph(op, m, context) for m in counts for context in contexts(op.capacity, m)
-        ]
-    return [graph(op, m, weights, digest) for m in counts]
+        return [attention_graph(op, *shape) for shape in found]
+    return [graph(op, m, weights, digest) for m, _ in found]
+
+
+def shapes(found: Op | Group, sizes: Sequence[int]) -> list[Shape]:
+    """Of every graph that calls of these token counts run."""
+    attention = _attention_of(found)
+    return [
+        Shape(m, context)
+        for m in sorted({rows for size in sizes for rows in pieces(found, size)})
+        for context in (contexts(attention.capacity, m) if attention else [0])
+    ]
+
+
+def shapes_at(found: Op | Group, m: int, position: int) -> list[Shape]:
+    """Of the graphs that one call of m tokens runs, `position` tokens into the context."""
+    attention, made = _attention_of(found), []
+    for rows in pieces(found, m):
+        position += rows
+        held = contexts(attention.capacity, rows) if attention else [0]
+        made.append(Shape(rows, next(c for c in held if not c or c >= position)))
+    return made
+
+
+def _attention_of(found: Op | Group) -> ops.Attention | None:
+    if isinstance(found, Group):
+        return found.attention
+    return found if isinstance(found, ops.Attention) else None
+
+
+def pieces(found: Op | Group, m: int) -> list[int]:
+    """Token counts of the graphs that a call of m tokens runs."""
+    step = group_piece_rows(found) if isinstance(found, Group) else piece_rows(found)
+    return [min(step, m - start) for start in range(0, m, step)]

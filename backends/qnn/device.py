@@ -71,17 +71,11 @@ class QnnDevice(Device):
             driver=library.version,
             details={"emulated": "yes"} if library.emulated else {},
         )
-        self.capabilities = Capabilities(
-            kind="npu",
-            static_shapes=True,
-            graph_sizes=tuple(sorted(set(graph_sizes))),
-            weight_formats=weight_formats(chip, activations),
-            row_alignment=ROW_ALIGNMENT,
-            token_alignment=TOKEN_ALIGNMENT,
-            early_visibility=False,
-            fused_groups=FUSED_GROUPS,
-            memory_limit_bytes=PROCESS_LIMIT_BYTES - RESERVED_BYTES,
-            per_graph_size="graph" if shared_weights and not library.emulated else "weights",
+        self.capabilities = capabilities_of(
+            chip,
+            graph_sizes,
+            activations,
+            shared_weights=shared_weights and not library.emulated,
         )
         self._activations = activations
         self.store = GraphStore(Target(library, chip), directory)
@@ -111,7 +105,11 @@ class QnnDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation, and matmuls of the declared formats."""
+        """Every operation but outliers, which are there to be computed elsewhere meanwhile, and
+        matmuls of the declared formats.
+        """
+        if isinstance(op, ops.Outliers):
+            return Acceptance(False, "outliers are floating-point sums for another device")
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -226,6 +224,28 @@ class QnnDevice(Device):
 
     def _attention_sessions(self, op: ops.Attention) -> Callable[[int, int], ort.InferenceSession]:
         return lambda m, context: self.store.shared(*catalog.attention_graph(op, m, context))
+
+
+def capabilities_of(
+    chip: Chip,
+    graph_sizes: Sequence[int],
+    activations: Activations = "float16",
+    *,
+    shared_weights: bool = False,
+) -> Capabilities:
+    """What a chip can do with graphs of these token counts."""
+    return Capabilities(
+        kind="npu",
+        static_shapes=True,
+        graph_sizes=tuple(sorted(set(graph_sizes))),
+        weight_formats=weight_formats(chip, activations),
+        row_alignment=ROW_ALIGNMENT,
+        token_alignment=TOKEN_ALIGNMENT,
+        early_visibility=False,
+        fused_groups=FUSED_GROUPS,
+        memory_limit_bytes=PROCESS_LIMIT_BYTES - RESERVED_BYTES,
+        per_graph_size="graph" if shared_weights else "weights",
+    )
 
 
 def weight_formats(chip: Chip, activations: Activations = "float16") -> tuple[WeightFormat, ...]:

@@ -9,9 +9,9 @@ or features changes no bit. Weights keep their scales, one for each group of 32,
 alike, one for each row (QNN's per-channel form) or for the whole weight (per tensor); groups do
 not go with 8-bit activations.
 
-The schedule decides the node (`bench/kernels.py qnn layouts --integers`): with 16-bit activations
-a MatMul and a 1×1 convolution are the same to it, with 8-bit ones the convolution moves less data,
-for 256 tokens of 2048×8192 a sixth.
+The schedule decides the node (docs/qnn.md): with 16-bit activations a MatMul and a 1×1 convolution
+are the same to it, with 8-bit ones the convolution moves less data, for 256 tokens of 2048×8192 a
+sixth.
 """
 
 from __future__ import annotations

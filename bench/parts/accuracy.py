@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from common import finish, table, timed
+from common import KINDS, finish, table, timed
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
@@ -29,7 +29,6 @@ from hetero.profiler.records import DeviceProfile, MatMulRow, Phase
 from hetero.profiler.session import profile_devices
 from hetero.profiler.stats import relative_errors
 from hetero.profiler.workload import Workload
-from parts.levels import KINDS, reference_times
 
 HELD_OUT = (
     (1536, 1536), (2560, 2048), (6144, 1536), (12288, 2048),
@@ -39,6 +38,14 @@ GROUPS: tuple[tuple[DeviceKind, Phase], ...] = tuple(
     (kind, phase) for kind in KINDS for phase in ("decode", "prefill")
 )
 Errors = dict[tuple[DeviceKind, Phase], tuple[float, float, int]]
+
+
+def reference_times(profile: DeviceProfile) -> dict[tuple[DeviceKind, Phase], float]:
+    """Median seconds of each reference kernel over a profile's run."""
+    times: dict[tuple[DeviceKind, Phase], list[float]] = {}
+    for point in profile.references:
+        times.setdefault((point.device, point.phase), []).append(point.seconds)
+    return {key: statistics.median(values) for key, values in times.items()}
 
 
 def held_out(
@@ -94,8 +101,8 @@ def regrets(model: CostModel, rows: Iterable[MatMulRow]) -> Iterator[float]:
             yield picked.seconds / min(row.seconds for row in pair.values()) - 1
 
 
-def quarter(profile: DeviceProfile) -> CostModel:
-    """A model of a quarter of the grid's rows, chosen by active sampling."""
+def quarter_of(profile: DeviceProfile) -> list[MatMulRow]:
+    """A quarter of the grid's rows, chosen by active sampling."""
     known = {row.key: row for row in profile.matmuls}
     tasks = [Task(r.device, r.weight_format, r.order, r.m, r.n, r.k) for r in profile.matmuls]
     wanted, chosen = len(tasks) // 4, active.first_tasks(tasks)[: len(tasks) // 4]
@@ -103,28 +110,23 @@ def quarter(profile: DeviceProfile) -> CostModel:
         left = [task for task in tasks if task not in set(chosen)]
         measured, count = [known[task.key] for task in chosen], min(8, wanted - len(chosen))
         chosen += active.next_tasks(profile.devices, measured, left, count, seed=len(chosen))
-    predictors = fit.fit_all(profile.devices, [known[task.key] for task in chosen])
+    return [known[task.key] for task in chosen]
+
+
+def quarter(profile: DeviceProfile) -> CostModel:
+    """A model of a quarter of the grid's rows."""
+    predictors = fit.fit_all(profile.devices, quarter_of(profile))
     return CostModel(profile.model_copy(update={"predictors": predictors}))
-
-
-def repeated(*profiles: DeviceProfile) -> float:
-    """Median difference of two profiles' rows, each over its reference kernel."""
-    first, second = (
-        {row.key: row.seconds / reference_times(x)[row.device, row.phase] for row in x.matmuls}
-        for x in profiles
-    )
-    return statistics.median(abs(second[k] / first[k] - 1) for k in first.keys() & second.keys())
 
 
 def accuracy(
     budget: Annotated[str, typer.Option(help="of the profile")] = "10m",
     held_budget: Annotated[str, typer.Option(help="of the held-out pairs")] = "6m",
-    repeat: Annotated[bool, typer.Option(help="take the profile twice")] = False,
     profile: Annotated[Path | None, typer.Option(help="where to keep the first profile")] = None,
     rows: Annotated[Path | None, typer.Option(help="where to keep the rows (JSON lines)")] = None,
     again: Annotated[bool, typer.Option(help="judge a saved run by today's predictors")] = False,
 ) -> None:
-    """Errors on pairs never measured, decision regret, a quarter of the grid, a second profile."""
+    """Errors on pairs never measured, decision regret, a quarter of the grid."""
     notes = []
     if again:
         if profile is None or rows is None:
@@ -141,9 +143,6 @@ def accuracy(
         with pinned(opened.control_core):
             taken = profile_devices(opened.devices, options, out=profile)
             held = list(held_out(opened.devices, taken, parse_budget(held_budget)))
-            if repeat:
-                other = profile_devices(opened.devices, options)
-                notes.append(f"a second profile: {repeated(taken, other):.1%} median difference")
         if rows is not None:
             atomic_write(rows, "".join(row.model_dump_json() + "\n" for row in held))
     model = CostModel(taken)

@@ -1,4 +1,4 @@
-"""llama.cpp, ONNX Runtime, ONNX Runtime GenAI and hetero behind one method: `round`."""
+"""llama.cpp and hetero behind one method: `round`."""
 
 from __future__ import annotations
 
@@ -69,62 +69,9 @@ class LlamaCpp:
 
         sizes = {"n_ctx": CONTEXT, "n_batch": 512, "n_ubatch": 512}
         count = {"n_threads": threads, "n_threads_batch": threads}
-        self._model: Any = Llama(path, verbose=False, **sizes, **count)  # type: ignore[arg-type]
+        self._model: Any = Llama(path, verbose=False, **sizes, **count)
 
     def round(self, prompt: int, decode: int) -> dict[str, float]:
         """One prefill and the decode after it."""
         self._model.reset()
         return speeds(prompt, decode, self._model.eval, lambda token: self._model.eval([token]))
-
-
-class OnnxRuntime:
-    """The whole model in one ONNX graph; keys and values stay where they are."""
-
-    def __init__(self, *, path: str, threads: int, layers: int, heads: int, size: int) -> None:
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        zeros = np.zeros((1, heads, CONTEXT, size), np.float32)
-        names = [f"{i}.{kind}" for i in range(layers) for kind in ("key", "value")]
-        self._caches = {name: ort.OrtValue.ortvalue_from_numpy(zeros) for name in names}
-        self._position = 0
-
-    def _run(self, tokens: list[int]) -> object:
-        binding = self._session.io_binding()
-        binding.bind_cpu_input("input_ids", np.array([tokens], np.int64))
-        self._position += len(tokens)
-        binding.bind_cpu_input("attention_mask", np.ones((1, self._position), np.int64))
-        for name, value in self._caches.items():
-            binding.bind_ortvalue_input(f"past_key_values.{name}", value)
-            binding.bind_ortvalue_output(f"present.{name}", value)
-        binding.bind_output("logits")
-        self._session.run_with_iobinding(binding)
-        return binding.get_outputs()[-1].numpy()
-
-    def round(self, prompt: int, decode: int) -> dict[str, float]:
-        """One prefill and the decode after it."""
-        self._position = 0
-        return speeds(prompt, decode, self._run, lambda token: self._run([token]))
-
-
-class GenAI:
-    """ONNX Runtime GenAI on the same graph."""
-
-    def __init__(self, *, folder: str) -> None:
-        import onnxruntime_genai as og
-
-        self._og, self._model = og, og.Model(folder)
-
-    def round(self, prompt: int, decode: int) -> dict[str, float]:
-        """One prefill and the decode after it; GenAI samples in the same calls."""
-        params = self._og.GeneratorParams(self._model)
-        params.set_search_options(max_length=CONTEXT, min_length=CONTEXT, do_sample=False)
-        generator: Any = self._og.Generator(self._model, params)
-
-        def run(tokens: list[int]) -> None:
-            generator.append_tokens(np.array([tokens], np.int32))
-            generator.generate_next_token()
-
-        return speeds(prompt, decode, run, lambda _: generator.generate_next_token())

@@ -1,22 +1,15 @@
-"""GGUF files of random weights: a small one for llama.cpp and its peers, a large one to open."""
+"""A GGUF file of random weights, for llama.cpp and its peers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hetero.backends.formats import WeightFormat
-from hetero.models.graph import model_graph
-from hetero.models.random_models import known_config
 from hetero.profiler.model_graph import ModelGraph
 
-ALIGNMENT = 32
-PIECE_BYTES = 64 << 20
 Array = np.ndarray[Any, Any]
 
 
@@ -50,7 +43,8 @@ def random_q4(spec: ModelGraph) -> Iterator[tuple[str, Array]]:
         yield name, blocks.reshape(n, -1)
 
 
-def _writer(spec: ModelGraph, path: Path, context: int) -> Any:
+def new_writer(spec: ModelGraph, path: Path, context: int) -> Any:
+    """A writer that has the model's configuration, without its tokenizer."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -69,7 +63,7 @@ def write_q4(spec: ModelGraph, path: Path, context: int) -> None:
     """A model of random Q4_0 weights with the shapes of `spec`."""
     import gguf
 
-    writer = _writer(spec, path, context)
+    writer = new_writer(spec, path, context)
     writer.add_rope_dimension_count(spec.head_dim)
     writer.add_vocab_size(spec.vocab_size)
     writer.add_tokenizer_model("llama")
@@ -86,37 +80,3 @@ def write_q4(spec: ModelGraph, path: Path, context: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def write_large(path: Path, *, layers: int = 8, dense: bool = False) -> Path:
-    """An F16 model of Llama 3 8B's shapes, 4.5 GB with 8 layers; its weights take no room on disk,
-    or are random bytes with `dense`.
-    """
-    known = known_config("llama-3-8b")
-    windows = known.windows[:layers]
-    config = replace(known, num_layers=layers, windows=windows, vocab_size=128000)
-    spec = model_graph(config, WeightFormat.F16, "large")
-    writer = _writer(spec, path, 8192)
-    letters = [chr(0x100 + i) for i in range(256)]
-    pairs = [a + b for a in letters for b in letters]
-    words = [*letters, *pairs, *(a + letters[0] for a in pairs)][: spec.vocab_size]
-    writer.add_string("tokenizer.ggml.model", "gpt2")
-    writer.add_array("tokenizer.ggml.tokens", words)
-    merges = [f"{word[:-1]} {word[-1]}" for word in words if len(word) > 1]
-    writer.add_array("tokenizer.ggml.merges", merges)
-    total = 0
-    for name, shape in shapes(spec):
-        kind = np.dtype(np.float16 if len(shape) > 1 else np.float32)
-        nbytes = int(np.prod(shape)) * kind.itemsize
-        writer.add_tensor_info(name, shape, kind, nbytes)
-        total += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    with path.open("r+b") as file:
-        size = -(-file.seek(0, os.SEEK_END) // ALIGNMENT) * ALIGNMENT + total
-        while dense and (left := size - file.tell()) > 0:
-            file.write(os.urandom(min(left, PIECE_BYTES)))
-        file.truncate(size)
-    return path

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from common import LLAMA, Lengths, Tokens, finish, integers, spread, table
+from common import CONTEXT, LLAMA, Lengths, Tokens, finish, integers, spread, table
 
 from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.measuring.profiling import model_options
@@ -23,13 +23,13 @@ from hetero.profiler.session import profile_devices
 from hetero.solver.prompts import call_scenarios
 from hetero.solver.repredict import repredict
 from hetero.solver.solution import Scenario
-from parts.levels import CONTEXT, IDEAL_HEAD, Contender, contender, ideal_row
+from parts.levels import Contender, contender
 
 GOAL = 0.10
 NAMES = {"gpu-only": "gpu", "npu-only": "npu", "auto": "tensor"}  # as `levels` has them
 HEAD = (
     "test|plan|predicted ms (median)|of the profiles|measured ms (median)|min|max|"
-    "measured / predicted|of the means"
+    "measured / predicted"
 )
 
 
@@ -77,23 +77,11 @@ class Row:
 
     def run(self, decode: int, seconds: float) -> None:
         """Prompts, or so many tokens at a time, until it has had so many seconds."""
-        one, start_s = self.alike[0], time.perf_counter()
+        one, m, start_s = self.alike[0], self.tokens, time.perf_counter()
         while True:
-            one.measure_prompt(self.tokens) if self.tokens else one.measure_decoding(
-                decode, CONTEXT
-            )
+            one.measure_prompt(m) if m else one.measure_decoding(decode, CONTEXT)
             if time.perf_counter() - start_s >= seconds:
                 break
-        if self.tokens:
-            one.measure_layers(self.tokens)
-
-    def share(self) -> None:
-        """What was measured of the first holds for all."""
-        first = self.alike[0]
-        for one in self.alike[1:]:
-            for mine, of_first in ((one.times, first.times), (one.means, first.means)):
-                mine[self.test] = of_first[self.test]
-            one.layers[self.test] = first.layers.get(self.test, [])
 
 
 def rows_of(found: list[Contender], lengths: list[int]) -> list[Row]:
@@ -144,12 +132,11 @@ class Turns:
 def line_of(row: Row, predicted: list[float]) -> tuple[list[str], float]:
     """A line of the table, and measured over predicted."""
     one, expected = row.alike[0], statistics.median(predicted)
-    times, means = one.times[row.test], one.means[row.test]
+    times = one.times[row.test]
     ratio = statistics.median(times) / expected
     told = f"{1e3 * min(predicted):.2f} to {1e3 * max(predicted):.2f}"
-    of_means = statistics.mean(means) / statistics.mean(predicted)
     names = ", ".join(same.name for same in row.alike)
-    cells = [f"{1e3 * expected:.2f}", told, *spread(times, 1e3), f"{ratio:.3f}", f"{of_means:.3f}"]
+    cells = [f"{1e3 * expected:.2f}", told, *spread(times, 1e3), f"{ratio:.3f}"]
     return [row.test, names, *cells], ratio
 
 
@@ -168,8 +155,7 @@ def plans(
     A profile of the model's shapes stops again and again, for as long as it ran, and each time one
     plan runs, in random order: both see the same moments of the machine. Plans that compute a test
     with the same tiles are one row. They are made from a first profile, which does not count; each
-    of `-r` others says of those very tiles what they are to take. Medians are held against medians
-    and means against means.
+    of `-r` others says of those very tiles what they are to take.
     """
     lengths, loaded = integers(p), open_model(model, weights=weights)
     profiler = Profiler(loaded, lengths, budget)
@@ -180,13 +166,12 @@ def plans(
     for row in rows:
         row.run(n, 0.0)
     for one in found.values():
-        one.forget()
+        one.times.clear()  # the warm-up
     turns = Turns(rows, n, seconds)
     profiles = [profiler.take(turns.look) for _ in range(r)]
     turns.finish()
     lines = []
     for row in rows:
-        row.share()
         plan, test = row.alike[0].engine.plan, scenario(row.tokens)
         told = [repredict(plan, loaded.spec(), profile, [test])[test] for profile in profiles]
         lines.append(line_of(row, told))
@@ -199,10 +184,6 @@ def plans(
     )
     table(HEAD, [line for line, _ in lines])
     print(f"within {GOAL:.0%}: {sum(abs(ratio - 1) <= GOAL for _, ratio in lines)} of {len(lines)}")
-    if found.keys() >= set(NAMES.values()):
-        print()
-        ideals = [ideal_row(found, f"pp{m}", "prefill", m) for m in lengths]
-        table(IDEAL_HEAD, [*ideals, ideal_row(found, "tg", "decode", 1)])
     finish()
     for one in found.values():
         one.close()

@@ -11,7 +11,7 @@ Notation: n rows, k features, G = 32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,23 +20,18 @@ import numpy.typing as npt
 
 from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.host.files import LONGEST_TEXT_BYTES
-from hetero.backends.ops import MatMul, weight_names
-from hetero.backends.protocol import CACHE_PORTS, WeightValue, port_dtype, port_shape
-from hetero.backends.reference.compute import Program, program
+from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack, pack_q4, padded
+from hetero.compiling.walk import Progress, Site, walk
 from hetero.errors import UserError
 from hetero.models import open_model
 from hetero.models.fields import read_text
-from hetero.models.graph import model_graph
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.profiler.model_graph import Node
 
 DAMPING: Final = 0.01  # of the mean diagonal of H, as in the paper
 SEQUENCE_TOKENS: Final = 512
 SHRINKS: Final = (1.0, 0.95, 0.9, 0.85, 0.8)  # scales tried for each group, of the full one
 Float64Array = npt.NDArray[np.float64]
-Slots = dict[str, npt.NDArray[Any]]
-Progress = Callable[[int, int], None]
 
 
 class CalibratedWeights(ModelWeights):
@@ -76,33 +71,23 @@ class CalibratedWeights(ModelWeights):
 
     def _calibrate(self, progress: Progress | None) -> None:
         """Run the decoder node by node on all sequences; every matmul is quantised on the way."""
-        longest = max(len(x) for x in self._sequences)
-        nodes = model_graph(self.config, WeightFormat.F32, capacity=longest).nodes
-        states = [_state(x) for x in self._sequences]
         chosen: dict[str, PackedWeight] = {}
-        for done, node in enumerate(nodes):
-            block = None if node.layer is None else self._exact.block(node.layer)
-            role = node.name.rsplit(".", maxsplit=1)[-1]
-            values = _weights(node, role, block, self._exact)
-            if isinstance(node.op, MatMul) and not (role == "lm_head" and self._tied):
-                inputs = [state[node.slots["x"]] for state in states]
-                packed = gptq(_dense(values["weight"]), hessian(inputs))
-                chosen[role] = packed
-                values = {**values, "weight": pack(packed.dequantize(), StorageFormat.F32)}
-            if role != "lm_head":
-                run, _ = program(node.op, values)
-                for state in states:
-                    _run(node, run, state)
-            if role == "down" and node.layer is not None and block is not None:
-                self._keep(block, chosen)
-                self._exact.release(node.layer)
-            if progress is not None:
-                progress(done + 1, len(nodes))
-        self._head = chosen.get("lm_head")
 
-    @property
-    def _tied(self) -> bool:
-        return self.config.tie_word_embeddings
+        def quantise(site: Site) -> Mapping[str, WeightValue]:
+            if site.role == "lm_head" and self.config.tie_word_embeddings:
+                return site.values
+            chosen[site.role] = gptq(site.dense(), hessian(site.inputs))
+            exact = pack(chosen[site.role].dequantize(), StorageFormat.F32)
+            return {**site.values, "weight": exact}
+
+        walk(
+            self._exact,
+            self._sequences,
+            quantise,
+            after_block=lambda block: self._keep(block, chosen),
+            progress=progress,
+        )
+        self._head = chosen.get("lm_head")
 
     def _keep(self, block: BlockWeights, chosen: dict[str, PackedWeight]) -> None:
         vectors = {x.name: getattr(block, x.name) for x in self.vectors()}
@@ -167,39 +152,6 @@ def _codes(values: Float64Array, scale: npt.NDArray[np.float16]) -> npt.NDArray[
     wide = scale.astype(np.float64)
     inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0)
     return np.rint(values * inverse + 8).clip(0, 15).astype(np.uint8)
-
-
-def _state(tokens: Sequence[int]) -> Slots:
-    return {"tokens": np.asarray(tokens, np.int32), "position": np.zeros(1, np.int32)}
-
-
-def _run(node: Node, run: Program, state: Slots) -> None:
-    """One node on one sequence; slots that are not there yet are made."""
-    m = len(state["tokens"])
-    arrays = {}
-    for port, slot in node.slots.items():
-        shape = port_shape(node.op, port, m)
-        if slot not in state or state[slot].shape != shape:
-            state[slot] = np.zeros(shape, dtype=port_dtype(port))
-        arrays[port] = state[slot]
-    run(arrays)
-    for port, slot in node.slots.items():
-        if port in CACHE_PORTS:
-            del state[slot]  # of this layer only
-
-
-def _weights(
-    node: Node, role: str, block: BlockWeights | None, exact: ModelWeights
-) -> dict[str, WeightValue]:
-    if block is None:
-        return {name: exact.end(role, name) for name in weight_names(node.op)}
-    special = {"weight": role, "bias": f"{role}_bias"}
-    return {name: getattr(block, special.get(name, name)) for name in weight_names(node.op)}
-
-
-def _dense(weight: WeightValue) -> Float32Array:
-    assert isinstance(weight, PackedWeight)
-    return weight.dequantize()
 
 
 def calibrated(

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import WeightValue
+from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.registry import find
-from hetero.backends.snapdragon import find_chip
-from hetero.backends.weights import PackedWeight, packed_bytes
+from hetero.backends.snapdragon import Chip, find_chip
 from hetero.compiling.bundle import (
     BUNDLE_FILE,
     GRAPHS_DIRECTORY,
@@ -25,21 +23,18 @@ from hetero.compiling.bundle import (
     GraphRecord,
     find_bundle,
 )
-from hetero.compiling.limits import Estimate, Job, check_limits, estimate, mib
+from hetero.compiling.jobs import Job, all_jobs
+from hetero.compiling.limits import Estimate, check_limits, estimate, mib
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
-from hetero.models.graph import model_graph
 from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.profiler.model_graph import Node
-from hetero.runtime.engine import SCORING_PIECE
-from hetero.runtime.kernels import node_weights
-from hetero.solver.calls import padded_size
+from hetero.runtime.engine import place
+from hetero.runtime.kernels import cut_weights, node_weights
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.handmade import layer_level
-from hetero.solver.plan import PHASES, Phase
+from hetero.solver.placement import Placement
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import Graph
@@ -75,6 +70,7 @@ class Compilation:
     request: CompileRequest
     loaded: LoadedModel
     plan: ExecutionPlan
+    placement: Placement
     sizes: tuple[int, ...]
     max_seq_len: int
     jobs: tuple[Job, ...]
@@ -83,8 +79,8 @@ class Compilation:
 
 def prepare(request: CompileRequest) -> Compilation:
     """Open the model, make the list of graphs and check the chip's limits. Raises `UserError`."""
-    _check_chip(request.soc, request.weights)
-    from hetero.backends.qnn import DEFAULT_GRAPH_SIZES
+    chip = _find_chip(request.soc)
+    from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
 
     loaded = open_model(request.model, weights=request.weights)
     spec = loaded.spec()
@@ -93,128 +89,39 @@ def prepare(request: CompileRequest) -> Compilation:
     plan = request.plan or layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
-    longest = plan.for_graphs({"npu": sizes, "gpu": ()}).step_tokens or max(sizes)
-    capacity = length + padded_size(longest, [*sizes, longest])  # as the engine's caches
-    nodes = model_graph(loaded.config, request.weights, capacity=capacity).nodes
-    jobs = tuple(all_jobs(plan, nodes, sizes))
+    npu = capabilities_of(chip, sizes)
+    able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
+    placement = place(plan, loaded.config, loaded.weights.weight_format, able, max_seq_len=length)
+    jobs = tuple(all_jobs(placement, length))
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")
+    _check_formats(chip, npu, jobs)
     check_limits(jobs, sizes, shared=request.share_weights)
     taken = estimate(jobs, loaded.weights.nbytes, shared=request.share_weights)
-    return Compilation(request, loaded, plan, sizes, length, jobs, taken)
+    return Compilation(request, loaded, plan, placement, sizes, length, jobs, taken)
 
 
-def all_jobs(plan: ExecutionPlan, nodes: Sequence[Node], sizes: Sequence[int]) -> Iterator[Job]:
-    """Graphs of every node, or of the groups that the plan wants as one graph."""
-    groups = node_groups(nodes, plan.fused)
-    inside = {node.name: group for group in groups.values() for node in group.nodes}
-    for node in nodes:
-        group = inside.get(node.name)
-        phases = [] if group is None else _fused_phases(plan, group)
-        if group is not None and phases and group.nodes[0] is node:
-            yield _group_job(plan, group, phases, sizes)
-        if len(phases) < len(PHASES):
-            yield from node_jobs(_without(plan, phases), node, sizes)
-
-
-def _fused_phases(plan: ExecutionPlan, group: NodeGroup) -> list[Phase]:
-    """Phases in which the plan has all of a group, whole, on the NPU."""
-    names = {node.plan_op for node in group.nodes if node.plan_op is not None}
-    rest = {"prefill": plan.rest.prefill, "decode": plan.rest.decode}
-    found: list[Phase] = []
-    for phase in PHASES:
-        entries = [entry for entry in plan.ops if entry.phase == phase and entry.op in names]
-        whole = {entry.op for entry in entries if [t.device for t in entry.tiles] == ["npu"]}
-        if rest[phase] == "npu" and whole == names and len(entries) >= len(names):
-            found.append(phase)
-    return found
-
-
-def _without(plan: ExecutionPlan, phases: Sequence[Phase]) -> ExecutionPlan:
-    """The plan with nothing on the NPU in some phases."""
-    left = tuple(entry for entry in plan.ops if entry.phase not in phases)
-    rest = plan.rest.model_copy(update=dict.fromkeys(phases, "gpu"))
-    return plan.model_copy(update={"ops": left, "rest": rest})
-
-
-def _group_job(
-    plan: ExecutionPlan, group: NodeGroup, phases: Sequence[Phase], sizes: Sequence[int]
-) -> Job:
-    matmuls = [node.op for node in group.nodes if isinstance(node.op, MatMul)]
-    counts: set[int] = set()
-    for phase in phases:
-        part = plan.model_copy(update={"ops": tuple(e for e in plan.ops if e.phase == phase)})
-        first = next(node for node in group.nodes if node.plan_op is not None)
-        assert isinstance(first.op, MatMul)
-        counts.update(*(job.sizes for job in node_jobs(part, first, sizes)))
-    attention, copies = group.group.attention, 1
-    if attention is not None:
-        from hetero.backends.qnn.catalog import contexts
-
-        copies = len(contexts(attention.capacity, 1))
-    nbytes = sum(_weight_bytes(op) for op in matmuls)
-    node = group.nodes[0]
-    return Job(node, node.op, None, tuple(sorted(counts)), nbytes, group, copies)
-
-
-def node_jobs(plan: ExecutionPlan, node: Node, sizes: Sequence[int]) -> Iterator[Job]:
-    """Graphs of a node that the plan runs on the NPU, segment by segment."""
-    if node.plan_op is None:
-        phases = {plan.rest.prefill: tuple(sizes)} if plan.rest.prefill == "npu" else {}
-        if plan.rest.decode == "npu":
-            phases.setdefault("npu", (padded_size(1, sizes),))
-        if "npu" in phases:
-            yield Job(node, node.op, None, phases["npu"], 0)
-        return
-    assert isinstance(node.op, MatMul)
-    for (start, stop), counts in _segments(plan, node.plan_op, node.op.n, sizes).items():
-        part = replace(node.op, n=stop - start)
-        yield Job(node, part, (start, stop), counts, _weight_bytes(part))
-
-
-def _segments(
-    plan: ExecutionPlan, op: str, n: int, sizes: Sequence[int]
-) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Rows between the plan's cut points that the NPU computes, with their token counts."""
-    tiles = [(entry.phase, tile) for entry in plan.ops if entry.op == op for tile in entry.tiles]
-    cuts = sorted({0, n, *(row for _, tile in tiles for row in tile.rows)})
-    found: dict[tuple[int, int], set[int]] = {}
-    for phase, tile in tiles:
-        if tile.device != "npu":
-            continue
-        counts = {tile.graph_size} if tile.graph_size else _token_counts(op, phase, sizes)
-        for part in pairwise(cuts):
-            if tile.rows[0] <= part[0] and part[1] <= tile.rows[1]:
-                found.setdefault(part, set()).update(count for count in counts if count)
-    return {part: tuple(sorted(counts)) for part, counts in sorted(found.items())}
-
-
-def _token_counts(op: str, phase: str, sizes: Sequence[int]) -> set[int]:
-    """Graph sizes that a matmul meets: the head sees one row, or a piece when text is scored."""
-    if op == "lm_head":
-        return {padded_size(rows, sizes) for rows in (1, min(SCORING_PIECE, max(sizes)))}
-    return {padded_size(1, sizes)} if phase == "decode" else set(sizes)
-
-
-def _weight_bytes(op: MatMul) -> int:
-    return packed_bytes(op.weight_format.storage, op.n, op.k)
-
-
-def _check_chip(soc: str, weights: str) -> None:
-    """Raise `UserError` for an unknown chip, a format that it does not take, or no compiler."""
+def _find_chip(soc: str) -> Chip:
+    """Raise `UserError` for an unknown chip, or where there is no compiler."""
     try:
         chip = find_chip(soc)
     except ValueError as error:
         raise UserError(str(error)) from None
     if find("qnn").missing_packages():
         raise UserError(f"Qualcomm's compiler is not installed: {find('qnn').install_hint}")
-    from hetero.backends.qnn.device import weight_formats
+    return chip
 
-    formats = weight_formats(chip)
-    if weights not in formats:
-        raise UserError(
-            f"{soc} computes no {weights} matmuls: choose --weights {' or '.join(formats)}"
-        )
+
+def _check_formats(chip: Chip, npu: Capabilities, jobs: Sequence[Job]) -> None:
+    """Raise `UserError` where the plan has rows in a format on the NPU that it does not take."""
+    for job in jobs:
+        ops = [job.op] if job.group is None else [node.op for node in job.group.nodes]
+        for op in ops:
+            if isinstance(op, MatMul) and op.weight_format not in npu.weight_formats:
+                raise UserError(
+                    f"{job.name}: {chip.name} computes no {op.weight_format} matmuls: choose "
+                    f"--weights {' or '.join(npu.weight_formats)}"
+                )
 
 
 def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> BundleManifest:
@@ -317,7 +224,7 @@ def _compile_all(
             for group in [graphs] if together else [[graph] for graph in graphs]:
                 path = store.compile_shared(group) if together else store.compile(*group[0])
                 record = _record(path, group)
-                entries.setdefault(path.name, ([], record))[0].append(job.name)
+                entries.setdefault(path.name, ([], record))[0].extend(job.names)
             done += job.graphs
             note(done, plan.estimate.graphs, job.name)
         if layer is not None:
@@ -335,7 +242,9 @@ def _graphs(
         each = [node_weights(node, block, weights) for node in job.group.nodes]
         digest = catalog.group_digest(each)
         return catalog.all_group_graphs(job.group.group, job.sizes, each, digest), False
-    values = _rows(node_weights(job.node, block, weights), job.rows)
+    values: Mapping[str, WeightValue] = node_weights(job.node, block, weights)
+    if job.segment is not None:
+        values = cut_weights(values, *job.segment.rows)
     digest = catalog.constants_digest(job.op, values)
     return catalog.all_graphs(job.op, job.sizes, values, digest), bool(digest)
 
@@ -359,19 +268,6 @@ def _by_layer(jobs: Sequence[Job]) -> dict[int | None, list[Job]]:
     for job in jobs:
         found.setdefault(job.node.layer, []).append(job)
     return found
-
-
-def _rows(
-    values: Mapping[str, WeightValue], rows: tuple[int, int] | None
-) -> dict[str, WeightValue]:
-    """The rows of a segment of every weight of a matmul."""
-    if rows is None:
-        return dict(values)
-    start, stop = rows
-    return {
-        name: value.rows(start, stop) if isinstance(value, PackedWeight) else value[start:stop]
-        for name, value in values.items()
-    }
 
 
 def _manifest(

@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from hetero.backends.ops import Op
 from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES, RESERVED_BYTES
+from hetero.compiling.jobs import FILE_BYTES, Job
 from hetero.errors import UserError
-from hetero.profiler.model_graph import Node
-from hetero.solver.groups import NodeGroup
 
 # Largest constant of one graph; an ONNX file holds 2 GiB.
 LARGEST_GRAPH_BYTES = 1536 << 20
 
-# Measured on this project's two-core x86-64 machine (docs/qnn.md): a compiled graph's file over the
-# packed weight's bytes, seconds for each graph and byte, and memory of the compiling child.
-FILE_OVERHEAD, FILE_BYTES = 1.06, 48 << 10
+# Measured on this project's two-core x86-64 machine (docs/qnn.md): seconds for each graph and byte,
+# and memory of the compiling child.
 COMPILE_S, COMPILE_S_PER_BYTE = 0.2, 1.05e-7
 CHILD_BYTES, CHILD_BYTES_PER_BYTE = 180 << 20, 12.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """Graphs of one node: `op` on rows [start, stop) of its weight, for these token counts.
-
-    With `group`, graphs of all its nodes, of which `node` is the first; `copies` of each token
-    count, one for each context length.
-    """
-
-    node: Node
-    op: Op
-    rows: tuple[int, int] | None
-    sizes: tuple[int, ...]
-    weight_bytes: int
-    group: NodeGroup | None = None
-    copies: int = 1
-
-    @property
-    def graphs(self) -> int:
-        """Their number."""
-        return len(self.sizes) * self.copies
-
-    @property
-    def name(self) -> str:
-        """For people: `layer3.qkv` or `layer3.qkv[0:256]`."""
-        if self.group is not None:
-            return self.group.name
-        whole = self.rows is None or self.rows == (0, getattr(self.node.op, "n", None))
-        return self.node.name if whole else f"{self.node.name}[{self.rows[0]}:{self.rows[1]}]"  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -104,7 +71,7 @@ def _fewer_sizes(
     kept = list(sizes)
     while len(kept) > 1:
         kept.pop(0 if len(kept) > 2 and kept[0] > 1 else -1)
-        fewer = [replace(job, sizes=tuple(s for s in job.sizes if s in kept)) for job in jobs]
+        fewer = [job.for_sizes(kept) for job in jobs]
         if graphs_bytes(fewer, shared=shared) <= room:
             return tuple(kept)
     return ()
@@ -113,9 +80,9 @@ def _fewer_sizes(
 def graphs_bytes(jobs: Sequence[Job], *, shared: bool) -> int:
     """Estimated size of all compiled graphs; `shared` graphs of a weight hold it once."""
     return sum(
-        int(job.weight_bytes * FILE_OVERHEAD)
-        * (min(job.graphs, 1) if shared and job.group is None else job.graphs)
-        + FILE_BYTES * job.graphs
+        job.file_bytes + FILE_BYTES * (job.graphs - 1)
+        if shared and job.graphs and job.group is None
+        else job.file_bytes * job.graphs
         for job in jobs
     )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from hetero.contexts.kv_cache import KvCache
+from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.session_file import Identity, read_session, save_session
 from hetero.errors import UserError
 from hetero.runtime.step_lock import lost_error
@@ -45,6 +46,7 @@ class Context:
     def __init__(self, home: Home, cache: KvCache, *, waits: bool = False) -> None:
         self.work = Work()
         self.reader: int | None = None  # the thread that the call or stream runs in
+        self.gate: LayerGate | None = None  # layers that another thread is still filling
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
@@ -205,6 +207,12 @@ class Context:
         """Text that no step has computed yet."""
         self._tokens += tokens
 
+    def adopt(self, tokens: Sequence[int]) -> None:
+        """It holds these tokens and nothing else: their keys and values are in the cache, or will
+        be when `gate` lets a step have them.
+        """
+        self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
+
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` are cached."""
         pairs = zip(self._tokens[: self._cached], tokens, strict=False)
@@ -214,6 +222,9 @@ class Context:
     def move(self, cache: KvCache) -> None:
         """Go on in another cache: the devices have changed."""
         if self._cache is not None:
+            if self.gate is not None:
+                with suppress(LoadError):  # which the next step meets
+                    self.gate.wait(self.gate.layers - 1)
             cache.copy_from(self._cache, self._cached)
             self._cache = cache
 

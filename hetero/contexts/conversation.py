@@ -60,7 +60,7 @@ class Conversation:
     def stream(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Pieces of the answer; an answer that is not read to its end is not remembered."""
         asked = {"role": "user", "content": text}
-        tokens = self._fitting([*self.messages, asked], int(options.get("max_tokens", 1)))
+        tokens = self.fitting([*self.messages, asked], int(options.get("max_tokens", 1)))
         options["chat"] = options["reuse"] = True
         options["context"] = self._context
         with self._llm.stream(tokens, **options) as answer:
@@ -78,7 +78,7 @@ class Conversation:
         """
         self.messages = self._context.load(path)
 
-    def _fitting(self, messages: Sequence[dict[str, Any]], answer: int) -> list[int]:
+    def fitting(self, messages: Sequence[dict[str, Any]], answer: int) -> list[int]:
         """Token ids of as much of the conversation as leaves room for an answer.
 
         The answer gets what it asks for, but never more than half of the context: a short memory is

@@ -38,15 +38,10 @@ ONE_CORE: Final = "opencl"
 SMALL: Final = "demo"
 LARGE: Final = "llama-3.2-1b"
 LAYERS: Final = 2  # of it: 68 MB in four bits, more than the caches of a PC
-VOCABULARY: Final = 32000
 TOKENS: Final = {"small": 64, "large": 256}
 PROMPTS: Final = 5
-STEPS: Final = 48
-WARM_STEPS: Final = 4
 ROUNDS: Final = 3
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
-LONGEST_S: Final = 120.0
-
 Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", …: one for each round
 
 
@@ -112,7 +107,7 @@ def _in_process(
 ) -> dict[WeightFormat, dict[str, float]]:
     options = ["--backend", backend, "--cores", ",".join(map(str, cores))]
     command = child_command("hetero.measuring.every_core", *options, "--weights", ",".join(formats))
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONGEST_S)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return {WeightFormat(name): steps for name, steps in found.items()}
 
@@ -130,7 +125,7 @@ def _large(weight_format: WeightFormat) -> ModelWeights:
         whole,
         num_layers=LAYERS,
         windows=whole.windows[:LAYERS],
-        vocab_size=VOCABULARY,
+        vocab_size=32000,
         max_position=2 * TOKENS["large"],
     )
     return RandomWeights(config, weight_format)
@@ -149,29 +144,32 @@ def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
 
 
 def _time_model(
-    backend: str, weights: ModelWeights, tokens: int
-) -> tuple[list[float], list[float]]:  # fmt: skip
+    backend: str, weights: ModelWeights, tokens: int, steps: int = 48, warm: int = 4
+) -> tuple[list[float], list[float]]:
+    """Seconds of each prompt of so many tokens, and of each of `steps` decoding steps behind `warm`
+    others.
+    """
     opened = open_devices("gpu", gpu=backend)
     engine = Engine(
         weights,
         single_device(model_graph(weights.config, weights.weight_format), "gpu"),
         opened.devices,
-        max_seq_len=tokens + WARM_STEPS + STEPS,
+        max_seq_len=tokens + warm + steps,
         control_core=opened.control_core,
     )
     context = engine.new_context()
-    prompts, steps = [], []
+    prompts_s, steps_s = [], []
     for _ in range(1 + PROMPTS):
         context.truncate(0)
         start_s = time.perf_counter()
         engine.prefill(context, [5] * tokens)
-        prompts.append(time.perf_counter() - start_s)
-    for _ in range(WARM_STEPS + STEPS):
+        prompts_s.append(time.perf_counter() - start_s)
+    for _ in range(warm + steps):
         start_s = time.perf_counter()
         engine.decode(context, 5)
-        steps.append(time.perf_counter() - start_s)
+        steps_s.append(time.perf_counter() - start_s)
     engine.close()
-    return prompts[1:], steps[WARM_STEPS:]
+    return prompts_s[1:], steps_s[warm:]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

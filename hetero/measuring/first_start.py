@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -52,13 +53,7 @@ from hetero.profiler.scaling import (
 from hetero.profiler.workload import Workload
 
 SWITCH: Final = "HETERO_SCALE"  # `off`: shipped profiles are taken as they are
-TIMED_S: Final = 1.2  # that the kernels are timed for,
-MOST_S: Final = 1.8  # where other programs keep the cores busy,
-LIMIT_S: Final = 2.0  # and after which the process that does it ends, whatever a device does
-START_LIMIT_S: Final = 30.0  # of that process, devices opened and their kernels compiled
-TOO_LATE: Final = 3  # its exit code after `LIMIT_S`
-RETRY_S: Final = 600.0  # after which a machine that could not be measured is tried again
-LARGEST_BYTES: Final = 1 << 16  # of the file
+TOO_LATE: Final = 3  # exit code of the process that times, after `StartLimits.timing_s`
 # Of the environment, what decides which device or kernel is opened.
 VARIABLES: Final = (
     "HETERO_OPENCL_LEVEL",
@@ -67,6 +62,27 @@ VARIABLES: Final = (
     "POCL_DEVICES",
     "POCL_MAX_PTHREAD_COUNT",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartLimits:
+    """How long the first start may take. Seconds.
+
+    timed_s   the kernels are timed for so long,
+    most_s    or for so long where other programs keep the cores busy
+    timing_s  after which the process that does it ends, whatever a device does
+    start_s   of that process, devices opened and their kernels compiled
+    retry_s   after which a machine that could not be measured is tried again
+    """
+
+    timed_s: float = 1.2
+    most_s: float = 1.8
+    timing_s: float = 2.0
+    start_s: float = 30.0
+    retry_s: float = 600.0
+
+
+LIMITS: Final = StartLimits()
 
 
 class Machine(Record):
@@ -160,7 +176,7 @@ class FirstStart(Record):
     def load(cls, path: Path) -> Self | None:
         """What lies there, None if that is not whole."""
         try:
-            if path.stat().st_size > LARGEST_BYTES:
+            if path.stat().st_size > 1 << 16:
                 return None
             found = cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError):
@@ -214,7 +230,7 @@ def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
     found = FirstStart.load(path)
     if found is not None and (found.machine, found.profile) == (machine, wanted):
         whole = {(t.device, phase_of(t.m), t.weight_format) for t in tasks} == set(found.by_kind)
-        if whole or (found.reason and abs(time.time() - found.at_s) < RETRY_S):
+        if whole or (found.reason and abs(time.time() - found.at_s) < LIMITS.retry_s):
             return found
     _check_folder(path.parent)
     made = _measured(profile, tasks, machine)
@@ -259,9 +275,9 @@ def _reason(error: Exception) -> str:
         case UserError() | ProfileError():
             return one_sentence(str(error))
         case subprocess.TimeoutExpired():
-            return f"its devices were not open after {START_LIMIT_S:g} s"
+            return f"its devices were not open after {LIMITS.start_s:g} s"
         case subprocess.CalledProcessError(returncode=code) if code == TOO_LATE:
-            return f"its reference kernels were not timed after {LIMIT_S:g} s"
+            return f"its reference kernels were not timed after {LIMITS.timing_s:g} s"
         case subprocess.CalledProcessError(returncode=code, stderr=text):
             lines = (text or "").strip().splitlines()
             return one_sentence(lines[-1] if lines else f"timing them ended with {code}")
@@ -281,7 +297,7 @@ def _in_process(
         capture_output=True,
         text=True,
         check=True,
-        timeout=START_LIMIT_S + LIMIT_S,
+        timeout=LIMITS.start_s + LIMITS.timing_s,
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "reason" in found:
@@ -321,8 +337,8 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
             )
             runners = prepare_references(workload, tasks)
             start_s = time.perf_counter()
-            with _at_most(LIMIT_S):
-                seconds = time_references(workload, runners, TIMED_S, MOST_S)
+            with _at_most(LIMITS.timing_s):
+                seconds = time_references(workload, runners, LIMITS.timed_s, LIMITS.most_s)
             spent_s = time.perf_counter() - start_s
         devices = {kind: device.info.fingerprint for kind, device in opened.devices.items()}
         return {"seconds": seconds, "devices": devices, "spent_s": spent_s}

@@ -15,19 +15,19 @@ from hetero.backends.host.affinity import assign_cores
 from hetero.backends.memory import HostBuffer
 from hetero.models import open_model
 from hetero.placement.device_set import open_devices
-from hetero.profiler.workload import cold_bytes
+from hetero.profiler.timing import cold_bytes
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 
 MODEL: Final = "demo"  # launches cost the same in every model; what is around them too
-STEPS: Final = 30
-WARM: Final = 5
-CONTEXT: Final = 8
+CONTEXT: Final = 8  # tokens behind which a step decodes
 
 
-def measure_step_s(gpu: str = "auto", *, model_bytes: int | None = None) -> float:
+def measure_step_s(
+    gpu: str = "auto", *, model_bytes: int | None = None, steps: int = 30, warm: int = 5
+) -> float:
     """Median seconds of a decoding step before its first launch and after its last one, on a GPU
-    that is opened for it.
+    that is opened for it; of so many `steps`, after `warm` others.
 
     As in a model of `model_bytes` (None: more than all caches hold), another core reads its weights
     between two steps while this thread sleeps: of what the thread needs then, only its own caches
@@ -45,24 +45,24 @@ def measure_step_s(gpu: str = "auto", *, model_bytes: int | None = None) -> floa
             max_seq_len=2 * CONTEXT,
             control_core=opened.control_core,
         )
-        return _measure(engine, weights)
+        return _measure(engine, weights, steps, warm)
     finally:
         opened.close()
 
 
-def _measure(engine: Engine, weights: HostBuffer) -> float:
+def _measure(engine: Engine, weights: HostBuffer, steps: int, warm: int) -> float:
     found: list[float] = []
     context = engine.new_context()
     engine.prefill(context, [5] * CONTEXT)
     with ThreadPoolExecutor(1, initializer=_pin) as other:
-        for _ in range(WARM + STEPS):
+        for _ in range(warm + steps):
             other.submit(weights.bytes.view(np.uint8).max).result()
             start_s = time.perf_counter()
             engine.decode(context, 5)
             whole_s = time.perf_counter() - start_s
             found.append(whole_s - engine.last_run.wall_s)
             context.truncate(CONTEXT)
-    return statistics.median(found[WARM:])
+    return statistics.median(found[warm:])
 
 
 def _pin() -> None:

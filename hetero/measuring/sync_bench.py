@@ -33,14 +33,35 @@ from hetero.profiler.sync import measure_sleep
 from hetero.runtime.waits import Site, Synchroniser, SyncMethod
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
-SLEEP_S: Final = 500e-6
-LENGTH_S: Final = 1.0  # of all waits of one method and length together, in
 MOST_ROUNDS: Final = 2000
 ROWS, FEATURES = 64, 1024
-WARM_UP: Final = 12
-FITS: Final = 10  # tries of a kernel's length, to between the wanted one and
-MOST: Final = 1.2  # so many times that
-DEADLINE_S: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPolicy:
+    """How waits are compared.
+
+    length_s    of all waits of one method and length together, in at most `MOST_ROUNDS`
+    warm_up     rounds before them
+    sleep_s     the sleep that is timed
+    fits        tries of a kernel's length,
+    most        to between the wanted one and so many times that
+    deadline_s  of a wait that spins
+    """
+
+    length_s: float = 1.0
+    warm_up: int = 12
+    sleep_s: float = 500e-6
+    fits: int = 10
+    most: float = 1.2
+    deadline_s: float = 10.0
+
+    def rounds(self, wait_s: float) -> int:
+        """Rounds of waits of this length."""
+        return min(MOST_ROUNDS, round(self.length_s / wait_s))
+
+
+DEFAULT: Final = BenchPolicy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +108,9 @@ class SyncReport:
         return "\n".join(lines)
 
 
-def run_sync_bench(*, gpu: str = "auto", rounds: int | None = None) -> SyncReport:
+def run_sync_bench(
+    *, gpu: str = "auto", rounds: int | None = None, policy: BenchPolicy = DEFAULT
+) -> SyncReport:
     """Measure every method on the GPU backend, in `rounds` waits of each length or for a second.
 
     Predictions are learned from wait to wait and the machine changes its speed, so that a few dozen
@@ -107,9 +130,9 @@ def run_sync_bench(*, gpu: str = "auto", rounds: int | None = None) -> SyncRepor
             rows = [
                 row
                 for wait_s in WAITS_S
-                for row in _measure(device, fast, wait_s, rounds or _rounds_of(wait_s))
+                for row in _measure(device, fast, wait_s, rounds or policy.rounds(wait_s), policy)
             ]
-            late_s, cpu_s = _sleep_cost(rounds or _rounds_of(SLEEP_S))
+            late_s, cpu_s = _sleep_cost(policy.sleep_s, rounds or policy.rounds(policy.sleep_s))
         return SyncReport(
             rows=tuple(rows),
             flag="gpu" in fast.flags,
@@ -121,18 +144,16 @@ def run_sync_bench(*, gpu: str = "auto", rounds: int | None = None) -> SyncRepor
         opened.close()
 
 
-def _rounds_of(wait_s: float) -> int:
-    return min(MOST_ROUNDS, round(LENGTH_S / wait_s))
-
-
-def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> Sequence[WaitCost]:
+def _measure(
+    device: Device, fast: Synchroniser, wait_s: float, rounds: int, policy: BenchPolicy
+) -> Sequence[WaitCost]:
     """All methods in turns on a kernel that takes about `wait_s`."""
-    call = _kernel_of(device, wait_s)
-    methods = _methods(device, fast, wait_s)
+    call = _kernel_of(device, wait_s, policy)
+    methods = _methods(device, fast, wait_s, policy.deadline_s)
     added: dict[str, list[float]] = {name: [] for name in methods}
     cpu: dict[str, float] = dict.fromkeys(methods, 0.0)
     kernels = []
-    for i in range(rounds + WARM_UP):
+    for i in range(rounds + policy.warm_up):
         for name, (submit, wait) in methods.items():
             completion = call.submit()
             cpu_s = time.thread_time()
@@ -140,7 +161,7 @@ def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> 
             seen_s = time.perf_counter()
             cpu_s = time.thread_time() - cpu_s
             span = completion.span()
-            if i >= WARM_UP and span is not None:
+            if i >= policy.warm_up and span is not None:
                 added[name].append(seen_s - span[1])
                 kernels.append(span[1] - span[0])
                 cpu[name] += cpu_s
@@ -158,10 +179,10 @@ def _measure(device: Device, fast: Synchroniser, wait_s: float, rounds: int) -> 
     ]
 
 
-def _sleep_cost(rounds: int) -> tuple[float, float]:
-    """How late a sleep is (median), and the CPU time that it takes (mean). Seconds."""
+def _sleep_cost(sleep_s: float, rounds: int) -> tuple[float, float]:
+    """How late a sleep of so long is (median), and the CPU time that it takes (mean). Seconds."""
     cpu_s = time.thread_time()
-    sleep = measure_sleep(SystemClock(), SLEEP_S, 1, rounds)
+    sleep = measure_sleep(SystemClock(), sleep_s, 1, rounds)
     return sleep.late_median_s, (time.thread_time() - cpu_s) / rounds
 
 
@@ -169,7 +190,7 @@ Submit = Callable[[Completion], Completion]
 
 
 def _methods(
-    device: Device, fast: Synchroniser, wait_s: float
+    device: Device, fast: Synchroniser, wait_s: float, deadline_s: float
 ) -> dict[str, tuple[Submit, Callable[[Completion], object]]]:
     """What is submitted behind the kernel, and how its end is waited for."""
     flag = fast.flags.get("gpu")
@@ -184,7 +205,7 @@ def _methods(
         return completion
 
     methods: dict[str, tuple[Submit, Callable[[Completion], object]]] = {
-        "spin": (same, _spin),
+        "spin": (same, lambda completion: _spin(completion, deadline_s)),
         "finish": (same, site("finish", "finish").wait),
         "event": (same, site("event", "event").wait),
         "fast": ((lambda _: flag.submit()) if flag else same, site("fast", "fast").wait),
@@ -192,34 +213,34 @@ def _methods(
     return methods
 
 
-def _spin(completion: Completion) -> None:
-    give_up_s = time.perf_counter() + DEADLINE_S
+def _spin(completion: Completion, deadline_s: float) -> None:
+    give_up_s = time.perf_counter() + deadline_s
     while not completion.done():
         if time.perf_counter() > give_up_s:
             completion.wait(0.0)  # raises
 
 
-def _kernel_of(device: Device, wanted_s: float) -> BoundCall:
+def _kernel_of(device: Device, wanted_s: float, policy: BenchPolicy) -> BoundCall:
     """A matmul that takes about so long, rather longer: its time grows with its tokens."""
     rng = np.random.default_rng(0)
     weight = pack(rng.standard_normal((ROWS, FEATURES), dtype=np.float32), WeightFormat.F32.storage)
     op = MatMul(n=ROWS, k=FEATURES, weight_format=WeightFormat.F32)
     kernel = device.prepare(op, {"weight": weight})
     tokens = 16
-    for _ in range(FITS):
+    for _ in range(policy.fits):
         call = kernel.bind({"x": _tensor(device, tokens, FEATURES),
                             "y": _tensor(device, tokens, ROWS)}, tokens)  # fmt: skip
-        taken_s = statistics.median(_once(call) for _ in range(WARM_UP))
-        if wanted_s <= taken_s <= MOST * wanted_s:
+        taken_s = statistics.median(_once(call, policy.deadline_s) for _ in range(policy.warm_up))
+        if wanted_s <= taken_s <= policy.most * wanted_s:
             break
-        aim = math.sqrt(MOST) * wanted_s / taken_s
+        aim = math.sqrt(policy.most) * wanted_s / taken_s
         tokens = max(1, math.ceil(tokens * min(aim, 4.0)))
     return call
 
 
-def _once(call: BoundCall) -> float:
+def _once(call: BoundCall, deadline_s: float) -> float:
     completion = call.submit()
-    _spin(completion)
+    _spin(completion, deadline_s)
     start_s, end_s = completion.span() or (0.0, 1.0)
     return end_s - start_s
 

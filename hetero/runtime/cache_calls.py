@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from hetero.backends.protocol import BoundCall, Completion, Kernel, Operand
 from hetero.contexts.kv_cache import KvCache
-from hetero.runtime.program import AHEAD, RUN, SUBMIT, Action, Launch
+from hetero.contexts.layer_gate import LayerGate
+from hetero.runtime.program import AHEAD, LOADED, RUN, SUBMIT, Action, Launch
 
 LAUNCHING: Final = (SUBMIT, RUN, AHEAD)
 
@@ -32,6 +34,11 @@ class CacheCall(BoundCall):
         self.name, self.m = name, m
         self._kernel, self._operands, self._caches = kernel, dict(operands), dict(caches)
         self._bound: weakref.WeakKeyDictionary[KvCache, BoundCall] = weakref.WeakKeyDictionary()
+
+    @property
+    def layer(self) -> int:
+        """Whose keys and values it works on."""
+        return int(next(iter(self._caches.values())).rpartition(".")[2])
 
     def on(self, cache: KvCache) -> BoundCall:
         """The call on a context's caches, made when it is first asked for: several steps may have
@@ -81,3 +88,18 @@ def bind_program(
             for index, launch in enumerate(launches)
         ),
     )
+
+
+def behind_gate(
+    program: tuple[Action, ...], layers: Mapping[int, int], gate: LayerGate
+) -> tuple[Action, ...]:
+    """A program that waits for a layer before it starts a launch that works on it. `layers` are
+    those of such launches.
+    """
+    found: list[Action] = []
+    for action in program:
+        if action.code in LAUNCHING and action.launch in layers:
+            wait = partial(gate.wait, layers[action.launch])
+            found.append(Action(LOADED, action.launch, action.kind, wait))
+        found.append(action)
+    return tuple(found)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
@@ -47,7 +48,7 @@ from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.placement import Placement, fitted, reach
+from hetero.solver.placement import Able, Placement, PlanSource, fitted, reach
 from hetero.solver.plan import Phase
 
 SCORING_PIECE = 32
@@ -75,6 +76,22 @@ def cache_layout(config: ModelConfig, capacity: int) -> CacheLayout:
         capacity=capacity,
         head_dim=config.head_dim,
     )
+
+
+def place(
+    plan: ExecutionPlan,
+    config: ModelConfig,
+    weight_format: WeightFormat,
+    capabilities: Able,
+    *,
+    max_seq_len: int,
+    source: PlanSource | None = None,
+) -> Placement:
+    """A plan on devices with these capabilities, with caches as long as its calls need them."""
+    fitting = fitted(plan, capabilities, solved=source is not None)
+    # A padded last piece writes rows behind the last token; they lie beyond every context.
+    graph = model_graph(config, weight_format, capacity=max_seq_len + reach(fitting, capabilities))
+    return Placement(fitting, graph, capabilities, source=source)
 
 
 class _Key(NamedTuple):
@@ -176,6 +193,7 @@ class Engine:
         self._steps: OrderedDict[_Key, Step] = OrderedDict()
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
+        self._loading_step: Step | None = None
         self._warmed = False
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
         self._closed = False
@@ -246,13 +264,16 @@ class Engine:
         return min(WINDOW, -(-self.max_seq_len // self.placement.longest))
 
     def _place(self, plan: ExecutionPlan, source: Solver | None) -> Placement:
-        """The plan on these devices, with caches as long as its calls need them."""
+        """The plan on the devices that are open."""
         able = {kind: device.capabilities for kind, device in self.devices.items()}
-        fitting = fitted(plan, able, solved=source is not None)
-        # A padded last piece writes rows behind the last token; they lie beyond every context.
-        capacity = self.max_seq_len + reach(fitting, able)
-        graph = model_graph(self.config, self._weights.weight_format, capacity=capacity)
-        return Placement(fitting, graph, able, source=source)
+        return place(
+            plan,
+            self.config,
+            self._weights.weight_format,
+            able,
+            max_seq_len=self.max_seq_len,
+            source=source,
+        )
 
     def _warm_steps(self) -> list[tuple[Phase, int]]:
         phases = [x for x in WARM_STEPS if x[0] == "decode" or not self.placement.online]
@@ -515,6 +536,7 @@ class Engine:
         else:
             gates = self.synchroniser.gates_now()
             step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
+        step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             self.pool.feed(tokens[start:stop], context.cached + start, chunk=chunk)
@@ -532,6 +554,15 @@ class Engine:
             self._share(context, step, run)
         if self.trace is not None:
             self.trace.add(step, run)
+        return step
+
+    def _loading(self, context: Context, step: Step) -> Step:
+        """The step on a context that another thread still fills, layer by layer."""
+        gate, self._loading_step = context.gate, None
+        if gate is None or gate.done:
+            context.gate = None
+            return step
+        self._loading_step = step = step.behind(gate)  # alive while it is the last
         return step
 
     def _share(self, context: Context, step: Step, run: StepRun) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion
-from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT
+from hetero.runtime.program import AHEAD, LOADED, RING, RUN, SUBMIT
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 
@@ -71,6 +71,9 @@ class Executor:
                 if last[kind] < 0:
                     since[kind] = at_s
                 last[kind] = index
+                at_s = now()
+            elif code == LOADED:
+                slept(call())
                 at_s = now()
             else:
                 slept(call(completions[index]))

@@ -22,7 +22,7 @@ from hetero.errors import memory_for
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.solver.groups import NodeGroup
-from hetero.solver.placement import Part, Placement, Segment, Span
+from hetero.solver.placement import Part, Placement, Segment
 from hetero.solver.plan import PlanError
 
 Devices = Mapping[DeviceKind, Device]
@@ -121,24 +121,17 @@ class KernelSet:
         """The kernel of a node that is not a matmul."""
         return self._others[node.name, kind]
 
-    def matmuls(self, node: Node, part: Part) -> list[tuple[Span, Kernel]]:
-        """Kernels that compute a part's rows, in order of rows.
+    def matmul(self, node: Node, part: Part) -> Kernel:
+        """The kernel of a part's rows.
 
         Raises `PlanError` for rows that were not prepared on a device with static shapes.
         """
         if self._maps(part.kind):
-            return [(part.rows, self._in_place(node, part))]
-        if self._is_online(part):
-            return [(part.rows, self._online(node, part))]
-        start, stop = part.rows
-        found = [
-            (held.rows, kernel)
-            for (name, kind, held), kernel in self._matmuls.items()
-            if (name, kind, *held[1:]) == (node.name, part.kind, *part.segment[1:])
-            and start <= held.rows[0] and held.rows[1] <= stop
-        ]  # fmt: skip
-        found.sort(key=lambda item: item[0])
-        if sum(b - a for (a, b), _ in found) != stop - start:
+            return self._in_place(node, part)
+        if part.online:
+            return self._online(node, part)
+        found = self._matmuls.get((node.name, part.kind, part.segment))
+        if found is None:
             raise PlanError(
                 f"{node.name}: rows {list(part.rows)} were not prepared on the {part.kind}: cuts "
                 "are at the row counts of the plan that the model was opened with"
@@ -167,16 +160,6 @@ class KernelSet:
             kernel = self._compile(node, part.kind, part.segment, self._weights[node.name])
             self._mapped[key] = kernel
         return kernel
-
-    def edges(self, node: Node, part: Part) -> set[int]:
-        """Rows at which one kernel ends or begins that computes a part."""
-        if self._is_online(part):
-            return set(part.rows)
-        return {edge for rows, _ in self.matmuls(node, part) for edge in rows}
-
-    def _is_online(self, part: Part) -> bool:
-        capabilities = self._devices[part.kind].capabilities
-        return capabilities.static_shapes and part.graph not in capabilities.graph_sizes
 
     def _online(self, node: Node, part: Part) -> Kernel:
         """A graph of its own for a part."""

@@ -15,10 +15,8 @@ meet in the context's caches, where a chunk's attention reads what those before 
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,7 +39,6 @@ from hetero.runtime.schedule import Cost, Orders, in_order
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Item, Placed, Step
 from hetero.runtime.waits import Synchroniser
-from hetero.solver.calls import padded_size
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Part, Placement, Span
 from hetero.solver.plan import Phase, PlanError
@@ -179,20 +176,15 @@ class _Chunk:
             placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
 
     def _bind(self) -> None:
-        placement = self.lowering.placement
-        inside: set[str] = set()  # nodes of groups that are placed
-        for node in placement.graph.nodes:
-            if node.name in inside or (node.name == "lm_head" and not self.logit_rows):
-                continue
-            group = placement.groups.get(node.name)
-            graph = None if group is None else placement.fused(group, self.phase, self.m)
-            if group is not None and graph is not None:
+        for node, kind, graph, parts, group in self.lowering.placement.at(
+            self.phase, self.m, self.logit_rows
+        ):
+            if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
-                inside.update(member.name for member in group.nodes)
-            elif isinstance(node.op, MatMul) and node.plan_op is not None:
-                self._place(node.name, self._matmul_items(node))
+            elif kind is not None:
+                self._place(node.name, [self._other_item(node, kind, graph)])
             else:
-                self._place(node.name, [self._other_item(node)])
+                self._place(node.name, self._matmul_items(node, parts))
 
     def _place(self, node: str, items: Sequence[Item]) -> None:
         self.stages.append((node, items))
@@ -209,8 +201,7 @@ class _Chunk:
     def _operand(self, slot: str) -> Operand:
         return self.layout.get(slot, self._tensor(slot))
 
-    def _other_item(self, node: Node) -> Item:
-        kind = self.lowering.placement.rest(self.phase)
+    def _other_item(self, node: Node, kind: DeviceKind, graph: int) -> Item:
         capabilities = self.devices[kind].capabilities
         reads, writes = self._slots(node, kind)
         operands: dict[str, Operand] = {}
@@ -229,15 +220,9 @@ class _Chunk:
                 self.layout.pop(slot, None)
             operands[port] = operand
         kernel = self.lowering.kernels.other(node, kind)
-        own, m = self._own(kind, operands), self._padded()
-        name = describe(node.op)
-        call = CacheCall(name, kernel, own, caches, m) if caches else kernel.bind(own, m)
+        own, name = self._own(kind, operands), describe(node.op)
+        call = CacheCall(name, kernel, own, caches, graph) if caches else kernel.bind(own, graph)
         return Item(kind, call, reads, writes, (0, self.m), None, operands)
-
-    def _padded(self) -> int:
-        """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
-        capabilities = self.devices[self.lowering.placement.rest(self.phase)].capabilities
-        return padded_size(self.m, capabilities.graph_sizes if capabilities.static_shapes else ())
 
     def _group_item(self, group: NodeGroup, graph: int) -> Item:
         operands: dict[str, Operand] = {}
@@ -271,49 +256,38 @@ class _Chunk:
         self._place(node.name, [Item(None, call, *slots, (0, self.m), None, operands)])
         return target
 
-    def _matmul_items(self, node: Node) -> list[Item]:
-        head = node.name == "lm_head"
-        m = self.logit_rows if head else self.m
-        first = self.m - m
-        placement, kernels = self.lowering.placement, self.lowering.kernels
-        cells = [
-            (part, rows, kernel)
-            for part in _split(node, placement.parts(node, self.phase, m), self._static(), kernels)
-            for rows, kernel in kernels.matmuls(node, part)
-        ]
-        _check_spill(node, [part for part, _, _ in cells], m)
-        panels = self._panels(node, [(part, rows) for part, rows, _ in cells])
+    def _matmul_items(self, node: Node, parts: Sequence[Part]) -> list[Item]:
+        first = self.m - self.logit_rows if node.name == "lm_head" else 0
+        panels = self._panels(node, parts)
         source, gathered = self._operand(node.slots["x"]), False
         if isinstance(source, Panels):
             source, gathered = self._gathered(node, node.slots["x"], source), True
         items = []
-        for part, rows, kernel in cells:
+        for part in parts:
             start = part.tokens[0]
             x = source.rows(first + start, first + part.stop)
-            y = panels[rows].rows(start, part.stop)
+            y = panels[part.rows].rows(start, part.stop)
             operands = {"x": x, "y": y}
+            kernel = self.lowering.kernels.matmul(node, part)
             call = kernel.bind(self._own(part.kind, operands), part.graph)
             reads, writes = self._slots(node, part.kind)
             if gathered:
                 reads = self._instead(reads, part.kind, "x", node.slots["x"])
-            items.append(Item(part.kind, call, reads, writes, part.tokens, rows, operands))
+            items.append(Item(part.kind, call, reads, writes, part.tokens, part.rows, operands))
         return items
 
-    def _static(self) -> frozenset[DeviceKind]:
-        return frozenset(k for k, d in self.devices.items() if d.capabilities.static_shapes)
-
-    def _panels(self, node: Node, cells: list[tuple[Part, Span]]) -> dict[Span, Tensor]:
+    def _panels(self, node: Node, parts: Sequence[Part]) -> dict[Span, Tensor]:
         """Where each run of rows of the output lies; notes how the next operation finds it."""
         assert isinstance(node.op, MatMul)
         slot = node.slots["y"]
         tensor = self._tensor(slot)
-        spans = sorted({rows for _, rows in cells})
+        spans = sorted({part.rows for part in parts})
         if len(spans) == 1:
             self.layout.pop(slot, None)
             return {spans[0]: tensor}
-        tokens = max(part.stop for part, _ in cells)
+        tokens = max(part.stop for part in parts)
         if node.name != "lm_head":  # a padded graph reads rows behind the last token, too
-            tokens = max(tokens, self._padded())
+            tokens = max(tokens, self.lowering.placement.padded(self.phase, self.m))
         panels = {
             (a, b): Tensor(
                 tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a
@@ -353,48 +327,3 @@ class _Chunk:
         """What a launch reads that finds the panels of a port gathered."""
         seen = self._seen_by(kind, port, slot)
         return reads - {seen} | {seen._replace(gathered=True)}
-
-
-def _split(
-    node: Node, parts: Iterable[Part], static: frozenset[DeviceKind], kernels: KernelSet
-) -> list[Part]:
-    """Parts cut at every edge of rows, then joined along tokens where one device has both.
-
-    Each panel of the output is then written with one row length by every part in it.
-    """
-    parts = list(parts)
-    edges: set[int] = set()
-    for part in parts:
-        edges.update(part.rows)
-        if part.kind in static:
-            edges |= kernels.edges(node, part)
-    found: list[Part] = []
-    for part in parts:
-        inside = sorted(e for e in edges if part.rows[0] <= e <= part.rows[1])
-        for span in itertools.pairwise(inside):
-            _join(found, part.kind in static, dataclasses.replace(part, rows=span))
-    return found
-
-
-def _join(found: list[Part], static: bool, part: Part) -> None:
-    """Append a part, or lengthen the one that ends where it begins."""
-    for i, other in enumerate(found):
-        same = (other.kind, other.rows, other.order, other.precision) == (
-            part.kind, part.rows, part.order, part.precision,
-        )  # fmt: skip
-        if not static and same and other.tokens[1] == part.tokens[0]:
-            tokens = (other.tokens[0], part.tokens[1])
-            found[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
-            return
-    found.append(part)
-
-
-def _check_spill(node: Node, parts: Iterable[Part], m: int) -> None:
-    """A padded graph may write behind the call's last token, never over another part's tokens."""
-    for part in parts:
-        if part.stop > part.tokens[1] < m:
-            raise PlanError(
-                f"{node.name}: the graph of {part.graph} tokens at {part.tokens[0]} reaches over "
-                f"tokens from {part.tokens[1]} on, which another tile computes: end the tile with "
-                "the graph, or at the last token"
-            )

@@ -29,7 +29,7 @@ from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell
 Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action
 
-SUBMIT, RUN, WAIT, RING, AHEAD = range(5)
+SUBMIT, RUN, WAIT, RING, AHEAD, LOADED = range(6)
 SHORT_ROOM = 2  # launches that are submitted while a norm or an activation runs
 LONG: Final = "attention"  # the last part of the name of a node that takes long
 FAR: Final = 8  # groups that one is submitted ahead of its start, at most
@@ -54,13 +54,14 @@ class Action(NamedTuple):
     """What the executor does next with a launch (its place in the step).
 
     SUBMIT, RUN, WAIT for its completion; AHEAD: submit it behind a closed gate; RING: open the gate
-    of a group whose completion is the launch's. `kind` is the device's place in `KINDS`.
+    of a group whose completion is the launch's; LOADED: wait until the layer of the cache that the
+    launch works on is there. `kind` is the device's place in `KINDS`.
     """
 
     code: int
     launch: int
     kind: int
-    target: Callable[[], Completion | None] | Callable[[Completion], float]
+    target: Callable[[], Completion | float | None] | Callable[[Completion], float]
 
 
 def raise_flags(

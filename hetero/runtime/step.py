@@ -12,7 +12,8 @@ from typing import NamedTuple
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell, Operand
 from hetero.contexts.kv_cache import KvCache
-from hetero.runtime.cache_calls import bind_program
+from hetero.contexts.layer_gate import LayerGate
+from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
 from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec, Span
@@ -43,7 +44,8 @@ class Step:
 
     `logits` is None where none are computed. `launches` keeps everything alive that the program
     uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
-    opens the gates of a program that has some. `completions` are those of the last run, by launch:
+    opens the gates of a program that has some. `layers` are those of the launches that work on
+    keys and values. `completions` are those of the last run, by launch:
     each run makes a list of its own. `kinds` are what an action's `kind` counts.
     """
 
@@ -59,6 +61,7 @@ class Step:
     bell: Doorbell | None = None
     chunks: tuple[int, ...] = ()
     kinds: tuple[DeviceKind, ...] = KINDS
+    layers: Mapping[int, int] = field(default_factory=dict)
     bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -73,10 +76,20 @@ class Step:
                 program=program,
                 launches=launches,
                 completions=[None] * len(launches),
+                layers={
+                    index: launch.call.layer
+                    for index, launch in enumerate(self.launches)
+                    if isinstance(launch.call, CacheCall)
+                },
                 bound=weakref.WeakKeyDictionary(),
             )
             self.bound[cache] = found
         return found
+
+    def behind(self, gate: LayerGate) -> Step:
+        """A bound step that waits for the layers of its cache, for one run."""
+        program = behind_gate(self.program, self.layers, gate)
+        return replace(self, program=program, completions=[None] * len(self.launches))
 
 
 class Item(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hetero.backends.host.files import atomic_write
 from hetero.errors import UserError
-from hetero.runtime.program import AHEAD, KINDS, RING, RUN, SUBMIT, Launch
+from hetero.runtime.program import AHEAD, KINDS, LOADED, RING, RUN, SUBMIT, Launch
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 
@@ -63,6 +63,9 @@ class Trace:
             elif action.code in (SUBMIT, AHEAD):
                 submitted[action.launch] = start_s
                 self._add(f"submit {launch.node}", CONTROL, start_s, end_s, {})
+            elif action.code == LOADED:
+                next(slept)
+                self._add(f"keys and values for {launch.node}", CONTROL, start_s, end_s, {})
             else:
                 middle_s = start_s + next(slept)
                 self._add(f"sleep for {launch.node}", CONTROL, start_s, middle_s, {})

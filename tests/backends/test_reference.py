@@ -13,7 +13,8 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.memory import Tensor
 from hetero.backends.protocol import BoundCall, Device
-from hetero.backends.reference.compute import quantized_activations
+from hetero.backends.reference.compute import quantized_activations, static_codes
+from hetero.backends.weights import PackedWeight
 from tests.backends.cases import execute, make_tensors, make_weights
 from tests.helpers import assert_close
 
@@ -113,6 +114,29 @@ def test_matmul_uses_the_stored_weight(weight_format: WeightFormat) -> None:
     stored = weights["weight"].dequantize().astype(np.float64)  # type: ignore[attr-defined]
     wanted = tensors["x"].array @ stored.T + weights["bias"]
     assert_close(tensors["y"].array, wanted, 1e-6)
+
+
+def test_w8a8_sums_codes_of_one_scale() -> None:
+    """Row by row and feature by feature in whole numbers, against what the format promises."""
+    op = ops.MatMul(n=17, k=45, weight_format=WeightFormat.W8A8)
+    tensors, weights = run(op, 3)
+    packed, x_scale = weights["weight"], weights["x_scale"]
+    assert isinstance(packed, PackedWeight)
+    assert isinstance(x_scale, np.ndarray)
+    assert packed.scales is not None
+    codes, scales = packed.codes().tolist(), packed.scales.reshape(-1)
+    for token, x in enumerate(tensors["x"].array):
+        q = [int(min(max(np.rint(v / x_scale[0]), -128), 127)) for v in x]
+        assert max(map(abs, q)) > 40
+        for row in range(op.n):
+            total = sum(a * b for a, b in zip(q, codes[row], strict=True))
+            wanted = np.float32(total) * (x_scale[0] * scales[row])
+            assert tensors["y"].array[token, row] == wanted
+
+
+def test_codes_of_a_static_scale_end_at_int8() -> None:
+    x = np.array([[-1e9, -127.6, -0.5, 0.5, 1.5, 127.4, 128.0, 1e9]], dtype=np.float32)
+    assert static_codes(x, 1.0).tolist() == [[-128, -128, 0, 0, 2, 127, 127, 127]]
 
 
 def test_activations_are_quantised_by_block_and_token() -> None:

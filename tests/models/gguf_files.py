@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter
+
+from bench.parts.gguf_files import new_writer, shapes
+from hetero.backends.formats import WeightFormat
+from hetero.models.graph import model_graph
+from hetero.models.random_models import known_config
 
 Array = npt.NDArray[Any]
 ARCHITECTURES = {"phi": "phi2"}
@@ -221,3 +228,33 @@ def tokenizer(source: Path) -> dict[str, Any]:
     if isinstance(settings.get("chat_template"), str):
         found["tokenizer.chat_template"] = settings["chat_template"]
     return found
+
+
+def write_large(path: Path, *, layers: int = 8) -> Path:
+    """An F16 model of Llama 3 8B's shapes, 4.5 GB with 8 layers; its weights take no room."""
+    known = known_config("llama-3-8b")
+    windows = known.windows[:layers]
+    config = replace(known, num_layers=layers, windows=windows, vocab_size=128000)
+    spec = model_graph(config, WeightFormat.F16, "large")
+    writer = new_writer(spec, path, 8192)
+    letters = [chr(0x100 + i) for i in range(256)]
+    pairs = [a + b for a in letters for b in letters]
+    words = [*letters, *pairs, *(a + letters[0] for a in pairs)][: spec.vocab_size]
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_array("tokenizer.ggml.tokens", words)
+    merges = [f"{word[:-1]} {word[-1]}" for word in words if len(word) > 1]
+    writer.add_array("tokenizer.ggml.merges", merges)
+    total = 0
+    for name, shape in shapes(spec):
+        kind = np.dtype(np.float16 if len(shape) > 1 else np.float32)
+        nbytes = int(np.prod(shape)) * kind.itemsize
+        writer.add_tensor_info(name, shape, kind, nbytes)
+        total += -(-nbytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        size = -(-file.seek(0, os.SEEK_END) // 32) * 32 + total
+        file.truncate(size)
+    return path

@@ -9,8 +9,12 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from hetero.backends.formats import WeightFormat
 from hetero.models.checkpoint import expected_tensors
 from hetero.models.config import ModelConfig
+
+# Formats that any checkpoint has; the others need a calibration text.
+UNCALIBRATED = [x for x in WeightFormat if not x.activations.static]
 
 CORPUS = [
     "Once upon a time there was a little café, and the naïve fox said: “hello 😀 world”.",

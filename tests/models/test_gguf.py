@@ -13,7 +13,6 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
-from bench.parts.gguf_files import write_large
 from hetero import LLM
 from hetero.backends.formats import StorageFormat
 from hetero.errors import ModelError
@@ -21,11 +20,11 @@ from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
 from hetero.models.gguf import GgufFile, GgufWeights
 from hetero.models.gguf.config import _divisors
 from hetero.models.gguf.tensors import GgufTensor
-from hetero.models.layout import block_matrices, block_vectors, end_vectors
+from hetero.models.layout import block_matrices, end_vectors
 from hetero.models.packing import pack_rows
 from hetero.models.quantized import save
 from tests.checkpoints import CASES, make_checkpoint
-from tests.models.gguf_files import convert, tensor_file, write
+from tests.models.gguf_files import convert, tensor_file, write, write_large
 
 TEXTS = (
     "Once upon a time, there was a little café.",
@@ -49,12 +48,12 @@ def check_same_weights(ours: LoadedModel, theirs: LoadedModel) -> None:
             np.testing.assert_array_equal(
                 getattr(a, matrix.name).dequantize(), getattr(b, matrix.name).dequantize()
             )
-        for vector in block_vectors(ours.config):
+        for vector in ours.weights.vectors():
             np.testing.assert_array_equal(getattr(a, vector.name), getattr(b, vector.name))
     for name in ("embed", "lm_head"):
         one, other = (getattr(x.weights, name)().dequantize() for x in (ours, theirs))
         np.testing.assert_array_equal(one, other)
-    for vector in end_vectors(ours.config):
+    for vector in end_vectors(ours.config, ours.weights.weight_format.storage):
         np.testing.assert_array_equal(
             ours.weights.end_vector(vector.name), theirs.weights.end_vector(vector.name)
         )

@@ -146,8 +146,16 @@ def test_an_unknown_format() -> None:
     with pytest.raises(ModelError) as caught:
         open_model("random:qwen3-0.6b", weights="q4_k_m")
     assert str(caught.value) == (
-        "weights 'q4_k_m' is not a format; choose one of: w4a16, w4a8, w8a16, f16, f32"
+        "weights 'q4_k_m' is not a format; choose one of: w4a16, w4a8, w8a16, w8a8, f16, f32"
     )
+
+
+@pytest.mark.parametrize("make", ["checkpoint", "demo"])
+def test_w8a8_is_calibrated(make: str, make_checkpoint: Callable[..., Path]) -> None:
+    """A static scale from nowhere would be a guess: what to do is told."""
+    path = make_checkpoint(small_config()) if make == "checkpoint" else "demo"
+    with pytest.raises(ModelError, match=r"hetero quantize .* --weights w8a8 --calibrate TEXT"):
+        open_model(path, weights="w8a8")
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)

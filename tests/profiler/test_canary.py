@@ -147,7 +147,7 @@ def test_a_profile_keeps_a_wrong_kernel_from_the_solver(
     monkeypatch.setattr(
         "hetero.profiler.bandwidth.SIZES", {"decode": (1, 64, 64), "prefill": (16, 64, 64)}
     )
-    monkeypatch.setattr("hetero.profiler.workload.cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("hetero.profiler.workload.cold_bytes", lambda _: 1 << 20)
     options = Options(
         quick=True,
         budget_s=60,

@@ -99,7 +99,7 @@ def all_tasks() -> list[Task]:
 
 def test_the_first_tasks_span_the_grid() -> None:
     chosen = active.first_tasks(all_tasks())
-    assert len(chosen) == len(set(chosen)) == active.START_LEAST
+    assert len(chosen) == len(set(chosen)) == active.DEFAULT.start_least
     assert {min(TOKENS), max(TOKENS)} <= {t.m for t in chosen}
     assert len({(t.n, t.k) for t in chosen}) >= 4
 

@@ -22,7 +22,8 @@ from hetero.profiler.measure import Meter, Settings, rescale, to_means
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import MatMulRow
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.workload import Runner, WeightPool, Workload, cold_bytes
+from hetero.profiler.timing import TimingPolicy, cold_bytes
+from hetero.profiler.workload import Runner, WeightPool, Workload
 from tests.profiler.fakes import W4, Cost, devices, gpu_cost, npu_cost
 
 SHAPES = ((1, 512, 512), (8, 1024, 512), (32, 512, 512), (256, 1024, 1024))
@@ -448,12 +449,10 @@ def test_copies_of_a_weight_share_no_memory(storage: StorageFormat) -> None:
         assert all(b - a >= arrays[0].nbytes for a, b in itertools.pairwise(starts)), part
 
 
-def test_a_weight_larger_than_the_pool_is_not_timed_behind_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hetero.profiler.workload.cold_bytes", lambda: 1 << 24)
+def test_a_weight_larger_than_the_pool_is_not_timed_behind_itself() -> None:
     clock = ManualClock()
-    workload = Workload(devices(clock), clock=clock)
+    policy = TimingPolicy(most_cold_bytes=1 << 24)
+    workload = Workload(devices(clock), clock=clock, policy=policy)
     small, large = (workload.runner(Task("gpu", W4, "plain", 1, n, 2048)) for n in (1024, 32768))
     for runner in (small, large):
         workload.warm_up(runner)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,14 @@ from hetero.profiler import fit, predict
 from hetero.profiler.cost import CostModel
 from hetero.profiler.device_model import DeviceModel, GpuShader, NpuArray
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.fit import Fitting
 from hetero.profiler.records import (
     Contention,
     DeviceProfile,
     DeviceSync,
     Knots,
     MatMulPredictor,
+    MatMulRow,
     OtherPredictor,
     Power,
     PreparationPredictor,
@@ -35,7 +39,6 @@ from tests.profiler.fakes import (
     knots,
     npu_cost,
     record,
-    row,
     rows_of,
     sizes,
 )
@@ -84,6 +87,56 @@ def test_a_fit_finds_the_device_behind_the_times(kind: DeviceKind, cost: Cost, m
         found = predict.predict(predictor, device, *sizes(m, n, k))[0]
         assert found == pytest.approx(true_s, rel=most)
     assert {v.phase for v in predictor.validation} == {"decode", "prefill"}
+
+
+def noisy_rows() -> list[MatMulRow]:
+    """Rows of a GPU of which some are less certain than others, and off by more."""
+    rng = np.random.default_rng()
+    rows = []
+    for row in rows_of("gpu", gpu_cost):
+        ci, samples = float(rng.uniform(0.005, 0.3)), int(rng.integers(1, 25))
+        off = float(np.exp(rng.normal(0, ci / 2)))
+        update = {"seconds": row.seconds * off, "ci": ci, "samples": samples, "spread": ci}
+        rows.append(row.model_copy(update=update))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"weigh_rows": False},
+        {"borrow_spread": False},
+        {"ridge": 0.0},
+        {"level_shrink": math.inf},
+        {"shy": 0.0},
+    ],
+    ids=lambda off: next(iter(off)),
+)
+def test_every_correction_of_the_fit_can_be_switched_off(off: dict[str, Any]) -> None:
+    rows = noisy_rows()
+    with_all, without = (
+        fit.fit_unchecked(GPU, rows, fitting=Fitting(**update)).knots for update in ({}, off)
+    )
+    assert with_all != without
+    assert np.min(without.coefficients) >= 0
+
+
+def test_without_corrections_each_token_count_has_its_own_least_squares() -> None:
+    from scipy.optimize import lsq_linear
+
+    rows = noisy_rows()
+    plain = Fitting(weigh_rows=False, ridge=0.0)
+    found = fit.fit_unchecked(GPU, rows, fitting=plain).knots
+    for m, coefficients in zip(found.tokens, found.coefficients, strict=True):
+        at = [row for row in rows if row.m == m]
+        n, k, s = (
+            np.asarray([getattr(row, x) for row in at], float) for x in ("n", "k", "seconds")
+        )
+        columns = np.stack((np.ones_like(n), n, k, n * k), axis=1) / s[:, None]
+        size = np.linalg.norm(columns, axis=0)
+        best = lsq_linear(columns / size, np.ones(len(at)), bounds=(0, np.inf), tol=1e-14)
+        error = np.linalg.norm(columns @ np.asarray(coefficients) - 1)
+        assert error == pytest.approx(np.sqrt(2 * best.cost), rel=1e-6)
 
 
 @pytest.mark.parametrize("few", [{"samples": 1, "ci": None}, {"samples": 2, "ci": 0.0}])
@@ -258,31 +311,6 @@ def test_a_table_has_the_times_of_its_pairs(kind: DeviceKind, cut: tuple[int, ..
     pairs = [x.ravel() for x in np.meshgrid(m, n, indexing="ij")]
     expected = predict.predict(predictor, device, *pairs, np.full(len(pairs[0]), 768.0))
     np.testing.assert_allclose(table.ravel(), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("measured", "expected"),
-    [
-        ({1: 4.0, 8: 5.0}, [4, 4, 5, 5]),  # 2 tokens were not measured: noise
-        ({1: 4.0, 2: 2.0, 8: 5.0}, [4, 2, 5, 5]),  # they were, and are faster
-        ({1: 4.0, 2: 3.9, 8: 5.0}, [4, 4, 5, 5]),  # as fast: the smaller graph will do
-        ({1: 4.0, 8: 2.0}, [4, 2, 5, 5]),  # 2 lies between counts that show it
-    ],
-)
-def test_a_larger_graph_is_only_faster_where_that_was_measured(
-    measured: dict[int, float], expected: list[float]
-) -> None:
-    line = knots((1, 4e-6), (2, 2e-6), (8, 5e-6))
-    shapes = ShapeRange(m=(1, 8), n=(1, 9), k=(1, 9))
-    predictor = MatMulPredictor(device="npu", weight_format=W4, knots=line, measured=shapes)
-    rows = [row("npu", m, 512, 512, seconds) for m, seconds in measured.items()]
-    npu = record("npu", static_shapes=True, graph_sizes=(1, 2, 8))
-    found = DeviceProfile(
-        name="t", created="", hetero_version="", devices={"npu": npu},
-        predictors=(predictor,), matmuls=tuple(rows),
-    )  # fmt: skip
-    table = CostModel(found).table_s("npu", W4, np.asarray([1.0, 2, 3, 8]), np.ones(1), 1)
-    assert (1e6 * table[:, 0]).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("model", [NPU_ARRAY, GPU_SHADER], ids=["npu", "gpu"])

@@ -1,0 +1,283 @@
+"""The graphs that a placement asks of the NPU, and which of them the calls of a prompt share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from hetero.backends.groups import Group
+from hetero.backends.ops import Embed, MatMul, Op
+from hetero.backends.weights import packed_bytes
+from hetero.profiler.model_graph import Node
+from hetero.runtime.engine import LONGEST_VERIFIED, SCORING_PIECE
+from hetero.solver.groups import NodeGroup
+from hetero.solver.placement import Assignment, Placement, Segment
+from hetero.solver.plan import Phase, PlanError
+
+if TYPE_CHECKING:
+    from hetero.backends.qnn.catalog import Shape
+
+# Measured on this project's two-core x86-64 machine (docs/qnn.md): a compiled graph's file over the
+# packed weight's bytes.
+FILE_OVERHEAD, FILE_BYTES = 1.06, 48 << 10
+
+
+@dataclass(frozen=True)
+class Job:
+    """Graphs of `op` for calls of these token counts, which serve all `nodes`: one where weights
+    are constants of a graph, else all that compute the same.
+
+    `segment` are the rows of a matmul. With `group`, graphs of all its nodes.
+    """
+
+    nodes: tuple[Node, ...]
+    op: Op
+    segment: Segment | None
+    sizes: tuple[int, ...]
+    weight_bytes: int
+    group: NodeGroup | None = None
+    shapes: tuple[Shape, ...] = field(default=(), compare=False)
+
+    @property
+    def node(self) -> Node:
+        """The first of its nodes."""
+        return self.nodes[0]
+
+    @property
+    def graphs(self) -> int:
+        """Their number."""
+        return len(self.shapes)
+
+    @property
+    def name(self) -> str:
+        """For people: `layer3.qkv` or `layer3.qkv[0:256]`."""
+        return _name(self.node, self.segment, self.group)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all its nodes, each once."""
+        names = (_name(node, self.segment, self.group) for node in self.nodes)
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def file_bytes(self) -> int:
+        """Estimated size of one compiled graph."""
+        return int(self.weight_bytes * FILE_OVERHEAD) + FILE_BYTES
+
+    def for_sizes(self, sizes: Sequence[int]) -> Job:
+        """The same for the calls of these token counts alone."""
+        return _with_shapes(replace(self, sizes=tuple(s for s in self.sizes if s in sizes)))
+
+
+class _Use(NamedTuple):
+    """What an NPU computes of an assignment: a group, a node, or a segment of a node's rows."""
+
+    node: Node
+    segment: Segment | None
+    group: NodeGroup | None
+    graph: int
+
+    @property
+    def key(self) -> tuple[str, Segment | None, bool]:
+        """The same graphs, whatever the token count."""
+        return self.node.name, self.segment, self.group is not None
+
+    @property
+    def op(self) -> Op:
+        """What its graphs compute; of a group its first operation."""
+        if self.segment is None:
+            return self.node.op
+        assert isinstance(self.node.op, MatMul)
+        return self.segment.op(self.node.op)
+
+
+def _uses(assignment: Assignment) -> Iterator[_Use]:
+    """The graphs of an assignment that are prepared ahead."""
+    node, kind, graph, parts, group = assignment
+    if kind == "npu":
+        yield _Use(node, None, group, graph)
+    for part in parts:
+        if part.kind == "npu" and not part.online:
+            yield _Use(node, part.segment, None, part.graph)
+
+
+def all_jobs(placement: Placement, max_seq_len: int) -> list[Job]:
+    """Every graph that a prompt of any length in the context, scoring and verification run.
+
+    Raises `PlanError` where the plan lacks what a prompt or a decode step needs.
+    """
+    found: dict[tuple[str, Segment | None, bool], tuple[_Use, set[int]]] = {}
+    for phase, m, logit_rows in _calls(min(placement.longest, max_seq_len)):
+        try:
+            called = [use for x in placement.at(phase, m, logit_rows) for use in _uses(x)]
+        except PlanError:
+            if logit_rows == 1:
+                raise
+            continue  # the engine refuses to score or verify on such a plan
+        for use in called:
+            found.setdefault(use.key, (use, set()))[1].add(use.graph)
+    order = {node.name: i for i, node in enumerate(placement.graph.nodes)}
+    uses = sorted(found.values(), key=lambda x: (order[x[0].node.name], str(x[0].segment)))
+    return _merged(_job(use, counts) for use, counts in uses)
+
+
+def _calls(longest: int) -> Iterator[tuple[Phase, int, int]]:
+    """Phase, tokens and rows of logits of every call that the engine makes."""
+    yield from (("prefill", m, 1) for m in range(1, longest + 1))
+    yield from (("prefill", m, m) for m in range(2, min(SCORING_PIECE, longest) + 1))
+    yield from (("decode", m, m) for m in range(1, LONGEST_VERIFIED + 1))
+
+
+def _job(use: _Use, sizes: set[int]) -> Job:
+    counts = tuple(sorted(sizes))
+    return _with_shapes(
+        Job((use.node,), use.op, use.segment, counts, _weight_bytes(use), use.group)
+    )
+
+
+def _with_shapes(job: Job) -> Job:
+    from hetero.backends.qnn import catalog
+
+    return replace(job, shapes=tuple(catalog.shapes(_subject(job), job.sizes)))
+
+
+def _merged(jobs: Iterator[Job]) -> list[Job]:
+    """One job for all nodes whose graphs are the same."""
+    found: dict[object, Job] = {}
+    for job in jobs:
+        key = _file(job)
+        if key in found:
+            same = found[key]
+            sizes = tuple(sorted({*same.sizes, *job.sizes}))
+            found[key] = _with_shapes(replace(same, nodes=same.nodes + job.nodes, sizes=sizes))
+        else:
+            found[key] = job
+    return list(found.values())
+
+
+def _file(job: Job) -> object:
+    """Equal where graphs of the same shape are: by the operation where no weights are in them."""
+    from hetero.backends.qnn import catalog
+
+    if job.group is not None:
+        return job.name
+    operation = catalog.all_graphs(job.op, (1,), {}, "")[0].identity.operation
+    return (job.name, operation) if catalog.has_constants(job.op) else operation
+
+
+def _subject(job: Job) -> Op | Group:
+    return job.op if job.group is None else job.group.group
+
+
+def _weight_bytes(use: _Use) -> int:
+    """Bytes of the weights that are constants of a graph."""
+    ops = [node.op for node in use.group.nodes] if use.group is not None else [use.op]
+    return sum(map(_constant_bytes, ops))
+
+
+def _constant_bytes(op: Op) -> int:
+    match op:
+        case MatMul():
+            return packed_bytes(op.weight_format.storage, op.n, op.k)
+        case Embed():
+            return 2 * op.vocab * op.d  # rows are gathered in fp16
+        case _:
+            return 0
+
+
+def _name(node: Node, segment: Segment | None, group: NodeGroup | None) -> str:
+    if group is not None:
+        return group.name
+    if segment is None or segment.rows == (0, getattr(node.op, "n", None)):
+        return node.name
+    return f"{node.name}[{segment.rows[0]}:{segment.rows[1]}]"
+
+
+# --- what calls share -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Graphs of a prompt in several calls, after mllm-NPU (section 3.2): those of linear layers and
+    norms depend on a call's length alone, those of attention on the context as well.
+
+    `graphs` of the nodes of the first call, `shared` of them by all calls of its length. `built`
+    graphs serve all calls; `apart` were needed if each call had graphs of its own. Bytes are
+    estimates, of files: nodes without weights share them.
+    """
+
+    calls: tuple[int, ...]
+    graphs: int
+    shared: int
+    built: int
+    built_bytes: int
+    apart: int
+    apart_bytes: int
+
+    def describe(self) -> str:
+        """One sentence for people."""
+        calls, tokens = len(self.calls), sum(self.calls)
+        return (
+            f"a prompt of {tokens} tokens runs {calls} calls of up to {max(self.calls)} on "
+            f"{self.graphs} graphs each, {self.shared} of them ({self.shared / self.graphs:.0%}) "
+            f"the same in every call: {self.built} in all, about {_mib(self.built_bytes)}; with "
+            f"graphs of its own for each call they were {self.apart}, about "
+            f"{_mib(self.apart_bytes)}"
+        )
+
+
+def sharing(placement: Placement, tokens: int) -> Sharing | None:
+    """What the calls of a prompt share; None where the NPU computes nothing of it."""
+    calls = placement.plan.steps(tokens)
+    starts = list(accumulate(calls, initial=0))
+    each = [
+        _graphs_of_call(placement, m, start, last=start + m == tokens)
+        for m, start in zip(calls, starts, strict=False)
+    ]
+    if not each[0]:
+        return None
+    union: dict[_Graph, int] = {}
+    for graphs in each:
+        union |= graphs
+    return Sharing(
+        calls=tuple(calls),
+        graphs=len(each[0]),
+        shared=sum(not graph.shape.context for graph in each[0]),
+        built=len(union),
+        built_bytes=_bytes_of_files(union),
+        apart=sum(map(len, each)),
+        apart_bytes=sum(map(_bytes_of_files, each)),
+    )
+
+
+class _Graph(NamedTuple):
+    """A node's graph; `file` is equal where nodes have the same."""
+
+    name: str
+    file: object
+    shape: Shape
+
+
+def _graphs_of_call(
+    placement: Placement, m: int, start: int, *, last: bool
+) -> Mapping[_Graph, int]:
+    """The graphs that a call runs behind `start` tokens, and the bytes of their files."""
+    from hetero.backends.qnn import catalog
+
+    found: dict[_Graph, int] = {}
+    for assignment in placement.at("prefill", m, int(last)):
+        for use in _uses(assignment):
+            job = _job(use, {use.graph})
+            for shape in catalog.shapes_at(_subject(job), use.graph, start):
+                found[_Graph(job.name, _file(job), shape)] = job.file_bytes
+    return found
+
+
+def _bytes_of_files(graphs: Mapping[_Graph, int]) -> int:
+    return sum({(graph.file, graph.shape): size for graph, size in graphs.items()}.values())
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"

@@ -1,0 +1,282 @@
+"""Chunks on the disk: files that are written once, whole or not at all, and checked piece by piece.
+
+A file holds the chunks of one batch (what a call left to write):
+
+    magic, u32 length and u32 CRC of the header, header (JSON: key, tokens, bits, density of each)
+    layer 0: chunk 0, chunk 1, …   layer 1: chunk 0, chunk 1, …
+
+so that a layer of a whole batch is read in one go. A piece is a plane of a chunk's layer, and its
+CRC32, which also covers where it belongs. Keys say what a chunk's contents depend on
+(`hetero.contexts.chunks`), so a file is never believed for another model, format, codec or text.
+What cannot be read, is torn or was changed is an error of one chunk, which is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from hetero.backends.host.files import atomic_writer
+from hetero.contexts.budget import ByteBudget
+from hetero.contexts.chunks import Chunk, Place
+from hetero.contexts.codec import RAW, ChunkCodec, Codes
+
+MAGIC: Final = b"HTKV\x00\x00\x00\x01"
+_HEAD: Final = struct.Struct("<8sII")
+_CRC: Final = struct.Struct("<I")
+_LONGEST_HEADER: Final = 16 << 20
+
+
+class ChunkError(Exception):
+    """A chunk on the disk cannot be had: it is computed again."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A chunk in a file's header."""
+
+    key: bytes
+    tokens: int
+    bits: int
+    density: float
+
+
+@dataclass
+class _File:
+    path: Path
+    nbytes: int
+    data: int  # where the first piece begins
+    entries: tuple[Entry, ...]
+    live: set[int] = field(default_factory=set)
+
+
+class ChunkFiles:
+    """The files of one app's chunks, in a folder of its own. One thread writes; any thread reads.
+
+    Bytes on the disk are taken from `budget` before they are written; a file goes when none of its
+    chunks is referred to any more.
+    """
+
+    def __init__(self, folder: Path, codec: ChunkCodec, budget: ByteBudget) -> None:
+        self.folder, self.codec, self._budget = folder, codec, budget
+        self._files: dict[int, _File] = {}
+        self._next = 0
+
+    def scan(self) -> dict[bytes, tuple[Place, float]]:
+        """What the folder holds, by key, with densities; files with a broken header, and those that
+        the budget has no room for, are removed. Nothing is live yet.
+        """
+        found: dict[bytes, tuple[Place, float]] = {}
+        for path in sorted(self.folder.glob("*.kv")):
+            number = int(path.stem) if path.stem.isdecimal() else -1
+            file = None if number < 0 else self._opened(path)
+            if file is None or not self._budget.take(file.nbytes):
+                path.unlink(missing_ok=True)
+                continue
+            self._files[number] = file
+            self._next = max(self._next, number + 1)
+            for index, entry in enumerate(file.entries):
+                found[entry.key] = Place(number, index, entry.bits), entry.density
+        return found
+
+    def adopt(self, place: Place) -> None:
+        """A chunk refers to it."""
+        self._files[place.file].live.add(place.index)
+
+    def drop(self, place: Place) -> None:
+        """No chunk does any more; its file goes with its last one."""
+        file = self._files.get(place.file)
+        if file is not None:
+            file.live.discard(place.index)
+            if not file.live:
+                self._remove(place.file)
+
+    def sweep(self) -> None:
+        """Remove the files that nobody refers to."""
+        for number in [n for n, file in self._files.items() if not file.live]:
+            self._remove(number)
+
+    def nbytes(self, chunks: Sequence[tuple[Chunk, Codes]]) -> int:
+        """At most what a file of them takes."""
+        return _HEAD.size + sum(220 + self._size(codes.tokens, codes.bits) for _, codes in chunks)
+
+    def write(self, chunks: Sequence[tuple[Chunk, Codes]]) -> list[Place]:
+        """A new file of these chunks, on the disk when this returns. Raises `OSError`, and leaves
+        nothing, where that cannot be.
+        """
+        room = self.nbytes(chunks)
+        if not self._budget.take(room):
+            raise OSError(errno.ENOSPC, "the contexts' share of the disk is used up")
+        number, self._next = self._next, self._next + 1
+        path = self.folder / f"{number:08d}.kv"
+        entries = tuple(Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks)
+        header = json.dumps([[e.key.hex(), e.tokens, e.bits, e.density] for e in entries]).encode()
+        try:
+            with atomic_writer(path) as file:
+                file.write(_HEAD.pack(MAGIC, len(header), zlib.crc32(header)) + header)
+                self._write_pieces(file, chunks)
+                size = file.tell()
+        except BaseException:
+            self._budget.give(room)
+            raise
+        assert size <= room
+        self._budget.give(room - size)
+        live = set(range(len(entries)))
+        self._files[number] = _File(path, size, _HEAD.size + len(header), entries, live)
+        return [Place(number, index, entry.bits) for index, entry in enumerate(entries)]
+
+    def reader(self, chunks: Sequence[Chunk]) -> Reader:
+        """Reads layers of chunks that are on the disk. Raises `ChunkError` as it does."""
+        return Reader(self, [(chunk, self._place(chunk)) for chunk in chunks])
+
+    def copy_live(self, number: int) -> list[tuple[Place, Codes]]:
+        """The chunks of a file that are referred to, read and checked; those that are damaged are
+        left out. For compaction.
+        """
+        found = []
+        for index in sorted(self._files[number].live):
+            entry = self._files[number].entries[index]
+            codes = self.codec.empty(entry.tokens, entry.bits)
+            with contextlib.suppress(ChunkError), self._open(number) as file:
+                for layer in range(self.codec.layers):
+                    self.read_piece(file, Place(number, index, entry.bits), layer, codes)
+                found.append((Place(number, index, entry.bits), codes))
+        return found
+
+    def entry(self, place: Place) -> Entry:
+        """What the header says of a chunk."""
+        return self._files[place.file].entries[place.index]
+
+    def garbage(self, *, everything: bool = False) -> Iterator[int]:
+        """Files of which less than half is referred to; with `everything` less than all."""
+        for number, file in list(self._files.items()):
+            if len(file.live) < len(file.entries) / (1 if everything else 2):
+                yield number
+
+    def remove(self, number: int) -> None:
+        """A file is not there any more."""
+        if number in self._files:
+            self._remove(number)
+
+    @contextlib.contextmanager
+    def _open(self, number: int) -> Iterator[BinaryIO]:
+        try:
+            file = self._files[number].path.open("rb", buffering=0)
+        except (OSError, KeyError) as error:
+            raise ChunkError(f"file {number} cannot be opened: {error}") from error
+        with file:
+            yield file
+
+    def read_piece(self, file: BinaryIO, place: Place, layer: int, into: Codes) -> int:
+        """Fill a layer of codes, which may have fewer bits than there are; bytes that were read.
+
+        Raises `ChunkError`.
+        """
+        about = self._files[place.file]
+        entry = about.entries[place.index]
+        offset = about.data + layer * sum(self._layer(e.tokens, e.bits) for e in about.entries)
+        offset += sum(self._layer(e.tokens, e.bits) for e in about.entries[: place.index])
+        count = 0
+        for number, plane in enumerate(into.planes):
+            size = plane.shape[1] + _CRC.size
+            try:
+                file.seek(offset)
+                data = file.read(size)
+            except OSError as error:
+                raise ChunkError(f"{about.path.name}: {error.strerror or error}") from error
+            sign = _sign(entry.key, layer, number)
+            if len(data) != size or zlib.crc32(data[:-4], sign) != _CRC.unpack(data[-4:])[0]:
+                raise ChunkError(f"{about.path.name}: a piece is damaged")
+            plane[layer] = np.frombuffer(data, np.uint8, size - _CRC.size)
+            offset += size
+            count += size
+        return count
+
+    def _place(self, chunk: Chunk) -> Place:
+        if chunk.place is None or chunk.place.file not in self._files:
+            raise ChunkError("the chunk is not on the disk")
+        if self.entry(chunk.place).key != chunk.key:
+            raise ChunkError("the chunk's place holds another one")
+        return chunk.place
+
+    def _write_pieces(self, file: BinaryIO, chunks: Sequence[tuple[Chunk, Codes]]) -> None:
+        for layer in range(self.codec.layers):
+            for chunk, codes in chunks:
+                for number, plane in enumerate(codes.planes):
+                    data = plane[layer].tobytes()
+                    crc = zlib.crc32(data, _sign(chunk.key, layer, number))
+                    file.write(data + _CRC.pack(crc))
+
+    def _layer(self, tokens: int, bits: int) -> int:
+        sizes = self.codec.plane_bytes(tokens, bits)
+        return sum(sizes) + _CRC.size * len(sizes)
+
+    def _size(self, tokens: int, bits: int) -> int:
+        return self.codec.layers * self._layer(tokens, bits)
+
+    def _opened(self, path: Path) -> _File | None:
+        """A file by its header, if that is whole and the file as long as it says."""
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD.size)
+                magic, length, crc = _HEAD.unpack(head)
+                header = file.read(min(length, _LONGEST_HEADER))
+            if magic != MAGIC or len(header) != length or zlib.crc32(header) != crc:
+                return None
+            entries = tuple(_entry(item) for item in json.loads(header))
+            size = path.stat().st_size
+        except (OSError, struct.error, ValueError, TypeError, RecursionError):
+            return None
+        data = _HEAD.size + length
+        pieces = sum(self._size(entry.tokens, entry.bits) for entry in entries)
+        return _File(path, size, data, entries) if size == data + pieces else None
+
+    def _remove(self, number: int) -> None:
+        file = self._files.pop(number)
+        with contextlib.suppress(OSError):
+            file.path.unlink(missing_ok=True)
+        self._budget.give(file.nbytes)
+
+
+class Reader:
+    """Reads chunks layer by layer. Used by one thread; close it."""
+
+    def __init__(self, files: ChunkFiles, chunks: Sequence[tuple[Chunk, Place]]) -> None:
+        self._files, self._places = files, dict(chunks)
+        self._stack = contextlib.ExitStack()
+        self._open: dict[int, BinaryIO] = {}
+        self.nbytes = 0
+
+    def layer(self, chunk: Chunk, layer: int, into: Codes) -> None:
+        """Fill a layer of a chunk's codes. Raises `ChunkError`."""
+        place = self._places[chunk]
+        if place.file not in self._open:
+            file = self._stack.enter_context(self._files._open(place.file))
+            self._open[place.file] = file
+        self.nbytes += self._files.read_piece(self._open[place.file], place, layer, into)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+
+def _sign(key: bytes, layer: int, plane: int) -> int:
+    """Where a piece belongs, as the beginning of its checksum."""
+    return zlib.crc32(key + bytes((layer & 255, layer >> 8, plane)))
+
+
+def _entry(item: Any) -> Entry:
+    """Raises `ValueError` or `TypeError` for what is none."""
+    key, tokens, bits, density = item
+    if not (isinstance(tokens, int) and 0 < tokens <= 16 and bits in (2, 4, 8, RAW)):
+        raise ValueError("no chunk")
+    return Entry(bytes.fromhex(key), tokens, bits, float(density))

@@ -1,0 +1,221 @@
+"""Keys and values of a chunk as codes of 8, 4 or 2 bits, nested: fewer bits are the first bytes.
+
+Notation: L layers, G key/value heads, T tokens (at most `CHUNK_TOKENS`), D head size.
+
+A value x is mapped to y = x / (s·a) in [-1, 1], a the amplitude of its group (fp16, rounded up, so
+that nothing is clipped) and s the scale of its channel (keys only, one for each [L, G, D] of the
+model: keys have channels that are large for every token, values have not). Its code of b bits is
+floor((y + 1)·2^(b-1)), read back at the middle of its bin: x' = s·a·((2c + 1)/2^b - 1), so that
+|x - x'| <= s·a/2^b. The code of 4 bits is the upper half of that of 8, that of 2 the upper half of
+that of 4: taking bits away never reads a value again, and never writes one.
+
+A chunk lies in planes, each [L, bytes], contiguous by layer: amplitudes with the upper two bits,
+the two bits below them, the lower four. 2, 4 and 8 bits are one, two and three planes. 32 bits are
+one plane of the float32 values themselves, which is exact.
+
+Groups that share an amplitude: the chunk's T·D values of a layer and head; for values each token's
+D where D is at least 64 (KIVI: keys by channel, values by token). Amplitudes count as bytes.
+
+This is numpy on the host: the slow twin of an operation on the devices, which does not exist yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.contexts.kv_cache import CacheLayout
+
+CODEC_VERSION: Final = 1
+CHUNK_TOKENS: Final = 16
+RAW: Final = 32
+NESTED: Final = (8, 4, 2)
+TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes whose values have an amplitude for each token
+
+Array: TypeAlias = npt.NDArray[Any]
+_PLANES: Final = {RAW: 1, 2: 1, 4: 2, 8: 3}
+
+
+class CodecError(ValueError):
+    """Values that codes cannot hold: not finite, or beyond the range of an amplitude."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A chunk of `tokens` tokens in `bits` bits; `planes` are uint8 [L, bytes], never written."""
+
+    bits: int
+    tokens: int
+    planes: tuple[Array, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(plane.nbytes for plane in self.planes)
+
+    def lowered(self, bits: int) -> Codes:
+        """The same in fewer bits: planes are left out, nothing is computed."""
+        if bits > self.bits or (bits < self.bits and RAW in (bits, self.bits)):
+            raise ValueError(f"codes of {self.bits} bits do not hold any of {bits}")
+        return Codes(bits, self.tokens, self.planes[: _PLANES[bits]])
+
+
+class ChunkCodec:
+    """Encodes and decodes chunks of one model. Immutable; any thread.
+
+    `channels` are the scales of the keys' channels, float32 [L, G, D], none of them 0.
+    """
+
+    def __init__(self, layout: CacheLayout, channels: Array | None = None) -> None:
+        self.layers, self.heads, self.size = layout.layers, layout.kv_heads, layout.head_dim
+        if self.heads * self.size % 2:
+            raise ValueError(f"{self.heads} heads of {self.size} values do not fill bytes")
+        shape = (self.layers, self.heads, self.size)
+        scales = np.ones(shape, np.float32) if channels is None else channels.astype(np.float32)
+        if scales.shape != shape or not (np.isfinite(scales) & (scales > 0)).all():
+            raise ValueError(f"channels must be positive numbers of the shape {shape}")
+        self.channels = scales
+        self._by_token = self.size >= TOKEN_AMPLITUDES_FROM
+
+    def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
+        """Bytes of a layer in each plane."""
+        values = 2 * self.heads * tokens * self.size
+        if bits == RAW:
+            return (4 * values,)
+        each = (2 * self._amplitudes(tokens) + values // 4, values // 4, values // 2)
+        return each[: _PLANES[bits]]
+
+    def nbytes(self, tokens: int, bits: int) -> int:
+        """Bytes of a chunk, amplitudes included."""
+        return self.layers * sum(self.plane_bytes(tokens, bits))
+
+    def empty(self, tokens: int, bits: int) -> Codes:
+        """Codes to be read into, of undefined contents."""
+        sizes = self.plane_bytes(tokens, bits)
+        planes = tuple(np.empty((self.layers, size), np.uint8) for size in sizes)
+        return Codes(bits, tokens, planes)
+
+    def encode(self, values: Array, bits: int) -> Codes:
+        """Codes of float32 [L, 2 (k and v), G, T, D]. Raises `CodecError`."""
+        tokens = values.shape[3]
+        if values.shape != (self.layers, 2, self.heads, tokens, self.size):
+            raise ValueError(f"a chunk of this model has another shape than {values.shape}")
+        if bits == RAW:
+            plane = np.array(values, np.float32, order="C").view(np.uint8)
+            return Codes(RAW, tokens, (plane.reshape(self.layers, -1),))
+        scaled = values.astype(np.float32)
+        scaled[:, 0] /= self.channels[:, :, None, :]
+        amplitudes = self._measured(scaled)
+        divisors = self._spread(amplitudes, tokens)
+        scaled /= np.where(divisors > 0, divisors, np.float32(1))
+        codes = np.clip(np.floor((scaled + 1) * 128), 0, 255).astype(np.uint8)
+        flat = codes.reshape(self.layers, -1)
+        head = amplitudes.astype(np.float16).view(np.uint8).reshape(self.layers, -1)
+        planes: tuple[Array, ...] = (
+            np.concatenate([head, _packed2(flat >> 6)], axis=1),
+            _packed2((flat >> 4) & 3),
+            (flat[:, 0::2] & 15) | ((flat[:, 1::2] & 15) << 4),
+        )
+        return Codes(8, tokens, planes).lowered(bits)
+
+    def decode(self, codes: Codes) -> Array:
+        """Values float32 [L, 2, G, T, D] of codes."""
+        return self._decoded(codes, slice(None))
+
+    def decode_layer(self, codes: Codes, layer: int) -> Array:
+        """As `decode`, of one layer: [2, G, T, D]."""
+        found: Array = self._decoded(codes, slice(layer, layer + 1))[0]
+        return found
+
+    def _decoded(self, codes: Codes, layers: slice) -> Array:
+        planes = [plane[layers] for plane in codes.planes]
+        count = len(planes[0])
+        shape = (count, 2, self.heads, codes.tokens, self.size)
+        if codes.bits == RAW:
+            return planes[0].reshape(-1).view(np.float32).reshape(shape)
+        split = 2 * self._amplitudes(codes.tokens)
+        amplitudes = np.ascontiguousarray(planes[0][:, :split]).view(np.float16)
+        found: Array = _unpacked2(planes[0][:, split:])
+        if codes.bits > 2:
+            found = (found << 2) | _unpacked2(planes[1])
+        if codes.bits > 4:
+            low = np.empty_like(found)
+            low[:, 0::2], low[:, 1::2] = planes[2] & 15, planes[2] >> 4
+            found = (found << 4) | low
+        values = (found.astype(np.float32) + np.float32(0.5)) * np.float32(2.0 ** (1 - codes.bits))
+        values -= 1
+        values = values.reshape(shape)
+        values *= self._spread(amplitudes.astype(np.float32), codes.tokens)
+        values[:, 0] *= self.channels[layers][:, :, None, :]
+        return values
+
+    # --- amplitudes -------------------------------------------------------------------------
+
+    def _amplitudes(self, tokens: int) -> int:
+        """Of a layer: of the keys, then of the values."""
+        return self.heads * (1 + (tokens if self._by_token else 1))
+
+    def _measured(self, values: Array) -> Array:
+        """Largest magnitudes [L, amplitudes], fp16 rounded up, as float32. Raises `CodecError`."""
+        keys = np.abs(values[:, 0]).max(axis=(2, 3))
+        others = np.abs(values[:, 1]).max(axis=3 if self._by_token else (2, 3))
+        exact = np.concatenate([keys, others.reshape(self.layers, -1)], axis=1)
+        if not (exact < 65504).all():  # nor NaN
+            raise CodecError("keys or values are not finite, or too large for codes")
+        rounded = exact.astype(np.float16)
+        short = rounded.astype(np.float32) < exact
+        rounded[short] = np.nextafter(rounded[short], np.float16(np.inf))
+        return rounded.astype(np.float32)
+
+    def _spread(self, amplitudes: Array, tokens: int) -> Array:
+        """[L, 2, G, T or 1, 1] of the amplitudes of `_measured`."""
+        count = len(amplitudes)
+        if not self._by_token:  # of the keys, then of the values
+            spread: Array = amplitudes.reshape(count, 2, self.heads, 1, 1)
+            return spread
+        keys, others = amplitudes[:, : self.heads], amplitudes[:, self.heads :]
+        spread = np.empty((count, 2, self.heads, tokens, 1), np.float32)
+        spread[:, 0] = keys.reshape(count, self.heads, 1, 1)
+        spread[:, 1] = others.reshape(count, self.heads, tokens, 1)
+        return spread
+
+
+def channel_scales(values: Array) -> Array:
+    """Scales [L, G, D] of the keys' channels: root mean squares over tokens of [L, 2, G, T, D],
+    relative to their head's, none below a hundredth of it.
+    """
+    squares = np.square(values[:, 0].astype(np.float64)).mean(axis=2)  # [L, G, D]
+    head = np.sqrt(squares.mean(axis=2, keepdims=True))
+    relative = np.sqrt(squares) / np.where(head > 0, head, 1)
+    return np.maximum(relative, 0.01).astype(np.float32)
+
+
+def relative_errors(codec: ChunkCodec, values: Array) -> dict[int, float]:
+    """Measured error of keys and values at 8, 4 and 2 bits: root mean square, relative to theirs.
+
+    The mean of the keys' and the values' errors.
+    """
+    codes, errors = codec.encode(values, 8), {}
+    size = np.sqrt(np.square(values.astype(np.float64)).mean(axis=(0, 2, 3, 4)))
+    for bits in NESTED:
+        wrong = codec.decode(codes.lowered(bits)).astype(np.float64) - values
+        rms = np.sqrt(np.square(wrong).mean(axis=(0, 2, 3, 4)))
+        errors[bits] = float((rms / np.where(size > 0, size, 1)).mean())
+    return errors
+
+
+def _packed2(codes: Array) -> Array:
+    """Codes of two bits [L, n], four in a byte."""
+    first, second, third, fourth = (codes[:, i::4] for i in range(4))
+    packed: Array = first | (second << 2) | (third << 4) | (fourth << 6)
+    return packed
+
+
+def _unpacked2(packed: Array) -> Array:
+    codes = np.empty((packed.shape[0], 4 * packed.shape[1]), np.uint8)
+    for i in range(4):
+        codes[:, i::4] = (packed >> (2 * i)) & 3
+    return codes

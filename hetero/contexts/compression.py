@@ -1,0 +1,64 @@
+"""How many bits the chunks of a context have, when a call on it has returned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, TypeAlias
+
+from hetero.arguments import check_one_of
+from hetero.contexts.chunk_memory import ChunkMemory
+from hetero.contexts.chunks import Chunk
+from hetero.contexts.codec import CHUNK_TOKENS, NESTED, RAW, ChunkCodec
+from hetero.contexts.ratios import Rule, least_error, paper
+from hetero.errors import UserError
+
+KvBits: TypeAlias = Literal["raw", "8", "4", "2", "mixed"]
+KV_BITS: Final = ("raw", "8", "4", "2", "mixed")
+
+
+class Compression:
+    """The rule of one service. `ratio` is the part of 8-bit codes' bytes that `mixed` chunks have
+    together; `errors` are the model's relative errors by bits.
+    """
+
+    def __init__(
+        self,
+        bits: KvBits,
+        ratio: float,
+        rule: Rule,
+        codec: ChunkCodec,
+        errors: Mapping[int, float],
+    ) -> None:
+        check_one_of("kv_bits", bits, KV_BITS)
+        check_one_of("kv_rule", rule, ("error", "paper"))
+        if not 0.25 <= ratio <= 1:
+            raise UserError(f"kv_ratio is from 0.25 to 1 (of the bytes at 8 bits), got {ratio}")
+        self.bits, self.ratio, self.rule = bits, ratio, rule
+        self._errors = dict(errors)
+        self._nbytes = {each: codec.nbytes(CHUNK_TOKENS, each) for each in NESTED}
+
+    @property
+    def first(self) -> int:
+        """Bits of a chunk that is new."""
+        if self.bits == "raw":
+            return RAW
+        return 8 if self.bits == "mixed" else int(self.bits)
+
+    def choose(self, densities: Sequence[float]) -> list[int]:
+        """Bits of each of a context's full chunks."""
+        if self.bits != "mixed":
+            return [self.first] * len(densities)
+        if self.rule == "paper":
+            return paper(densities, self.ratio)
+        budget = self.ratio * len(densities) * self._nbytes[8]
+        return least_error(densities, budget, self._nbytes, self._errors)
+
+    def apply(self, memory: ChunkMemory, chunks: Sequence[Chunk]) -> None:
+        """Lower what has more bits than it is to have. Chunks that several texts share stay: their
+        ranks differ.
+        """
+        full = [chunk for chunk in chunks if chunk.full]
+        chosen = self.choose([chunk.density for chunk in full])
+        for chunk, bits in zip(full, chosen, strict=True):
+            if chunk.refs == 1:
+                memory.lower(chunk, bits)

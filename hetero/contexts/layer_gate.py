@@ -1,0 +1,61 @@
+"""Layers of a cache that come one after another, and who waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+DEADLINE_S = 30.0
+
+
+class LoadError(Exception):
+    """Keys and values that a step waits for do not come: it is run again without them."""
+
+
+class LayerGate:
+    """Opened by the thread that fills a cache, layer by layer; waited at by the one that runs a
+    step, before the first call that reads a layer.
+    """
+
+    def __init__(self, layers: int, deadline_s: float = DEADLINE_S) -> None:
+        self.layers, self.deadline_s = layers, deadline_s
+        self.waited_s = 0.0
+        self._ready = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer is there."""
+        return self._ready == self.layers and self._error is None
+
+    def open(self) -> None:
+        """The next layer is there."""
+        with self._changed:
+            self._ready += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """No further layer will come."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> float:
+        """Return when a layer is there; seconds that took. Raises `LoadError` if it does not come,
+        or not in time.
+        """
+        if self._ready > layer and self._error is None:
+            return 0.0
+        start_s = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ready > layer or self._error is not None, self.deadline_s
+            )
+        waited_s = time.perf_counter() - start_s
+        self.waited_s += waited_s
+        if self._error is not None:
+            raise LoadError(f"layer {layer} did not come: {self._error}") from self._error
+        if self._ready <= layer:
+            raise LoadError(f"layer {layer} did not come within {self.deadline_s:g} s")
+        return waited_s

@@ -1,0 +1,424 @@
+"""`Service`: one model for many applications, whose contexts persist.
+
+Paper's words (LLMS, section 3.1): `bind` is bindLLMService, `new_context` newLLMCtx, `call`
+callLLM, `delete` delLLMCtx. The service knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from hetero.arguments import check_count
+from hetero.contexts.budget import ByteBudget
+from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_memory import ChunkMemory
+from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
+from hetero.contexts.compaction import compact
+from hetero.contexts.compression import Compression, KvBits
+from hetero.contexts.conversation import Conversation
+from hetero.contexts.directory import ServiceDirectory
+from hetero.contexts.eviction import Policy
+from hetero.contexts.measured import (
+    measure_channels,
+    measure_decoding,
+    measure_disk,
+    measure_prompts,
+    rates_of,
+)
+from hetero.contexts.ratios import Rule
+from hetero.contexts.swap_out import SwapOut
+from hetero.contexts.text_log import Text, TextLog
+from hetero.contexts.working_set import Held, Switch, WorkingSet
+from hetero.errors import UserError
+from hetero.generation.llm import LLM
+from hetero.generation.loop import GenerationResult, Piece
+from hetero.placement.planning import parse_size
+
+WORKSPACE_CHUNKS: Final = 4  # raw chunks that encoding and decoding take
+
+
+class Service:
+    """A model and the contexts of its applications, in a folder.
+
+    `model` is what `LLM` takes, with `LLM`'s options, or an open `LLM`. `context_memory` bounds the
+    keys and values that are kept in memory for all contexts of all apps together, beside the one
+    cache that the devices compute in; `context_disk` what is in the folder; `contexts_per_app` how
+    many an app may have. `kv_bits` is how keys and values are kept: `mixed` (by information
+    density, all together in `kv_ratio` of the bytes of 8 bits), 8, 4, 2, or `raw` (float32, exact).
+
+    One call runs at a time; calls of other threads wait for their turn. A context manager. Raises
+    `UserError` for a folder that is in use, of another model, or unusable.
+    """
+
+    def __init__(
+        self,
+        model: str | LLM,
+        *,
+        directory: str | os.PathLike[str],
+        context_memory: str | int = "256MiB",
+        context_disk: str | int = "4GiB",
+        contexts_per_app: int = 8,
+        kv_bits: KvBits = "mixed",
+        kv_ratio: float = 0.5,
+        kv_rule: Rule = "error",
+        eviction: Policy = "lctru",
+        recompute: bool = True,
+        **options: Any,
+    ) -> None:
+        self.contexts_per_app = check_count("contexts_per_app", contexts_per_app)
+        self._owns = not isinstance(model, LLM)
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self._turn = _Turn()
+        self._closers: list[Callable[[], None]] = [self.llm.close] if self._owns else []
+        try:
+            self._active = self.llm.new_context()
+            self._closers.append(self._active.close)
+            self._directory = ServiceDirectory(
+                Path(directory), self.llm.engine.contexts.identity, self._active.cache.layout
+            )
+            self._closers.append(self._directory.close)
+            codec = self._measured()
+            memory = ByteBudget(parse_size(context_memory), "context_memory")
+            self.disk = ByteBudget(parse_size(context_disk), "context_disk")
+            workspace = WORKSPACE_CHUNKS * codec.nbytes(CHUNK_TOKENS, RAW)
+            if not memory.take(workspace):
+                raise UserError(
+                    f"context_memory must be more than the {workspace} bytes that work on one "
+                    f"chunk takes, got {memory.limit}"
+                )
+            self.memory = ChunkMemory(memory, eviction)
+            facts = self._directory.about
+            errors = {int(bits): error for bits, error in facts["errors"].items()}
+            self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
+            self.swap = SwapOut(self.memory, codec, self._files, self.disk)
+            self._closers.append(self.swap.close)
+            self._working = WorkingSet(
+                self._active,
+                self.memory,
+                codec,
+                self.swap,
+                files=self._files,
+                prefill=self._prefill,
+                rates=rates_of(facts),
+                recompute=recompute,
+            )
+            self._closers.append(self._working.close)
+            self._codec = codec
+            self._apps: dict[str, App] = {}
+        except BaseException:
+            self.close()
+            raise
+
+    def bind(self, app: str) -> App:
+        """An application, by a name of its choice; its contexts from before are there."""
+        if not isinstance(app, str) or not app:
+            raise UserError(f"an app's name must be a text that is not empty, got {app!r}")
+        with self._turn.taken():
+            if app not in self._apps:
+                folder, root = self._directory.app(app), self._directory.root(app)
+                bound = App(self, app, root, folder, ChunkFiles(folder, self._codec, self.disk))
+                self._apps[app] = bound
+                bound._open_all()
+            return self._apps[app]
+
+    def close(self) -> None:
+        """Write what is to be written, free model and folder; idempotent."""
+        closers, self._closers = self._closers, []
+        for close in reversed(closers):
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _files(self, app: str) -> ChunkFiles:
+        return self._apps[app].files
+
+    def _prefill(self, tokens: Sequence[int]) -> None:
+        with self.llm.engine.lock:
+            self.llm.engine.prefill(self._active, tokens)
+
+    def _measured(self) -> ChunkCodec:
+        """The model's codec; everything else that is measured is kept in the folder."""
+        directory, about = self._directory, self._directory.about
+        vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
+        if "channels" not in about:
+            directory.save(**measure_channels(self._active, vocabulary, self._prefill))
+        shape = (layout.layers, layout.kv_heads, layout.head_dim)
+        channels = np.asarray(about["channels"], np.float32).reshape(shape)
+        codec = ChunkCodec(layout, channels)
+        devices = ", ".join(d.info.name for d in self.llm.devices.devices.values())
+        if about.get("measured_on") != [devices, self.llm.plan.plan_id]:
+            directory.save(
+                measured_on=[devices, self.llm.plan.plan_id],
+                prompts=measure_prompts(self._active, vocabulary, self._prefill),
+                decode_bytes_per_s=measure_decoding(self._active, codec),
+                read_bytes_per_s=measure_disk(directory.path),
+            )
+        return codec
+
+
+class App:
+    """An application of a service: its contexts, and nobody else's. Made by `Service.bind`."""
+
+    def __init__(
+        self, service: Service, name: str, root: bytes, folder: Path, files: ChunkFiles
+    ) -> None:
+        self.service, self.name, self.root, self.folder, self.files = (
+            service,
+            name,
+            root,
+            folder,
+            files,
+        )
+        self._contexts: dict[str, AppContext] = {}
+
+    def contexts(self) -> list[AppContext]:
+        """Its contexts, the oldest first."""
+        return list(self._contexts.values())
+
+    def new_context(self, *, system: str = "", chat: bool = True) -> AppContext:
+        """Another context. With `chat` prompts are messages in the model's template, after the
+        system message; without, each goes on from the text so far, which begins with `system`.
+
+        Raises `UserError` where the app has as many as it may.
+        """
+        text = Text(system=system, chat=chat, created=time.time())
+        if chat and system:
+            text.messages = [{"role": "system", "content": system}]
+        elif system:
+            text.tokens = self.service.llm.encode(system)
+        with self.service._turn.taken():
+            return self._added(text)
+
+    def _added(self, text: Text) -> AppContext:
+        if len(self._contexts) >= self.service.contexts_per_app:
+            raise UserError(
+                f"this app has {len(self._contexts)} contexts, which is all that contexts_per_app "
+                "allows: delete() one, or allow more"
+            )
+        name = secrets.token_hex(16)
+        log = TextLog.create(self.folder / f"ctx-{name}.log", self.service.disk, text)
+        context = self._contexts[name] = AppContext(self, name, log)
+        return context
+
+    def _open_all(self) -> None:
+        """What the folder holds: texts, then chunks that belong to them."""
+        logs = []
+        for path in self.folder.glob("ctx-*.log"):
+            log = TextLog.open(path, self.service.disk)
+            if log is not None:
+                logs.append((path.stem.removeprefix("ctx-"), log))
+        for name, log in sorted(logs, key=lambda x: x[1].text.created):
+            self._contexts[name] = AppContext(self, name, log)
+        places = self.files.scan()
+        for context in self._contexts.values():
+            context._find(places)
+        self.files.sweep()
+
+
+class AppContext:
+    """A context that persists: its text, whose keys and values are kept as long as there is room.
+
+    `id` is its name for good. `last_switch` says what it took to get it in place for its last call.
+    """
+
+    def __init__(self, app: App, name: str, log: TextLog) -> None:
+        self.app, self.id = app, name
+        self.last_switch: Switch | None = None
+        self._log = log
+        self._held = Held(app.name, app.root, list(log.text.tokens))
+        self._deleted = False
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Ids of the text that is on the disk."""
+        return tuple(self._log.text.tokens)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Of a chat."""
+        return list(self._log.text.messages)
+
+    def __len__(self) -> int:
+        return len(self._log.text.tokens)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def where(self) -> dict[str, int]:
+        """How many of its chunks are where: by bits in memory, on the disk alone, text alone."""
+        return self.app.service.memory.histogram(self._held.chunks)
+
+    def call(self, prompt: str, **options: Any) -> GenerationResult:
+        """The answer to a prompt, when prompt and answer are on the disk."""
+        results: list[GenerationResult] = []
+        for _ in self._answer(prompt, options, results):
+            pass
+        return results[0]
+
+    def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
+        """Pieces of the answer. One that is not read to its end is not part of the context."""
+        return self._answer(prompt, options, [])
+
+    def fork(self) -> AppContext:
+        """An equal context, which goes its own way; chunks are shared."""
+        service, text = self.app.service, self._log.text
+        with service._turn.taken():
+            self._check()
+            other = self.app._added(
+                Text(text.system, text.chat, list(text.tokens), list(text.messages), time.time())
+            )
+            with service.memory.lock:
+                cached = self._held.chunks[-1].stop if self._held.chunks else 0
+                other._held.chunks = service.memory.table.refer(
+                    self.app.name, self.app.root, text.tokens[:cached], service.compression.first
+                )
+            return other
+
+    def delete(self) -> None:
+        """Text, keys and values are gone from the disk when this returns; idempotent."""
+        service = self.app.service
+        with service._turn.taken():
+            if self._deleted:
+                return
+            service._working.forget()
+            service.swap.drain()
+            self._log.delete()
+            service._working.release(self._held.chunks)
+            compact(self.app.files, service.memory, self.app.name, everything=True)
+            self._held.chunks, self._deleted = [], True
+            del self.app._contexts[self.id]
+
+    # --- a call -----------------------------------------------------------------------------
+
+    def _answer(
+        self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
+    ) -> Iterator[Piece]:
+        for name in ("context", "reuse", "chat", "echo"):
+            if name in options:
+                raise UserError(f"{name!r} is not an option of a persistent context's call")
+        service, text = self.app.service, self._log.text
+        with service._turn.taken():
+            self._check()
+            whole, messages = self._whole(prompt, options)
+            run = partial(self._run, whole, options, results)
+            yield from service._working.answering(self._held, whole, run)
+            said = [*messages, {"role": "assistant", "content": results[0].text}]
+            self._log.append(service._active.tokens, said if text.chat else ())
+            self._leave()
+
+    def _run(
+        self,
+        whole: list[int],
+        options: dict[str, Any],
+        results: list[GenerationResult],
+        switch: Switch,
+    ) -> Iterator[Piece]:
+        service, self.last_switch = self.app.service, switch
+        options = options | {"context": service._active, "reuse": True, "chat": self._log.text.chat}
+        with service.llm.stream(whole, **options) as answer:
+            yield from answer
+        results.append(answer.result())
+
+    def _leave(self) -> None:
+        service = self.app.service
+        chunks = service._working.leave(self._held, service.compression.first)
+        service.compression.apply(service.memory, chunks)
+        service._working.swap_out(self._held)
+
+    def _whole(self, prompt: str, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
+        """Tokens of the text with the prompt; the messages, of a chat."""
+        service, text = self.app.service, self._log.text
+        if text.chat:
+            asked = [*text.messages, {"role": "user", "content": prompt}]
+            answer = int(options.get("max_tokens", 1))
+            tokens = self._going_on(asked)
+            if not tokens or len(tokens) + answer > service.llm.max_seq_len:
+                tokens = Conversation(service.llm, context=service._active).fitting(asked, answer)
+            return tokens, asked
+        tokens = service.llm.encode(prompt)
+        start = service.llm.model.tokenizer.bos_id
+        if text.tokens and len(tokens) > 1 and tokens[0] == start:
+            tokens = tokens[1:]
+        return [*text.tokens, *tokens], []
+
+    def _going_on(self, asked: list[Any]) -> list[int]:
+        """The text so far, with its answers as the model made them, then what the template puts
+        behind an answer: a text that is told anew from its messages often has other tokens.
+
+        That is where two conversations that differ in the last answer alone are equal again.
+        """
+        if len(asked) < 3 or asked[-2]["role"] != "assistant":
+            return []
+        one, other = (
+            self.app.service.llm.encode_chat([*asked[:-2], {**asked[-2], "content": x}, asked[-1]])
+            for x in ("0", "z")
+        )
+        pairs = enumerate(zip(reversed(one), reversed(other), strict=False))
+        count = next((i for i, (a, b) in pairs if a != b), 0)
+        return [*self.tokens, *one[-count:]] if count else []
+
+    def _find(self, places: dict[bytes, Any]) -> None:
+        """Its chunks, and where they lie on the disk since before."""
+        service = self.app.service
+        first = service.compression.first
+        with service.memory.lock:
+            table, name, root = service.memory.table, self.app.name, self.app.root
+            # A text's last token may not have been computed: its chunk is then another one.
+            lengths = [len(self.tokens), len(self.tokens) - 1]
+            for length in (n for n in lengths if n > 0):
+                chunks = table.refer(name, root, self.tokens[:length], first)
+                if chunks[-1].full or chunks[-1].key in places or length == lengths[-1]:
+                    break
+                table.release(chunks)
+            for chunk in chunks if self.tokens else ():
+                if chunk.place is None and chunk.key in places:
+                    chunk.place, chunk.density = places[chunk.key]
+                    chunk.bits = chunk.place.bits if chunk.full else chunk.bits
+                    self.app.files.adopt(chunk.place)
+            self._held.chunks = chunks if self.tokens else []
+
+    def _check(self) -> None:
+        if self._deleted:
+            raise UserError("this context was deleted: make another one with new_context()")
+
+
+class _Turn:
+    """One call at a time; other threads wait, the same thread is refused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise UserError(
+                "a stream of this service is unfinished: read it to its end or close() it before "
+                "the next call"
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None

@@ -1,0 +1,152 @@
+"""Ahead-of-time swap-out: when a call has returned, its new chunks are encoded and written.
+
+One thread, which works between and beside calls. Until it has encoded a job, keys and values lie in
+the cache that the devices computed them in; whoever wants to put another context there waits with
+`settle`. Written chunks can leave the memory at no cost (LLMS, section 3.4).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hetero.contexts.budget import ByteBudget
+from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_memory import ChunkMemory
+from hetero.contexts.chunks import Chunk
+from hetero.contexts.codec import RAW, ChunkCodec, CodecError, Codes
+from hetero.contexts.compaction import compact, make_room
+from hetero.contexts.kv_cache import KvCache
+
+
+@dataclass
+class Job:
+    """Chunks of one text that lie in a cache and nowhere else, in order."""
+
+    chunks: Sequence[Chunk]
+    cache: KvCache
+    encoded: threading.Event = field(default_factory=threading.Event)
+
+
+class SwapOut:
+    """The thread. `files` gives an app's; `faults` are writes that failed, by their errors."""
+
+    def __init__(
+        self,
+        memory: ChunkMemory,
+        codec: ChunkCodec,
+        files: Callable[[str], ChunkFiles],
+        disk: ByteBudget,
+    ) -> None:
+        self.faults: list[str] = []
+        self._memory, self._codec, self._files, self._disk = memory, codec, files, disk
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._open: list[Job] = []
+        self._idle = threading.Condition()
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hetero swap-out", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Encode and write, when there is time."""
+        with self._idle:
+            self._open.append(job)
+        self._jobs.put(job)
+
+    def settle(self) -> None:
+        """Return when no job needs the cache that it was computed in."""
+        with self._idle:
+            jobs = list(self._open)
+        for job in jobs:
+            job.encoded.wait()
+        self._check()
+
+    def drain(self) -> None:
+        """Return when every job is over."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._open)
+        self._check()
+
+    def close(self) -> None:
+        """Finish what was submitted; idempotent."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._work(job)
+            except BaseException as error:
+                self._broken = error
+            finally:
+                job.encoded.set()
+                with self._idle:
+                    self._open.remove(job)
+                    self._idle.notify_all()
+
+    def _work(self, job: Job) -> None:
+        batch: list[Chunk] = []
+        for chunk in job.chunks:
+            codes = self._encoded(chunk, job.cache, batch)
+            if codes is not None:
+                with self._memory.lock:
+                    chunk.pins += 1  # until it is written
+                self._memory.keep(chunk, codes)
+                batch.append(chunk)
+        job.encoded.set()
+        self._write(batch)
+
+    def _encoded(self, chunk: Chunk, cache: KvCache, batch: list[Chunk]) -> Codes | None:
+        """Codes whose bytes are claimed; None where there is no room, or they are not needed."""
+        with self._memory.lock:
+            if not chunk.refs or chunk.kept:
+                return None
+            bits = chunk.bits if chunk.full else RAW
+        room = self._codec.nbytes(len(chunk.tokens), bits if bits == RAW else 8)
+        if not self._memory.claim(room):
+            self._write(batch)  # which may leave after that
+            if not self._memory.claim(room):
+                return None
+        try:
+            codes = self._codec.encode(cache.read(chunk.start, chunk.stop), bits)
+        except CodecError:  # text alone can stand for it
+            self._memory.budget.give(room)
+            return None
+        codes = Codes(codes.bits, codes.tokens, tuple(plane.copy() for plane in codes.planes))
+        self._memory.budget.give(room - codes.nbytes)
+        return codes
+
+    def _free(self) -> int:
+        return self._disk.free
+
+    def _write(self, batch: list[Chunk]) -> None:
+        """To the disk, where that can be done; what cannot is in memory alone, and goes on so."""
+        with self._memory.lock:
+            entries = [(c, c.codes) for c in batch if c.refs and c.codes is not None]
+        pairs = [(chunk, codes) for chunk, codes in entries if codes is not None]
+        if pairs:
+            app = pairs[0][0].app
+            files, keep = self._files(app), {chunk for chunk, _ in pairs}
+            make_room(files.nbytes(pairs), self._memory, self._files, self._free, keep)
+            try:
+                places = files.write(pairs)
+            except OSError as error:
+                self.faults.append(str(error))
+            else:
+                with self._memory.lock:
+                    for (chunk, _), place in zip(pairs, places, strict=True):
+                        if chunk.refs and chunk.place is None:
+                            chunk.place = place
+                        else:
+                            files.drop(place)
+            compact(files, self._memory, app)
+        with self._memory.lock:
+            for chunk in batch:
+                chunk.pins -= 1
+        batch.clear()

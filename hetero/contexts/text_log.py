@@ -1,0 +1,185 @@
+"""The text of one context on the disk: a log that is only appended to.
+
+A record is u32 length, payload (JSON), u32 CRC of both. The first says what the context is; each
+further one is a turn: how much of the text before it stays, and the tokens (and messages) behind
+that. A turn is on the disk when `append` returns, which is when a call may be called answered. A
+log that ends in the middle of a record, or with a damaged one, is cut there: what was never
+acknowledged is gone, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hetero.backends.host.files import atomic_write, sync_directory
+from hetero.contexts.budget import ByteBudget
+from hetero.errors import UserError
+
+VERSION: Final = 1
+_U32: Final = struct.Struct("<I")
+_LONGEST_RECORD: Final = 64 << 20
+_WASTE_BYTES: Final = 1 << 16  # a log that is shorter is not rewritten
+
+
+@dataclass
+class Text:
+    """What a context says. `messages` are those of a chat; `created` in seconds since 1970."""
+
+    system: str = ""
+    chat: bool = False
+    tokens: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    created: float = 0.0
+
+
+class TextLog:
+    """One context's log. Used by one thread at a time.
+
+    Raises `UserError` where the disk, or the contexts' share of it, has no room.
+    """
+
+    def __init__(self, path: Path, budget: ByteBudget, text: Text, size: int) -> None:
+        self.path, self.text = path, text
+        self._budget, self._size = budget, size
+
+    @classmethod
+    def create(cls, path: Path, budget: ByteBudget, text: Text) -> TextLog:
+        """A new log, on the disk."""
+        log = cls(path, budget, text, 0)
+        log._rewrite()
+        return log
+
+    @classmethod
+    def open(cls, path: Path, budget: ByteBudget) -> TextLog | None:
+        """A log as it is on the disk, cut behind its last whole record; None if it has none."""
+        data = path.read_bytes()
+        text, stop = _read(data)
+        if text is None:
+            return None
+        if stop < len(data):
+            os.truncate(path, stop)
+        if not budget.take(stop):
+            raise UserError(
+                f"the texts of the contexts alone need more than the {budget.limit} bytes of "
+                "context_disk: give it more"
+            )
+        return cls(path, budget, text, stop)
+
+    def append(self, tokens: Sequence[int], messages: Sequence[dict[str, Any]] = ()) -> None:
+        """The text is now this; it is on the disk when this returns."""
+        keep = _common(self.text.tokens, tokens)
+        told = _common(self.text.messages, messages)
+        record = _packed(
+            {
+                "keep": keep,
+                "tokens": list(tokens[keep:]),
+                "told": told,
+                "messages": list(messages[told:]),
+            }
+        )
+        self._take(len(record))
+        try:
+            with self.path.open("r+b") as file:
+                file.seek(self._size)
+                file.write(record)
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._budget.give(len(record))
+            raise _unwritable(self.path, error) from error
+        self._size += len(record)
+        self.text.tokens, self.text.messages = list(tokens), list(messages)
+        if self._size > _WASTE_BYTES + 16 * len(tokens):
+            self._rewrite()
+
+    def delete(self) -> None:
+        """Gone from the disk when this returns."""
+        self.path.unlink(missing_ok=True)
+        sync_directory(self.path.parent)
+        self._budget.give(self._size)
+        self._size = 0
+
+    def _rewrite(self) -> None:
+        """The same text in two records, in the place of all."""
+        text = self.text
+        about = {
+            "version": VERSION,
+            "system": text.system,
+            "chat": text.chat,
+            "created": text.created,
+        }
+        turn = {"keep": 0, "tokens": text.tokens, "told": 0, "messages": text.messages}
+        data = _packed(about) + _packed(turn)
+        self._take(len(data))
+        try:
+            atomic_write(self.path, data)
+        except OSError as error:
+            self._budget.give(len(data))
+            raise _unwritable(self.path, error) from error
+        self._budget.give(self._size)
+        self._size = len(data)
+
+    def _take(self, nbytes: int) -> None:
+        if not self._budget.take(nbytes):
+            raise UserError(
+                f"the {self._budget.limit} bytes of context_disk are used up: delete() a context, "
+                "or give more"
+            )
+
+
+def _packed(value: dict[str, Any]) -> bytes:
+    payload = json.dumps(value, separators=(",", ":")).encode()
+    head = _U32.pack(len(payload))
+    return head + payload + _U32.pack(zlib.crc32(head + payload))
+
+
+def _read(data: bytes) -> tuple[Text | None, int]:
+    """The text of a log, and where its last whole record ends."""
+    text: Text | None = None
+    at = 0
+    while at + 8 <= len(data):
+        (length,) = _U32.unpack_from(data, at)
+        stop = at + 8 + length
+        if length > _LONGEST_RECORD or stop > len(data):
+            break
+        if zlib.crc32(data[at : stop - 4]) != _U32.unpack_from(data, stop - 4)[0]:
+            break
+        try:
+            record = json.loads(data[at + 4 : stop - 4])
+            text = _begun(record) if text is None else _continued(text, record)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            break
+        at = stop
+    return text, at
+
+
+def _begun(record: dict[str, Any]) -> Text:
+    if record["version"] != VERSION:
+        raise ValueError("another version")
+    return Text(str(record["system"]), bool(record["chat"]), created=float(record["created"]))
+
+
+def _continued(text: Text, record: dict[str, Any]) -> Text:
+    tokens = [*text.tokens[: record["keep"]], *map(int, record["tokens"])]
+    messages = [*text.messages[: record["told"]], *record["messages"]]
+    return replace(text, tokens=tokens, messages=messages)
+
+
+def _common(before: Sequence[Any], after: Sequence[Any]) -> int:
+    pairs = enumerate(zip(before, after, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path}: the text of a context cannot be written ({error.strerror or error}): make room, "
+        "or choose another directory"
+    )

@@ -1,0 +1,346 @@
+"""The one cache that the devices compute in, and how contexts get into it and out again.
+
+    enter   Load: what the text has in the cache already stays; chunks in memory are decoded, chunks
+            on the disk read, layer by layer by a thread while the prompt's call runs; what is
+            nowhere, or slower to read than to compute, is computed in the prompt's own call.
+    leave   the text is what the cache holds now; what is new is swapped out ahead of time.
+
+Only chunks of the text itself, or of another text of the same app that begins the same, are used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Final, Protocol, TypeVar
+
+from hetero.contexts.chunk_files import ChunkError, ChunkFiles
+from hetero.contexts.chunk_memory import ChunkMemory
+from hetero.contexts.chunks import Chunk
+from hetero.contexts.codec import RAW, ChunkCodec, Codes
+from hetero.contexts.kv_cache import KvCache
+from hetero.contexts.layer_gate import LayerGate, LoadError
+from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
+from hetero.contexts.swap_out import Job, SwapOut
+
+T = TypeVar("T")
+TRIES: Final = 4  # of a call whose chunks cannot be read
+
+
+class Active(Protocol):
+    """What the devices compute on (`hetero.contexts.context.Context`)."""
+
+    gate: LayerGate | None
+
+    @property
+    def cache(self) -> KvCache:
+        """Keys and values."""
+
+    @property
+    def cached(self) -> int:
+        """Tokens that have some."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The text."""
+
+    def adopt(self, tokens: Sequence[int]) -> None:
+        """It holds these from here on."""
+
+
+@dataclass(eq=False)
+class Held:
+    """A context of an app: its text, and the chunks of it that are known."""
+
+    app: str
+    root: bytes
+    tokens: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class Switch:
+    """What it took to get a context in place.
+
+    `ready_s` until the prompt's call could begin, `waited_s` what that call then waited for layers;
+    `recomputed_tokens` were computed for want of keys and values, `riding_tokens` of them in the
+    prompt's own call. `bits`: how many of its chunks were where before. The break-even speed is
+    that of a disk from which on reading pays.
+    """
+
+    ready_s: float = 0.0
+    waited_s: float = 0.0
+    reused_tokens: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    recomputed_tokens: int = 0
+    riding_tokens: int = 0
+    faults: int = 0
+    bits: dict[str, int] = field(default_factory=dict)
+    predicted_s: float = 0.0
+    break_even_bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0
+
+    @property
+    def switch_s(self) -> float:
+        """Seconds of the first token's time that the switch took; tokens that rode not counted."""
+        return self.ready_s + self.waited_s
+
+
+@dataclass
+class _Load:
+    """A load under way: chunks with the codes that they are read into (None: in memory)."""
+
+    chunks: list[tuple[Chunk, Codes, bool]]
+    gate: LayerGate
+    failed: Chunk | None = None
+    nbytes: int = 0
+
+
+class WorkingSet:
+    """Owned by the thread whose turn it is. `prefill` computes tokens on the active context;
+    `files` gives an app's chunks on the disk.
+    """
+
+    def __init__(
+        self,
+        active: Active,
+        memory: ChunkMemory,
+        codec: ChunkCodec,
+        swap: SwapOut,
+        *,
+        files: Callable[[str], ChunkFiles],
+        prefill: Callable[[Sequence[int]], Any],
+        rates: Rates,
+        recompute: bool = True,
+    ) -> None:
+        self.rates, self.recompute = rates, recompute
+        self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
+        self._files, self._prefill = files, prefill
+        self._app = ""  # whose text is in the cache
+        self._reading: Future[None] | None = None
+        self._load: _Load | None = None
+        self._clock = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero load")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._settle_reading()
+        self._thread.shutdown()
+
+    def answering(
+        self, held: Held, tokens: Sequence[int], run: Callable[[Switch], Iterator[T]]
+    ) -> Iterator[T]:
+        """What `run` yields where the active context holds the beginning of a whole text, to go on
+        from; the text's chunks stay in memory meanwhile.
+
+        Where a chunk cannot be read `run` is begun again without it; its first step meets that
+        before anything is yielded. Raises what `run` and `prefill` do.
+        """
+        for attempt in range(TRIES):
+            last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
+            known = [c for c in held.chunks if tuple(tokens[c.start : c.stop]) == c.tokens]
+            chunks = [] if last else known
+            try:
+                with self._memory.pinned(chunks):
+                    switch = self._enter(held, tokens, chunks)
+                    switch.faults = attempt
+                    gate = self._active.gate
+                    yield from run(switch)
+                    switch.waited_s = 0.0 if gate is None else gate.waited_s
+                    self._settle_reading()
+                return
+            except LoadError:
+                self._fault()
+                if last:
+                    raise
+
+    def forget(self) -> None:
+        """The cache holds nobody's text."""
+        self._settle_reading()
+        self._swap.settle()
+        self._app = ""
+        self._active.adopt(())
+
+    def _fault(self) -> None:
+        """What could not be had is text alone."""
+        self._settle_reading()
+        load, self._load = self._load, None
+        self.forget()
+        if load is not None and load.failed is not None:
+            self._lose(load.failed)
+
+    def leave(self, held: Held, bits: int) -> list[Chunk]:
+        """The context's text is that of the active one now; its chunks. `swap_out` follows."""
+        active = self._active
+        self._clock += 1
+        with self._memory.lock:
+            before, cached = held.chunks, active.tokens[: active.cached]
+            held.chunks = self._memory.table.refer(held.app, held.root, cached, bits)
+            for chunk in held.chunks:
+                chunk.used = self._clock
+        held.tokens = list(active.tokens)
+        self.release(before)
+        return held.chunks
+
+    def swap_out(self, held: Held) -> None:
+        """Encode and write, behind the caller's back, what lies in the active cache alone."""
+        with self._memory.lock:
+            fresh = [chunk for chunk in held.chunks if not chunk.kept]
+        if fresh:
+            self._swap.submit(Job(fresh, self._active.cache))
+
+    def release(self, chunks: Sequence[Chunk]) -> None:
+        """Give references up, and what nobody else refers to: in memory and on the disk."""
+        for chunk in self._memory.release(chunks):
+            if chunk.place is not None:
+                self._files(chunk.app).drop(chunk.place)
+
+    # --- Load -------------------------------------------------------------------------------
+
+    def _enter(self, held: Held, tokens: Sequence[int], chunks: Sequence[Chunk]) -> Switch:
+        start_s = time.perf_counter()
+        self._settle_reading()
+        switch = Switch(bits=self._memory.histogram(chunks))
+        kept = self._shared(held, tokens)
+        if kept < self._active.cached:
+            self._swap.settle()
+        self._active.adopt(tokens[:kept])
+        self._app, switch.reused_tokens = held.app, kept
+        wanted = [c for c in chunks if c.stop > kept and c.stop < len(tokens)]
+        if wanted:
+            self._fill(wanted, tokens, switch)
+        switch.ready_s = time.perf_counter() - start_s
+        return switch
+
+    def _fill(self, wanted: Sequence[Chunk], tokens: Sequence[int], switch: Switch) -> None:
+        """Put chunks that follow each other into the cache, or plan to compute them."""
+        active, claimed = self._active, self._claimed(wanted)
+        plan = self._planned(wanted, claimed, len(tokens), switch)
+        for chunk in wanted[plan.stop :]:
+            self._unclaim(claimed.pop(chunk, None))
+        gate: LayerGate | None = None
+        for missing, run in groupby(wanted[: plan.stop], lambda c: not self._at_hand(c, claimed)):
+            part = list(run)
+            start, stop = part[0].start, part[-1].stop
+            active.adopt(tokens[: max(start, active.cached) if missing else start])
+            if missing:
+                active.gate = gate
+                self._prefill(tokens[active.cached : stop])
+                switch.recomputed_tokens += stop - start
+            else:
+                self._settle_reading()
+                gate = self._start(part, claimed, switch)
+                active.adopt(tokens[:stop])
+        active.gate = gate
+        if plan.stop < len(wanted):
+            switch.riding_tokens = wanted[-1].stop - wanted[plan.stop].start
+            switch.recomputed_tokens += switch.riding_tokens
+
+    def _shared(self, held: Held, tokens: Sequence[int]) -> int:
+        """Tokens at the beginning that the cache holds, of the same app."""
+        if self._app != held.app:
+            return 0
+        active = self._active
+        pairs = zip(active.tokens[: active.cached], tokens, strict=False)
+        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        return min(active.cached, len(tokens) - 1) if differing is None else differing
+
+    def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
+        """Room for the chunks that are on the disk alone, where there is any."""
+        found = {}
+        for chunk in chunks:
+            if chunk.codes is None and (place := chunk.place) is not None:
+                bits = (
+                    place.bits if RAW in (place.bits, chunk.bits) else min(place.bits, chunk.bits)
+                )
+                if not self._memory.claim(self._codec.nbytes(len(chunk.tokens), bits)):
+                    break
+                found[chunk] = self._codec.empty(len(chunk.tokens), bits)
+        return found
+
+    def _unclaim(self, codes: Codes | None) -> None:
+        if codes is not None:
+            self._memory.budget.give(codes.nbytes)
+
+    def _at_hand(self, chunk: Chunk, claimed: dict[Chunk, Codes]) -> bool:
+        return chunk.codes is not None or chunk in claimed
+
+    def _planned(
+        self, wanted: Sequence[Chunk], claimed: dict[Chunk, Codes], tokens: int, switch: Switch
+    ) -> LoadPlan:
+        pieces = []
+        for chunk in wanted:
+            codes = chunk.codes or claimed.get(chunk)
+            nbytes = 0 if codes is None else codes.nbytes
+            disk = nbytes if chunk in claimed else 0
+            pieces.append(Piece(len(chunk.tokens), nbytes, disk, codes is None))
+        behind = tokens - wanted[-1].stop
+        layers, rates = self._codec.layers, self.rates
+        plan = plan_load(pieces, behind, rates, layers, recompute=self.recompute)
+        switch.predicted_s = plan.predicted_s
+        kept = [p for p in pieces if not p.missing] or pieces
+        per_token = sum(p.nbytes for p in kept) / sum(p.tokens for p in kept)
+        switch.break_even_bytes_per_s = rates.break_even_bytes_per_s(per_token)
+        switch.read_bytes_per_s = rates.read_bytes_per_s
+        return plan
+
+    def _start(
+        self, chunks: Sequence[Chunk], claimed: dict[Chunk, Codes], switch: Switch
+    ) -> LayerGate | None:
+        """Fill the cache with these: at once what is in memory, by the thread what must be read."""
+        items = [(c, c.codes or claimed[c], c in claimed) for c in chunks]
+        switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
+        cache = self._active.cache
+        if not claimed.keys() & set(chunks):
+            for chunk, codes, _ in items:
+                cache.write(chunk.start, self._codec.decode(codes))
+            return None
+        switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
+        self._load = _Load(items, LayerGate(self._codec.layers))
+        self._reading = self._thread.submit(self._read, self._load, cache)
+        return self._load.gate
+
+    def _read(self, load: _Load, cache: KvCache) -> None:
+        """The thread: layer by layer; what was read whole stays in memory."""
+        from_disk = [(chunk, codes) for chunk, codes, read in load.chunks if read]
+        at: Chunk | None = from_disk[0][0]
+        try:
+            reader = self._files(from_disk[0][0].app).reader([chunk for chunk, _ in from_disk])
+            try:
+                for layer in range(self._codec.layers):
+                    keys, values = cache.layer(layer)
+                    for chunk, codes, read in load.chunks:
+                        at = chunk
+                        if read:
+                            reader.layer(chunk, layer, codes)
+                        part = self._codec.decode_layer(codes, layer)
+                        keys[:, chunk.start : chunk.stop] = part[0]
+                        values[:, chunk.start : chunk.stop] = part[1]
+                    load.gate.open()
+            finally:
+                reader.close()
+        except (ChunkError, OSError) as error:
+            load.failed = at
+            for _, codes in from_disk:
+                self._unclaim(codes)
+            load.gate.fail(error)
+        else:
+            for chunk, codes in from_disk:
+                self._memory.keep(chunk, codes)
+
+    def _settle_reading(self) -> None:
+        """Return when the thread is done with the cache."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.result()
+
+    def _lose(self, chunk: Chunk) -> None:
+        """Its place on the disk is not to be used again."""
+        with self._memory.lock:
+            place, chunk.place = chunk.place, None
+        if place is not None:
+            self._files(chunk.app).drop(place)

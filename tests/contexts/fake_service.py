@@ -1,0 +1,143 @@
+"""Contexts without a model: keys and values of a token are a function of the text up to it.
+
+`FakeActive.compute` is the fake engine: it writes them, layer by layer, behind the gate as a step
+does, and checks that everything before them is what it should be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero.backends.memory import HostBuffer
+from hetero.contexts.budget import ByteBudget
+from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_memory import ChunkMemory
+from hetero.contexts.codec import RAW, ChunkCodec
+from hetero.contexts.eviction import Policy
+from hetero.contexts.kv_cache import CacheLayout, KvCache
+from hetero.contexts.layer_gate import LayerGate
+from hetero.contexts.load_plan import Rates
+from hetero.contexts.swap_out import SwapOut
+from hetero.contexts.working_set import Held, Switch, WorkingSet
+
+LAYOUT = CacheLayout(layers=3, kv_heads=2, capacity=160, head_dim=4)
+LONGEST = 128
+TOLERANCE = {RAW: 0.0, 8: 1 / 128, 4: 1 / 8, 2: 1 / 2}  # of values in [-1, 1]
+
+
+def truth(tokens: Sequence[int]) -> Any:
+    """Keys and values [L, 2, G, tokens, D] of a text, in [-1, 1]; each by its whole beginning."""
+    found = np.empty((LAYOUT.layers, 2, LAYOUT.kv_heads, len(tokens), LAYOUT.head_dim), np.float32)
+    state = b""
+    for i, token in enumerate(tokens):
+        state = hashlib.blake2b(state + bytes([token]), digest_size=16).digest()
+        seed = int.from_bytes(state[:8], "little")
+        shape = found[:, :, :, 0].shape
+        found[:, :, :, i] = np.random.default_rng(seed).uniform(-1, 1, shape)
+    return found
+
+
+class FakeActive:
+    """The context that the fake engine computes on."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.cache = KvCache(LAYOUT, HostBuffer)
+        self.gate: LayerGate | None = None
+        self.tolerance = tolerance
+        self.computed = 0
+        self._tokens: list[int] = []
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self._tokens)
+
+    @property
+    def cached(self) -> int:
+        return len(self._tokens)
+
+    def adopt(self, tokens: Sequence[int]) -> None:
+        self._tokens, self.gate = list(tokens), None
+
+    def compute(self, tokens: Sequence[int]) -> None:
+        """Append tokens; rows behind them are spoilt, as padded calls do."""
+        before, whole = self.cached, [*self._tokens, *tokens]
+        wanted = truth(whole)
+        for layer in range(LAYOUT.layers):
+            if self.gate is not None:
+                self.gate.wait(layer)
+            for kind, cache in enumerate(self.cache.layer(layer)):
+                found = cache[:, :before]
+                assert np.abs(found - wanted[layer, kind, :, :before]).max(initial=0) <= (
+                    self.tolerance
+                ), f"layer {layer} of {before} tokens"
+                cache[:, before : len(whole)] = wanted[layer, kind, :, before:]
+                cache[:, len(whole) : len(whole) + 8] = np.nan
+        self._tokens, self.gate = whole, None
+        self.computed += len(tokens)
+
+
+class FakeService:
+    """Everything of a service but texts on the disk and a model."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        memory: int,
+        disk: int,
+        bits: int = 8,
+        policy: Policy = "lctru",
+        rates: Rates | None = None,
+        recompute: bool = True,
+    ) -> None:
+        self.bits, self.folder = bits, folder
+        self.codec = ChunkCodec(LAYOUT)
+        self.active = FakeActive(TOLERANCE[bits])
+        self.disk = ByteBudget(disk, "disk")
+        self.memory = ChunkMemory(ByteBudget(memory), policy)
+        self.apps: dict[str, ChunkFiles] = {}
+        self.swap = SwapOut(self.memory, self.codec, self.files, self.disk)
+        self.working = WorkingSet(
+            self.active,
+            self.memory,
+            self.codec,
+            self.swap,
+            files=self.files,
+            prefill=self.active.compute,
+            rates=rates or Rates(prefill_s=lambda m: 1.0 + m, read_bytes_per_s=1e9),
+            recompute=recompute,
+        )
+
+    def files(self, app: str) -> ChunkFiles:
+        if app not in self.apps:
+            (self.folder / app).mkdir(exist_ok=True)
+            self.apps[app] = ChunkFiles(self.folder / app, self.codec, self.disk)
+        return self.apps[app]
+
+    def held(self, app: str) -> Held:
+        return Held(app, app.encode())
+
+    def call(self, held: Held, tokens: Sequence[int], answer: Sequence[int] = ()) -> Switch:
+        """A prompt (the whole text with it) and an answer."""
+        switches: list[Switch] = []
+
+        def run(switch: Switch) -> Iterator[None]:
+            switches.append(switch)
+            self.active.compute(tokens[self.active.cached :])
+            yield
+
+        for _ in self.working.answering(held, tokens, run):
+            for token in answer:
+                self.active.compute([token])
+        self.working.leave(held, self.bits)
+        self.working.swap_out(held)
+        return switches[-1]
+
+    def close(self) -> None:
+        self.swap.close()
+        self.working.close()

@@ -1,0 +1,145 @@
+"""Codes of keys and values: nested, within their bound, exact where they are raw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.contexts.codec import (
+    CHUNK_TOKENS,
+    NESTED,
+    RAW,
+    ChunkCodec,
+    CodecError,
+    channel_scales,
+    relative_errors,
+)
+from hetero.contexts.kv_cache import CacheLayout
+
+
+def layout(size: int) -> CacheLayout:
+    return CacheLayout(layers=3, kv_heads=2, capacity=64, head_dim=size)
+
+
+def made(seed: int, size: int, tokens: int = CHUNK_TOKENS) -> tuple[ChunkCodec, Any]:
+    """A codec with uneven channels, and values of them with outliers."""
+    random = np.random.default_rng(seed)
+    channels = np.exp(random.standard_normal((3, 2, size))).astype(np.float32)
+    values = random.standard_normal((3, 2, 2, tokens, size)).astype(np.float32)
+    values *= np.exp(2 * random.standard_normal((3, 2, 2, tokens, 1))).astype(np.float32)
+    values[:, 0] *= channels[:, :, None, :]
+    return ChunkCodec(layout(size), channels), values
+
+
+def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
+    """Values read back, and the largest error, in float64, one value after another."""
+    read, bound = np.empty(values.shape), np.empty(values.shape)
+    by_token = values.shape[-1] >= 64
+    for layer, kind, head, token, i in np.ndindex(*values.shape):
+        scale = float(codec.channels[layer, head, i]) if kind == 0 else 1.0
+        part = values[layer, kind, head].astype(np.float64)
+        if kind == 0:
+            part = part / codec.channels[layer, head].astype(np.float64)
+        elif by_token:
+            part = part[token]
+        largest = np.abs(part).max()
+        amplitude = np.float16(largest)
+        if float(amplitude) < largest * (1 - 1e-7):
+            amplitude = np.nextafter(amplitude, np.float16(np.inf))
+        size = float(amplitude) * scale
+        y = float(values[layer, kind, head, token, i]) / size if size else 0.0
+        code = min(max(int(np.floor((y + 1) * 2 ** (bits - 1))), 0), 2**bits - 1)
+        read[layer, kind, head, token, i] = size * ((2 * code + 1) / 2**bits - 1)
+        bound[layer, kind, head, token, i] = size / 2**bits
+    return read, bound
+
+
+@pytest.mark.parametrize("bits", NESTED)
+@pytest.mark.parametrize("size", [8, 64])
+def test_codes_are_what_the_definition_says(bits: int, size: int) -> None:
+    codec, values = made(bits + size, size, 3)
+    found = codec.decode(codec.encode(values, bits)).astype(np.float64)
+    wanted, bound = oracle(codec, values, bits)
+    # A value at the edge of a bin may fall on its other side: one bin of 8 bits, or of b.
+    assert (np.abs(found - wanted) <= 2.001 * bound + 1e-12).all()
+    assert np.isclose(found, wanted, rtol=1e-5, atol=1e-9).mean() > 0.999
+    assert (np.abs(found - values) <= 1.0001 * bound + 1e-9).all()
+
+
+@given(
+    seed=st.integers(0, 999), size=st.sampled_from([2, 8, 32, 64, 128]), tokens=st.integers(1, 16)
+)
+def test_fewer_bits_are_the_first_planes(seed: int, size: int, tokens: int) -> None:
+    codec, values = made(seed, size, tokens)
+    eight = codec.encode(values, 8)
+    for bits in NESTED:
+        lower, direct = eight.lowered(bits), codec.encode(values, bits)
+        assert lower.bits == bits
+        assert lower.nbytes == codec.nbytes(tokens, bits) == sum(p.nbytes for p in lower.planes)
+        for plane, own, given_plane in zip(lower.planes, direct.planes, eight.planes, strict=False):
+            assert plane is given_plane, "nothing is computed"
+            assert np.array_equal(plane, own)
+        # Taking bits away in two steps is taking them away in one.
+        assert np.array_equal(codec.decode(lower.lowered(2)), codec.decode(eight.lowered(2)))
+
+
+@given(seed=st.integers(0, 999), tokens=st.integers(1, 16), bits=st.sampled_from([*NESTED, RAW]))
+def test_a_layer_is_that_of_the_whole(seed: int, tokens: int, bits: int) -> None:
+    codec, values = made(seed, 64, tokens)
+    codes = codec.encode(values, bits)
+    whole = codec.decode(codes)
+    for layer in range(3):
+        assert np.array_equal(codec.decode_layer(codes, layer), whole[layer])
+
+
+def test_raw_is_exact_and_a_copy() -> None:
+    codec, values = made(0, 8)
+    values[0, 0, 0, 0, :3] = [-0.0, 1e-42, 3e38]
+    codes, before = codec.encode(values, RAW), values.copy()
+    values[:] = np.nan
+    assert codec.decode(codes).tobytes() == before.tobytes()
+    assert codes.nbytes == before.nbytes == codec.nbytes(16, RAW)
+
+
+def test_errors_grow_as_bits_go_and_channels_help() -> None:
+    codec, values = made(3, 64)
+    errors = relative_errors(codec, values)
+    assert 0 < 8 * errors[8] < errors[4] < errors[2], "four bits are a factor of 16"
+    plain = relative_errors(ChunkCodec(layout(64)), values)
+    assert errors[4] < plain[4], "keys have large channels"
+    scales = channel_scales(values)
+    assert relative_errors(ChunkCodec(layout(64), scales), values)[4] < plain[4]
+
+
+def test_bytes_count_amplitudes() -> None:
+    """By hand: 2·3·2·16·64 values, 1 + 16 amplitudes of two bytes for each layer and head."""
+    codec = ChunkCodec(layout(64))
+    assert codec.nbytes(16, 2) == 3 * 2 * 2 * 16 * 64 // 4 + 3 * 2 * 17 * 2
+    assert codec.nbytes(16, 8) - codec.nbytes(16, 4) == 3 * 2 * 2 * 16 * 64 // 2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])
+def test_what_codes_cannot_hold_is_refused(bad: float) -> None:
+    codec, values = made(1, 8)
+    values[2, 1, 1, 4, 5] = bad
+    with pytest.raises(CodecError):
+        codec.encode(values, 8)
+    assert codec.encode(values, RAW).bits == RAW
+
+
+def test_zeros_stay_zeros() -> None:
+    codec, values = made(1, 8)
+    values[:] = 0
+    assert not codec.decode(codec.encode(values, 2)).any()
+
+
+def test_bits_do_not_come_back() -> None:
+    codec, values = made(1, 8)
+    with pytest.raises(ValueError, match="codes of 4 bits do not hold any of 8"):
+        codec.encode(values, 4).lowered(8)
+    with pytest.raises(ValueError, match="codes of 32 bits"):
+        codec.encode(values, RAW).lowered(8)

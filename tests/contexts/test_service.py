@@ -1,0 +1,308 @@
+"""Contexts of applications on the demo model: out to the disk, out to text alone, and back."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hetero
+from hetero import LLM, Service, UserError
+from hetero.contexts.chunk_files import ChunkFiles
+
+PROMPTS = ["Once upon a time there was a fox", " The fox saw", " In the end", " Then"]
+OPTIONS: dict[str, Any] = {"max_tokens": 24, "logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", device="npu") as opened:
+        yield opened
+
+
+def opened(llm: LLM, folder: Path, **options: Any) -> Service:
+    given: dict[str, Any] = {"context_memory": "8MiB", "context_disk": "64MiB", "kv_bits": "raw"}
+    return Service(llm, directory=folder, **(given | options))
+
+
+def numbers(result: Any) -> Any:
+    return result.tokens, result.logprobs
+
+
+def story(llm: LLM) -> list[Any]:
+    """A context that is never switched out, in the same calls."""
+    with llm.new_context() as context:
+        return [numbers(llm.generate(p, context=context, **OPTIONS)) for p in PROMPTS]
+
+
+def evicted(service: Service, *, disk: bool) -> None:
+    """Everything that can leave the memory does; without `disk` from there as well."""
+    service.swap.drain()
+    service.memory.reclaim(sum(c.codes.nbytes for c in service.memory.table if c.codes is not None))
+    if not disk:
+        for app in service._apps.values():
+            for chunk in service.memory.table:
+                if chunk.app == app.name and chunk.place is not None:
+                    app.files.drop(chunk.place)
+                    chunk.place = None
+    service._working.forget()
+
+
+@pytest.mark.parametrize("memory", ["8MiB", "1MiB"])
+def test_through_the_disk_and_back_to_the_same_bits(llm: LLM, tmp_path: Path, memory: str) -> None:
+    """Exact codes, read and not computed again: every bit is that of a context that stayed."""
+    wanted = story(llm)
+    with opened(llm, tmp_path, recompute=False, context_memory=memory) as service:
+        app = service.bind("a")
+        context, other = app.new_context(chat=False), app.new_context(chat=False)
+        for prompt, expected in zip(PROMPTS, wanted, strict=True):
+            assert numbers(context.call(prompt, **OPTIONS)) == expected
+            evicted(service, disk=True)
+            assert set(context.where()) == {"disk"}
+            other.call("Somebody else", max_tokens=20)
+            evicted(service, disk=True)
+        switch = context.last_switch
+        assert switch is not None
+        assert switch.loaded_bytes > 0
+        assert switch.recomputed_tokens == 0
+        assert service.memory.budget.peak <= service.memory.budget.limit
+        service.memory.check()
+
+
+def test_from_the_text_alone_to_the_same_text(llm: LLM, tmp_path: Path) -> None:
+    """What is computed again differs in its last bits at most: other calls, the same operations."""
+    wanted = story(llm)
+    with opened(llm, tmp_path) as service:
+        context = service.bind("a").new_context(chat=False)
+        for prompt, (tokens, logprobs) in zip(PROMPTS, wanted, strict=True):
+            found = context.call(prompt, **OPTIONS)
+            assert found.tokens == tokens
+            for one, other in zip(found.logprobs, logprobs, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=2e-3)
+            evicted(service, disk=False)
+            assert set(context.where()) == {"text"}
+        switch = context.last_switch
+        assert switch is not None
+        assert switch.loaded_tokens == 0
+        assert switch.recomputed_tokens == switch.riding_tokens > 0
+
+
+@pytest.mark.parametrize("bits", ["8", "mixed", "4"])
+def test_lossy_codes_cost_what_they_are_said_to(llm: LLM, tmp_path: Path, bits: Any) -> None:
+    """After a switch, logits of the same text differ by little at 8 bits, by more at 4."""
+    text = llm.encode(" ".join([*PROMPTS, *PROMPTS]))
+    with opened(llm, tmp_path, kv_bits=bits, recompute=False) as service:
+        context = service.bind("a").new_context(chat=False)
+        context.call(" ".join([*PROMPTS, *PROMPTS]), max_tokens=1)
+        held, active = context._held, service._active
+        exact = active.cache.read(0, len(text) // 16 * 16).astype(np.float64)
+        evicted(service, disk=True)
+        whole = [*context.tokens, 5]
+        for _ in service._working.answering(held, whole, lambda _switch: iter(())):
+            pass
+        found = active.cache.read(0, exact.shape[3])
+        error = np.sqrt(np.square(found - exact).mean() / np.square(exact).mean())
+        measured = {int(b): e for b, e in service._directory.about["errors"].items()}
+        lowest = min(int(b) for b in context.where() if b != "32")
+        assert error <= 1.5 * measured[lowest], "another text than it was measured on"
+        assert error > 0
+
+
+def test_it_survives_the_process_and_another_app_shares_nothing(llm: LLM, tmp_path: Path) -> None:
+    with opened(llm, tmp_path) as service:
+        context = service.bind("notes").new_context(system="Be short.")
+        context.call("Tell me a story", max_tokens=30)
+        text, messages, name = context.tokens, context.messages, context.id
+        same = service.bind("other").new_context(system="Be short.")
+        same.call("Tell me a story", max_tokens=30)
+        assert same.tokens == text
+        assert same.last_switch is not None
+        assert same.last_switch.reused_tokens == same.last_switch.loaded_tokens == 0
+        roots = {chunk.key for chunk in context._held.chunks}
+        assert not roots & {chunk.key for chunk in same._held.chunks}
+    with opened(llm, tmp_path, recompute=False) as service:
+        (again,) = service.bind("notes").contexts()
+        assert (again.tokens, again.messages, again.id) == (text, messages, name)
+        assert again.where() == {"disk": -(-(len(text) - 1) // 16)}
+        answer = again.call("And then?", max_tokens=10)
+        assert answer.stats.reused_tokens > 0
+        assert again.messages[:-2] == messages
+
+
+def test_equal_beginnings_of_an_app_are_one(llm: LLM, tmp_path: Path) -> None:
+    with opened(llm, tmp_path) as service:
+        app = service.bind("a")
+        first = app.new_context(chat=False)
+        first.call(" ".join(PROMPTS), max_tokens=2)
+        service.swap.drain()
+        used = service.memory.budget.used
+        other = first.fork()
+        assert other.tokens == first.tokens
+        assert service.memory.budget.used == used, "nothing is copied"
+        other.call(PROMPTS[1], max_tokens=2)
+        shared = set(first._held.chunks) & set(other._held.chunks)
+        assert shared
+        assert all(chunk.refs == 2 for chunk in shared)
+        assert len(first.tokens) < len(other.tokens)
+        first.delete()
+        service.swap.drain()
+        assert all(chunk.refs == 1 for chunk in other._held.chunks)
+        evicted(service, disk=True)
+        other.call(PROMPTS[2], max_tokens=2)
+
+
+def test_deleting_leaves_nothing_on_the_disk(llm: LLM, tmp_path: Path) -> None:
+    with opened(llm, tmp_path) as service:
+        app = service.bind("a")
+        context = app.new_context(chat=False)
+        context.call("xylophone xylophone xylophone", max_tokens=20)
+        context.delete()
+        context.delete()
+        assert app.contexts() == []
+        assert [p.name for p in app.folder.iterdir()] == []
+        assert service.disk.used == 0
+        assert len(service.memory.table) == 0
+        with pytest.raises(UserError, match="this context was deleted"):
+            context.call("more")
+
+
+# --- faults -----------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 2, len(data), 997):
+        data[at] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
+def test_damaged_chunks_cost_computing_them(llm: LLM, tmp_path: Path, harm: Any) -> None:
+    wanted = story(llm)
+    with opened(llm, tmp_path, recompute=False) as service:
+        app = service.bind("a")
+        context = app.new_context(chat=False)
+        faults = 0
+        for prompt, (tokens, _) in zip(PROMPTS, wanted, strict=True):
+            assert context.call(prompt, **OPTIONS).tokens == tokens
+            assert context.last_switch is not None
+            faults += context.last_switch.faults
+            evicted(service, disk=True)
+            for path in app.folder.glob("*.kv"):
+                harm(path)
+        assert faults > 0
+        service.swap.drain()
+        service.memory.check()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_cannot_be_written_costs_no_answer(
+    llm: LLM, tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = story(llm)
+
+    def fail(self: Any, file: Any, chunks: Any) -> None:
+        file.write(b"a part")
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(ChunkFiles, "_write_pieces", fail)
+    with opened(llm, tmp_path) as service:
+        app = service.bind("a")
+        context = app.new_context(chat=False)
+        for prompt, expected in zip(PROMPTS, wanted, strict=True):
+            assert numbers(context.call(prompt, **OPTIONS)) == expected
+        service.swap.drain()
+        assert len(service.swap.faults) == len(PROMPTS)
+        assert [p.suffix for p in app.folder.iterdir()] == [".log"], "no part of a file is left"
+        assert service.disk.used == sum(p.stat().st_size for p in app.folder.iterdir())
+
+
+def test_a_disk_that_is_full_keeps_the_newest(llm: LLM, tmp_path: Path) -> None:
+    with opened(llm, tmp_path, context_disk="1MiB", contexts_per_app=20) as service:
+        app = service.bind("a")
+        contexts = [app.new_context(chat=False) for _ in range(4)]
+        for seed, context in enumerate(contexts):
+            context.call(f"{seed} {PROMPTS[0]}", max_tokens=90, seed=seed, temperature=1.0)
+        service.swap.drain()
+        assert service.disk.used <= service.disk.limit
+        evicted(service, disk=True)
+        assert set(contexts[0].where()) == {"text"}
+        assert set(contexts[-1].where()) == {"disk"}
+        for context in contexts:
+            context.call("more", max_tokens=2)
+
+
+def test_a_log_that_ends_in_the_middle_loses_that_call_alone(llm: LLM, tmp_path: Path) -> None:
+    with opened(llm, tmp_path) as service:
+        context = service.bind("a").new_context(chat=False)
+        context.call(PROMPTS[0], max_tokens=10)
+        before = context.tokens
+        context.call(PROMPTS[1], max_tokens=10)
+        path = context._log.path
+    os.truncate(path, path.stat().st_size - 3)
+    with opened(llm, tmp_path) as service:
+        (again,) = service.bind("a").contexts()
+        assert again.tokens == before
+        again.call(PROMPTS[1], max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"context_memory": 1000}, "context_memory must be more than"),
+        ({"kv_bits": "5"}, "kv_bits is raw, 8, 4, 2 or mixed, got '5'"),
+        ({"kv_ratio": 2}, r"kv_ratio is from 0\.25 to 1"),
+        ({"contexts_per_app": 0}, "contexts_per_app must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be(llm: LLM, tmp_path: Path, options: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        opened(llm, tmp_path, **options)
+
+
+def test_folders_that_cannot_be(llm: LLM, tmp_path: Path) -> None:
+    with (
+        opened(llm, tmp_path / "c"),
+        pytest.raises(UserError, match="another process uses these contexts"),
+    ):
+        opened(llm, tmp_path / "c")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="contexts cannot be kept here"):
+        opened(llm, tmp_path / "file")
+    about = tmp_path / "c" / "service.json"
+    text = about.read_text()
+    about.write_text(text.replace('"weights": "', '"weights": "other '))
+    with pytest.raises(UserError, match="belong to another model or weight format"):
+        opened(llm, tmp_path / "c")
+    about.write_text(text[: len(text) // 2])
+    with pytest.raises(UserError, match="is damaged"):
+        opened(llm, tmp_path / "c")
+
+
+def test_calls_that_cannot_be(llm: LLM, tmp_path: Path) -> None:
+    with opened(llm, tmp_path, contexts_per_app=1) as service:
+        app = service.bind("a")
+        context = app.new_context()
+        with pytest.raises(UserError, match="this app has 1 contexts"):
+            app.new_context()
+        with pytest.raises(UserError, match="'reuse' is not an option"):
+            context.call("x", reuse=True)
+        with pytest.raises(UserError, match="an app's name"):
+            service.bind("")
+        pieces = context.stream("Tell me a story", max_tokens=5)
+        next(pieces)
+        with pytest.raises(UserError, match="a stream of this service is unfinished"):
+            context.call("x")
+        del pieces
+        assert context.tokens == (), "an answer that was not read to its end is not kept"
+        assert context.call("Tell me a story", max_tokens=3).text
+    assert hetero.Service is Service
