@@ -31,6 +31,7 @@ from hetero.models.weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
+from hetero.runtime.attention_tap import rows_of
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
@@ -99,13 +100,15 @@ def place(
 
 
 class _Key(NamedTuple):
-    """What a step is lowered for. `position` of a window: about where its context is."""
+    """What a step is lowered for. `position` of a window: about where its context is.
+    `taps`: it tells what attention its sampled rows give."""
 
     phase: Phase
     chunks: tuple[int, ...]
     logit_rows: int
     gates: bool
     position: int = 0
+    taps: bool = False
 
 
 def _bound(step: Step, context: Context) -> Step:
@@ -360,7 +363,14 @@ class Engine:
                 piece = piece[count:]
 
     def step(
-        self, context: Context, phase: Phase, m: int, logit_rows: int = 1, *, gates: bool = True
+        self,
+        context: Context,
+        phase: Phase,
+        m: int,
+        logit_rows: int = 1,
+        *,
+        gates: bool = True,
+        taps: bool = False,
     ) -> Step:
         """The step of m tokens on a context whose last `logit_rows` rows get logits, lowered and
         bound where it has not been.
@@ -368,18 +378,33 @@ class Engine:
         Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
         of an `online-prepare` plan prepare their graphs every time: that is what it compares.
         """
-        return _bound(self._lowered(phase, m, logit_rows, gates=gates), context)
+        return _bound(self._lowered(phase, m, logit_rows, gates=gates, taps=taps), context)
 
-    def window_step(self, context: Context, chunks: Sequence[int], logit_rows: int = 1) -> Step:
+    def window_step(
+        self,
+        context: Context,
+        chunks: Sequence[int],
+        logit_rows: int = 1,
+        *,
+        taps: bool = False,
+    ) -> Step:
         """As `step`, for chunks of a prompt (tokens of each) that are in flight together."""
         position = _rounded(context.cached)
-        key = _Key("prefill", tuple(chunks), logit_rows, gates=False, position=position)
+        key = _Key("prefill", tuple(chunks), logit_rows, gates=False, position=position, taps=taps)
         return _bound(self._kept(key), context)
 
-    def _lowered(self, phase: Phase, m: int, logit_rows: int, *, gates: bool = True) -> Step:
+    def _lowered(
+        self,
+        phase: Phase,
+        m: int,
+        logit_rows: int,
+        *,
+        gates: bool = True,
+        taps: bool = False,
+    ) -> Step:
         """As `step`, for any context."""
-        gates = gates and phase == "decode" and bool(self.synchroniser.bells)
-        step = self._kept(_Key(phase, (m,), logit_rows, gates))
+        gates = gates and not taps and phase == "decode" and bool(self.synchroniser.bells)
+        step = self._kept(_Key(phase, (m,), logit_rows, gates, taps=taps))
         if self.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
@@ -405,7 +430,9 @@ class Engine:
     def _lower_step(self, key: _Key) -> Step:
         if len(key.chunks) == 1:
             (m,) = key.chunks
-            return self._lowering.lower(key.phase, m, key.logit_rows, gates=key.gates)
+            return self._lowering.lower(
+                key.phase, m, key.logit_rows, gates=key.gates, taps=key.taps
+            )
         assert self._launch_costs is not None
         return self._lowering.lower_chunks(
             key.chunks,
@@ -413,6 +440,7 @@ class Engine:
             cost=self._launch_costs.at(key.position, key.chunks),
             submit_s=self._launch_costs.submit_s(self.devices),
             orders=self._orders,
+            taps=key.taps,
         )
 
     @property
@@ -536,23 +564,34 @@ class Engine:
         logit_rows: int,
         chunks: Sequence[int],
     ) -> Step:
+        rows: list[int] = []
+        if context.mass is not None:
+            first = context.cached
+            rows = [first + row for row in rows_of(phase, first, len(tokens))]
+        taps = bool(rows)
         if len(chunks) > 1:
-            step = self.window_step(context, chunks, logit_rows)
+            step = self.window_step(context, chunks, logit_rows, taps=taps)
         else:
             gates = self.synchroniser.gates_now()
-            step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
+            step = self.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             self.pool.feed(tokens[start:stop], context.cached + start, chunk=chunk)
         alone = self._adapter is not None and len(chunks) == 1
         timed = alone and self._adapter is not None and self._adapter.due(phase, len(tokens))
+        timed = timed and not taps
         self._set_timing(timed)
         with self._control():
+            self._lowering.mass.begin()
             self._last_run = run = self.executor.run(step)
         self._last = weakref.ref(step)
         if timed and self._adapter is not None:
             self._adapter.observe(step, run.stamps)
+        if rows and context.mass is not None:
+            sums = self._lowering.mass.end(len(chunks))
+            if sums is not None:
+                context.mass.add(sums, rows)
         self.copied_bytes += step.copied_bytes
         context.work.add(run, len(tokens), phase)
         if self.gpu_share is not None:
