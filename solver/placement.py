@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul, OperandOrder
-from hetero.backends.protocol import Capabilities, DeviceKind
+from hetero.backends.protocol import Capabilities, DeviceKind, prepared_sizes
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.calls import padded_size
@@ -231,10 +231,13 @@ class Placement:
             for entry, _ in self._at(node, phase, 1 if node.plan_op == "lm_head" else m)
         )
 
+    def block_entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
+        """As `entries`, without the output head."""
+        return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
+
     def working(self, m: int) -> frozenset[DeviceKind]:
         """Devices that work in a prompt's call of m tokens, the output head aside."""
-        blocks = [entry for entry in self.entries("prefill", m) if entry.op != "lm_head"]
-        tiles = {tile.device for entry in blocks for tile in entry.tiles}
+        tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}
         return frozenset({self.rest("prefill"), *tiles})
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:
@@ -469,20 +472,17 @@ class Placement:
 
 def fitted(plan: ExecutionPlan, capabilities: Able, *, solved: bool = False) -> ExecutionPlan:
     """The plan in calls that devices can run; `solved` as in `ExecutionPlan.for_graphs`."""
-    return plan.for_graphs({kind: _graphs(x) for kind, x in capabilities.items()}, solved=solved)
+    return plan.for_graphs(
+        {kind: prepared_sizes(x) for kind, x in capabilities.items()}, solved=solved
+    )
 
 
 def reach(plan: ExecutionPlan, capabilities: Able) -> int:
     """Tokens that the longest call of a fitted plan writes on any device, padding included."""
     assert plan.step_tokens is not None
     longest = plan.step_tokens
-    held = [[size for size in _graphs(x) if size >= longest] for x in capabilities.values()]
+    held = [[size for size in prepared_sizes(x) if size >= longest] for x in capabilities.values()]
     return max([longest, *(min(sizes) for sizes in held if sizes)])
-
-
-def _graphs(capabilities: Capabilities) -> tuple[int, ...]:
-    """Token counts of a device's graphs, rising; none where it takes any."""
-    return tuple(sorted(capabilities.graph_sizes)) if capabilities.static_shapes else ()
 
 
 def _by_name(ops: Iterable[OpPlan]) -> dict[tuple[Phase, str], dict[int | None, OpPlan]]:

@@ -105,7 +105,11 @@ class QnnDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation, and matmuls of the declared formats."""
+        """Every operation but outliers, which are there to be computed elsewhere meanwhile, and
+        matmuls of the declared formats.
+        """
+        if isinstance(op, ops.Outliers):
+            return Acceptance(False, "outliers are floating-point sums for another device")
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:

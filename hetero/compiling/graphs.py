@@ -23,7 +23,7 @@ from hetero.compiling.bundle import (
     GraphRecord,
     find_bundle,
 )
-from hetero.compiling.jobs import Job, all_jobs
+from hetero.compiling.jobs import Job, Sharing, all_jobs, sharing
 from hetero.compiling.limits import Estimate, check_limits, estimate, mib
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
@@ -75,6 +75,10 @@ class Compilation:
     max_seq_len: int
     jobs: tuple[Job, ...]
     estimate: Estimate
+
+    def sharing(self, tokens: int) -> Sharing | None:
+        """What the calls of a prompt share, as long as the context holds (`jobs.sharing`)."""
+        return sharing(self.placement, min(tokens, self.max_seq_len))
 
 
 def prepare(request: CompileRequest) -> Compilation:

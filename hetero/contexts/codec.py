@@ -135,7 +135,8 @@ class ChunkCodec:
         count = len(planes[0])
         shape = (count, 2, self.heads, codes.tokens, self.size)
         if codes.bits == RAW:
-            return planes[0].reshape(-1).view(np.float32).reshape(shape)
+            exact: Array = planes[0].reshape(-1).view(np.float32).reshape(shape)
+            return exact
         split = 2 * self._amplitudes(codes.tokens)
         amplitudes = np.ascontiguousarray(planes[0][:, :split]).view(np.float16)
         found: Array = _unpacked2(planes[0][:, split:])
@@ -190,7 +191,8 @@ def channel_scales(values: Array) -> Array:
     squares = np.square(values[:, 0].astype(np.float64)).mean(axis=2)  # [L, G, D]
     head = np.sqrt(squares.mean(axis=2, keepdims=True))
     relative = np.sqrt(squares) / np.where(head > 0, head, 1)
-    return np.maximum(relative, 0.01).astype(np.float32)
+    scales: Array = np.maximum(relative, 0.01).astype(np.float32)
+    return scales
 
 
 def relative_errors(codec: ChunkCodec, values: Array) -> dict[int, float]:

@@ -204,10 +204,9 @@ class Engine:
         self._steps.clear()
         self._online = []
         self.placement = self._place(plan, source)
-        both = source is not None and self._adapts and len(self.devices) == 2
-        self._adapter = (
-            Adapter(source, self.config.num_layers) if both and source is not None else None
-        )
+        self._adapter = None
+        if source is not None and self._adapts and len(self.devices) == 2:
+            self._adapter = Adapter(source, self.placement)
         self.window, slots, layout, self.needs = self._sized()
         self._admit(len(self.contexts.open_contexts()))
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
@@ -520,7 +519,7 @@ class Engine:
     def _change_cuts(self, change: Adaptation) -> None:
         """Go on with other cuts of the same kernels."""
         self.adaptations.append(change.reason)
-        self.placement = self.placement.with_plan(change.solver.plan, change.solver)
+        self.placement = change.placement
         self._lower()
 
     def _attempt(
