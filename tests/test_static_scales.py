@@ -25,6 +25,7 @@ from hetero.compiling.static_scales import (
     Trial,
     choose_scales,
     pack_without,
+    static_weights,
     step_of,
 )
 from hetero.errors import ModelError, UserError
@@ -89,8 +90,9 @@ def test_channels_that_hold_the_outliers_are_found_and_leave_the_integers() -> N
     hot = [5, 130, 199]
     weight, x = rng.standard_normal((64, 200), dtype=np.float32), outlying(rng, 300, 200, hot)
     found = choose_scales(weight, [x[:100], x[100:]], excess=False)
-    assert found.shadowed.hot.tolist() == hot
-    cold = np.abs(np.delete(x, hot, axis=1)).max()
+    assert set(hot) <= set(found.shadowed.hot.tolist())
+    assert len(found.shadowed.hot) <= MOST_HOT * 200
+    cold = np.abs(np.delete(x, found.shadowed.hot, axis=1)).max()
     assert found.shadowed.step * 127 <= cold * 1.01
     assert found.shadowed.error < found.pruned.error / 20 <= found.widest.error / 20
     assert found.importance == np.abs(x).max() / found.shadowed.step > 20 * 127
@@ -123,7 +125,7 @@ def test_inputs_of_zeros_have_a_scale() -> None:
 
 def static(outliers: str, **changes: Any) -> StaticWeights:
     exact = RandomWeights(small_config(**changes), WeightFormat.F32)
-    return StaticWeights(exact, TOKENS, outliers=outliers, text=TEXT)
+    return static_weights(exact, TOKENS, outliers=outliers, text=TEXT)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.host.files import LONGEST_TEXT_BYTES
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack, pack_q4, padded
-from hetero.compiling.static_scales import StaticWeights
+from hetero.compiling.static_scales import StaticWeights, static_weights
 from hetero.compiling.walk import Progress, Site, walk
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
@@ -174,15 +174,15 @@ def calibrated(
     weight_format = WeightFormat(weights)
     if not (weight_format.activations.static or weight_format.storage is StorageFormat.Q4):
         raise UserError(f"calibration has nothing to choose for {weights}: {_CHOICES}")
-    loaded, words, sequences = calibration_tokens(model, text, limit)
+    loaded, words, sequences = calibration_sequences(model, text, limit)
     if weight_format.activations.static:
-        return StaticWeights(
+        return static_weights(
             loaded.weights, sequences, outliers=outliers, text=words, progress=progress
         )
     return CalibratedWeights(loaded.weights, weight_format, sequences, progress)
 
 
-def calibration_tokens(
+def calibration_sequences(
     model: str, text: Path, limit: int
 ) -> tuple[LoadedModel, str, list[list[int]]]:
     """A MODEL as f32, a text, and at most `limit` tokens of it as sequences that fit the context.

@@ -22,7 +22,7 @@ Notation: m tokens, n rows, k features, h hot channels.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -79,20 +79,20 @@ class Scale:
 class Scales:
     """What a matmul may do: with a shadow, cut off or widened without one, and widened.
 
-    `largest` is the maximum of |x| on the text, `outliers` how many elements each channel [k] has
-    beyond the codes of the shadowed form.
+    `channel_max` [k] is the maximum of |x| on the text, `outliers` [k] how many elements are beyond
+    the codes of the shadowed form.
     """
 
     shadowed: Scale
     pruned: Scale
     widest: Scale
-    largest: float
+    channel_max: Float32Array
     outliers: npt.NDArray[np.int64]
 
     @property
     def importance(self) -> float:
         """Largest |x| in codes of the shadowed form."""
-        return self.largest / self.shadowed.step
+        return float(self.channel_max.max()) / self.shadowed.step
 
 
 class InputStatistics:
@@ -101,7 +101,9 @@ class InputStatistics:
     def __init__(self, inputs: Sequence[Float32Array]) -> None:
         self.inputs = inputs
         self.sketch = Sketch.of(*inputs)
-        self.channel_max = np.max([np.abs(x).max(axis=0) for x in inputs], axis=0)  # [k]
+        self.channel_max: Float32Array = np.max(
+            [np.abs(x).max(axis=0) for x in inputs], axis=0
+        )  # [k]
 
     @property
     def largest(self) -> float:
@@ -114,23 +116,36 @@ class InputStatistics:
         found: npt.NDArray[np.int64] = np.sum(counts, axis=0, dtype=np.int64)
         return found
 
-    def hot(self, threshold: float) -> Channels:
-        """The fewest channels that hold `HOT_COVERAGE` of the outliers, `MOST_HOT` of all at most,
-        rising. Of two with as many outliers the one with the larger maximum comes first.
+    def hot(self, threshold: float, known: Channels = NO_CHANNELS) -> Channels:
+        """The fewest channels that hold `HOT_COVERAGE` of the outliers beside `known` ones, and
+        these, `MOST_HOT` of all at most, rising. Of two with as many outliers the one with the
+        larger maximum comes first.
         """
         counts = self.outliers(threshold)
+        counts[known] = 0
         order = np.lexsort((-self.channel_max, -counts))
         covered = np.cumsum(counts[order])
         if not covered[-1]:
-            return NO_CHANNELS
+            return known
         few = 1 + int(np.searchsorted(covered, HOT_COVERAGE * covered[-1]))
-        most = max(1, int(MOST_HOT * len(counts)))
-        return np.sort(order[: min(few, most)]).astype(np.int32)
+        most = max(1, int(MOST_HOT * len(counts))) - len(known)
+        return np.sort(np.concatenate([known, order[: min(few, most)]])).astype(np.int32)
+
+    def cold_sketch(self, hot: Channels) -> Sketch:
+        """Magnitudes of the other channels."""
+        return self.sketch.without(Sketch.of(*(x[:, hot] for x in self.inputs)))
+
+    def hot_sets(self, known: Channels = NO_CHANNELS) -> list[Channels]:
+        """Hot channels by several thresholds among those that are not `known`, few first."""
+        sketch = self.cold_sketch(known)
+        found = [self.hot(sketch.percentile(p), known) for p in PERCENTILES[1:]]
+        distinct = {x.tobytes(): x for x in found if len(x) > len(known)}
+        return sorted(distinct.values(), key=len)
 
     def steps(self, hot: Channels) -> Iterator[tuple[float, float]]:
         """(percentile, step) to try for the channels that are not hot."""
         cold = np.delete(self.channel_max, hot)
-        sketch = self.sketch.without(Sketch.of(*(x[:, hot] for x in self.inputs)))
+        sketch = self.cold_sketch(hot)
         largest = float(cold.max()) if len(cold) else 0.0
         yield 100.0, step_of(largest)
         for percent in PERCENTILES[1:]:
@@ -212,9 +227,9 @@ def choose_scales(
     if shadow and excess:
         shadowed = _paper_scale(statistics, trial, widest)
     elif shadow:
-        shadowed = _slab_scale(statistics, trial)
+        shadowed = _slab_scale(statistics, trial, pruned)
     outliers = statistics.outliers((LARGEST_CODE + 0.5) * shadowed.step)
-    return Scales(shadowed, pruned, widest, statistics.largest, outliers)
+    return Scales(shadowed, pruned, widest, statistics.channel_max, outliers)
 
 
 def _paper_scale(statistics: InputStatistics, trial: Trial, widest: Scale) -> Scale:
@@ -226,80 +241,37 @@ def _paper_scale(statistics: InputStatistics, trial: Trial, widest: Scale) -> Sc
     return Scale(step, PAPER_PERCENTILE, trial.error(step, excess=True), hot, excess=True)
 
 
-def _slab_scale(statistics: InputStatistics, trial: Trial) -> Scale:
-    """Hot channels by several thresholds, and for each the scale of the others."""
-    thresholds = [statistics.sketch.percentile(p) for p in PERCENTILES[1:]]
-    found = {x.tobytes(): x for x in map(statistics.hot, thresholds) if len(x)}
-    if not found:
-        found = {b"": statistics.hot(0.0)}  # nothing is beyond any percentile: all outliers
+def _slab_scale(statistics: InputStatistics, trial: Trial, pruned: Scale) -> Scale:
+    """Hot channels and the scale of the others; `pruned`, the form without any, if no worse.
+
+    Where a few channels hide the outliers of others, the second round finds these.
+    """
     best: Scale | None = None
-    for hot in sorted(found.values(), key=len):
-        scales = [Scale(s, p, trial.error(s, hot), hot) for p, s in statistics.steps(hot)]
-        least = min(scales, key=lambda scale: scale.error)
-        if best is None or least.error < WORTH * best.error:
-            best = least
-    assert best is not None
-    return best
+    for _ in range(2):
+        for hot in statistics.hot_sets(NO_CHANNELS if best is None else best.hot):
+            scales = [Scale(s, p, trial.error(s, hot), hot) for p, s in statistics.steps(hot)]
+            least = min(scales, key=lambda scale: scale.error)
+            if best is None or least.error < WORTH * best.error:
+                best = least
+    return best if best is not None and best.error < pruned.error else pruned
 
 
 class StaticWeights(ModelWeights):
-    """w8a8 weights of `exact` (f32) with static scales from calibration tokens.
+    """w8a8 weights of `exact` (f32) with a chosen scale for every matmul by name.
 
-    `sequences` are token ids, each of which fits the model's context. The float model is walked
-    once; matrices are packed when they are asked for.
+    Matrices are packed when they are asked for.
     """
 
     def __init__(
         self,
         exact: ModelWeights,
-        sequences: Sequence[Sequence[int]],
-        *,
-        outliers: str = DEFAULT_OUTLIERS,
-        text: str = "",
-        progress: Progress | None = None,
+        chosen: Mapping[str, Scale],
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(exact.config, WeightFormat.W8A8)
-        choice = OutlierChoice.parse(outliers)
-        if exact.weight_format != "f32":
-            raise UserError("calibration makes w8a8 weights of f32 ones: open the model as f32")
-        if choice.kept and exact.config.out_norms:
-            raise UserError(
-                f"{exact.config.architecture} norms what a matmul gives before it is added, so "
-                "outliers cannot be added beside it; use --outliers none"
-            )
         self.source, self._exact = exact.source, exact
-        self.scales = collect_scales(
-            exact, sequences, excess=choice.excess, shadows=choice.kept > 0, progress=progress
-        )
-        kept = self._most_important(choice.kept)
-        self.chosen = {
-            name: x.shadowed if name in kept else x.pruned for name, x in self.scales.items()
-        }
-        self.calibration = Calibration(
-            text_sha256=hashlib.sha256(text.encode()).hexdigest(),
-            tokens=sum(len(x) for x in sequences),
-            outliers=outliers,
-            matmuls={name: self._record(name, name not in kept) for name in self.scales},
-        )
-
-    def _most_important(self, part: float) -> set[str]:
-        """Names of this part of the matmuls, those with the farthest outliers."""
-        order = sorted(self.scales, key=lambda name: -self.scales[name].importance)
-        if self.config.tie_word_embeddings:
-            order.remove("lm_head")  # its columns are the embeddings' too
-        most = round(part * len(self.scales))
-        return set(order[: max(most, 1) if part else 0])
-
-    def _record(self, name: str, pruned: bool) -> MatMulCalibration:
-        chosen = self.chosen[name]
-        return MatMulCalibration(
-            x_scale=chosen.step,
-            percentile=chosen.percentile,
-            importance=self.scales[name].importance,
-            hot=len(chosen.hot),
-            pruned=pruned,
-            error=chosen.error,
-        )
+        self.chosen = dict(chosen)
+        self.calibration = calibration
 
     def end_vector(self, name: str) -> Float32Array:
         """A vector outside of the blocks."""
@@ -346,6 +318,76 @@ def _shadow(weight: Float32Array, hot: Channels) -> Shadow:
     return Shadow(hot, np.ascontiguousarray(weight[:, hot], dtype=np.float16))
 
 
+def static_weights(
+    exact: ModelWeights,
+    sequences: Sequence[Sequence[int]],
+    *,
+    outliers: str = DEFAULT_OUTLIERS,
+    text: str = "",
+    progress: Progress | None = None,
+) -> StaticWeights:
+    """w8a8 weights of `exact` (f32) with static scales from calibration tokens.
+
+    `sequences` are token ids, each of which fits the model's context; the float model is walked
+    once. Raises `UserError` for shadows that the architecture cannot have.
+    """
+    choice = OutlierChoice.parse(outliers)
+    if exact.weight_format != "f32":
+        raise UserError("calibration makes w8a8 weights of f32 ones: open the model as f32")
+    if choice.kept:
+        check_shadows(exact)
+    shadows = choice.kept > 0
+    scales = collect_scales(
+        exact, sequences, excess=choice.excess, shadows=shadows, progress=progress
+    )
+    kept = most_important(scales, choice.kept, tied=exact.config.tie_word_embeddings)
+    chosen = choose(scales, kept)
+    records = {name: _record(x, chosen[name], name not in kept) for name, x in scales.items()}
+    calibration = Calibration(
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        tokens=sum(len(x) for x in sequences),
+        outliers=outliers,
+        matmuls=records,
+    )
+    return StaticWeights(exact, chosen, calibration)
+
+
+def check_shadows(weights: ModelWeights) -> None:
+    """Raise `UserError` if nothing can be added beside a model's matmuls."""
+    if weights.config.out_norms:
+        raise UserError(
+            f"{weights.config.architecture} norms what a matmul gives before it is added, so "
+            "outliers cannot be added beside it; use --outliers none"
+        )
+
+
+def most_important(scales: Mapping[str, Scales], part: float, *, tied: bool) -> set[str]:
+    """Names of this part of the matmuls, those with the farthest outliers; one at least.
+
+    A `tied` output head is never among them: its columns are the embeddings' too.
+    """
+    order = sorted(scales, key=lambda name: -scales[name].importance)
+    if tied:
+        order.remove("lm_head")
+    return set(order[: max(round(part * len(scales)), 1) if part else 0])
+
+
+def choose(scales: Mapping[str, Scales], kept: Collection[str]) -> dict[str, Scale]:
+    """The shadowed form of `kept` matmuls, the pruned one of the others."""
+    return {name: x.shadowed if name in kept else x.pruned for name, x in scales.items()}
+
+
+def _record(found: Scales, chosen: Scale, pruned: bool) -> MatMulCalibration:
+    return MatMulCalibration(
+        x_scale=chosen.step,
+        percentile=chosen.percentile,
+        importance=found.importance,
+        hot=len(chosen.hot),
+        pruned=pruned,
+        error=chosen.error,
+    )
+
+
 def collect_scales(
     exact: ModelWeights,
     sequences: Sequence[Sequence[int]],
@@ -357,7 +399,7 @@ def collect_scales(
     """Scales of every matmul by name, in the order of `matmul_names`."""
     found: dict[str, Scales] = {}
 
-    def choose(site: Site) -> Mapping[str, WeightValue]:
+    def visit(site: Site) -> Mapping[str, WeightValue]:
         prefix = "" if site.node.layer is None else f"blocks.{site.node.layer}."
         shadow = shadows and not (site.role == "lm_head" and exact.config.tie_word_embeddings)
         found[prefix + site.role] = choose_scales(
@@ -365,5 +407,5 @@ def collect_scales(
         )
         return site.values
 
-    walk(exact, sequences, choose, progress=progress)
+    walk(exact, sequences, visit, progress=progress)
     return {name: found[name] for name in matmul_names(exact.config)}
