@@ -377,6 +377,8 @@ def takes_panels(op: Op, port: str) -> bool:
             return port == "x"
         case ops.Add():
             return port in ("x", "residual")
+        case ops.Outliers():
+            return port == "residual"
         case _:
             return False
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from hetero.backends import checks
-from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.calls import InPanels, Launch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Outliers
-from hetero.backends.protocol import Operand, WeightValue, tensors_of
+from hetero.backends.protocol import Operand, WeightValue, whole
 
 TOKENS = 4  # of a work-item on a processor: halves of a weight are converted once for all of them
 
@@ -32,22 +32,21 @@ def prepare_outliers(
         hot, slab = device.constant(features), device.constant(kept.data)
         copied += kept.nbytes
     if op.excess:
-        whole = checks.packed(weights)
-        assert whole.scales is not None
-        codes, scales = device.constant(whole.data), device.constant(whole.scales)
+        packed = checks.packed(weights)
+        assert packed.scales is not None
+        codes, scales = device.constant(packed.data), device.constant(packed.scales)
         x_scale = device.constant(checks.vector(weights, "x_scale"))
-        copied += whole.nbytes
+        copied += packed.nbytes
 
     def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
-        tensors = tensors_of(operands)
         found = []
         listed = absent
         if op.excess:
             listed = device.shared_scratch(4 * m * (1 + 2 * op.k))
-            args = (m, tensors["x"], listed, x_scale)
+            args = (m, whole(operands["x"]), listed, x_scale)
             found.append(Launch(program, "list_excess", (lanes, m), (lanes, 1), args))
         rows = 1 if lanes == 1 else -(-op.n // lanes) * lanes
-        ports = (tensors["x"], tensors["residual"], tensors["y"])
+        ports = (whole(operands["x"]), InPanels(operands["residual"]), whole(operands["y"]))
         operand_args = (m, *ports, hot, slab, listed, codes, scales)
         size = (rows, -(-m // tokens))
         found.append(Launch(program, "add_outliers", size, (lanes, 1), operand_args))

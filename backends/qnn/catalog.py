@@ -60,9 +60,18 @@ class Shape(NamedTuple):
 
 def piece_rows(op: Op) -> int:
     """Most tokens of one graph."""
+    if is_static(op):
+        return SIZES.scaled_rows
     if isinstance(op, ops.MatMul) and op.k >= SIZES.large_k:
         return SIZES.rows // 2
     return SIZES.rows
+
+
+def is_static(op: Op) -> bool:
+    """Whether the operation is a matmul of 8-bit codes whatever the device's own activations are:
+    its format says so. The scale of x is the host's (`integer`), not a part of the graph.
+    """
+    return isinstance(op, ops.MatMul) and op.weight_format.activations.static
 
 
 def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
@@ -89,6 +98,8 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
 
     `digest` names the weights that are constants of the graph (`constants_digest`).
     """
+    if isinstance(op, ops.MatMul) and is_static(op):
+        return integer_graph(op, m, weights, digest, "int8")
     plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
     return Graph(Identity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights))
 

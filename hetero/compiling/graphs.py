@@ -95,7 +95,14 @@ def prepare(request: CompileRequest) -> Compilation:
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     npu = capabilities_of(chip, sizes)
     able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
-    placement = place(plan, loaded.config, loaded.weights.weight_format, able, max_seq_len=length)
+    placement = place(
+        plan,
+        loaded.config,
+        loaded.weights.weight_format,
+        able,
+        max_seq_len=length,
+        shadows=loaded.weights.outliers(),
+    )
     jobs = tuple(all_jobs(placement, length))
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")

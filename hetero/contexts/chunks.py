@@ -31,7 +31,8 @@ class Chunk:
 
     `bits` is what it may have at most; bits only fall, since a value's lower bits do not come back
     (a chunk that is computed again starts anew). `used` is the time of its last call, counted in
-    calls; `pins` how many are at work on it, who must find it where it is.
+    calls; `density` is a mean over `seen` sampled rows; `pins` how many are at work on it,
+    who must find it where it is.
     """
 
     app: str
@@ -43,6 +44,7 @@ class Chunk:
     pins: int = 0
     used: int = 0
     density: float = 0.0
+    seen: int = 0
     codes: Codes | None = None
     place: Place | None = None
 

@@ -45,9 +45,14 @@ class Compression:
         return 8 if self.bits == "mixed" else int(self.bits)
 
     def choose(self, densities: Sequence[float]) -> list[int]:
-        """Bits of each of a context's full chunks."""
+        """Bits of each of a context's full chunks; the same for all where no density is known (a
+        device that does not tell queries apart).
+        """
         if self.bits != "mixed":
             return [self.first] * len(densities)
+        if not any(densities):  # nobody could tell
+            room = self.ratio * self._nbytes[8]
+            return [next((b for b in NESTED if self._nbytes[b] <= room), 2)] * len(densities)
         if self.rule == "paper":
             return paper(densities, self.ratio)
         budget = self.ratio * len(densities) * self._nbytes[8]

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.session_file import Identity, read_session, save_session
@@ -47,6 +48,7 @@ class Context:
         self.work = Work()
         self.reader: int | None = None  # the thread that the call or stream runs in
         self.gate: LayerGate | None = None  # layers that another thread is still filling
+        self.mass: AttentionMass | None = None  # adds up who attends to what, if asked for
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []

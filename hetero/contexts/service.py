@@ -27,6 +27,7 @@ from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
 from hetero.contexts.compaction import compact
 from hetero.contexts.compression import Compression, KvBits
 from hetero.contexts.conversation import Conversation
+from hetero.contexts.density import AttentionMass
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.eviction import Policy
 from hetero.contexts.measured import (
@@ -103,6 +104,8 @@ class Service:
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
             self.swap = SwapOut(self.memory, codec, self._files, self.disk)
             self._closers.append(self.swap.close)
+            if kv_bits == "mixed":
+                self._active.mass = AttentionMass(self.llm.max_seq_len)
             self._working = WorkingSet(
                 self._active,
                 self.memory,

@@ -21,6 +21,7 @@ from hetero.contexts.chunk_files import ChunkError, ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import RAW, ChunkCodec, Codes
+from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
@@ -34,6 +35,7 @@ class Active(Protocol):
     """What the devices compute on (`hetero.contexts.context.Context`)."""
 
     gate: LayerGate | None
+    mass: AttentionMass | None
 
     @property
     def cache(self) -> KvCache:
@@ -182,6 +184,8 @@ class WorkingSet:
             held.chunks = self._memory.table.refer(held.app, held.root, cached, bits)
             for chunk in held.chunks:
                 chunk.used = self._clock
+            if active.mass is not None:
+                active.mass.give(held.chunks)
         held.tokens = list(active.tokens)
         self.release(before)
         return held.chunks
@@ -204,6 +208,8 @@ class WorkingSet:
     def _enter(self, held: Held, tokens: Sequence[int], chunks: Sequence[Chunk]) -> Switch:
         start_s = time.perf_counter()
         self._settle_reading()
+        if self._active.mass is not None:
+            self._active.mass.reset()
         switch = Switch(bits=self._memory.histogram(chunks))
         kept = self._shared(held, tokens)
         if kept < self._active.cached:

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Outliers
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.calibration_record import Calibration, hot_bytes
 from hetero.models.config import ModelConfig
-from hetero.models.layout import VectorShape, block_vectors, total_bytes
+from hetero.models.layout import VectorShape, block_matrices, block_vectors, total_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,18 @@ class ModelWeights(ABC):
         """Bytes of all packed weights, norms, biases and hot channels."""
         packed = total_bytes(self.config, self.weight_format.storage)
         return packed + hot_bytes(self.config, self.calibration)
+
+    def outliers(self) -> dict[str, Outliers]:
+        """The operations of the shadows, by block and matmul (`blocks.3.down`)."""
+        if self.calibration is None:
+            return {}
+        shapes = {x.name: x for x in block_matrices(self.config)}
+        found = {}
+        for name in self.calibration.shadowed:
+            shape = shapes[name.rsplit(".", maxsplit=1)[-1]]
+            hot, excess = self.calibration.hot(name), self.calibration.excess
+            found[name] = Outliers(n=shape.n, k=shape.k, hot=hot, excess=excess)
+        return found
 
     def vectors(self) -> tuple[VectorShape, ...]:
         """Float32 vectors of a block."""

@@ -26,11 +26,12 @@ from hetero.contexts.session_file import Identity
 from hetero.contexts.store import ContextStore
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
-from hetero.models.graph import model_graph
+from hetero.models.graph import Shadows, model_graph
 from hetero.models.weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
+from hetero.runtime.attention_tap import rows_of
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
@@ -59,11 +60,13 @@ WINDOW = 4  # chunks of a prompt that are in flight together, at most
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
 
-def pool_bytes(config: ModelConfig, max_seq_len: int, longest: int) -> int:
+def pool_bytes(
+    config: ModelConfig, max_seq_len: int, longest: int, shadows: Shadows | None = None
+) -> int:
     """At most what the pool and one context take, for calls of up to `longest` tokens, padded to
     twice as many.
     """
-    slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE)
+    slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE, shadows=shadows)
     cache = cache_layout(config, max_seq_len + 2 * longest)
     return sum(nbytes_of(shape) for shape in slots.values()) + cache.nbytes
 
@@ -86,22 +89,26 @@ def place(
     *,
     max_seq_len: int,
     source: PlanSource | None = None,
+    shadows: Shadows | None = None,
 ) -> Placement:
     """A plan on devices with these capabilities, with caches as long as its calls need them."""
     fitting = fitted(plan, capabilities, solved=source is not None)
     # A padded last piece writes rows behind the last token; they lie beyond every context.
-    graph = model_graph(config, weight_format, capacity=max_seq_len + reach(fitting, capabilities))
+    capacity = max_seq_len + reach(fitting, capabilities)
+    graph = model_graph(config, weight_format, capacity=capacity, shadows=shadows)
     return Placement(fitting, graph, capabilities, source=source)
 
 
 class _Key(NamedTuple):
-    """What a step is lowered for. `position` of a window: about where its context is."""
+    """What a step is lowered for. `position` of a window: about where its context is.
+    `taps`: it tells what attention its sampled rows give."""
 
     phase: Phase
     chunks: tuple[int, ...]
     logit_rows: int
     gates: bool
     position: int = 0
+    taps: bool = False
 
 
 def _bound(step: Step, context: Context) -> Step:
@@ -244,6 +251,7 @@ class Engine:
                 logit_rows=SCORING_PIECE,
                 gathered=gathered,
                 chunks=window,
+                shadows=self._weights.outliers(),
             )
             needs = needs_of(slots, layout, self.placement)
             try:
@@ -272,6 +280,7 @@ class Engine:
             able,
             max_seq_len=self.max_seq_len,
             source=source,
+            shadows=self._weights.outliers(),
         )
 
     def _warm_steps(self) -> list[tuple[Phase, int]]:
@@ -354,7 +363,14 @@ class Engine:
                 piece = piece[count:]
 
     def step(
-        self, context: Context, phase: Phase, m: int, logit_rows: int = 1, *, gates: bool = True
+        self,
+        context: Context,
+        phase: Phase,
+        m: int,
+        logit_rows: int = 1,
+        *,
+        gates: bool = True,
+        taps: bool = False,
     ) -> Step:
         """The step of m tokens on a context whose last `logit_rows` rows get logits, lowered and
         bound where it has not been.
@@ -362,18 +378,33 @@ class Engine:
         Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
         of an `online-prepare` plan prepare their graphs every time: that is what it compares.
         """
-        return _bound(self._lowered(phase, m, logit_rows, gates=gates), context)
+        return _bound(self._lowered(phase, m, logit_rows, gates=gates, taps=taps), context)
 
-    def window_step(self, context: Context, chunks: Sequence[int], logit_rows: int = 1) -> Step:
+    def window_step(
+        self,
+        context: Context,
+        chunks: Sequence[int],
+        logit_rows: int = 1,
+        *,
+        taps: bool = False,
+    ) -> Step:
         """As `step`, for chunks of a prompt (tokens of each) that are in flight together."""
         position = _rounded(context.cached)
-        key = _Key("prefill", tuple(chunks), logit_rows, gates=False, position=position)
+        key = _Key("prefill", tuple(chunks), logit_rows, gates=False, position=position, taps=taps)
         return _bound(self._kept(key), context)
 
-    def _lowered(self, phase: Phase, m: int, logit_rows: int, *, gates: bool = True) -> Step:
+    def _lowered(
+        self,
+        phase: Phase,
+        m: int,
+        logit_rows: int,
+        *,
+        gates: bool = True,
+        taps: bool = False,
+    ) -> Step:
         """As `step`, for any context."""
-        gates = gates and phase == "decode" and bool(self.synchroniser.bells)
-        step = self._kept(_Key(phase, (m,), logit_rows, gates))
+        gates = gates and not taps and phase == "decode" and bool(self.synchroniser.bells)
+        step = self._kept(_Key(phase, (m,), logit_rows, gates, taps=taps))
         if self.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
@@ -399,7 +430,9 @@ class Engine:
     def _lower_step(self, key: _Key) -> Step:
         if len(key.chunks) == 1:
             (m,) = key.chunks
-            return self._lowering.lower(key.phase, m, key.logit_rows, gates=key.gates)
+            return self._lowering.lower(
+                key.phase, m, key.logit_rows, gates=key.gates, taps=key.taps
+            )
         assert self._launch_costs is not None
         return self._lowering.lower_chunks(
             key.chunks,
@@ -407,6 +440,7 @@ class Engine:
             cost=self._launch_costs.at(key.position, key.chunks),
             submit_s=self._launch_costs.submit_s(self.devices),
             orders=self._orders,
+            taps=key.taps,
         )
 
     @property
@@ -530,23 +564,34 @@ class Engine:
         logit_rows: int,
         chunks: Sequence[int],
     ) -> Step:
+        rows: list[int] = []
+        if context.mass is not None:
+            first = context.cached
+            rows = [first + row for row in rows_of(phase, first, len(tokens))]
+        taps = bool(rows)
         if len(chunks) > 1:
-            step = self.window_step(context, chunks, logit_rows)
+            step = self.window_step(context, chunks, logit_rows, taps=taps)
         else:
             gates = self.synchroniser.gates_now()
-            step = self.step(context, phase, len(tokens), logit_rows, gates=gates)
+            step = self.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             self.pool.feed(tokens[start:stop], context.cached + start, chunk=chunk)
         alone = self._adapter is not None and len(chunks) == 1
         timed = alone and self._adapter is not None and self._adapter.due(phase, len(tokens))
+        timed = timed and not taps
         self._set_timing(timed)
         with self._control():
+            self._lowering.mass.begin()
             self._last_run = run = self.executor.run(step)
         self._last = weakref.ref(step)
         if timed and self._adapter is not None:
             self._adapter.observe(step, run.stamps)
+        if rows and context.mass is not None:
+            sums = self._lowering.mass.end(len(chunks))
+            if sums is not None:
+                context.mass.add(sums, rows)
         self.copied_bytes += step.copied_bytes
         context.work.add(run, len(tokens), phase)
         if self.gpu_share is not None:
@@ -592,7 +637,8 @@ class Engine:
         self.devices = rest
         with suppress(DeviceError):
             lost.close()
-        spec = model_graph(self.config, self._weights.weight_format, self.plan.model)
+        stored, shadows = self._weights.weight_format, self._weights.outliers()
+        spec = model_graph(self.config, stored, self.plan.model, shadows=shadows)
         try:
             self._warmed = False
             self._build(single_device(spec, kind), None, None)

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, MatMul, describe
+from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, describe
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
@@ -31,6 +31,7 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
+from hetero.runtime.attention_tap import EVERY, AttentionTap, StepMass
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
@@ -77,6 +78,8 @@ class Lowering:
         self.pool = pool
         self.devices = devices
         self.synchroniser = synchroniser
+        attentions = [x.op for x in placement.graph.nodes if isinstance(x.op, Attention)]
+        self.mass = StepMass(max((op.capacity for op in attentions), default=0), len(attentions))
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
@@ -87,9 +90,11 @@ class Lowering:
             return None
         return Handover(gpu, self._mirrors) if gpu.capabilities.unified_memory else None
 
-    def lower(self, phase: Phase, m: int, logit_rows: int, *, gates: bool) -> Step:
+    def lower(
+        self, phase: Phase, m: int, logit_rows: int, *, gates: bool, taps: bool = False
+    ) -> Step:
         """The step of m tokens whose last `logit_rows` rows get logits, `gates` where they gain."""
-        placed = self.place(phase, (m,), logit_rows)
+        placed = self.place(phase, (m,), logit_rows, taps=taps)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.bells if gates else {})
 
@@ -101,6 +106,7 @@ class Lowering:
         cost: Cost | None = None,
         submit_s: float = 0.0,
         orders: Orders | None = None,
+        taps: bool = False,
     ) -> Step:
         """One program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
@@ -114,19 +120,22 @@ class Lowering:
             raise ValueError(
                 f"{len(chunks)} chunks do not fit a pool with slots for {self.pool.chunks}"
             )
-        placed, eager = self.place("prefill", tuple(chunks), logit_rows), self.synchroniser.eager
+        placed = self.place("prefill", tuple(chunks), logit_rows, taps=taps)
+        eager = self.synchroniser.eager
         graph = placed.graph()
         if cost is None or not eager:
             return placed.bound(in_order(graph, eager=eager), {})
         orders = orders or Orders("best")
         return placed.bound(orders.schedule(graph, cost, submit_s=submit_s), {})
 
-    def place(self, phase: Phase, chunks: tuple[int, ...], logit_rows: int) -> Placed:
-        """The launches of a step's chunks."""
+    def place(
+        self, phase: Phase, chunks: tuple[int, ...], logit_rows: int, *, taps: bool = False
+    ) -> Placed:
+        """The launches of a step's chunks; `taps`: and what adds up `mass` behind attention."""
         placed = Placed(phase, chunks, self.pool, self.devices, self.synchroniser, self.handover())
         for i, m in enumerate(chunks):
             rows = logit_rows if i == len(chunks) - 1 else 0
-            self._chunk(_ChunkKey(phase, m, rows, i), placed.handover).place(placed)
+            self._chunk(_ChunkKey(phase, m, rows, i, taps), placed.handover).place(placed)
         return placed
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
@@ -150,6 +159,7 @@ class _ChunkKey(NamedTuple):
     m: int
     logit_rows: int
     chunk: int
+    taps: bool
 
 
 class _Chunk:
@@ -159,7 +169,7 @@ class _Chunk:
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         self.lowering, self.handover = lowering, handover
-        self.phase, self.m, self.logit_rows, self.chunk = key
+        self.phase, self.m, self.logit_rows, self.chunk, self.taps = key
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
         self.stages: list[tuple[str, Sequence[Item]]] = []
@@ -183,6 +193,8 @@ class _Chunk:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
                 self._place(node.name, [self._other_item(node, kind, graph)])
+                if self.taps and isinstance(node.op, Attention):
+                    self._place_tap(node, node.op)
             else:
                 self._place(node.name, self._matmul_items(node, parts))
 
@@ -223,6 +235,18 @@ class _Chunk:
         own, name = self._own(kind, operands), describe(node.op)
         call = CacheCall(name, kernel, own, caches, graph) if caches else kernel.bind(own, graph)
         return Item(kind, call, reads, writes, (0, self.m), None, operands)
+
+    def _place_tap(self, node: Node, op: Attention) -> None:
+        qkv, position = self._operand(node.slots["qkv"]), self._tensor("position")
+        if isinstance(qkv, Panels) or self.handover is not None:
+            return
+        kernel = AttentionTap(op, self.lowering.mass, EVERY[self.phase])
+        caches = {"k_cache": node.slots["k_cache"]}
+        operands: dict[str, Operand] = {"qkv": qkv, "position": position}
+        call = CacheCall(f"{node.name} mass", kernel, operands, caches, self.m)
+        reads = frozenset(map(self._ref, (node.slots["qkv"], "position", node.slots["k_cache"])))
+        writes = frozenset({SlotRef("mass")})
+        self._place(f"{node.name} mass", [Item(None, call, reads, writes, (0, self.m), None)])
 
     def _group_item(self, group: NodeGroup, graph: int) -> Item:
         operands: dict[str, Operand] = {}

@@ -121,6 +121,7 @@ class Placed:
         self._asynchronous = {
             kind: device.capabilities.asynchronous for kind, device in devices.items()
         }
+        self._host: DeviceKind = "npu" if "npu" in devices else "gpu"
         self._pool, self._synchroniser = pool, synchroniser
         self._specs: list[LaunchSpec] = []
         self._items: list[Item] = []
@@ -208,28 +209,27 @@ class Placed:
         )
 
     def _launch(self, i: int) -> Launch:
-        item, kind = self._items[i], _account(self._specs[i])
+        item, kind = self._items[i], self._account(self._specs[i])
         outputs = tuple(x for port, x in item.operands.items() if port in OUTPUT_PORTS)
         name, chunk = self._specs[i].name, self._specs[i].chunk
         return Launch(name, kind, item.call, item.tokens, item.rows, outputs, chunk)
 
     def _start(self, i: int, place: int) -> Action:
         spec, call = self._specs[i], self._items[i].call
-        number = KINDS.index(_account(spec))
+        number = KINDS.index(self._account(spec))
         if spec.asynchronous:
             return Action(SUBMIT, place, number, call.submit)
         return Action(RUN, place, number, call.run)
+
+    def _account(self, spec: LaunchSpec) -> DeviceKind:
+        """Whose work a launch counts as; the control thread's own is the NPU's, if there is one."""
+        return spec.kind or self._host
 
     def _site(self, awaited: int, before: int | None) -> Site:
         where = "end" if before is None else self._specs[before].node
         spec, call = self._specs[awaited], self._items[awaited].call
         key = (self.phase, self.chunks, _role(where), _role(spec.name))
-        return self._synchroniser.site(key, _account(spec), call.name)
-
-
-def _account(spec: LaunchSpec) -> DeviceKind:
-    """Whose work a launch counts as; the control thread's own is the NPU's."""
-    return spec.kind or "npu"
+        return self._synchroniser.site(key, self._account(spec), call.name)
 
 
 def _role(name: str) -> str:

@@ -40,10 +40,9 @@ def launched(step: Step) -> Counter[Any]:
 
 def said(placement: Placement, phase: Phase, m: int, logit_rows: int) -> Counter[Any]:
     found: list[Any] = []
-    for node, kind, graph, parts, group in placement.at(phase, m, logit_rows):
+    for node, kind, graph, parts, _ in placement.at(phase, m, logit_rows):
         if kind is not None:
-            name = node.name if group is None else group.name
-            found.append((name, kind, (0, m), None, graph))
+            found.append((node.name, kind, (0, m), None, graph))
         found += [(node.name, x.kind, x.tokens, x.rows, x.graph) for x in parts]
     return Counter(found)
 
@@ -51,18 +50,14 @@ def said(placement: Placement, phase: Phase, m: int, logit_rows: int) -> Counter
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),
-    tokens=st.integers(1, 64),
+    tokens=st.integers(4, 64),  # a pool for as many as are verified here
     rest=st.sampled_from(["gpu", "npu"]),
-    fused=st.sampled_from([(), ("feed_forward",), ("block",)]),
 )
 @pytest.mark.parametrize("backend", ["null", "reference"])
 def test_a_steps_launches_are_those_of_the_placement(
-    loaded: LoadedModel, backend: str, seed: int, tokens: int, rest: str, fused: Any
+    loaded: LoadedModel, backend: str, seed: int, tokens: int, rest: str
 ) -> None:
-    rng = random.Random(seed)
-    strategies = ["npu-only"] if fused and rng.random() < 0.5 else ["row-cut", "hybrid-cut"]
-    plan = random_plan(loaded.spec(), tokens, GRAPHS, rng, strategies=strategies, rest=rest)
-    plan = plan.model_copy(update={"fused": fused})
+    plan = random_plan(loaded.spec(), tokens, GRAPHS, random.Random(seed), rest=rest)
     devices: Any = {
         "gpu": open_device(backend, kind="gpu"),
         "npu": open_device(backend, kind="npu", graph_sizes=GRAPHS),

@@ -55,7 +55,7 @@ INLINE float code_of(__global const char *data, const int block, const int lane,
 #endif
 
 #define OPERANDS                                                                          \
-  ARRAY(const float, x), ARRAY(const float, residual), ARRAY(float, y),                   \
+  ARRAY(const float, x), PANELS(const float, residual), ARRAY(float, y),                  \
       __global const int *restrict hot, __global const half *restrict weight,             \
       __global const int *restrict listed, __global const char *restrict data,            \
       __global const float *restrict scales
@@ -67,7 +67,6 @@ __kernel void add_outliers(const int count, OPERANDS) {
   if (first >= count) return;
   const int tokens = min(TOKENS, count - first);
   x += x_at + (size_t)first * K;
-  residual += residual_at + (size_t)first * N;
   y += y_at + (size_t)first * N;
   for (int block = 0; block < BLOCKS; block++) {
     float16 sum[TOKENS];
@@ -77,6 +76,7 @@ __kernel void add_outliers(const int count, OPERANDS) {
       for (int t = 0; t < TOKENS; t++) sum[t] += w * x[(size_t)min(t, tokens - 1) * K + hot[i]];
     }
     const int rows = min(16, N - block * 16);
+    const int panel = panel_of(residual_table, residual_count, block * 16);
     for (int t = 0; t < tokens; t++) {
       float row[16];
       vstore16(sum[t], 0, row);
@@ -88,8 +88,10 @@ __kernel void add_outliers(const int count, OPERANDS) {
           row[lane] += excess * scales[block * 16 + lane] * code_of(data, block, lane, own[1 + 2 * i]);
       }
 #endif
-      const size_t at = (size_t)t * N + block * 16;
-      for (int lane = 0; lane < rows; lane++) y[at + lane] = residual[at + lane] + row[lane];
+      // Panels begin at multiples of 16.
+      __global const float *from = PANEL_ROW(residual, panel, first + t) + block * 16;
+      __global float *to = y + (size_t)t * N + block * 16;
+      for (int lane = 0; lane < rows; lane++) to[lane] = from[lane] + row[lane];
     }
   }
 }
@@ -108,7 +110,7 @@ __kernel void add_outliers(const int count, OPERANDS) {
   for (int i = 0; i < listed[0]; i++)
     sum += as_float(listed[2 + 2 * i]) * scales[row] * code_of(data, block, lane, listed[1 + 2 * i]);
 #endif
-  const size_t at = (size_t)token * N + row;
-  y[y_at + at] = residual[residual_at + at] + sum;
+  const int panel = panel_of(residual_table, residual_count, row);
+  y[y_at + (size_t)token * N + row] = PANEL_ROW(residual, panel, token)[row] + sum;
 }
 #endif
