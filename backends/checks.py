@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.formats import StorageFormat
 from hetero.backends.host import forks
 from hetero.backends.ops import Op, describe, weight_names
 from hetero.backends.protocol import Acceptance, Capabilities, WeightValue
@@ -25,24 +26,39 @@ def check_weights(op: Op, weights: Mapping[str, WeightValue]) -> None:
     if set(names) != set(weights):
         raise ValueError(f"{describe(op)} takes the weights {names}, got {tuple(weights)}")
     for name in names:
-        if name == "weight" and isinstance(op, ops.MatMul | ops.Embed):
-            _check_packed(op, weights[name])
+        if name in ("weight", "hot_weight") and isinstance(
+            op, ops.MatMul | ops.Embed | ops.Outliers
+        ):
+            _check_packed(op, name, weights[name])
+        elif name == "hot":
+            _check_hot(op, weights[name])
         else:
             _check_vector(op, name, weights[name])
 
 
 def packed(weights: Mapping[str, WeightValue]) -> PackedWeight:
-    """`weights["weight"]` of a MatMul or Embed that passed `check_weights`."""
+    """`weights["weight"]` of an operation that passed `check_weights`."""
     weight = weights["weight"]
     assert isinstance(weight, PackedWeight)
     return weight
 
 
 def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.float32]:
-    """A one-dimensional weight of an operation that passed `check_weights`."""
-    value = weights[name]
+    """A one-dimensional float32 weight of an operation that passed `check_weights`."""
+    value: Any = weights[name]
     assert not isinstance(value, PackedWeight)
-    return value
+    assert value.dtype == np.float32
+    found: npt.NDArray[np.float32] = value
+    return found
+
+
+def slab(weights: Mapping[str, WeightValue]) -> tuple[npt.NDArray[np.int32], PackedWeight]:
+    """The hot features of an `Outliers` that passed `check_weights`, and their weights [n, hot]."""
+    hot: Any = weights["hot"]
+    kept = weights["hot_weight"]
+    assert isinstance(kept, PackedWeight)
+    found: npt.NDArray[np.int32] = hot
+    return found, kept
 
 
 def check_token_count(
@@ -122,11 +138,20 @@ class Health:
         self._remedy = forks.REMEDY
 
 
-def _check_packed(op: ops.MatMul | ops.Embed, weight: WeightValue) -> None:
+def _check_packed(
+    op: ops.MatMul | ops.Embed | ops.Outliers, name: str, weight: WeightValue
+) -> None:
     if not isinstance(weight, PackedWeight):
         raise ValueError(f"{describe(op)} takes a PackedWeight, got {type(weight).__name__}")
-    n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
-    storage = op.weight_format.storage
+    match op:
+        case ops.MatMul():
+            n, k, storage = op.n, op.k, op.weight_format.storage
+        case ops.Embed():
+            n, k, storage = op.vocab, op.d, op.weight_format.storage
+        case ops.Outliers() if name == "weight":
+            n, k, storage = op.n, op.k, StorageFormat.Q8R
+        case ops.Outliers():
+            n, k, storage = op.n, op.hot, StorageFormat.F16
     if (weight.n, weight.k, weight.storage) != (n, k, storage):
         raise ValueError(
             f"{describe(op)} takes {storage} weights of {n}×{k}, "
@@ -136,7 +161,7 @@ def _check_packed(op: ops.MatMul | ops.Embed, weight: WeightValue) -> None:
 
 def _check_vector(op: Op, name: str, value: Any) -> None:
     match op:
-        case ops.MatMul():
+        case ops.MatMul() | ops.Outliers():
             length = 1 if name == "x_scale" else op.n
         case ops.Rope():
             length = op.head_dim
@@ -151,3 +176,10 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
         raise ValueError(f"{describe(op)} takes {name} as float32 ({length},), got {got}")
     if name == "x_scale" and not (np.isfinite(value[0]) and value[0] > 0):
         raise ValueError(f"{describe(op)} takes a finite x_scale > 0, got {value[0]}")
+
+
+def _check_hot(op: Op, value: Any) -> None:
+    assert isinstance(op, ops.Outliers)
+    right = isinstance(value, np.ndarray) and (value.shape, value.dtype) == ((op.hot,), np.int32)
+    if not right or np.any(np.diff(value) <= 0) or value[0] < 0 or value[-1] >= op.k:
+        raise ValueError(f"{describe(op)} takes hot as int32 ({op.hot},), rising, below {op.k}")

@@ -230,8 +230,46 @@ class Add:
     ports: ClassVar[tuple[str, ...]] = ("x", "residual", "y")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outliers:
+    """What a matmul of 8-bit codes leaves out, added to the residual stream while it runs
+    (mllm-NPU, section 3.3): `y = residual + x[:, hot] · W_hotᵀ + excess(x) · Wᵀ`.
+
+    `hot` features, 0 or more, have zero codes in the matmul's weight and are multiplied in floating
+    point here. With `excess`, what the codes of the other features cannot hold is added:
+    excess(x) = (q - min(max(q, -128), 127)) · x_scale of q = rint(x / x_scale).
+
+    Ports: `x` [m, k], `residual` [m, n], `y` [m, n]. Weights: `hot` int32 [hot], rising, and
+    `hot_weight` (PackedWeight f16 of n × hot) if `hot`; `weight` (PackedWeight q8r of n × k, that
+    of the matmul) and its `x_scale` [1] if `excess`.
+    """
+
+    n: int
+    k: int
+    hot: int = 0
+    excess: bool = False
+    ports: ClassVar[tuple[str, ...]] = ("x", "residual", "y")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hot <= self.k or not (self.hot or self.excess):
+            raise ValueError(
+                f"outliers are of 0 to k={self.k} hot features, of the excess, or of both, got "
+                f"hot={self.hot}"
+            )
+
+
 Op: TypeAlias = (
-    MatMul | Embed | RMSNorm | LayerNorm | Rope | Attention | GatedAct | Act | AddPositions | Add
+    MatMul
+    | Embed
+    | RMSNorm
+    | LayerNorm
+    | Rope
+    | Attention
+    | GatedAct
+    | Act
+    | AddPositions
+    | Add
+    | Outliers
 )
 
 
@@ -239,7 +277,7 @@ Op: TypeAlias = (
 OUTPUT_PORTS = frozenset({"y", "sum", "out"})
 
 
-def weight_names(op: Op) -> tuple[str, ...]:
+def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
     """Names of the weights that `Device.prepare` takes for `op`."""
     match op:
         case MatMul():
@@ -253,6 +291,9 @@ def weight_names(op: Op) -> tuple[str, ...]:
             return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
         case AddPositions():
             return ("table",)
+        case Outliers():
+            slab = ("hot", "hot_weight") if op.hot else ()
+            return (*slab, *(("weight", "x_scale") if op.excess else ()))
         case _:
             return ()
 
@@ -267,6 +308,9 @@ def describe(op: Op) -> str:
         case Rope() | Attention():
             kind = type(op).__name__
             return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"
+        case Outliers():
+            excess = ", excess" if op.excess else ""
+            return f"Outliers(n={op.n}, k={op.k}, hot={op.hot}{excess})"
         case GatedAct() | Act():
             return f"{type(op).__name__}(f={op.f}, {op.activation})"
         case _:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,17 @@ from hetero.backends.ops import Op
 from hetero.backends.weights import PackedWeight
 
 DeviceKind: TypeAlias = Literal["gpu", "npu"]
+KINDS: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
 PerGraphSize: TypeAlias = Literal["nothing", "graph", "weights"]
-WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32]
+WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32] | npt.NDArray[np.int32]
 Operand: TypeAlias = Tensor | Panels
 
 DEFAULT_DEADLINE_S = 60.0
+
+
+def other_kind(kind: DeviceKind) -> DeviceKind:
+    """The other of the two processors."""
+    return "npu" if kind == "gpu" else "gpu"
 
 
 class Acceptance(NamedTuple):
@@ -87,6 +93,23 @@ class Capabilities:
     per_graph_size: PerGraphSize = "nothing"
     every_core: bool = False
     reads_panels: bool = False
+
+
+class Graphs(Protocol):
+    """What `prepared_sizes` asks: capabilities of an open device, or of one in a profile."""
+
+    @property
+    def static_shapes(self) -> bool:
+        """See `Capabilities`."""
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """See `Capabilities`."""
+
+
+def prepared_sizes(capabilities: Graphs) -> tuple[int, ...]:
+    """Token counts of a device's graphs, rising; none where it takes any."""
+    return tuple(sorted(capabilities.graph_sizes)) if capabilities.static_shapes else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,6 +377,8 @@ def takes_panels(op: Op, port: str) -> bool:
             return port == "x"
         case ops.Add():
             return port in ("x", "residual")
+        case ops.Outliers():
+            return port == "residual"
         case _:
             return False
 
@@ -386,7 +411,7 @@ def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
 
 def _width(op: Op, port: str) -> tuple[int, ...]:
     match op:
-        case ops.MatMul():
+        case ops.MatMul() | ops.Outliers():
             return (op.k,) if port == "x" else (op.n,)
         case ops.Rope():
             return (op.width,)

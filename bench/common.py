@@ -20,7 +20,6 @@ import typer
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import HostBuffer
-from hetero.backends.protocol import DeviceKind
 from hetero.backends.weights import (
     PackedWeight,
     data_dtype,
@@ -40,7 +39,6 @@ MIB = 2**20
 _CONTEXTS: weakref.WeakKeyDictionary[Engine, Context] = weakref.WeakKeyDictionary()
 DATA = Path(__file__).parent / "data"
 LLAMA = "random:llama-3.2-1b"
-KINDS: tuple[DeviceKind, ...] = ("gpu", "npu")
 CONTEXT = 256  # of decoding
 
 Key = TypeVar("Key")

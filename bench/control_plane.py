@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import typer
 from common import (
     CONTEXT,
-    KINDS,
     LLAMA,
     Tokens,
     context_of,
@@ -30,6 +29,7 @@ from common import (
     timing,
 )
 
+from hetero.backends.protocol import KINDS
 from hetero.generation.llm import LLM
 from hetero.models import open_model
 from hetero.models.quantized import save

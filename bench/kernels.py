@@ -1,8 +1,7 @@
-"""Single kernels: cuts, OpenCL against ONNX Runtime, attention, and what memory allows.
+"""Single kernels: cuts, OpenCL against ONNX Runtime, and what memory allows.
 
 python bench/kernels.py split -m 256,1           # a cut matmul against its two tiles alone
 python bench/kernels.py matmul --formats w4a8    # one core of OpenCL against ONNX Runtime
-python bench/kernels.py attention                # one token, keys and values in memory
 python bench/kernels.py ceiling                  # one core reads memory, the other, both
 """
 
@@ -37,7 +36,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import Attention, MatMul
+from hetero.backends.ops import MatMul
 from hetero.backends.protocol import BoundCall, Device, DeviceKind
 from hetero.backends.weights import PackedWeight
 from hetero.placement.device_set import open_devices
@@ -47,9 +46,6 @@ app = new_app(__doc__)
 app.command("matmul")(matmul)
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
-LAYERS = 16
-FLUSH_BYTES = 96 << 20
-DEADLINE_S = 10.0
 Devices = dict[DeviceKind, Device]
 
 
@@ -136,76 +132,6 @@ def split(
         fmt, devices = WeightFormat(weights), opened.devices
         rows = (split_row(devices, x, n, fmt, r, share) for n in integers(m) for x in SHAPES)
         table(head, rows)
-    finish()
-    opened.close()
-
-
-def attention_calls(device: Device, op: Attention) -> tuple[list[BoundCall], Tensor]:
-    """A call for every layer with caches of its own, and the position that all read."""
-    rng = np.random.default_rng(0)
-    width, cache = (op.heads + 2 * op.kv_heads) * op.head_dim, (op.kv_heads, op.capacity)
-    shapes = {"qkv": (1, width), "out": (1, op.heads * op.head_dim)}
-    tensors = {port: Tensor(device.allocate(4 * s[1]), s) for port, s in shapes.items()}
-    tensors["qkv"].array[:] = rng.standard_normal(shapes["qkv"])
-    position = Tensor(device.allocate(4), (1,), np.dtype(np.int32))
-    kernel, calls = device.prepare(op, {}), []
-    for _ in range(LAYERS):
-        for port in ("k_cache", "v_cache"):
-            shape = (*cache, op.head_dim)
-            tensors[port] = Tensor(device.allocate(4 * int(np.prod(shape))), shape)
-            tensors[port].array[:] = rng.standard_normal(shape, dtype=np.float32)
-        calls.append(kernel.bind({**tensors, "position": position}, 1))
-    return calls, position
-
-
-def device_s(device: Device, call: BoundCall) -> float:
-    """Seconds by the device's clock; by the host's where the device has none."""
-    start_s, span = time.perf_counter(), None
-    if device.capabilities.asynchronous:
-        completion = call.submit()
-        completion.wait(DEADLINE_S)
-        span = completion.span()
-    else:
-        call.run()
-    return span[1] - span[0] if span else time.perf_counter() - start_s
-
-
-@app.command("attention")
-def attention(
-    heads: Annotated[str, typer.Option(help="query heads, key/value heads, width")] = "32,8,64",
-    contexts: str = "64,256,1000",
-    r: Rounds = 3,
-) -> None:
-    """Attention of one token on both devices, its keys and values in memory and not in a cache.
-
-    Every layer has caches of its own, and between two calls more is read than any cache holds.
-    `GB/s` is keys and values over the median.
-    """
-    query, kv, width = integers(heads)
-    longest = max(integers(contexts)) + 1
-    op = Attention(heads=query, kv_heads=kv, head_dim=width, capacity=longest)
-    opened, flush = open_devices("hetero"), np.ones(FLUSH_BYTES // 4, dtype=np.float32)
-    times: dict[tuple[int, str], list[float]] = {}
-    with pinned(opened.control_core):
-        found = {}
-        for kind, device in opened.devices.items():
-            device.set_timing(True)
-            found[kind] = device, *attention_calls(device, op)
-        for turn in range(r + 1):
-            for context in integers(contexts):
-                for kind, (device, calls, position) in found.items():
-                    position.array[:] = context - 1
-                    for call in calls:
-                        float(flush.sum())
-                        times.setdefault((context, kind), []).append(device_s(device, call))
-            if turn == 0:
-                times.clear()  # the warm-up
-    print(f"measured; {query} heads, {kv} of keys, of {width}; {LAYERS} layers, {r} rounds\n")
-    rows = []
-    for (context, name), s in sorted(times.items()):
-        speed = 8 * kv * width * context / statistics.median(s) / 1e9
-        rows.append([context, name, *spread(s, 1e6, 1), f"{speed:.1f}"])
-    table("context|device|us (median)|min|max|GB/s", rows)
     finish()
     opened.close()
 

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from typing import Final
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.protocol import Completion, DeviceKind
+from hetero.backends.protocol import KINDS, Completion, DeviceKind
 from hetero.profiler.grid import Shape, Task
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import Bandwidth, Contention, Phase
@@ -79,7 +79,7 @@ def measure_together(
     bandwidth = Bandwidth()
     phases: tuple[Phase, ...] = ("decode", "prefill")
     for weight_format, phase in itertools.product(_shared(workload, weight_formats), phases):
-        runners = {k: _runner(workload, k, weight_format, sizes[phase]) for k in _KINDS}
+        runners = {k: _runner(workload, k, weight_format, sizes[phase]) for k in KINDS}
         found = _experiment(workload, runners["gpu"], runners["npu"], rounds, policy)
         contention.append(
             Contention(
@@ -129,7 +129,7 @@ def measure_restart(
     if devices["npu"].capabilities.asynchronous:
         return 0.0
     runners = {}
-    for kind in _KINDS:
+    for kind in KINDS:
         m = min(devices[kind].capabilities.graph_sizes, default=1)
         runners[kind] = workload.runner(Task(kind, weight_format, "plain", m, *policy.restart_size))
         workload.warm_up(runners[kind])
@@ -153,9 +153,6 @@ def _shared(workload: Workload, weight_formats: Sequence[WeightFormat]) -> list[
     """Formats that every device computes."""
     known = [device.capabilities.weight_formats for device in workload.devices.values()]
     return [x for x in weight_formats if all(x in formats for formats in known)]
-
-
-_KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
 def load(workload: Workload, weight_format: WeightFormat, who: str) -> Callable[[], None]:

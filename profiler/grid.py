@@ -21,8 +21,6 @@ QUICK_PAIRS: Final = ((512, 512), (1024, 4096), (2048, 2048), (4096, 1024), (819
 DECODE_SIZES: Final = (1, 2, 3, 4, 6, 8)
 PREFILL_SIZES: Final = (16, 32, 64, 128, 256, 512, 1024)
 QUICK_SIZES: Final = (1, 4, 32, 128, 256)
-CUT: Final = 4  # a weight's rows divided by this are measured too,
-CUT_ROWS: Final = 256  # in whole blocks of so many
 WIDE: Final = 1.5  # aspect from which a weight is wide or tall
 
 
@@ -144,15 +142,15 @@ def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
 def model_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
     """Distinct (n, k) of a model's matmuls, and for each k a quarter of its fewest rows.
 
-    Cuts are along n: what a call costs with however few rows would not show in whole weights (an
-    NPU's call of half the rows took 8 to 15 % longer than they said), and with one n a slow sample
-    of it would pass for such a cost.
+    Cuts are along n: what a call costs with however few rows does not show in whole weights, and
+    with one n a slow sample of it would pass for such a cost. A quarter is in whole blocks of 256
+    rows.
     """
     pairs = dict.fromkeys((shape.n, shape.k) for shape in shapes)
     fewest: dict[int, int] = {}
     for n, k in pairs:
         fewest[k] = min(n, fewest.get(k, n))
-    quarters = ((pad(n // CUT, CUT_ROWS), k) for k, n in fewest.items() if n > CUT_ROWS)
+    quarters = ((pad(n // 4, 256), k) for k, n in fewest.items() if n > 256)
     return (*pairs, *quarters)
 
 

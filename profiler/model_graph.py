@@ -34,7 +34,7 @@ SCHEMA_VERSION: Final = 1
 MOST_NODES: Final = 1 << 17
 MOST_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
-MAY_BE_ZERO: Final = frozenset({"window", "rotary_dim", "offset", "original_max_position"})
+MAY_BE_ZERO: Final = frozenset({"hot", "window", "rotary_dim", "offset", "original_max_position"})
 
 MatMulName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head"]
 OpName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head", "q", "k", "v", "gate", "up"]

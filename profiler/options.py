@@ -43,6 +43,10 @@ class Options:
                    in the caches; None: more than all caches hold
     share          largest part of the grid that is measured (active sampling chooses which)
     power          whether to look for a power meter
+    reserved       share of the budget that is kept for fitting and writing
+    block          tasks that are measured in turns with each other
+    stage_checks   sizes of a device that its stages leave out and that are measured after all,
+    stage_wrong    and by what share one may differ before the stages are dropped
     settings       how carefully
     fitting        how predictors are made of the rows
     between        called some times a second, when something else may run
@@ -64,6 +68,10 @@ class Options:
     gpu_core: int | None = None
     control_core: int | None = None
     between: Callable[[], None] | None = None
+    reserved: float = 0.06
+    block: int = 32
+    stage_checks: int = 6
+    stage_wrong: float = 0.10
     settings: Settings = field(default_factory=Settings)
     fitting: Fitting = field(default_factory=Fitting)
 

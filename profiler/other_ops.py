@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import INT8_STATIC, StorageFormat, WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, Op, weight_names
@@ -25,6 +25,7 @@ from hetero.backends.protocol import (
     WeightValue,
     port_dtype,
     port_shape,
+    prepared_sizes,
 )
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import ROW_BLOCK
@@ -129,7 +130,9 @@ class Matmuls(NamedTuple):
 def reference_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
     """Every kind of operation that some architecture has between its matmuls, at these sizes."""
     h, g, d, eps = block.heads, block.kv_heads, block.head_dim, 1e-5
+    shadows = [ops.Outliers(n=block.d, k=block.f, hot=block.f // x, excess=True) for x in (64, 256)]
     return [
+        *(shadows if weight_format.activations.static else ()),
         ops.RMSNorm(d=block.d, eps=eps),
         ops.RMSNorm(d=block.d, eps=eps, add=True),
         ops.LayerNorm(d=block.d, eps=eps),
@@ -208,7 +211,7 @@ def cases(
 ) -> list[Case]:
     """What to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
-    graphs = device.capabilities.graph_sizes if device.capabilities.static_shapes else ()
+    graphs = prepared_sizes(device.capabilities)
     padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
     tokens = [m for m in padded if not graphs or m in graphs]
     found = []
@@ -459,12 +462,21 @@ class OtherMeter:
 
     def _weights_of(self, op: Op) -> Mapping[str, WeightValue]:
         if op not in self._weights:
-            self._weights[op] = {name: self._weight(op) for name in weight_names(op)}
+            self._weights[op] = {name: self._weight(op, name) for name in weight_names(op)}
         return self._weights[op]
 
-    def _weight(self, op: Op) -> WeightValue:
-        if isinstance(op, ops.Embed):
-            return self._pool.weight(op.weight_format.storage, op.vocab, op.d)
+    def _weight(self, op: Op, name: str) -> WeightValue:
+        match op, name:
+            case ops.Embed(), _:
+                return self._pool.weight(op.weight_format.storage, op.vocab, op.d)
+            case ops.Outliers(), "hot":
+                return np.linspace(0, op.k - 1, op.hot).astype(np.int32)
+            case ops.Outliers(), "hot_weight":
+                return self._pool.weight(StorageFormat.F16, op.n, op.hot)
+            case ops.Outliers(), "weight":
+                return self._pool.weight(StorageFormat.Q8R, op.n, op.k)
+            case ops.Outliers(), _:  # of which the noise has a few in a million in excess
+                return np.full(1, 5 / INT8_STATIC.largest, np.float32)
         width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
         if isinstance(op, ops.AddPositions):
             width *= op.rows

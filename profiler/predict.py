@@ -248,7 +248,7 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
     """Work terms of an operation that is not a matmul, by name; an `OtherPredictor` weighs them.
 
     calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
-    feature) and the cached elements that are read.
+    feature) and the cached elements that are read; for outliers products with hot features.
     """
     terms = {"calls": 1.0, "tokens": float(m)}
     match op:
@@ -266,6 +266,9 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["elements"] = float(m * op.f)
         case ops.MatMul():
             terms["elements"] = float(m * (op.n + op.k))
+        case ops.Outliers():
+            terms["elements"] = float(m * (op.n + op.excess * op.k))
+            terms["products"] = float(m * op.n * op.hot)
         case _:
             terms["elements"] = float(m * op.d)
     return terms

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task
@@ -150,7 +150,7 @@ def _other(predictor: OtherPredictor, own: _Own) -> OtherPredictor:
 
 
 def _bandwidth(bandwidth: Bandwidth, own: _Own) -> Bandwidth:
-    gpu, npu = (1 / own.rest(kind, "decode") for kind in ("gpu", "npu"))
+    gpu, npu = (1 / own.rest(kind, "decode") for kind in KINDS)
     return Bandwidth(
         gpu_alone_bytes_per_s=_times(bandwidth.gpu_alone_bytes_per_s, gpu),
         npu_alone_bytes_per_s=_times(bandwidth.npu_alone_bytes_per_s, npu),

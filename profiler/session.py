@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -41,10 +41,6 @@ from hetero.profiler.records import (
 from hetero.profiler.surroundings import STRETCHES, MaybePower, Others, Surroundings, Together
 from hetero.profiler.workload import Workload
 
-RESERVED: Final = 0.06  # share of the budget that is kept for fitting and writing
-BLOCK_TASKS: Final = 32
-STAGE_SAMPLE: Final = 6  # pruned sizes per device that are measured after all
-STAGE_WRONG: Final = 0.10
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -265,7 +261,7 @@ class Session:
         start_s, done = self.clock.now(), len(self.rows)
         open_tasks = [task for task in tasks if task.key not in self.rows]
         for turn in range(len(tasks)):
-            left = min(wanted - len(self.rows), BLOCK_TASKS)
+            left = min(wanted - len(self.rows), self.options.block)
             if left <= 0 or not open_tasks or (self.rows and self.clock.now() >= until_s):
                 break
             passed = (len(self.rows) - done) / max(wanted - done, 1)
@@ -296,7 +292,7 @@ class Session:
 
     def _until_s(self) -> float:
         """Clock time at which the grid must end."""
-        left_s = self.options.budget_s * (1 - RESERVED) - self.spent_s
+        left_s = self.options.budget_s * (1 - self.options.reserved) - self.spent_s
         left_s -= self._stretch_s * sum(name not in self.parts for name in STRETCHES)
         return self.clock.now() + max(left_s, 0.0)
 
@@ -373,7 +369,9 @@ class Session:
         self._part("stage checks", StageCheck, self._stage_checks, several=True)
         for kind, record in list(self.records.items()):
             checks = [c for c in self.parts["stage checks"] if c.device == kind]
-            wrong = [c for c in checks if abs(c.measured_s / c.stage_s - 1) > STAGE_WRONG]
+            wrong = [
+                c for c in checks if abs(c.measured_s / c.stage_s - 1) > self.options.stage_wrong
+            ]
             if wrong:
                 self.records[kind] = record.model_copy(update={"row_stage": 1, "token_stage": 1})
                 self.notes.append(
@@ -395,8 +393,9 @@ class Session:
                 and stage.key in self.rows
                 and not (static and task.m not in record.capabilities.graph_sizes)
             ]
-            step = max(1, len(pairs) // STAGE_SAMPLE)
-            for task, stage in pairs[::step][:STAGE_SAMPLE]:
+            count = self.options.stage_checks
+            step = max(1, len(pairs) // count)
+            for task, stage in pairs[::step][:count]:
                 rows = self.meter.measure([task, stage], until_s=self._until_s())
                 times = {row.key: row.seconds for row in rows}
                 checks.append(

@@ -33,13 +33,11 @@ from hetero.profiler.records import (
 from hetero.profiler.stages import ROW_STAGES, TOKEN_STAGES, find_stage
 from hetero.profiler.workload import Workload
 
-STAGE_TOKENS = 128
-STAGE_FEATURES = 2048
-STAGE_WEIGHT = (1024, 1024)
+STAGE_TASK = (128, 2048)  # m and k of the matmuls whose rows tell a stage
+STAGE_WEIGHT = (1024, 1024)  # n and k of those whose tokens do
 # When both devices are measured at once: a shared machine has bursts of seconds in which its memory
 # is slow, or its two cores are threads of one, and a stretch of rounds may lie within one.
 STRETCHES: Final = tuple(f"bandwidth {turn}" for turn in range(1, 6))
-ROUNDS: Final = 5  # of a stretch, of a quick profile 2
 R = TypeVar("R", bound=Record)
 
 
@@ -118,10 +116,10 @@ class Surroundings:
         device.flag()  # so that the capabilities say whether one is seen in time
         if self.options.quick:
             return [DeviceRecord.of(device)]
-        capabilities, tokens = device.capabilities, STAGE_TOKENS
+        capabilities, (tokens, k) = device.capabilities, STAGE_TASK
         if capabilities.static_shapes and capabilities.graph_sizes:
-            tokens = min(capabilities.graph_sizes, key=lambda size: abs(size - STAGE_TOKENS))
-        row_stage = find_stage(lambda n: self._time_s(kind, tokens, n, STAGE_FEATURES), ROW_STAGES)
+            tokens = min(capabilities.graph_sizes, key=lambda size: abs(size - STAGE_TASK[0]))
+        row_stage = find_stage(lambda n: self._time_s(kind, tokens, n, k), ROW_STAGES)
         token_stage = 1
         if not capabilities.static_shapes:
             token_stage = find_stage(lambda m: self._time_s(kind, m, *STAGE_WEIGHT), TOKEN_STAGES)
@@ -165,7 +163,7 @@ class Surroundings:
             self.workload,
             tuple(formats),
             shapes=self.options.shapes,
-            rounds=2 if self.options.quick else ROUNDS,
+            rounds=2 if self.options.quick else 5,
         )
         return [Together(bandwidth=alone, contention=contention)]
 

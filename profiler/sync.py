@@ -161,7 +161,7 @@ def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> flo
 
 
 def _waits(
-    device: Device, clock: Clock, repeats: int, policy: SyncPolicy
+    device: Device, clock: Clock, repeats: int, policy: SyncPolicy = DEFAULT
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Added latency of each way to learn of a kernel's end: from its end by the device's clock, all
     ways in turns. Without such a clock what a launch takes over its time in a full queue; that

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.calls import split
@@ -27,7 +27,6 @@ from hetero.solver.together import cuts_of, solve_together
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
 Clock = Callable[[], float]
-KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
 def make_plan(

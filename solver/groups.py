@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.backends.groups import Group, GroupStep
-from hetero.backends.ops import OUTPUT_PORTS
+from hetero.backends.ops import OUTPUT_PORTS, MatMul
 from hetero.profiler.model_graph import Node
 from hetero.solver.plan import FusedGroup
 
@@ -30,16 +30,24 @@ class NodeGroup:
 
 
 def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
-    """Groups by the name of their first node; a block goes before what is inside it."""
+    """Groups by the name of their first node; a block goes before what is inside it. A matmul whose
+    input is rounded with a static scale joins none: the host rounds for it.
+    """
     found: dict[str, NodeGroup] = {}
     i = 0
     while i < len(nodes):
         count = _length(nodes, i, fused)
+        if any(_is_static(node) for node in nodes[i : i + count]):
+            count = 0
         if count:
             made = _group(nodes, i, count)
             found[nodes[i].name] = made
         i += max(count, 1)
     return found
+
+
+def _is_static(node: Node) -> bool:
+    return isinstance(node.op, MatMul) and node.op.weight_format.activations.static
 
 
 def _length(nodes: Sequence[Node], start: int, fused: Sequence[FusedGroup]) -> int:

@@ -7,23 +7,22 @@ kernel may run.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
-from hetero.profiler.records import DeviceRecord, phase_of
+from hetero.profiler.grid import WIDE
+from hetero.profiler.records import phase_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.intp]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Precision: TypeAlias = Literal["auto", "a16", "a8", "any"]
-
-_ASPECT: Final = 1.5  # as `hetero.profiler.grid.WIDE`: wide or tall from here
 
 
 class KernelOption(NamedTuple):
@@ -52,10 +51,9 @@ class Kernels:
         self, cost: CostModel, weight_format: WeightFormat, precision: Precision = "auto"
     ) -> None:
         self.cost, self.weight_format, self.precision = cost, weight_format, precision
-        kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
         self._quarantined = {entry.device for entry in cost.profile.quarantined}
         self.options: dict[DeviceKind, tuple[KernelOption, ...]] = {
-            kind: self._options(kind) for kind in kinds
+            kind: self._options(kind) for kind in KINDS
         }
         self._choices: dict[tuple[DeviceKind, int, int, int], KernelOption] = {}
         self._allowed: dict[tuple[DeviceKind, KernelOption, str, str], bool] = {}
@@ -140,7 +138,7 @@ class Kernels:
         if device not in self._quarantined:
             return found
         decode = np.asarray([phase_of(int(m)) == "decode" for m in ms])[:, None]
-        aspects = np.where(ns >= _ASPECT * k, 2, np.where(k >= _ASPECT * ns, 0, 1))
+        aspects = np.where(ns >= WIDE * k, 2, np.where(k >= WIDE * ns, 0, 1))
         for phase, chosen in (("decode", decode), ("prefill", ~decode)):
             for code in np.unique(aspects):
                 if not self._is_allowed(device, option, phase, int(code), k):
@@ -158,9 +156,3 @@ class Kernels:
                 self.cost.allowed(device, option.weight_format, m, n, k, option.order)
             )
         return self._allowed[key]
-
-
-def graph_sizes(device: DeviceRecord) -> tuple[int, ...]:
-    """Token counts of the device's graphs; empty where it takes any."""
-    capabilities = device.capabilities
-    return tuple(sorted(capabilities.graph_sizes)) if capabilities.static_shapes else ()

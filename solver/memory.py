@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import DeviceProfile
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limits:
     """A budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
     held = {kind: x.capabilities.memory_limit_bytes for kind, x in profile.devices.items()}
-    gpu, npu = (held.get(kind) or INF for kind in ("gpu", "npu"))
+    gpu, npu = (held.get(kind) or INF for kind in KINDS)
     return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu)
 
 

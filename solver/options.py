@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.solver.pieces import Pieces
 from hetero.solver.plan import Strategy
@@ -17,7 +17,7 @@ from hetero.solver.plan import Strategy
 GPU: Final = 0
 HOST: Final = 1
 INF: Final = float("inf")
-BOTH: Final[frozenset[DeviceKind]] = frozenset({"gpu", "npu"})
+BOTH: Final[frozenset[DeviceKind]] = frozenset(KINDS)
 Mode: TypeAlias = Literal["gpu", "npu", "gpu-dominant", "npu-dominant"]
 
 

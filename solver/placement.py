@@ -13,11 +13,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.ops import MatMul, OperandOrder
-from hetero.backends.protocol import Capabilities, DeviceKind
+from hetero.backends.ops import MatMul, OperandOrder, Outliers
+from hetero.backends.protocol import Capabilities, DeviceKind, prepared_sizes
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.calls import padded_size
@@ -27,6 +27,8 @@ from hetero.solver.plan import PHASES, OpPlan, Phase, PlanError, Tile, entry_at,
 
 Span: TypeAlias = tuple[int, int]
 Able: TypeAlias = Mapping[DeviceKind, Capabilities]
+_Call: TypeAlias = tuple[OpName, Phase, int]
+KEPT: Final = 64  # matmuls of calls that are remembered, since layers are alike
 
 
 class PlanSource(Protocol):
@@ -126,8 +128,8 @@ class Placement:
         self._entries = _by_name(plan.ops)
         self._prepared = self  # whose kernels there are
         self._edges: dict[tuple[OpName, DeviceKind], frozenset[int]] = {}
-        self._tiled: dict[tuple[OpName, Phase, int], tuple[Part, ...]] = {}
-        self._parts: dict[tuple[OpName, Phase, int], tuple[Part, ...]] = {}
+        self._tiled: dict[_Call, tuple[Part, ...]] = {}
+        self._parts: dict[_Call, tuple[Part, ...]] = {}
         self._check_graphs()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
@@ -186,7 +188,15 @@ class Placement:
                 tokens = logit_rows if node.name == "lm_head" else m
                 yield Assignment(node, parts=self.parts(node, phase, tokens))
             else:
-                yield Assignment(node, self.rest(phase), self.padded(phase, m))
+                yield Assignment(node, *self._other(node, phase, m))
+
+    def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
+        """Device and tokens of a node that is no matmul. Outliers are there to be computed while
+        the NPU computes their matmul, so they are the GPU's where there is one.
+        """
+        if isinstance(node.op, Outliers) and "gpu" in self._capabilities:
+            return "gpu", m
+        return self.rest(phase), self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
         """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
@@ -207,7 +217,7 @@ class Placement:
         if key not in self._parts:
             found = self._split(node, self._tiles(node, phase, m))
             _check_spill(node, found, m)
-            self._parts[key] = found
+            _keep(self._parts, key, found)
         return self._parts[key]
 
     def _tiles(self, node: Node, phase: Phase, m: int) -> tuple[Part, ...]:
@@ -215,11 +225,12 @@ class Placement:
         assert node.plan_op is not None
         key = (node.plan_op, phase, m)
         if key not in self._tiled:
-            self._tiled[key] = tuple(
+            found = [
                 self._part(node, tile, shift)
                 for entry, shift in self._at(node, phase, m)
                 for tile in entry.tiles
-            )
+            ]
+            _keep(self._tiled, key, tuple(found))
         return self._tiled[key]
 
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
@@ -231,16 +242,19 @@ class Placement:
             for entry, _ in self._at(node, phase, 1 if node.plan_op == "lm_head" else m)
         )
 
+    def block_entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
+        """As `entries`, without the output head."""
+        return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
+
     def working(self, m: int) -> frozenset[DeviceKind]:
         """Devices that work in a prompt's call of m tokens, the output head aside."""
-        blocks = [entry for entry in self.entries("prefill", m) if entry.op != "lm_head"]
-        tiles = {tile.device for entry in blocks for tile in entry.tiles}
+        tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}
         return frozenset({self.rest("prefill"), *tiles})
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:
         """Devices that run a node in any phase."""
         if node.plan_op is None:
-            return frozenset(self.rest(phase) for phase in PHASES)
+            return frozenset(self._other(node, phase, 1)[0] for phase in PHASES)
         return frozenset(tile.device for _, tile, _ in self._listed(node))
 
     @cached_property
@@ -469,20 +483,17 @@ class Placement:
 
 def fitted(plan: ExecutionPlan, capabilities: Able, *, solved: bool = False) -> ExecutionPlan:
     """The plan in calls that devices can run; `solved` as in `ExecutionPlan.for_graphs`."""
-    return plan.for_graphs({kind: _graphs(x) for kind, x in capabilities.items()}, solved=solved)
+    return plan.for_graphs(
+        {kind: prepared_sizes(x) for kind, x in capabilities.items()}, solved=solved
+    )
 
 
 def reach(plan: ExecutionPlan, capabilities: Able) -> int:
     """Tokens that the longest call of a fitted plan writes on any device, padding included."""
     assert plan.step_tokens is not None
     longest = plan.step_tokens
-    held = [[size for size in _graphs(x) if size >= longest] for x in capabilities.values()]
+    held = [[size for size in prepared_sizes(x) if size >= longest] for x in capabilities.values()]
     return max([longest, *(min(sizes) for sizes in held if sizes)])
-
-
-def _graphs(capabilities: Capabilities) -> tuple[int, ...]:
-    """Token counts of a device's graphs, rising; none where it takes any."""
-    return tuple(sorted(capabilities.graph_sizes)) if capabilities.static_shapes else ()
 
 
 def _by_name(ops: Iterable[OpPlan]) -> dict[tuple[Phase, str], dict[int | None, OpPlan]]:
@@ -516,6 +527,12 @@ def _is_whole_on_npu(node: Node, parts: Sequence[Part]) -> bool:
     first = parts[0]
     plain = first.order == "plain" and first.precision is None
     return plain and len(parts) == 1 and (first.kind, first.rows) == ("npu", (0, node.op.n))
+
+
+def _keep(known: dict[_Call, tuple[Part, ...]], key: _Call, parts: tuple[Part, ...]) -> None:
+    if len(known) >= KEPT:
+        known.clear()
+    known[key] = parts
 
 
 def _check_spill(node: Node, parts: Iterable[Part], m: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, OpName, Stage
 from hetero.profiler.records import DeviceProfile
@@ -16,7 +16,7 @@ from hetero.solver.chain import solve_chain
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.host_queue import HostQueue
-from hetero.solver.kernels import Kernels, Precision, graph_sizes
+from hetero.solver.kernels import Kernels, Precision
 from hetero.solver.memory import holds_alone
 from hetero.solver.options import INF, Objective, Option, Power
 from hetero.solver.overheads import Overheads
@@ -69,7 +69,7 @@ class Planner:
         self.overheads = overheads or HostQueue.of(self.cost)
         self.power = Power.of(self.cost)
         record = profile.devices.get("npu")
-        self.sizes = graph_sizes(record) if record is not None else ()
+        self.sizes = prepared_sizes(record.capabilities) if record is not None else ()
         self.whole = self  # the same with all row cuts
         self._spaces: dict[OpName, MatMulSpace] = {}
         self._menus: dict[tuple[OpName, int, Objective], list[Option]] = {}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from hetero.backends.ops import Act, Attention, GatedAct, LayerNorm, MatMul, Op, RMSNorm, Rope
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import Allowed, CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName, Share
@@ -19,7 +19,7 @@ from hetero.solver.options import GPU, HOST, Option
 from hetero.solver.overheads import Overheads
 
 # What operators do, for people.
-KINDS: Final[dict[type, str]] = {
+WORK: Final[dict[type, str]] = {
     Rope: "attention",
     Attention: "attention",
     RMSNorm: "norm",
@@ -59,10 +59,9 @@ class RestCosts:
             *((None, share) for share in graph.head),
             *((stage.name, share) for stage in stages for share in stage.behind),
         ]
-        kinds: tuple[DeviceKind, ...] = ("gpu", "npu")
         self._timers: dict[DeviceKind, list[Timer]] = {}
-        reasons = {kind: self._reasons(kind) for kind in kinds}
-        self.devices = tuple(kind for kind in kinds if not reasons[kind])
+        reasons = {kind: self._reasons(kind) for kind in KINDS}
+        self.devices = tuple(kind for kind in KINDS if not reasons[kind])
         if not self.devices:
             missing = sorted({reason for found in reasons.values() for reason in found})
             raise ProfileError(
@@ -140,7 +139,7 @@ def seconds_by_kind(graph: ModelGraph, rests: Rests) -> dict[str, float]:
 
 def _kind(shares: Iterable[Share]) -> str | None:
     """What operators do, if they all do the same."""
-    kinds = {KINDS.get(type(share.op)) for share in shares}
+    kinds = {WORK.get(type(share.op)) for share in shares}
     return kinds.pop() if len(kinds) == 1 else None
 
 

@@ -12,8 +12,9 @@ from typing import Final
 
 import numpy as np
 
+from hetero.backends.protocol import prepared_sizes
 from hetero.profiler.records import phase_of
-from hetero.solver.kernels import Bools, Floats, Ints, Kernels, graph_sizes
+from hetero.solver.kernels import Bools, Floats, Ints, Kernels
 from hetero.solver.overheads import CutTimes, Overheads
 from hetero.solver.pieces import Choices, Pieces, npu_choices
 
@@ -89,7 +90,7 @@ class MatMulSpace:
         self.overheads = overheads
         self.has_npu = kernels.has("npu")
         record = kernels.cost.profile.devices.get("npu")
-        self.sizes = graph_sizes(record) if record is not None else ()
+        self.sizes = prepared_sizes(record.capabilities) if record is not None else ()
         self.alignment = record.capabilities.token_alignment if record is not None else 1
         step = record.capabilities.row_alignment if record is not None else n
         if row_steps is not None:

@@ -18,7 +18,6 @@ BRIEFLY = {
     f"peers.py levels --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
     "predictions.py accuracy --again --profile host --rows ROWS": "decision regret",
     "predictions.py ablate --profile host --rows start": "| host | start | ridge |",
-    "kernels.py attention --contexts 8 -r 1": "| 8 | gpu |",
     "kernels.py ceiling --mib 8 --seconds 0.02 -r 1": "both over the better one",
     "kernels.py matmul --formats w4a16 --tokens 1 --shapes 64x64 -r 1 --streamed-mb 1": "| 64x64 |",
     "kernels.py split -m 8 -r 1": "| down | 8 |",
@@ -27,10 +26,10 @@ BRIEFLY = {
     "paper.py fit --check": "files are up to date",
     "paper_reproduction.py": "Order of strategies",
     "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",
-    "robustness.py soak --minutes 0.01": "| yes |",
-    "robustness.py prompts --count 1": "| online-prepare | 1 | 0 |",
+    "-m tests.robustness soak --minutes 0.01": "| yes |",
+    "-m tests.robustness prompts --count 1": "| online-prepare | 1 | 0 |",
 }
-GROWS = "robustness.py soak"  # in its first second, which is what its exit code tells
+GROWS = "tests.robustness soak"  # in its first second, which is what its exit code tells
 # Parses every command line with the callbacks of all commands taken out.
 PARSE = """
 import importlib, json, sys
@@ -74,7 +73,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", BRIEFLY)
 def test_a_bench_runs(command: str, rows: Path) -> None:
     name, *options = command.replace("ROWS", str(rows)).split()
-    done = run([str(BENCH / name), *options])
+    done = run([name if name == "-m" else str(BENCH / name), *options])
     assert done.returncode == 0 or GROWS in command, done.stdout[-500:] + done.stderr[-2000:]
     assert BRIEFLY[command] in done.stdout, done.stdout[-1500:] + done.stderr[-2000:]
 

@@ -73,7 +73,7 @@ def test_what_cannot_be_calibrated(stories: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="calibration needs at least 32"):
         calibrated(str(stories), "w4a16", text, 100)
     text.write_text("word " * 50)
-    with pytest.raises(UserError, match="choose w4a16 or w4a8"):
+    with pytest.raises(UserError, match="choose w4a16 or w4a8 "):
         calibrated(str(stories), "w8a16", text, 100)
     with pytest.raises(UserError, match="cannot be read"):
         calibrated(str(stories), "w4a16", tmp_path / "none", 100)

@@ -294,7 +294,7 @@ def test_graphs_that_the_device_does_not_have_are_refused(
     wishes = Wishes(profile=named(chip), strategy="padding", seq_lens=(300,))
     choice = choose(spec, wishes)
     npu: Any = _Device((1, 32))
-    with pytest.raises(UserError, match="NPU graphs of 512 tokens, ort-cpu has 1, 32: make a plan"):
+    with pytest.raises(PlanError, match="a graph of 512 tokens, and the npu has graphs of 1, 32"):
         plan_on(Choice("hetero", choice.plan), spec, {"gpu": npu, "npu": npu})
 
 

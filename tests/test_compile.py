@@ -15,6 +15,7 @@ from hetero.cli.app import main
 from hetero.compiling.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
 from hetero.compiling.graphs import CompileRequest, compile_model, prepare
 from hetero.errors import ModelError, UserError
+from hetero.models import model_spec
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.checkpoints import Case, make_checkpoint
@@ -137,9 +138,12 @@ def test_dry_run_writes_nothing(capsys: Any, tmp_path: Path, monkeypatch: Any) -
     arguments = ["compile", "random:llama-3.2-1b", "--soc", "sm8650", "--dry-run", "--json"]
     with pytest.raises(SystemExit, match="0"):
         main([*arguments, "--graph-sizes", "32,256"])
-    first, last = capsys.readouterr().out.strip().splitlines()
+    first, shared, last = capsys.readouterr().out.strip().splitlines()
     assert "128 graphs" in first
+    assert "in 4 calls of up to 256. 64 of the 64 graphs of a call (100%) are shared" in shared
     found = json.loads(last)
+    assert found["prompt"]["calls"] == [256] * 4
+    assert found["prompt"]["built"] * 4 == found["prompt"]["apart"] == 256
     assert found["graph_sizes"] == [32, 256]
     assert 1.0e9 < found["graphs_bytes"] < 1.4e9
     assert list(tmp_path.iterdir()) == []
@@ -223,3 +227,40 @@ def test_fused_groups_are_compiled_as_the_runtime_asks_for_them(tmp_path: Path) 
         llm.engine.decode(llm.context, 6)
         store = llm.devices.devices["npu"].store  # type: ignore[attr-defined]
     assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("where", "graphs", "shared", "built", "apart"),
+    [
+        # 24 layers of qkv, o, gate_up and down; the GPU has everything else.
+        ("matmuls of prefill", 96, 96, 96, 4 * 96),
+        # 9 operations a layer, embedding and last norm; 24 attend, in two context lengths. The
+        # last call has the output head as well.
+        ("everything", 24 * 9 + 2, 24 * 8 + 2, 24 * 10 + 3, 4 * (24 * 9 + 2) + 1),
+    ],
+)
+def test_chunks_of_a_prompt_share_their_graphs(
+    where: str, graphs: int, shared: int, built: int, apart: int
+) -> None:
+    """mllm-NPU, section 3.2: 120 of 144 of Qwen1.5-1.8B's, and 75 % of the memory, at 1024 tokens
+    in chunks of 256.
+    """
+    spec = model_spec("qwen1.5-1.8b")
+    plan = single_device(spec, "npu") if where == "everything" else None
+    request = CompileRequest("random:qwen1.5-1.8b", "sm8650", plan, graph_sizes=(1, 256))
+    found = prepare(request).sharing(1024)
+    assert found is not None
+    assert found.calls == (256,) * 4
+    assert (found.graphs, found.shared) == (graphs, shared)
+    assert (found.built, found.apart) == (built, apart)
+    assert found.shared >= 0.8 * found.graphs
+    assert found.built_bytes <= 0.3 * found.apart_bytes
+    weights = 24 * (3 * 2048 * 2048 + 2048 * 2048 + 3 * 2048 * 5504) * 18 / 32  # 4 bits and scales
+    ends = 151936 * 2048 * (2 + 18 / 32) if where == "everything" else 0  # the embedding in fp16
+    assert found.built_bytes == pytest.approx(1.06 * (weights + ends), rel=0.02)
+
+
+def test_a_prompt_on_the_gpu_shares_nothing() -> None:
+    spec = model_spec("demo")
+    plan = layer_level(spec, prefill="gpu", decode="npu", graph_sizes=(1, 32))
+    assert prepare(replace(REQUEST, plan=plan)).sharing(64) is None

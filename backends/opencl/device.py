@@ -171,7 +171,6 @@ class OpenCLDevice(Resources):
 
 
 STARTING_GROUPS = 1 << 12
-SHARED_SCRATCH_BYTES = 1 << 20
 REVISION = "3"  # of the kernels: another one where their times change, for profiles taken before
 CLOCK_SAMPLES = 20
 CLOCK_LOOKS = 10_000

@@ -22,20 +22,16 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND
-from hetero.backends.opencl.flag import Flag, FlagCompletion
+from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Add
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, Doorbell
 
 ORDERED_STORES: Final = frozenset({"x86_64", "AMD64"})
 OPENED, REACHED, GAVE_UP = 0, 16, 32  # 32-bit words, a cache line each, as in flag.cl
-WORDS: Final = 48
-MOST_LOOKS: Final = 2**31 - 1
-TRIED_LOOKS: Final = 20_000
-TRIALS: Final = 3
-PROBES: Final = 20
-PROBE_FLOATS: Final = 1 << 14
-PROBE_DEADLINE_S: Final = 1.0
+WORDS: Final = GAVE_UP + 16
+MOST_LOOKS: Final = 2**31 - 1  # of a gate's 32-bit count
+PROBE: Final = ProbePolicy(floats=1 << 14)
 
 
 class Gate(BoundCall):
@@ -48,7 +44,7 @@ class Gate(BoundCall):
         self.words = self._tensor.array.view(np.uint32)
         self.word = self.words[REACHED : REACHED + 1]
         self.submissions = 0
-        self._call = self._bound(TRIED_LOOKS)
+        self._call = self._bound(MOST_LOOKS)
 
     def submit(self) -> FlagCompletion:
         """Enqueue and flush."""
@@ -59,14 +55,17 @@ class Gate(BoundCall):
         """A gate alone would wait for nobody."""
         raise TypeError("a gate is submitted, then opened by Doorbell.ring")
 
-    def be_patient(self, patience_s: float) -> None:
-        """Give up only after so many seconds, by how long looks take here (or 2^31 looks)."""
+    def be_patient(self, patience_s: float, trials: int = 3, tried: int = 20_000) -> None:
+        """Give up only after so many seconds, by how long `tried` looks take here, the shortest of
+        some trials (or 2^31 looks).
+        """
         times = []
-        for _ in range(TRIALS):
+        self._call = self._bound(tried)
+        for _ in range(trials):
             start_s = time.perf_counter()
             self.submit().wait()  # not opened: it gives up
             times.append(time.perf_counter() - start_s)
-        looks = int(TRIED_LOOKS * patience_s / min(times))
+        looks = int(tried * patience_s / min(times))
         self._call = self._bound(min(looks, MOST_LOOKS))
         self.words[:] = 0
         self.submissions = 0
@@ -126,29 +125,32 @@ def find_doorbell(device: Resources, flag: Flag | None) -> OpenCLDoorbell | None
     return bell if _probe(device, bell, flag) else None
 
 
-def _probe(device: Resources, bell: OpenCLDoorbell, flag: Flag) -> bool:
+def _probe(
+    device: Resources, bell: OpenCLDoorbell, flag: Flag, policy: ProbePolicy = PROBE
+) -> bool:
     """Whether gates hold, open at a store, and let what was stored before be seen."""
-    size = 4 * PROBE_FLOATS
+    floats = policy.floats
+    size = 4 * floats
     buffer = device.allocate(3 * size)
-    x, residual, y = (Tensor(buffer, (1, PROBE_FLOATS), offset_bytes=size * i) for i in range(3))
-    add = device.prepare(Add(d=PROBE_FLOATS), {})
+    x, residual, y = (Tensor(buffer, (1, floats), offset_bytes=size * i) for i in range(3))
+    add = device.prepare(Add(d=floats), {})
     call = add.bind({"x": x, "residual": residual, "y": y}, 1)
-    for i in range(PROBES):
+    for i in range(policy.probes):
         x.array[:], residual.array[:], y.array[:] = -1.0, 1.0, np.nan
         reached = bell.gate.submit()
         call.submit()
         end = flag.submit()
-        held = _soon(reached) and bool(np.isnan(y.array).all())
+        held = _soon(reached, policy.deadline_s) and bool(np.isnan(y.array).all())
         x.array[:] = i
         bell.ring()
-        if not (held and _soon(end) and bool((y.array == i + 1).all())):
+        if not (held and _soon(end, policy.deadline_s) and bool((y.array == i + 1).all())):
             end.wait()
             return False
     return True
 
 
-def _soon(completion: Completion) -> bool:
-    give_up_s = time.perf_counter() + PROBE_DEADLINE_S
+def _soon(completion: Completion, deadline_s: float) -> bool:
+    give_up_s = time.perf_counter() + deadline_s
     while not completion.done():
         if time.perf_counter() > give_up_s:
             return False

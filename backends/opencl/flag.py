@@ -8,6 +8,7 @@ still at work; `probe` tries that, once for each device.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -18,10 +19,22 @@ from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
-ASK_EVERY: Final = 64  # looks at the flag between two questions to the driver, for its errors
-PROBES: Final = 20
-PROBE_FLOATS: Final = 1 << 16
-PROBE_DEADLINE_S: Final = 1.0  # a busy machine is late, not wrong
+
+@dataclass(frozen=True, kw_only=True)
+class ProbePolicy:
+    """How it is tried whether the host and running kernels see each other's stores.
+
+    probes      launches; each has to be seen
+    floats      values that each writes
+    deadline_s  of one: a busy machine is late, not wrong
+    """
+
+    probes: int = 20
+    floats: int = 1 << 16
+    deadline_s: float = 1.0
+
+
+DEFAULT: Final = ProbePolicy()
 
 
 class Flag(BoundCall):
@@ -55,19 +68,21 @@ class Counted(Protocol):
 
 
 class FlagCompletion(Completion):
-    """Done when the word has reached this submission's number, or when the driver says so."""
+    """Done when the word has reached this submission's number, or when the driver says so, who is
+    asked after so many looks at the word, for its errors.
+    """
 
-    def __init__(self, flag: Counted, event: Completion) -> None:
+    def __init__(self, flag: Counted, event: Completion, ask_every: int = 64) -> None:
         self._word, self._event = flag.word, event
         self._number = flag.submissions
-        self._looks = 0
+        self._looks, self._ask_every = 0, ask_every
 
     def done(self) -> bool:
         """See `Completion.done`."""
         if (int(self._word[0]) - self._number) & 0x80000000 == 0:  # a 32-bit counter goes round
             return True
         self._looks += 1
-        return self._looks % ASK_EVERY == 0 and self._event.done()
+        return self._looks % self._ask_every == 0 and self._event.done()
 
     def wait(self, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """See `Completion.wait`."""
@@ -83,22 +98,22 @@ class FlagCompletion(Completion):
         return self._event.span()
 
 
-def probe(device: Resources, flag: Flag) -> bool:
+def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
     """Whether the flag is seen before the driver reports the end, with all data before it."""
     from hetero.backends.ops import Add
 
-    width = PROBE_FLOATS
+    width = policy.floats
     buffer = device.allocate(3 * 4 * width)
     device.map(buffer)
     x, residual, y = (Tensor(buffer, (1, width), offset_bytes=4 * width * i) for i in range(3))
     call = device.prepare(Add(d=width), {}).bind({"x": x, "residual": residual, "y": y}, 1)
     early = False
-    for i in range(PROBES):
+    for i in range(policy.probes):
         x.array[:], residual.array[:], y.array[:] = i, 1.0, np.nan
         call.submit()
         flag.submit()
         behind = call.submit()  # keeps the queue at work, so that its end shows nothing
-        give_up_s = time.perf_counter() + PROBE_DEADLINE_S
+        give_up_s = time.perf_counter() + policy.deadline_s
         while int(flag.word[0]) != flag.submissions:
             if time.perf_counter() > give_up_s:
                 behind.wait()

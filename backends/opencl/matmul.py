@@ -120,7 +120,15 @@ def cpu_launches(
         packed = device.shared_scratch(4 * words * token_tiles * tile.tokens)
         packing = PACK_HERE if groups == 1 else PACKED
     if packing == PACKED:
-        shape = (token_tiles, x, packed, m, op.k, plan.k, *plan.operands.x_scale)
+        shape: tuple[Argument, ...] = (
+            token_tiles,
+            x,
+            packed,
+            m,
+            op.k,
+            plan.k,
+            *plan.operands.x_scale,
+        )
         launches.append(Launch(program, "pack", (token_tiles,), (1,), shape))
     m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile)
     sizes = (m, op.n, op.k, plan.k, m_panel, k_panel, -(-tiles // groups))

@@ -9,6 +9,7 @@ from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare
 from hetero.backends.opencl.embed import prepare_embed
 from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
 from hetero.backends.opencl.norm import prepare_norm
+from hetero.backends.opencl.outliers import prepare_outliers
 from hetero.backends.opencl.pointwise import prepare_add_positions
 from hetero.backends.opencl.rope import prepare_rope
 from hetero.backends.ops import Op
@@ -24,4 +25,5 @@ TABLE: dict[type[Op], Entry] = {
     ops.Act: Entry(prepare_act),
     ops.AddPositions: Entry(prepare_add_positions),
     ops.Add: Entry(prepare_add),
+    ops.Outliers: Entry(prepare_outliers),
 }

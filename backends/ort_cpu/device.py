@@ -145,6 +145,9 @@ class OrtCpuDevice(Device):
                 session = self._session(op, graphs.add_positions)
                 table = checks.vector(weights, "table").reshape(op.rows, op.d)
                 return kernels.PositionsKernel(self._host, op, session, table)
+            case ops.Outliers():
+                session = self._session(op, graphs.outliers)
+                return kernels.GraphKernel(self._host, op, session, _outlier_inputs(op, weights))
             case ops.Add():
                 return kernels.GraphKernel(self._host, op, self._session(op, graphs.add), {})
 
@@ -262,6 +265,27 @@ def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
     if weight.scales is not None:
         arrays["scales"] = weight.scales.reshape(-1)
     return arrays
+
+
+def _outlier_inputs(
+    op: ops.Outliers, weights: Mapping[str, WeightValue]
+) -> dict[str, npt.NDArray[Any]]:
+    """Copies: the packed layouts are the GPU's."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    if op.hot:
+        hot, kept = checks.slab(weights)
+        found |= {"hot": hot, "slab": np.ascontiguousarray(kept.dequantize().T)}
+    if op.excess:
+        whole = checks.packed(weights)
+        assert whole.scales is not None
+        scale = checks.vector(weights, "x_scale")
+        scales = whole.scales.reshape(-1)[: op.n]
+        found |= {
+            "codes": np.ascontiguousarray(whole.codes().T),
+            "scales": scales,
+            "x_scale": scale,
+        }
+    return found
 
 
 def _vectors(weights: Mapping[str, WeightValue]) -> dict[str, npt.NDArray[Any]]:

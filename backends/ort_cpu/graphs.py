@@ -442,3 +442,40 @@ def add(op: ops.Add) -> bytes:
     graph.output("y", F32, ("m", op.d))
     graph.node("Add", x, residual, out="y")
     return graph.model()
+
+
+def outliers(op: ops.Outliers) -> bytes:
+    """residual + x[:, hot] · slab + excess(x) · (codes · scales).
+
+    Inputs besides the ports: `hot` int32 [hot] and `slab` [hot, n]; `codes` int8 [k, n], `scales`
+    [n] and `x_scale` [1]. Of the excess only features are multiplied that have any, in any token.
+    """
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.k))
+    total = graph.input("residual", F32, ("m", op.n))
+    graph.output("y", F32, ("m", op.n))
+    parts = []
+    if op.hot:
+        hot = graph.input("hot", np.int32, (op.hot,))
+        slab = graph.input("slab", F32, (op.hot, op.n))
+        parts.append(graph.node("MatMul", graph.node("Gather", x, hot, axis=1), slab))
+    if op.excess:
+        parts.append(_excess_product(graph, op, x))
+    for part in parts[:-1]:
+        total = graph.node("Add", total, part)
+    graph.node("Add", total, parts[-1], out="y")
+    return graph.model()
+
+
+def _excess_product(graph: GraphBuilder, op: ops.Outliers, x: str) -> str:
+    codes = graph.input("codes", np.int8, (op.k, op.n))
+    scales = graph.input("scales", F32, (op.n,))
+    x_scale = graph.input("x_scale", F32, (1,))
+    whole = graph.node("Round", graph.node("Div", x, x_scale))
+    held = graph.node("Clip", whole, graph.scalar(-128.0), graph.scalar(127.0))
+    beyond = graph.node("Sub", whole, held)
+    most = graph.node("ReduceMax", graph.node("Abs", beyond), graph.ints(0), keepdims=0)
+    found = graph.node("Squeeze", graph.node("NonZero", most), graph.ints(0))
+    some = graph.node("Mul", graph.node("Gather", beyond, found, axis=1), x_scale)
+    rows = graph.cast(graph.node("Gather", codes, found, axis=0), F32)
+    return graph.node("Mul", graph.node("MatMul", some, rows), scales)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from hetero.backends import checks, ops
 from hetero.backends.groups import Group
@@ -13,21 +13,35 @@ from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import graphs, integer
 from hetero.backends.qnn.store import Identity, weight_digest
 
-# Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
-# again: 2048×2048 costs 82 MiB of traffic for 1024 tokens at once and 25 in four pieces. With
-# k ≥ 4096 that begins at 256 tokens (4096×4096: 41 MiB, 26 as twice 128), with a large n it does
-# not (8192×2048: 43 MiB, 60 as twice 128). docs/qnn.md.
-PIECE_ROWS = 256
-LARGE_K = 4096
-# With integer activations there is less to spill (docs/qnn.md): 512 tokens of
-# 2048×2048 with a scale for each row cost 8 MiB, 12 as twice 256, but 1024 cost 20. Of k = 8192,
-# 512 tokens cost 69 MiB and 58 as twice 256; with 8 bits 29 and 37. With groups 512 tokens of
-# 8192×2048 cost 51 MiB, 28 as twice 256, and 256 tokens of 2048×8192 cost 38, 23 as twice 128.
-ROW_SCALED_PIECE_ROWS = 512
-LARGE_INTEGER_K = 8192
-# Attention graphs are made for these context lengths; a call runs the smallest that holds it.
-SMALLEST_CONTEXT = 128
-CONTEXT_STEP = 4
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSizes:
+    """Which token counts and context lengths graphs are made for.
+
+    Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
+    again (docs/qnn.md has the compiler's figures):
+
+    rows          most tokens of a graph
+    large_k       input features from which half as many spill less. A large n does not spill
+    scaled_rows   with integer activations and a scale for each row of the weight, of which less is
+                  spilled; with groups, which QNN computes in fp16, `rows`
+    large_int_k   input features from which half as many do, of 16 bits
+
+    Attention graphs are made for context lengths; a call runs the smallest that holds it:
+
+    context       the first of them
+    context_step  and the factor from one to the next
+    """
+
+    rows: int = 256
+    large_k: int = 4096
+    scaled_rows: int = 512
+    large_int_k: int = 8192
+    context: int = 128
+    context_step: int = 4
+
+
+SIZES: Final = GraphSizes()
 
 
 class Graph(NamedTuple):
@@ -46,9 +60,18 @@ class Shape(NamedTuple):
 
 def piece_rows(op: Op) -> int:
     """Most tokens of one graph."""
-    if isinstance(op, ops.MatMul) and op.k >= LARGE_K:
-        return PIECE_ROWS // 2
-    return PIECE_ROWS
+    if is_static(op):
+        return SIZES.scaled_rows
+    if isinstance(op, ops.MatMul) and op.k >= SIZES.large_k:
+        return SIZES.rows // 2
+    return SIZES.rows
+
+
+def is_static(op: Op) -> bool:
+    """Whether the operation is a matmul of 8-bit codes whatever the device's own activations are:
+    its format says so. The scale of x is the host's (`integer`), not a part of the graph.
+    """
+    return isinstance(op, ops.MatMul) and op.weight_format.activations.static
 
 
 def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
@@ -56,17 +79,17 @@ def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, grou
 
     `groups` have scales of their own: QNN computes with those in fp16.
     """
-    rows = PIECE_ROWS if groups else ROW_SCALED_PIECE_ROWS
-    return rows // 2 if activations == "int16" and op.k >= LARGE_INTEGER_K else rows
+    rows = SIZES.rows if groups else SIZES.scaled_rows
+    return rows // 2 if activations == "int16" and op.k >= SIZES.large_int_k else rows
 
 
 def contexts(capacity: int, m: int) -> list[int]:
     """Context lengths that attention graphs of m tokens are made for, ascending."""
-    found, context = [], SMALLEST_CONTEXT
+    found, context = [], SIZES.context
     while context < capacity:
         if context >= m:
             found.append(context)
-        context *= CONTEXT_STEP
+        context *= SIZES.context_step
     return [*found, capacity]
 
 
@@ -75,6 +98,8 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
 
     `digest` names the weights that are constants of the graph (`constants_digest`).
     """
+    if isinstance(op, ops.MatMul) and is_static(op):
+        return integer_graph(op, m, weights, digest, "int8")
     plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
     return Graph(Identity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights))
 

@@ -105,7 +105,11 @@ class QnnDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation, and matmuls of the declared formats."""
+        """Every operation but outliers, which are there to be computed elsewhere meanwhile, and
+        matmuls of the declared formats.
+        """
+        if isinstance(op, ops.Outliers):
+            return Acceptance(False, "outliers are floating-point sums for another device")
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -127,6 +131,8 @@ class QnnDevice(Device):
             accepted = self.accepts(step.op)
             if not accepted:
                 raise ValueError(f"{describe(step.op)} cannot run here: {accepted.reason}")
+            if catalog.is_static(step.op):
+                raise ValueError(f"{describe(step.op)} is rounded by the host: it joins no group")
         digest = catalog.group_digest(weights) if self.store.directory else ""
         held: dict[tuple[int, int], ort.InferenceSession] = {}
 
@@ -150,7 +156,7 @@ class QnnDevice(Device):
 
     def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.QnnKernel:
         match op:
-            case ops.MatMul() if self._activations != "float16":
+            case ops.MatMul() if self._activations != "float16" or catalog.is_static(op):
                 return self._prepare_integer(op, weights)
             case ops.MatMul():
                 nbytes = checks.packed(weights).nbytes
@@ -188,7 +194,8 @@ class QnnDevice(Device):
     def _prepare_integer(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
     ) -> kernels.QnnKernel:
-        weight, kind = checks.packed(weights), self._activations
+        kind: Activations = "int8" if catalog.is_static(op) else self._activations
+        weight = checks.packed(weights)
         if kind == "int8" and not has_row_scales(weight):
             raise ValueError(
                 f"{describe(op)}: 8-bit activations take a weight with one scale for each row"
@@ -247,6 +254,7 @@ def capabilities_of(
 def weight_formats(chip: Chip, activations: Activations = "float16") -> tuple[WeightFormat, ...]:
     """Formats of matmuls that a chip takes."""
     if activations != "float16":
-        return (WeightFormat.W8A16,) if activations == "int8" else BLOCK_FORMATS
+        own = (WeightFormat.W8A16,) if activations == "int8" else BLOCK_FORMATS
+        return (*own, WeightFormat.W8A8)
     blocks = BLOCK_FORMATS if chip.htp_arch >= BLOCK_QUANTIZED_SINCE else ()
-    return (*blocks, WeightFormat.F16)
+    return (*blocks, WeightFormat.W8A8, WeightFormat.F16)

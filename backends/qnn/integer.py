@@ -51,7 +51,12 @@ CODINGS = {"int16": Coding(np.uint16, 32768, 32767), "int8": Coding(np.uint8, 12
 
 
 def codes_of(weight: PackedWeight) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Signed codes [n, K] and scales [n, K / 32] of a quantised weight."""
+    """Signed codes [n, K] and scales [n, K / 32] of a quantised weight; [n, 1] of its rows."""
+    if weight.storage.scales == "row":
+        assert weight.scales is not None
+        codes = np.zeros((weight.n, padded(weight.k, GROUP_SIZE)), np.int8)
+        codes[:, : weight.k] = weight.codes()
+        return codes, weight.scales.reshape(-1, 1)[: weight.n]
     staged = packing.stage(weight)
     raw = staged["weight"].array.reshape(weight.n, -1)
     if weight.storage is StorageFormat.Q4:
@@ -164,7 +169,10 @@ def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = Fa
 
 
 class IntegerProduct:
-    """A matmul's graph on codes, between the caller's float32 x [m, k] and y [m, n]."""
+    """A matmul's graph on codes, between the caller's float32 x [m, k] and y [m, n].
+
+    `x_scale` is the scale of all of x, if it is given rather than each row's largest magnitude.
+    """
 
     def __init__(
         self,
@@ -176,9 +184,11 @@ class IntegerProduct:
         coding: Coding,
         units: npt.NDArray[np.float32],
         bias: Array | None,
+        x_scale: float | None = None,
     ) -> None:
         self._session, self._op, self._x, self._y = session, op, x, y
         self._coding, self._bias = coding, bias
+        self._x_scale = None if x_scale is None else F32(x_scale)
         self._units = F32(REACH / coding.steps) * units  # [n], of a code of y
         self._in = np.full((len(x), padded(op.k, GROUP_SIZE)), coding.zero, coding.dtype)
         self._out = np.zeros(y.shape, coding.dtype)
@@ -186,8 +196,7 @@ class IntegerProduct:
 
     def run(self) -> None:
         """Compute y."""
-        sizes = np.abs(self._x).max(axis=1, keepdims=True)  # [m, 1]
-        sizes[sizes == 0] = 1
+        sizes = self._sizes()
         clipped = self._run(sizes, np.True_)
         for _ in range(2 + self._op.k.bit_length() // 2):
             rows = clipped.any(axis=1)
@@ -200,10 +209,27 @@ class IntegerProduct:
         if self._op.softcap:
             self._y[:] = self._op.softcap * np.tanh(self._y / self._op.softcap)
 
+    def _sizes(self) -> Array:
+        """What codes of the largest size stand for, [m, 1]."""
+        if self._x_scale is not None:
+            return np.full((len(self._x), 1), self._x_scale * F32(self._coding.steps))
+        sizes: Array = np.abs(self._x).max(axis=1, keepdims=True)
+        sizes[sizes == 0] = 1
+        return sizes
+
+    def _codes(self, sizes: Array) -> Array:
+        """Codes of x around zero, [m, k]; a given scale is divided by, as the format asks."""
+        steps = self._coding.steps
+        if self._x_scale is None:
+            return np.rint(self._x * (steps / sizes))
+        codes = np.rint(self._x / self._x_scale).clip(-steps - 1, steps)
+        doubled = np.rint(sizes / (self._x_scale * F32(steps)))  # 1, or 2, 4, … to make y fit
+        return np.rint(codes / doubled)
+
     def _run(self, sizes: Array, wanted: Array | np.bool) -> Array:
         """Compute the wanted elements of y from x / sizes; which of them were clipped."""
         zero, steps = self._coding.zero, self._coding.steps
-        self._in[:, : self._op.k] = np.rint(self._x * (steps / sizes)) + zero
+        self._in[:, : self._op.k] = self._codes(sizes) + zero
         self._session.run_with_iobinding(self._binding)
         signed = self._out.astype(np.int32) - zero
         np.copyto(self._y, signed * self._units * sizes, where=wanted, casting="unsafe")

@@ -150,6 +150,8 @@ class IntegerKernel(QnnKernel):
         self._coding = integer.CODINGS[activations]
         self._units = integer.row_units(weight)
         self._bias = checks.vector(weights, "bias") if op.bias else None
+        static = op.weight_format.activations.static
+        self._x_scale = float(checks.vector(weights, "x_scale")[0]) if static else None
 
     def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
         x, y = tensors["x"], tensors["y"]
@@ -161,6 +163,7 @@ class IntegerKernel(QnnKernel):
             coding=self._coding,
             units=self._units,
             bias=self._bias,
+            x_scale=self._x_scale,
         )
         return product.run
 

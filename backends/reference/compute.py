@@ -52,6 +52,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
             return add_positions(op, _wide(weights)["table"])
         case ops.Add():
             return add, 0
+        case ops.Outliers():
+            return outliers(op, weights)
 
 
 def matmul(op: ops.MatMul, weight: PackedWeight, weights: Weights) -> tuple[Program, int]:
@@ -244,6 +246,35 @@ def activate(activation: Activation, x: Float64Array) -> Float64Array:
             return x * 0.5 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
         case "relu":
             return np.maximum(x, 0.0)
+
+
+def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
+    """residual + x[:, hot] · W_hotᵀ + excess(x) · Wᵀ."""
+    parts: list[Callable[[Array], Float64Array]] = []
+    held = 0
+    if op.hot:
+        hot, kept = checks.slab(weights)
+        slab = kept.dequantize().astype(np.float64).T
+        held += slab.nbytes
+        parts.append(lambda x: x[:, hot].astype(np.float64) @ slab)
+    if op.excess:
+        dense = packed(weights).dequantize().astype(np.float64).T
+        scale = vector(weights, "x_scale")[0]
+        held += dense.nbytes
+        parts.append(lambda x: excess(x, scale) @ dense)
+
+    def run(arrays: Arrays) -> None:
+        x = arrays["x"]
+        arrays["y"][:] = arrays["residual"] + sum(part(x) for part in parts)
+
+    return run, held
+
+
+def excess(x: Array, scale: float | np.float32) -> Float64Array:
+    """What of the activations is beyond the codes of `static_codes`."""
+    whole = np.rint(x.astype(np.float32) / np.float32(scale)).astype(np.float64)
+    beyond: Float64Array = (whole - whole.clip(-128, 127)) * np.float64(scale)
+    return beyond
 
 
 def add(arrays: Arrays) -> None:

@@ -109,7 +109,7 @@ def errors(profile: DeviceProfile, variant: Variant, known: set[Key]) -> Errors:
 def each_predicted(cost: CostModel, rows: Sequence[MatMulRow]) -> list[float]:
     """Seconds of rows of any kernels."""
     kernels = dict.fromkeys((row.device, row.weight_format) for row in rows)
-    seconds = {}
+    seconds: dict[Key, float] = {}
     for kernel in kernels:
         own = [row for row in rows if (row.device, row.weight_format) == kernel]
         keys = [row.key for row in own]

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from common import KINDS, finish, table, timed
+from common import finish, table, timed
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.files import atomic_write
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.measuring.profiling import parse_budget
 from hetero.placement.device_set import open_devices
 from hetero.profiler import active, fit

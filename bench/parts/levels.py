@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from common import (
     CONTEXT,
-    KINDS,
     LLAMA,
     Lengths,
     Rounds,
@@ -27,6 +26,7 @@ from common import (
     timing,
 )
 
+from hetero.backends.protocol import KINDS
 from hetero.generation.llm import LLM
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.records import DeviceProfile, Phase

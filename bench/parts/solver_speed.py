@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from common import finish, table, timed
 
-from hetero.backends.host.files import atomic_write
 from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -64,7 +61,6 @@ def solver_speed(
     model: str = "llama-3-8b",
     profile: Annotated[list[str], typer.Option(help="several times")] = [],  # noqa: B006
     rounds: int = 5,
-    json_: Annotated[Path | None, typer.Option("--json", help="where to write all times")] = None,
 ) -> None:
     """How long the solver takes: a plan of ten prompt lengths (bound 1 s), a length never seen
     (bound 2 ms), and how much longer than with every row cut its answers are predicted to take.
@@ -78,8 +74,6 @@ def solver_speed(
     print(f"measured; {model}, {rounds} rounds; losses predicted\n")
     table(HEAD, [list(cells(name, times)) for name, times in found.items()])
     finish()
-    if json_ is not None:
-        atomic_write(json_, json.dumps(found, indent=1) + "\n")
     met = (
         statistics.median(x["plan"]) <= PLAN_BOUND_S and max(x["query"]) <= QUERY_BOUND_S
         for x in found.values()

@@ -13,10 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hetero.compiling.bundle import BundleManifest
 from hetero.compiling.graphs import Compilation, CompileRequest, compile_model, prepare
+from hetero.compiling.jobs import Sharing
 from hetero.errors import UserError
 from hetero.placement.planning import parse_tokens
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.terminal import printable
+
+PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's section 3.2
 
 
 def compile_command(
@@ -37,6 +40,9 @@ def compile_command(
         bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it takes.")] = False,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", min=1, help="Of the prompt that --dry-run looks at.")
+    ] = PROMPT_TOKENS,
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
@@ -53,7 +59,10 @@ def compile_command(
     name = printable(compilation.loaded.name)
     print(f"{name} for {soc}: {compilation.estimate.describe()}")
     if dry_run:
-        _finish(as_json, _estimated(compilation))
+        shared = compilation.sharing(prompt_tokens)
+        if shared is not None:
+            print(shared.describe())
+        _finish(as_json, _estimated(compilation, shared))
         return
     if out is None:
         raise UserError("--out is missing: name the directory to write, or use --dry-run")
@@ -78,7 +87,7 @@ def _with_progress(compilation: Compilation, out: Path) -> BundleManifest:
         return compile_model(compilation, out, note)
 
 
-def _estimated(compilation: Compilation) -> dict[str, object]:
+def _estimated(compilation: Compilation, shared: Sharing | None) -> dict[str, object]:
     estimate = compilation.estimate
     return {
         "graphs": estimate.graphs,
@@ -87,6 +96,7 @@ def _estimated(compilation: Compilation) -> dict[str, object]:
         "seconds": estimate.seconds,
         "peak_bytes": estimate.peak_bytes,
         "graph_sizes": list(compilation.sizes),
+        "prompt": None if shared is None else shared.document(),
     }
 
 

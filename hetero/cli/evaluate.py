@@ -20,6 +20,9 @@ from hetero.cli.options import (
     open_llm,
     progress_bar,
 )
+from hetero.compiling.calibration import calibration_sequences
+from hetero.compiling.schemes import Schemes
+from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.measuring.evaluation import DEFAULT_WINDOW, Evaluation, evaluate, read_tokens
 from hetero.models import default_weights
@@ -33,6 +36,20 @@ def eval_command(
     weights: Annotated[
         list[WeightFormat] | None, typer.Option("--weights", help="Repeat to compare.")
     ] = None,
+    simulate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--simulate",
+            help="int8 activations without a kernel: naive, smooth, per-token, activations, or "
+            "what --outliers of quantize takes; repeat to compare.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option("--calibrate", help="For --simulate: another text than --text.")
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option("--calibration-tokens", min=32, help="Read this much of it.")
+    ] = 4096,
     reference: Annotated[
         str | None, typer.Option("--reference", help="Float model.  [default: MODEL as f32]")
     ] = None,
@@ -50,18 +67,40 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self."""
+    if simulate and calibrate is None:
+        raise UserError("--simulate needs scales from a text; give --calibrate TEXT, not --text's")
+    if calibrate is not None and calibrate.resolve() == text.resolve():
+        raise UserError(f"--calibrate and --text are both {text}; give two different texts")
     found: dict[str, Evaluation] = {}
     base: LLM | None = None
     try:
         if not no_reference:
             base = open_llm(reference or model, device, gpu, npu, REFERENCE, None, None)
-        for choice in weights or [WeightFormat(default_weights(model))]:
+        formats = weights or ([] if simulate else [WeightFormat(default_weights(model))])
+        for choice in formats:
             with open_llm(model, device, gpu, npu, choice, None, None) as llm:
                 tokens = read_tokens(llm, text, max_tokens)
                 size = window or min(DEFAULT_WINDOW, llm.max_seq_len)
                 with progress_bar(f"scoring {choice.value}") as advance:
                     found[choice.value] = evaluate(
                         llm, tokens, reference=base, window=size, stride=stride, progress=advance
+                    )
+        if simulate and calibrate is not None:
+            loaded, _, sequences = calibration_sequences(model, calibrate, calibration_tokens)
+            tokens = read_tokens(loaded, text, max_tokens)
+            size = window or min(DEFAULT_WINDOW, loaded.config.max_position)
+            with progress_bar("calibrating") as advance:
+                schemes = Schemes(loaded, sequences, size, advance)
+                schemes.scales()
+            for scheme in simulate:
+                with progress_bar(f"scoring {scheme}") as advance:
+                    found[f"w8a8 {scheme} (simulated)"] = evaluate(
+                        schemes.model_of(scheme),
+                        tokens,
+                        reference=base,
+                        window=size,
+                        stride=stride,
+                        progress=advance,
                     )
     finally:
         if base is not None:

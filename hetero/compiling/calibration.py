@@ -22,15 +22,18 @@ from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.host.files import LONGEST_TEXT_BYTES
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack, pack_q4, padded
+from hetero.compiling.static_scales import StaticWeights, static_weights
 from hetero.compiling.walk import Progress, Site, walk
 from hetero.errors import UserError
-from hetero.models import open_model
+from hetero.models import LoadedModel, open_model
+from hetero.models.calibration_record import DEFAULT_OUTLIERS
 from hetero.models.fields import read_text
 from hetero.models.weights import BlockWeights, ModelWeights
 
 DAMPING: Final = 0.01  # of the mean diagonal of H, as in the paper
 SEQUENCE_TOKENS: Final = 512
 SHRINKS: Final = (1.0, 0.95, 0.9, 0.85, 0.8)  # scales tried for each group, of the full one
+_CHOICES: Final = "choose w4a16 or w4a8 (GPTQ), or w8a8 (static scales)"
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -49,7 +52,7 @@ class CalibratedWeights(ModelWeights):
     ) -> None:
         super().__init__(exact.config, weight_format)
         if weight_format.storage is not StorageFormat.Q4 or exact.weight_format != "f32":
-            raise UserError("calibration makes 4-bit weights of f32 ones: choose w4a16 or w4a8")
+            raise UserError(f"GPTQ makes 4-bit weights of f32 ones: {_CHOICES}")
         self.source = exact.source
         self._exact = exact
         self._sequences = [list(x) for x in sequences if len(x)]
@@ -155,9 +158,34 @@ def _codes(values: Float64Array, scale: npt.NDArray[np.float16]) -> npt.NDArray[
 
 
 def calibrated(
-    model: str, weights: str, text: Path, limit: int, progress: Progress | None = None
-) -> CalibratedWeights:
-    """4-bit weights of a MODEL, chosen on at most `limit` tokens of a text file.
+    model: str,
+    weights: str,
+    text: Path,
+    limit: int,
+    progress: Progress | None = None,
+    *,
+    outliers: str = DEFAULT_OUTLIERS,
+) -> CalibratedWeights | StaticWeights:
+    """Weights of a MODEL, chosen on at most `limit` tokens of a text file: of 4 bits by GPTQ, of
+    w8a8 with static scales of activations and what `outliers` says.
+
+    Raises `UserError` for a text that cannot be read or says nothing.
+    """
+    weight_format = WeightFormat(weights)
+    if not (weight_format.activations.static or weight_format.storage is StorageFormat.Q4):
+        raise UserError(f"calibration has nothing to choose for {weights}: {_CHOICES}")
+    loaded, words, sequences = calibration_sequences(model, text, limit)
+    if weight_format.activations.static:
+        return static_weights(
+            loaded.weights, sequences, outliers=outliers, text=words, progress=progress
+        )
+    return CalibratedWeights(loaded.weights, weight_format, sequences, progress)
+
+
+def calibration_sequences(
+    model: str, text: Path, limit: int
+) -> tuple[LoadedModel, str, list[list[int]]]:
+    """A MODEL as f32, a text, and at most `limit` tokens of it as sequences that fit the context.
 
     Raises `UserError` for a text that cannot be read or says nothing.
     """
@@ -170,5 +198,4 @@ def calibrated(
             "text"
         )
     length = min(SEQUENCE_TOKENS, loaded.config.max_position)
-    sequences = [tokens[i : i + length] for i in range(0, len(tokens), length)]
-    return CalibratedWeights(loaded.weights, WeightFormat(weights), sequences, progress)
+    return loaded, words, [tokens[i : i + length] for i in range(0, len(tokens), length)]

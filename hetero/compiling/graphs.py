@@ -23,7 +23,7 @@ from hetero.compiling.bundle import (
     GraphRecord,
     find_bundle,
 )
-from hetero.compiling.jobs import Job, all_jobs
+from hetero.compiling.jobs import Job, Sharing, all_jobs, sharing
 from hetero.compiling.limits import Estimate, check_limits, estimate, mib
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
@@ -76,6 +76,10 @@ class Compilation:
     jobs: tuple[Job, ...]
     estimate: Estimate
 
+    def sharing(self, tokens: int) -> Sharing | None:
+        """What the calls of a prompt share, as long as the context holds (`jobs.sharing`)."""
+        return sharing(self.placement, min(tokens, self.max_seq_len))
+
 
 def prepare(request: CompileRequest) -> Compilation:
     """Open the model, make the list of graphs and check the chip's limits. Raises `UserError`."""
@@ -91,7 +95,14 @@ def prepare(request: CompileRequest) -> Compilation:
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     npu = capabilities_of(chip, sizes)
     able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
-    placement = place(plan, loaded.config, loaded.weights.weight_format, able, max_seq_len=length)
+    placement = place(
+        plan,
+        loaded.config,
+        loaded.weights.weight_format,
+        able,
+        max_seq_len=length,
+        shadows=loaded.weights.outliers(),
+    )
     jobs = tuple(all_jobs(placement, length))
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")

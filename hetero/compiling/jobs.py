@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -217,15 +217,18 @@ class Sharing:
     apart_bytes: int
 
     def describe(self) -> str:
-        """One sentence for people."""
-        calls, tokens = len(self.calls), sum(self.calls)
+        """One paragraph for people."""
         return (
-            f"a prompt of {tokens} tokens runs {calls} calls of up to {max(self.calls)} on "
-            f"{self.graphs} graphs each, {self.shared} of them ({self.shared / self.graphs:.0%}) "
-            f"the same in every call: {self.built} in all, about {_mib(self.built_bytes)}; with "
-            f"graphs of its own for each call they were {self.apart}, about "
-            f"{_mib(self.apart_bytes)}"
+            f"A prompt of {sum(self.calls)} tokens runs in {len(self.calls)} calls of up to "
+            f"{max(self.calls)}. {self.shared} of the {self.graphs} graphs of a call "
+            f"({self.shared / self.graphs:.0%}) are shared by all of its length: {self.built} "
+            f"graphs of nodes in all, about {_mib(self.built_bytes)}; with graphs of its own for "
+            f"each call, {self.apart} and {_mib(self.apart_bytes)} (estimates)."
         )
+
+    def document(self) -> dict[str, object]:
+        """For `--json`."""
+        return {"tokens": sum(self.calls), **asdict(self)}
 
 
 def sharing(placement: Placement, tokens: int) -> Sharing | None:

@@ -422,7 +422,9 @@ class LLM:
         """What of a memory budget is left for weights, bytes."""
         if budget is None:
             return None
-        return max(budget - pool_bytes(self._loaded.config, self.max_seq_len, STEP_TOKENS), 1)
+        loaded = self._loaded
+        shadows = loaded.weights.outliers()
+        return max(budget - pool_bytes(loaded.config, self.max_seq_len, STEP_TOKENS, shadows), 1)
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position

@@ -13,19 +13,35 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.host.files import LONGEST_TEXT_BYTES, read_text
 from hetero.errors import UserError
-from hetero.generation.llm import LLM
 from hetero.generation.sampling import log_softmax
+from hetero.models import LoadedModel
 
 DEFAULT_WINDOW = 512
 Progress = Callable[[int, int], None]
 Float64Array = npt.NDArray[np.float64]
+
+
+class Encoder(Protocol):
+    """What makes token ids of a text."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class Scorer(Protocol):
+    """What has logits: an `LLM`, or a model that is simulated."""
+
+    @property
+    def model(self) -> LoadedModel: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]: ...
 
 
 class Window(NamedTuple):
@@ -50,7 +66,7 @@ class Evaluation:
     kl_p99: float | None = None
 
 
-def read_tokens(llm: LLM, path: Path, limit: int | None = None) -> list[int]:
+def read_tokens(llm: Encoder, path: Path, limit: int | None = None) -> list[int]:
     """Token ids of a text file. Raises `UserError` if there is not enough text to score."""
     try:
         text = read_text(path, LONGEST_TEXT_BYTES)
@@ -80,10 +96,10 @@ def windows(count: int, window: int, stride: int) -> Iterator[Window]:
 
 
 def evaluate(
-    llm: LLM,
+    llm: Scorer,
     tokens: Sequence[int],
     *,
-    reference: LLM | None = None,
+    reference: Scorer | None = None,
     window: int = DEFAULT_WINDOW,
     stride: int | None = None,
     progress: Progress | None = None,
@@ -127,7 +143,7 @@ def _compared(
     )
 
 
-def _check_vocabulary(llm: LLM, reference: LLM | None) -> None:
+def _check_vocabulary(llm: Scorer, reference: Scorer | None) -> None:
     own = llm.model.config.vocab_size
     if reference is not None and reference.model.config.vocab_size != own:
         raise UserError(
@@ -136,7 +152,7 @@ def _check_vocabulary(llm: LLM, reference: LLM | None) -> None:
         )
 
 
-def _check_sizes(llm: LLM, window: int, stride: int) -> None:
+def _check_sizes(llm: Scorer, window: int, stride: int) -> None:
     if not 2 <= window <= llm.max_seq_len:
         raise UserError(
             f"the window must be in [2, {llm.max_seq_len}] tokens for this model, got {window}"

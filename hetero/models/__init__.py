@@ -93,7 +93,12 @@ class LoadedModel:
 
     def spec(self) -> ModelGraph:
         """Shapes only, for the solver."""
-        return model_graph(self.config, self.weights.weight_format, self.name)
+        return model_graph(
+            self.config,
+            self.weights.weight_format,
+            self.name,
+            shadows=self.weights.outliers(),
+        )
 
 
 def default_weights(model: str | Path) -> str:

@@ -9,9 +9,17 @@ serves every architecture, which only says in its `ModelConfig` what differs.
 
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
+
+A matmul of integers may have a shadow (`Outliers`). Where its output is added to the residual
+stream, the shadow is added to the stream as well, into `x3`, which the norm reads instead: it
+stands before its matmul, so that the GPU computes it while the NPU computes the matmul, and nobody
+waits (mllm-NPU, section 3.3). The shadows of other matmuls are added to their outputs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeAlias
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import (
@@ -24,6 +32,7 @@ from hetero.backends.ops import (
     LayerNorm,
     MatMul,
     Op,
+    Outliers,
     RMSNorm,
     Rope,
 )
@@ -31,6 +40,8 @@ from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
 
+SHADOW: Final = "_shadow"  # of a node, behind the name of its matmul
+Shadows: TypeAlias = Mapping[str, Outliers]  # by block and matmul, `blocks.3.down`
 OF_THE_POOL = frozenset({"tokens", "position", "logits"})  # slots that are not [tokens, features]
 
 
@@ -40,12 +51,13 @@ def model_graph(
     name: str = "",
     *,
     capacity: int | None = None,
+    shadows: Shadows | None = None,
 ) -> ModelGraph:
     """The graph of a model, from token ids in slot `tokens` to `logits`, with KV caches of
     `capacity` tokens (None: of all positions).
     """
     stored = WeightFormat(weight_format)
-    decoder = _Decoder(config, stored, capacity or config.max_position)
+    decoder = _Decoder(config, stored, capacity or config.max_position, shadows or {})
     return ModelGraph(
         name=name or config.architecture,
         architecture=config.architecture,
@@ -55,12 +67,13 @@ def model_graph(
     )
 
 
-def slot_widths(config: ModelConfig) -> dict[str, int]:
+def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
     """Features per token of every float32 slot but `logits` and the caches."""
-    one_layer = _Decoder(config, WeightFormat.F32, capacity=1, layers=1).nodes()
+    layers = None if shadows else 1  # those without are alike
+    nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
         slot: shape[-1]
-        for slot, shape in slot_shapes(one_layer).items()
+        for slot, shape in slot_shapes(nodes).items()
         if slot not in OF_THE_POOL and slot.partition(".")[0] not in CACHE_PORTS
     }
 
@@ -87,9 +100,12 @@ class _Decoder:
         config: ModelConfig,
         weight_format: WeightFormat,
         capacity: int,
+        shadows: Shadows,
         layers: int | None = None,
     ) -> None:
         self.config, self.weight_format, self.capacity = config, weight_format, capacity
+        self.shadows = shadows
+        self.shadowed: str | None = None  # the residual stream with shadows added to it
         self.layers = layers or config.num_layers
         self.matmuls = {matmul.name: matmul for matmul in config.matmuls()}
         self.stream = "x"
@@ -182,7 +198,8 @@ class _Decoder:
     def _norm(self, name: str) -> None:
         """Add to the residual stream, and norm the sum into `h`."""
         added = "added" if self.config.out_norms or self.config.parallel else "t"
-        before, self.stream = self.stream, "x2" if self.stream == "x" else "x"
+        before = self.shadowed or self.stream
+        self.shadowed, self.stream = None, "x2" if self.stream == "x" else "x"
         norm = self._norm_op(add=True)
         self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
 
@@ -192,6 +209,13 @@ class _Decoder:
 
     def _matmul(self, name: MatMulName, source: str, target: str) -> None:
         spec = self.matmuls[name]
+        shadow = self.shadows.get(f"blocks.{self.layer}.{name}")
+        of_stream = name in ("o", "down") and not self.config.out_norms
+        if shadow is not None and of_stream:
+            stream = self.shadowed or self.stream
+            self.shadowed = "x4" if self.shadowed == "x3" else "x3"
+            self._add(name + SHADOW, shadow, x=source, residual=stream, y=self.shadowed)
+        product = f"{target}_codes" if shadow is not None and not of_stream else target
         op = MatMul(
             n=spec.n,
             k=spec.k,
@@ -199,7 +223,9 @@ class _Decoder:
             bias=spec.bias,
             softcap=self.config.logit_softcap if name == "lm_head" else 0.0,
         )
-        self._add(name, op, plan_op=name, x=source, y=target)
+        self._add(name, op, plan_op=name, x=source, y=product)
+        if shadow is not None and not of_stream:
+            self._add(name + SHADOW, shadow, x=source, residual=product, y=target)
 
     def _add(self, name: str, op: Op, *, plan_op: OpName | None = None, **slots: str) -> None:
         full = name if self.layer is None else f"layer{self.layer}.{name}"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.errors import ModelError
+from hetero.models.calibration_record import Calibration
 from hetero.models.fields import read_json_object
 
 MANIFEST_FILE = "hetero.json"
 WEIGHTS_FILE = "weights.safetensors"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2  # 1: without `calibration`
+READS: Final = (1, 2)
 KIND: Final = "hetero-quantized"
 
 _HASH_PIECE_BYTES = 1 << 22
@@ -34,13 +36,14 @@ class Manifest(BaseModel):
     """Contents of `hetero.json`. `files` are all others of the directory, by relative path.
 
     `header_sha256` is of the weight file's header, which is checked at every opening; `tokenizer`
-    says whether text becomes ids by the tokenizer files or byte by byte.
+    says whether text becomes ids by the tokenizer files or byte by byte. `calibration` is there
+    where activations have static scales that come from a text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["hetero-quantized"] = KIND
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     name: str
     weight_format: WeightFormat
     storage: StorageFormat
@@ -49,6 +52,18 @@ class Manifest(BaseModel):
     files: dict[str, FileRecord]
     source: str = ""
     hetero_version: str = ""
+    calibration: Calibration | None = None
+
+    @model_validator(mode="after")
+    def _calibration_belongs(self) -> Self:
+        if self.calibration is None:
+            return self
+        if self.schema_version == 1 or not self.weight_format.activations.static:
+            raise ValueError(
+                f"calibration does not belong to {self.weight_format} in a manifest of version "
+                f"{self.schema_version}"
+            )
+        return self
 
 
 def is_quantised(directory: Path) -> bool:
@@ -63,16 +78,16 @@ def read_manifest(directory: Path) -> Manifest:
     version = raw.get("schema_version")
     if raw.get("kind") != KIND:
         raise ModelError(f"{path}: kind must be {KIND!r}, got {raw.get('kind')!r}; {_REMEDY}")
-    if version != SCHEMA_VERSION:
+    if version not in READS:
         raise ModelError(
-            f"{path}: schema_version must be {SCHEMA_VERSION}, got {version!r}; upgrade hetero, "
-            f"or {_REMEDY}"
+            f"{path}: schema_version must be {' or '.join(map(str, READS))}, got {version!r}; "
+            f"upgrade hetero, or {_REMEDY}"
         )
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"]) or "the manifest"
         raise ModelError(f"{path}: {field}: {first['msg']}; {_REMEDY}") from error
 
 

@@ -6,6 +6,8 @@ one after the other; the ends of the model follow.
 
     blocks.3.qkv.data, blocks.3.qkv.scales    layout of `hetero.backends.weights`
     blocks.3.input_norm, blocks.3.qkv_bias    float32
+    blocks.3.down_hot, blocks.3.down_hot_weight    int32 [h], float16 [n, h]: where `hetero.json`
+                                              says that h channels are hot
     embed.*, lm_head.* (unless tied), final_norm
 """
 
@@ -24,6 +26,7 @@ import numpy.typing as npt
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight, data_shape, scales_shape
 from hetero.errors import ModelError
+from hetero.models.calibration_record import Calibration, matmul_names
 from hetero.models.config import ModelConfig
 from hetero.models.layout import (
     FILE_PAGE_BYTES,
@@ -34,14 +37,15 @@ from hetero.models.layout import (
     end_matrices,
     end_vectors,
     page_padded,
+    scaled_inputs,
 )
-from hetero.models.manifest import WEIGHTS_FILE, Manifest, check_files, read_manifest
+from hetero.models.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, check_files, read_manifest
 from hetero.models.safetensors_file import SafetensorsFile
-from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.models.weights import BlockWeights, ModelWeights, Shadow
 
 PAD_PREFIX = "__pad."
 _DTYPES = {"q4": "U32", "q8": "I8", "q8r": "I8", "f16": "F16", "f32": "F32"}
-_ITEM_BYTES = {"U32": 4, "I8": 1, "F16": 2, "F32": 4, "U8": 1}
+_ITEM_BYTES = {"U32": 4, "I32": 4, "I8": 1, "F16": 2, "F32": 4, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,19 @@ class QuantizedWeights(ModelWeights):
 
     source: Path
 
-    def __init__(self, directory: Path, config: ModelConfig, weight_format: WeightFormat) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        weight_format: WeightFormat,
+        calibration: Calibration | None = None,
+    ) -> None:
         super().__init__(config, weight_format)
+        self.calibration = calibration
         self.source = directory
         self.file = SafetensorsFile(directory / WEIGHTS_FILE)
-        _check_plan(self.file, config, weight_format.storage)
+        _check_plan(self.file, weight_plan(config, weight_format.storage, calibration))
+        self._check_scales()
 
     def end_vector(self, name: str) -> Float32Array:
         """A vector outside of the blocks."""
@@ -79,12 +91,14 @@ class QuantizedWeights(ModelWeights):
     def release(self, index: int) -> None:
         """Forget a block; its pages leave memory until something reads them again."""
         super().release(index)
-        self.file.forget([x.name for x in block_plan(self.config, self._storage, index)])
+        self.file.forget(
+            [x.name for x in block_plan(self.config, self._storage, index, self.calibration)]
+        )
 
     def release_ends(self) -> None:
         """Forget embeddings and output head; their pages leave memory."""
         super().release_ends()
-        self.file.forget([x.name for x in end_plan(self.config, self._storage)])
+        self.file.forget([x.name for x in end_plan(self.config, self._storage, self.calibration)])
 
     @property
     def _storage(self) -> StorageFormat:
@@ -94,7 +108,45 @@ class QuantizedWeights(ModelWeights):
         prefix = f"blocks.{index}."
         packed = {x.name: self._packed(prefix, x) for x in block_matrices(self.config)}
         vectors = {x.name: self.file.array(prefix + x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        shadows = {x.name: self._shadow(prefix + x.name, x.k) for x in block_matrices(self.config)}
+        found = {name: shadow for name, shadow in shadows.items() if shadow is not None}
+        return BlockWeights(**packed, **vectors, shadows=found)  # type: ignore[arg-type]
+
+    def head_shadow(self) -> Shadow | None:
+        """Hot channels of the output head's input, None if it has none."""
+        return self._shadow("lm_head", self.config.hidden_size)
+
+    def _shadow(self, name: str, k: int) -> Shadow | None:
+        if self.calibration is None or not self.calibration.hot(name):
+            return None
+        channels = self.file.array(f"{name}_hot")
+        rising = bool((np.diff(channels) > 0).all())
+        if not rising or channels[0] < 0 or channels[-1] >= k:
+            raise ModelError(
+                f"{self.file.path}: tensor {name}_hot must hold rising channels of {k}; "
+                "run hetero quantize again"
+            )
+        weight = self.file.array(f"{name}_hot_weight")
+        if not np.isfinite(weight).all():
+            raise ModelError(
+                f"{self.file.path}: tensor {name}_hot_weight holds a value that is not finite; "
+                "run hetero quantize again"
+            )
+        return Shadow(channels, weight)
+
+    def _check_scales(self) -> None:
+        """Static scales are usable, and those that the manifest names."""
+        if not scaled_inputs(self._storage):
+            return
+        for name in matmul_names(self.config):
+            scale = self.file.array(f"{name}_x_scale")[0]
+            known = None if self.calibration is None else self.calibration.matmuls[name].x_scale
+            if not (np.isfinite(scale) and scale > 0) or known not in (None, float(scale)):
+                rule = "a positive number" if known is None else f"the {known} of hetero.json"
+                raise ModelError(
+                    f"{self.file.path}: tensor {name}_x_scale must be {rule}, got {scale}; "
+                    "run hetero quantize again"
+                )
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed("", next(x for x in end_matrices(self.config) if x.name == name))
@@ -120,7 +172,8 @@ def open_directory(
         raise _other_storage(directory, manifest, wanted)
     check_files(directory, manifest, verify=verify)
     config = ModelConfig.from_directory(directory)
-    weights = QuantizedWeights(directory, config, wanted)
+    _check_calibration(directory, manifest, config)
+    weights = QuantizedWeights(directory, config, wanted, manifest.calibration)
     if hashlib.sha256(weights.file.header()).hexdigest() != manifest.header_sha256:
         raise ModelError(
             f"{directory / WEIGHTS_FILE}: header does not have the SHA-256 that hetero.json names; "
@@ -129,25 +182,38 @@ def open_directory(
     return manifest, weights
 
 
-def weight_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
+def weight_plan(
+    config: ModelConfig, storage: StorageFormat, calibration: Calibration | None = None
+) -> list[PlannedTensor]:
     """Every tensor of the weight file in file order, padding excluded."""
     plan: list[PlannedTensor] = []
     for index in range(config.num_layers):
-        plan += block_plan(config, storage, index)
-    return plan + end_plan(config, storage)
+        plan += block_plan(config, storage, index, calibration)
+    return plan + end_plan(config, storage, calibration)
 
 
-def block_plan(config: ModelConfig, storage: StorageFormat, index: int) -> list[PlannedTensor]:
+def block_plan(
+    config: ModelConfig,
+    storage: StorageFormat,
+    index: int,
+    calibration: Calibration | None = None,
+) -> list[PlannedTensor]:
     """Tensors of one block."""
     prefix = f"blocks.{index}."
     plan = [x for shape in block_matrices(config) for x in _matrix_plan(prefix, shape, storage)]
-    return plan + [_vector_plan(prefix, shape) for shape in block_vectors(config, storage)]
+    plan += [_vector_plan(prefix, shape) for shape in block_vectors(config, storage)]
+    for shape in block_matrices(config):
+        plan += _shadow_plan(prefix + shape.name, shape.n, calibration)
+    return plan
 
 
-def end_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
-    """Embeddings, output head unless tied, vectors."""
+def end_plan(
+    config: ModelConfig, storage: StorageFormat, calibration: Calibration | None = None
+) -> list[PlannedTensor]:
+    """Embeddings, output head unless tied, vectors, hot channels of the head."""
     plan = [x for shape in end_matrices(config) for x in _matrix_plan("", shape, storage)]
-    return [*plan, *(_vector_plan("", shape) for shape in end_vectors(config, storage))]
+    plan += [_vector_plan("", shape) for shape in end_vectors(config, storage)]
+    return plan + _shadow_plan("lm_head", config.vocab_size, calibration)
 
 
 def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:
@@ -173,6 +239,8 @@ def block_arrays(
         yield from matrix_arrays(getattr(block, matrix.name))
     for vector in block_vectors(config, storage):
         yield np.asarray(getattr(block, vector.name), dtype=np.float32)
+    for matrix in block_matrices(config):
+        yield from shadow_arrays(block.shadows.get(matrix.name))
 
 
 def matrix_arrays(packed: PackedWeight) -> Iterator[npt.NDArray[Any]]:
@@ -180,6 +248,23 @@ def matrix_arrays(packed: PackedWeight) -> Iterator[npt.NDArray[Any]]:
     yield packed.data
     if packed.scales is not None:
         yield packed.scales
+
+
+def shadow_arrays(shadow: Shadow | None) -> Iterator[npt.NDArray[Any]]:
+    """Hot channels, then their weights, if there are any."""
+    if shadow is not None:
+        yield np.asarray(shadow.channels, dtype=np.int32)
+        yield np.asarray(shadow.weight, dtype=np.float16)
+
+
+def _shadow_plan(name: str, n: int, calibration: Calibration | None) -> list[PlannedTensor]:
+    hot = 0 if calibration is None else calibration.hot(name)
+    if not hot:
+        return []
+    return [
+        PlannedTensor(f"{name}_hot", "I32", (hot,)),
+        PlannedTensor(f"{name}_hot_weight", "F16", (n, hot)),
+    ]
 
 
 def _matrix_plan(prefix: str, shape: MatrixShape, storage: StorageFormat) -> list[PlannedTensor]:
@@ -202,9 +287,9 @@ def _header_entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[s
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
-def _check_plan(file: SafetensorsFile, config: ModelConfig, storage: StorageFormat) -> None:
+def _check_plan(file: SafetensorsFile, tensors: list[PlannedTensor]) -> None:
     """The file has exactly the tensors that config.json asks for, on whole pages."""
-    plan = {x.name: x for x in weight_plan(config, storage)}
+    plan = {x.name: x for x in tensors}
     found = {x: entry for x, entry in file.entries.items() if not x.startswith(PAD_PREFIX)}
     for name in plan.keys() | found.keys():
         planned, entry = plan.get(name), found.get(name)
@@ -216,6 +301,25 @@ def _check_plan(file: SafetensorsFile, config: ModelConfig, storage: StorageForm
         ):
             raise ModelError(
                 f"{file.path}: tensor {name} is not as config.json asks for; "
+                "run hetero quantize again"
+            )
+
+
+def _check_calibration(directory: Path, manifest: Manifest, config: ModelConfig) -> None:
+    """The manifest's scales are those of this model's matmuls."""
+    if manifest.calibration is None:
+        return
+    wanted, found = set(matmul_names(config)), manifest.calibration.matmuls
+    sizes: dict[str, int] = {x.name: x.k for x in config.matmuls()}
+    where = f"{directory / MANIFEST_FILE}: calibration.matmuls"
+    for name in sorted(wanted ^ found.keys()):
+        what = "is missing" if name in wanted else "is not a matmul of this model"
+        raise ModelError(f"{where}: {name} {what}; run hetero quantize again")
+    for name, record in found.items():
+        k = sizes[name.rsplit(".", maxsplit=1)[-1]]
+        if record.hot > k:
+            raise ModelError(
+                f"{where}: {name}: hot must be at most {k}, got {record.hot}; "
                 "run hetero quantize again"
             )
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -39,6 +40,7 @@ from hetero.models.packed_file import (
     file_header,
     matrix_arrays,
     open_directory,
+    shadow_arrays,
     weight_plan,
 )
 from hetero.models.weights import ModelWeights
@@ -124,7 +126,7 @@ def _refuse_foreign_files(out: Path) -> None:
 
 
 def _check_space(out: Path, weights: ModelWeights) -> None:
-    plan = weight_plan(weights.config, weights.weight_format.storage)
+    plan = weight_plan(weights.config, weights.weight_format.storage, weights.calibration)
     needed = sum(page_padded(tensor.nbytes) for tensor in plan) + _SPARE_BYTES
     free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -154,6 +156,7 @@ def _write_directory(
     files = {x.relative_to(directory).as_posix(): _record(x) for x in sorted(others)}
     manifest = Manifest(
         name=name,
+        schema_version=1 if weights.calibration is None else 2,
         weight_format=weights.weight_format,
         storage=weights.weight_format.storage,
         tokenizer="bytes" if _has_byte_tokenizer(weights) else "files",
@@ -161,8 +164,11 @@ def _write_directory(
         files={WEIGHTS_FILE: record, **files},
         source="" if weights.source is None else weights.source.resolve().name,
         hetero_version=_version(),
+        calibration=weights.calibration,
     )
-    _write_text(directory / MANIFEST_FILE, manifest.model_dump_json(indent=2) + "\n")
+    left_out = {"calibration"} if weights.calibration is None else None
+    text = manifest.model_dump_json(indent=2, exclude=left_out)
+    _write_text(directory / MANIFEST_FILE, text + "\n")
     sync_directory(directory)
 
 
@@ -172,7 +178,7 @@ def _write_weights(
     """The weight file; returns the hash of its header and the file's record."""
     storage = weights.weight_format.storage
     metadata = {"format": f"hetero-{storage.value}", "schema_version": "1"}
-    plan = weight_plan(weights.config, storage)
+    plan = weight_plan(weights.config, storage, weights.calibration)
     header = file_header(plan, metadata)
     total = len(header) + sum(page_padded(tensor.nbytes) for tensor in plan)
     with path.open("wb") as file:
@@ -202,7 +208,8 @@ def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
         weights.release_ends()
         yield matrix_arrays(weights.lm_head())
     vectors = end_vectors(config, storage)
-    yield (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in vectors)
+    ends = (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in vectors)
+    yield chain(ends, shadow_arrays(weights.head_shadow()))
     weights.release_ends()
 
 

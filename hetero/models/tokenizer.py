@@ -21,8 +21,7 @@ from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, Message, load_templates
 from hetero.models.fields import read_json_object
 from hetero.models.tokenizer_limits import (
-    LONGEST_FILE_BYTES,
-    MOST_CHARACTERS,
+    LIMITS,
     Growth,
     check_tokenizer,
 )
@@ -174,10 +173,10 @@ class HfTokenizer(Tokenizer):
         Bytes that a terminal passed on undecoded are read as UTF-8, U+FFFD for what is none.
         """
         clean = _unicode(text)
-        if self._growth.own and self._growth.of(len(clean)) > MOST_CHARACTERS:
+        if self._growth.own and self._growth.of(len(clean)) > LIMITS.characters:
             raise ModelError(
-                f"{self._where}: its tokenizer may make more than {MOST_CHARACTERS} characters of "
-                f"this text of {len(clean)}; give less"
+                f"{self._where}: its tokenizer may make more than {LIMITS.characters} characters "
+                f"of this text of {len(clean)}; give less"
             )
         with _library(f"{self._where}: the tokenizer fails on this text"):
             ids: list[int] = self._backend.encode(clean, add_special_tokens=add_special_tokens).ids
@@ -345,7 +344,7 @@ def _unicode(text: str) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_file(path, LONGEST_FILE_BYTES)
+        return read_file(path, LIMITS.file_bytes)
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror}); check its permissions"

@@ -19,22 +19,38 @@ from typing import Any, Final
 
 from hetero.errors import ModelError
 
-MOST_FACTOR: Final = 256
-MOST_EXTRA: Final = 1 << 16
-MOST_CHARACTERS: Final = 1 << 26  # of a text that rules of the file have made longer
-LONGEST_FILE_BYTES: Final = 128 << 20
-LONGEST_TOKEN: Final = 1 << 16  # characters
-LONGEST_AFFIX: Final = 64  # characters, put before or behind every character of a word
-ADDED_BYTES: Final = 4 << 20  # of all added tokens; the library takes 70 times as much
 
-# Characters that one may become, of what Unicode defines.
+@dataclass(frozen=True, kw_only=True)
+class TokenizerLimits:
+    """What is taken of a tokenizer's file. No tokenizer that is in use comes near.
+
+    file_bytes   size of the file
+    factor       characters that its rules may make of one,
+    extra        and add to any text
+    characters   of a text that its rules have made longer
+    token        characters of one token
+    affix        characters that are put before or behind every character of a word
+    added_bytes  of all added tokens; the library takes 70 times as much
+    """
+
+    file_bytes: int = 128 << 20
+    factor: int = 256
+    extra: int = 1 << 16
+    characters: int = 1 << 26
+    token: int = 1 << 16
+    affix: int = 64
+    added_bytes: int = 4 << 20
+
+
+LIMITS: Final = TokenizerLimits()
+
+# Characters that one may become, of what Unicode defines; of a kind that is not here, 4.
 _NATURAL: Final = {
     "NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 3,
     "ByteLevel": 4, "Metaspace": 2, "Strip": 1, "StripAccents": 1, "Nmt": 1, "Split": 1,
     "Digits": 1, "Punctuation": 1, "Whitespace": 1, "WhitespaceSplit": 1, "BertPreTokenizer": 1,
     "UnicodeScripts": 1, "CharDelimiterSplit": 1, "FixedLength": 1,
 }  # fmt: skip
-_UNKNOWN: Final = 4
 _LISTS: Final = ("normalizers", "pretokenizers", "processors", "decoders")
 Json = Mapping[str, Any]
 
@@ -67,8 +83,8 @@ def check_tokenizer(raw: object, where: str) -> Growth:
     model = raw.get("model")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         affix = model.get(name) if isinstance(model, Mapping) else None
-        if isinstance(affix, str) and len(affix) > LONGEST_AFFIX:
-            raise _error(where, f"has a {name} of {len(affix)} characters", str(LONGEST_AFFIX))
+        if isinstance(affix, str) and len(affix) > LIMITS.affix:
+            raise _error(where, f"has a {name} of {len(affix)} characters", str(LIMITS.affix))
     found = Growth()
     seen: set[str] = set()
     for key in ("normalizer", "pre_tokenizer"):
@@ -92,18 +108,19 @@ def check_tokens(added: Iterable[str], vocabulary: Iterable[str], where: str) ->
     total = 0
     for token in added:
         total += len(token.encode("utf-8", "surrogatepass"))
-    if total > ADDED_BYTES:
-        raise _error(where, f"adds tokens of {total} bytes together", str(ADDED_BYTES))
+    if total > LIMITS.added_bytes:
+        raise _error(where, f"adds tokens of {total} bytes together", str(LIMITS.added_bytes))
     longest = max((len(token) for token in vocabulary), default=0)
-    if longest > LONGEST_TOKEN:
-        raise _error(where, f"has a token of {longest} characters", str(LONGEST_TOKEN))
+    if longest > LIMITS.token:
+        raise _error(where, f"has a token of {longest} characters", str(LIMITS.token))
 
 
 def _check(found: Growth, key: str, where: str) -> None:
-    if found.factor > MOST_FACTOR:
-        raise _error(where, f"may make {found.factor} characters of one ({key})", str(MOST_FACTOR))
-    if found.extra > MOST_EXTRA:
-        raise _error(where, f"may add {found.extra} characters ({key})", str(MOST_EXTRA))
+    if found.factor > LIMITS.factor:
+        many = f"may make {found.factor} characters of one ({key})"
+        raise _error(where, many, str(LIMITS.factor))
+    if found.extra > LIMITS.extra:
+        raise _error(where, f"may add {found.extra} characters ({key})", str(LIMITS.extra))
 
 
 def _error(where: str, what: str, most: str) -> ModelError:
@@ -152,7 +169,7 @@ def _grow(found: Growth, part: Json, seen: set[str]) -> None:
         own(found, part)
         found.own = True
     elif found.own or kind in seen:
-        found.times(_NATURAL.get(kind, _UNKNOWN))
+        found.times(_NATURAL.get(kind, 4))
     seen.add(kind)
 
 

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Outliers
 from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.models.calibration_record import Calibration, hot_bytes
 from hetero.models.config import ModelConfig
-from hetero.models.layout import VectorShape, block_vectors, total_bytes
+from hetero.models.layout import VectorShape, block_matrices, block_vectors, total_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Shadow:
+    """Hot channels of a matmul's input: those that hold most of its outliers.
+
+    `channels` int32 [h], rising; `weight` float16 [n, h], their columns of the weight.
+    """
+
+    channels: npt.NDArray[np.int32]
+    weight: npt.NDArray[np.float16]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,7 +37,8 @@ class BlockWeights:
     `gate_up` [2f, d]: rows of gate, then up ([f, d]: up alone, without a gate); `down` [d, f].
     Norms and biases are float32 vectors, None where the model has none: `post_norm` is the norm
     before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names. An
-    `x_scale` [1] is the step of the codes of that matmul's input, where the format has one.
+    `x_scale` [1] is the step of the codes of that matmul's input, where the format has one;
+    `shadows` are hot channels by matmul, where calibration found some.
     """
 
     qkv: PackedWeight
@@ -43,6 +61,7 @@ class BlockWeights:
     down_x_scale: Float32Array | None = None
     q_norm: Float32Array | None = None
     k_norm: Float32Array | None = None
+    shadows: Mapping[str, Shadow] = field(default_factory=dict)
 
 
 class ModelWeights(ABC):
@@ -52,7 +71,8 @@ class ModelWeights(ABC):
     `release`; whoever still needs an array keeps a reference to it. With tied embeddings
     `lm_head()` is the same object as `embed()`. Data and scales of packed weights are page-aligned;
     all arrays are read-only by contract and live as long as anything refers to them. One thread at
-    a time. `source` is the directory that the weights come from, None if they were generated.
+    a time. `source` is the directory that the weights come from, None if they were generated;
+    `calibration` says where static scales of activations come from, if from a text.
 
     Reading a block raises `ModelError` when its tensors hold values that are not finite.
     """
@@ -60,6 +80,7 @@ class ModelWeights(ABC):
     config: ModelConfig
     weight_format: WeightFormat
     source: Path | None = None
+    calibration: Calibration | None = None
 
     def __init__(self, config: ModelConfig, weight_format: WeightFormat) -> None:
         self.config = config
@@ -70,8 +91,21 @@ class ModelWeights(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed weights, norms and biases."""
-        return total_bytes(self.config, self.weight_format.storage)
+        """Bytes of all packed weights, norms, biases and hot channels."""
+        packed = total_bytes(self.config, self.weight_format.storage)
+        return packed + hot_bytes(self.config, self.calibration)
+
+    def outliers(self) -> dict[str, Outliers]:
+        """The operations of the shadows, by block and matmul (`blocks.3.down`)."""
+        if self.calibration is None:
+            return {}
+        shapes = {x.name: x for x in block_matrices(self.config)}
+        found = {}
+        for name in self.calibration.shadowed:
+            shape = shapes[name.rsplit(".", maxsplit=1)[-1]]
+            hot, excess = self.calibration.hot(name), self.calibration.excess
+            found[name] = Outliers(n=shape.n, k=shape.k, hot=hot, excess=excess)
+        return found
 
     def vectors(self) -> tuple[VectorShape, ...]:
         """Float32 vectors of a block."""
@@ -114,6 +148,10 @@ class ModelWeights(ABC):
         """`final_norm`, `final_norm_bias`, `lm_head_bias`, `lm_head_x_scale` or `positions` (row
         after row).
         """
+
+    def head_shadow(self) -> Shadow | None:
+        """Hot channels of the output head's input, None if it has none."""
+        return None
 
     def requantised(self) -> dict[str, float]:
         """Relative error of what was quantised a second time, by the source's type; measured on

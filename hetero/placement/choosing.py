@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hetero.backends.opencl import driver_here, driver_of, every_core_count
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.measuring.first_start import forget_if_other, scaled_here
 from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
-from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name, graphs_of
+from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name
 from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
@@ -118,19 +118,19 @@ def plan_on(
     """The choice's plan on the devices that could be opened, in calls that they can run; by rule
     where it needs another.
 
-    Warns (`ProfileWarning`) if the profile that was asked for was taken elsewhere.
+    Warns (`ProfileWarning`) if the profile that was asked for was taken elsewhere. Raises
+    `PlanError` for a plan with graphs that the NPU does not have.
     """
     kinds = frozenset(devices)
     if choice.profile is not None:
         choice.profile.warn_if_foreign(devices.values())
     else:
         forget_if_other(devices.values())
+    able = {kind: device.capabilities for kind, device in devices.items()}
     if (planned := choice.plan_on(kinds)) is not None:
-        _check_graphs(planned, devices)
-        return planned.for_graphs(graphs_of(devices), solved=choice.solver is not None)
-    both = kinds == {"gpu", "npu"}
-    plan = layer_level(spec) if both else single_device(spec, next(iter(kinds)))
-    return plan.for_graphs(graphs_of(devices))
+        return Placement(planned, spec, able, source=choice.solver).plan
+    plan = layer_level(spec) if kinds == set(KINDS) else single_device(spec, next(iter(kinds)))
+    return Placement(plan, spec, able).plan
 
 
 def _by_rule(wishes: Wishes, why: str, notes: tuple[str, ...] = ()) -> Choice:
@@ -205,7 +205,7 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
     """
     assert both.solver is not None
-    kinds = ("gpu", "npu") if wishes.max_gpu_share >= 1 else ("npu",)
+    kinds = KINDS if wishes.max_gpu_share >= 1 else ("npu",)
     every_core = wishes.gpu == "auto" and "gpu" in kinds
     cores = every_core_count() if every_core else 0
     work = Work.of(wishes.seq_lens or wishes.expected, wishes.context)
@@ -261,21 +261,6 @@ def _check_driver(profile: DeviceProfile, gpu: tuple[str, str | None]) -> None:
         raise ProfileError(
             f"profile {profile.name} is of the OpenCL driver {taken}, here it is {here}: take one "
             "with `hetero profile`, or name another with --profile"
-        )
-
-
-def _check_graphs(plan: ExecutionPlan, devices: Mapping[DeviceKind, Device]) -> None:
-    """Every graph that the plan prepares ahead must be one that the NPU takes."""
-    if "npu" not in devices or not devices["npu"].capabilities.static_shapes:
-        return
-    known = devices["npu"].capabilities.graph_sizes
-    wanted = {t.graph_size for op in plan.ops for t in op.tiles if t.graph_size is not None}
-    missing = sorted((wanted & set(plan.graph_sizes)) - set(known))
-    if missing:
-        raise UserError(
-            f"the plan runs NPU graphs of {', '.join(map(str, missing))} tokens, "
-            f"{devices['npu'].info.backend} has {', '.join(map(str, known))}: make a plan with "
-            "--graph-sizes of these, or with a profile of this device"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.host.affinity import assign_cores
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind
 from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device, split_driver
 from hetero.errors import FallbackWarning, ModelError
 from hetero.placement import hexagon
@@ -81,7 +81,7 @@ def open_devices(
     if split_driver(names["gpu"])[0] == EVERY_CORE and mode != "gpu":
         raise ModelError(f"{EVERY_CORE} leaves the NPU no core: use --device gpu")
     cores = assign_cores()
-    wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else ["gpu", "npu"]
+    wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else list(KINDS)
     opened: dict[DeviceKind, Device] = {}
     failures: dict[DeviceKind, DeviceError] = {}
 
@@ -90,10 +90,9 @@ def open_devices(
 
     for kind in wanted:
         _try_open(kind, names[kind], options(kind), opened, failures)
-    if not opened:
-        other: DeviceKind = "npu" if wanted == ["gpu"] else "gpu"
-        if len(wanted) == 1:
-            _try_open(other, names[other], options(other), opened, failures)
+    if not opened and len(wanted) == 1:
+        other = other_kind(wanted[0])
+        _try_open(other, names[other], options(other), opened, failures)
     if not opened:
         raise DeviceUnavailableError(
             "hetero",
@@ -141,12 +140,6 @@ def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -
     reasons = "; ".join(str(error) for error in failures.values())
     result.fallback = f"running on {remaining} ({result.name(remaining)}) alone because {reasons}"
     warnings.warn(result.fallback, FallbackWarning, stacklevel=4)
-
-
-def graphs_of(devices: Mapping[DeviceKind, Device]) -> dict[DeviceKind, tuple[int, ...]]:
-    """Token counts that each device's graphs have, rising; none where it takes any."""
-    found = {kind: device.capabilities for kind, device in devices.items()}
-    return {k: tuple(sorted(c.graph_sizes)) if c.static_shapes else () for k, c in found.items()}
 
 
 def backend_name(kind: DeviceKind, name: str) -> str:

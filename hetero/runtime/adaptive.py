@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
-from hetero.backends.protocol import DeviceKind
-from hetero.runtime.program import KINDS, RUN
+from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.runtime.program import RUN
 from hetero.runtime.step import Step
 from hetero.solver.drift import Factors
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.placement import PlanSource
+from hetero.solver.placement import Placement, PlanSource
 from hetero.solver.plan import PHASES, OpPlan, Phase
 
 Key: TypeAlias = tuple[DeviceKind, Phase]
@@ -27,12 +27,11 @@ MOVED: Final = 0.1  # factors that changed by less are the same
 
 
 class Solver(PlanSource, Protocol):
-    """What `hetero.solver.prepared.PreparedSolver` answers."""
+    """What `hetero.solver.prepared.PreparedSolver` answers, with predicted seconds of each device
+    in every entry.
+    """
 
     plan: ExecutionPlan
-
-    def plan_for(self, m: int, phase: Phase = "prefill") -> ExecutionPlan:
-        """Entries for calls of m tokens, with predicted seconds of each device."""
 
     def drifted(self, factors: Factors) -> Self:
         """The same on devices that take so many times as long as predicted at first."""
@@ -60,22 +59,24 @@ class Habits:
 
 
 class Adaptation(NamedTuple):
-    """A change: the solver whose plan is to run from here on, and a sentence on why."""
+    """A change: what is to run from here on, and a sentence on why."""
 
-    solver: Solver
+    placement: Placement
     reason: str
 
 
 @dataclass
 class Adapter:
-    """Watches one engine's steps. `layers` is the model's number of blocks. Control thread only."""
+    """Watches one engine's steps. `placement` is what runs, by the plans of `solver` at first; it
+    changes with each proposal. Control thread only.
+    """
 
     solver: Solver
-    layers: int
+    placement: Placement
     habits: Habits = field(default_factory=Habits)
 
     def __post_init__(self) -> None:
-        self._first = self.solver
+        self._first = self.placement
         self._applied: dict[Key, float] = {}
         self._asked: dict[Key, float] = {}  # factors that the solver was last asked with
         self._ratios: dict[Key, deque[float]] = {}
@@ -120,22 +121,25 @@ class Adapter:
         if not _moved(self._asked, factors):
             return None
         self._asked, self._changed = factors, self._steps
-        solver = self._first.drifted(factors)
-        gains = {phase: self._gain(solver, phase, factors) for phase in PHASES}
+        solver = self.solver.drifted(factors)
+        placement = self._first.with_plan(solver.plan, solver)
+        gains = {phase: self._gain(placement, phase, factors) for phase in PHASES}
         phase = max(PHASES, key=lambda p: gains[p])
         if gains[phase] < self.habits.gain:
             return None
-        self.solver, self._applied = solver, factors
+        self.placement, self._applied = placement, factors
         self._ratios.clear()
-        return Adaptation(solver, _reason(factors, phase, gains[phase], self._steps))
+        return Adaptation(placement, _reason(factors, phase, gains[phase], self._steps))
 
-    def _gain(self, solver: Solver, phase: Phase, factors: Mapping[Key, float]) -> float:
-        """Part of a step's matmul seconds that the new solver's cuts save at these speeds."""
+    def _gain(self, placement: Placement, phase: Phase, factors: Mapping[Key, float]) -> float:
+        """Part of a step's matmul seconds that the new cuts save at these speeds."""
         if not any(key[1] == phase for key in factors):
             return 0.0
         m = _a_length(self._first.plan, phase)
-        before = sum(self._at(op, factors) for op in entries(self.solver, phase, m))
-        after = sum(max(op.gpu_s or 0.0, op.npu_s or 0.0) for op in entries(solver, phase, m))
+        before = sum(self._at(op, factors) for op in self.placement.block_entries(phase, m))
+        after = sum(
+            max(op.gpu_s or 0.0, op.npu_s or 0.0) for op in placement.block_entries(phase, m)
+        )
         return 1 - after / before if before else 0.0
 
     def _at(self, op: OpPlan, factors: Mapping[Key, float]) -> float:
@@ -148,18 +152,11 @@ class Adapter:
         )
 
     def _predicted(self, phase: Phase, m: int) -> dict[DeviceKind, float]:
-        found = entries(self.solver, phase, m)
+        found, layers = self.placement.block_entries(phase, m), self.placement.graph.layers
         return {
-            "gpu": self.layers * sum(op.gpu_s or 0.0 for op in found),
-            "npu": self.layers * sum(op.npu_s or 0.0 for op in found),
+            "gpu": layers * sum(op.gpu_s or 0.0 for op in found),
+            "npu": layers * sum(op.npu_s or 0.0 for op in found),
         }
-
-
-def entries(solver: Solver, phase: Phase, m: int) -> list[OpPlan]:
-    """What runs in a step of m tokens but the output head: the plan's entries or the solver's."""
-    listed = [op for op in solver.plan.ops if (op.phase, op.m) == (phase, m)]
-    found = listed or [op for op in solver.plan_for(m, phase).ops if op.m == m]
-    return [op for op in found if op.op != "lm_head"]
 
 
 def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, float]:
@@ -192,7 +189,7 @@ def _moved(before: Mapping[Key, float], after: Mapping[Key, float]) -> bool:
 
 
 def _a_length(plan: ExecutionPlan, phase: Phase) -> int:
-    lengths = sorted(op.m for op in plan.ops if op.phase == phase and op.m is not None)
+    lengths = plan.listed_tokens if phase == "prefill" else (1,)
     return lengths[len(lengths) // 2]
 
 

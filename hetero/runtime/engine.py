@@ -26,7 +26,7 @@ from hetero.contexts.session_file import Identity
 from hetero.contexts.store import ContextStore
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
-from hetero.models.graph import model_graph
+from hetero.models.graph import Shadows, model_graph
 from hetero.models.weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
@@ -60,11 +60,13 @@ WINDOW = 4  # chunks of a prompt that are in flight together, at most
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
 
-def pool_bytes(config: ModelConfig, max_seq_len: int, longest: int) -> int:
+def pool_bytes(
+    config: ModelConfig, max_seq_len: int, longest: int, shadows: Shadows | None = None
+) -> int:
     """At most what the pool and one context take, for calls of up to `longest` tokens, padded to
     twice as many.
     """
-    slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE)
+    slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE, shadows=shadows)
     cache = cache_layout(config, max_seq_len + 2 * longest)
     return sum(nbytes_of(shape) for shape in slots.values()) + cache.nbytes
 
@@ -87,11 +89,13 @@ def place(
     *,
     max_seq_len: int,
     source: PlanSource | None = None,
+    shadows: Shadows | None = None,
 ) -> Placement:
     """A plan on devices with these capabilities, with caches as long as its calls need them."""
     fitting = fitted(plan, capabilities, solved=source is not None)
     # A padded last piece writes rows behind the last token; they lie beyond every context.
-    graph = model_graph(config, weight_format, capacity=max_seq_len + reach(fitting, capabilities))
+    capacity = max_seq_len + reach(fitting, capabilities)
+    graph = model_graph(config, weight_format, capacity=capacity, shadows=shadows)
     return Placement(fitting, graph, capabilities, source=source)
 
 
@@ -207,10 +211,9 @@ class Engine:
         self._steps.clear()
         self._online = []
         self.placement = self._place(plan, source)
-        both = source is not None and self._adapts and len(self.devices) == 2
-        self._adapter = (
-            Adapter(source, self.config.num_layers) if both and source is not None else None
-        )
+        self._adapter = None
+        if source is not None and self._adapts and len(self.devices) == 2:
+            self._adapter = Adapter(source, self.placement)
         self.window, slots, layout, self.needs = self._sized()
         self._admit(len(self.contexts.open_contexts()))
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
@@ -248,6 +251,7 @@ class Engine:
                 logit_rows=SCORING_PIECE,
                 gathered=gathered,
                 chunks=window,
+                shadows=self._weights.outliers(),
             )
             needs = needs_of(slots, layout, self.placement)
             try:
@@ -276,6 +280,7 @@ class Engine:
             able,
             max_seq_len=self.max_seq_len,
             source=source,
+            shadows=self._weights.outliers(),
         )
 
     def _warm_steps(self) -> list[tuple[Phase, int]]:
@@ -548,7 +553,7 @@ class Engine:
     def _change_cuts(self, change: Adaptation) -> None:
         """Go on with other cuts of the same kernels."""
         self.adaptations.append(change.reason)
-        self.placement = self.placement.with_plan(change.solver.plan, change.solver)
+        self.placement = change.placement
         self._lower()
 
     def _attempt(
@@ -632,7 +637,8 @@ class Engine:
         self.devices = rest
         with suppress(DeviceError):
             lost.close()
-        spec = model_graph(self.config, self._weights.weight_format, self.plan.model)
+        stored, shadows = self._weights.weight_format, self._weights.outliers()
+        spec = model_graph(self.config, stored, self.plan.model, shadows=shadows)
         try:
             self._warmed = False
             self._build(single_device(spec, kind), None, None)

@@ -7,6 +7,7 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import StorageFormat
 from hetero.backends.ops import MatMul, Op, describe, weight_names
 from hetero.backends.protocol import (
     BoundCall,
@@ -17,8 +18,9 @@ from hetero.backends.protocol import (
     Operand,
     WeightValue,
 )
-from hetero.backends.weights import ROW_BLOCK, PackedWeight
+from hetero.backends.weights import ROW_BLOCK, PackedWeight, pack
 from hetero.errors import memory_for
+from hetero.models.graph import SHADOW
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.solver.groups import NodeGroup
@@ -247,6 +249,11 @@ def node_weights(
 
 
 def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
+    if role.endswith(SHADOW):
+        role = role.removesuffix(SHADOW)
+        if name in ("hot", "hot_weight"):
+            shadow = block.shadows[role]
+            return shadow.channels if name == "hot" else pack(shadow.weight, StorageFormat.F16)
     if name == "weight":
         value = getattr(block, role)
     elif name in ("bias", "x_scale"):

@@ -19,7 +19,7 @@ from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
-from hetero.models.graph import slot_widths
+from hetero.models.graph import Shadows, slot_widths
 from hetero.runtime.slots import SlotRef, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
@@ -33,12 +33,13 @@ def slot_shapes(
     logit_rows: int,
     gathered: Mapping[str, int] | None = None,
     chunks: int = 1,
+    shadows: Shadows | None = None,
 ) -> dict[SlotRef, Shape]:
     """Every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the decoder,
     `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered` with their
     widths; for all of them together `logits` [logit_rows, vocab].
     """
-    widths = {SlotRef(name): n for name, n in slot_widths(config).items()}
+    widths = {SlotRef(name): n for name, n in slot_widths(config, shadows).items()}
     widths |= {SlotRef(name, gathered=True): n for name, n in (gathered or {}).items()}
     each: dict[SlotRef, Shape] = {slot: ((tokens, n), FLOAT32) for slot, n in widths.items()}
     each |= {SlotRef("tokens"): ((tokens,), INT32), SlotRef("position"): ((1,), INT32)}

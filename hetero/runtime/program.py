@@ -22,9 +22,9 @@ have to wait for the GPU's then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias, get_args
+from typing import Final, NamedTuple, TypeAlias
 
-from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell, Operand
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Doorbell, Operand
 
 Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action
@@ -33,7 +33,6 @@ SUBMIT, RUN, WAIT, RING, AHEAD, LOADED = range(6)
 SHORT_ROOM = 2  # launches that are submitted while a norm or an activation runs
 LONG: Final = "attention"  # the last part of the name of a node that takes long
 FAR: Final = 8  # groups that one is submitted ahead of its start, at most
-KINDS: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
 
 
 class Launch(NamedTuple):

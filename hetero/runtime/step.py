@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import BoundCall, Completion, DeviceKind, Doorbell, Operand
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Doorbell, Operand
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate
 from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
@@ -19,7 +19,6 @@ from hetero.runtime.kernels import Devices
 from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec, Span
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.program import (
-    KINDS,
     RUN,
     SUBMIT,
     WAIT,

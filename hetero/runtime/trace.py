@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from hetero.backends.host.files import atomic_write
+from hetero.backends.protocol import KINDS
 from hetero.errors import UserError
-from hetero.runtime.program import AHEAD, KINDS, LOADED, RING, RUN, SUBMIT, Launch
+from hetero.runtime.program import AHEAD, LOADED, RING, RUN, SUBMIT, Launch
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hetero.backends.protocol import DeviceKind
-from hetero.runtime.program import KINDS
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.solver.plan import Phase
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Final, NamedTuple
 
+from hetero.backends.protocol import KINDS
 from hetero.solver.plan import FrontPoint, OpPlan, Plan, Total
 from hetero.solver.report import units
 from hetero.solver.report.content import display, drawn_tokens, label, where
@@ -79,7 +80,7 @@ def timeline(plan: Plan, total: Total) -> str:
     left, top, lane = 56, 8, 44
     scale = (WIDTH - left - 12) / end
     parts = []
-    for i, kind in enumerate(("gpu", "npu")):
+    for i, kind in enumerate(KINDS):
         y = top + i * (lane + 10)
         parts.append(text(left - 10, y + lane / 2 + 5, kind.upper(), anchor="end", css="lane"))
         parts.append(
@@ -88,7 +89,7 @@ def timeline(plan: Plan, total: Total) -> str:
         parts += [_bar(bar, left, y, lane, scale) for bar in bars if bar.lane == kind]
     axis = top + 2 * (lane + 10) + 8
     parts += _time_axis(end, left, axis, scale)
-    busy = [sum(b.end_s - b.start_s for b in bars if b.lane == k) / end for k in ("gpu", "npu")]
+    busy = [sum(b.end_s - b.start_s for b in bars if b.lane == k) / end for k in KINDS]
     caption = f"GPU busy {100 * busy[0]:.0f} %, NPU busy {100 * busy[1]:.0f} % of the block"
     parts.append(text(WIDTH - 12, axis + 34, caption, anchor="end", css="small"))
     return svg(WIDTH, axis + 42, parts, f"one block, {label(total)}")

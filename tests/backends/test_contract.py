@@ -129,6 +129,28 @@ def test_matmul_of_outliers(
     check_call(device, device.prepare(op, weights), weights, tensors, m)
 
 
+@pytest.mark.parametrize("excess", [False, True])
+@pytest.mark.parametrize(
+    ("n", "k", "hot"), [(37, 76, 5), (64, 172, 172), (48, 1030, 1), (33, 40, 0)]
+)
+def test_outliers(device: Device, n: int, k: int, hot: int, excess: bool) -> None:
+    """Hot features in floating point and what codes cannot hold, on top of the residual stream."""
+    if hot or excess:
+        check_op(device, ops.Outliers(n=n, k=k, hot=hot, excess=excess), (1, 32))
+
+
+@pytest.mark.parametrize("hot", [0, 3])
+def test_outliers_without_any_excess_or_all_in_excess(device: Device, hot: int) -> None:
+    op = ops.Outliers(n=40, k=96, hot=hot, excess=True)
+    require(device, op)
+    rng = np.random.default_rng(hot)
+    weights = make_weights(op, rng)
+    for size in (0.0, 1e-3, 1e3):
+        tensors = make_tensors(op, 5, rng, device=device)
+        tensors["x"].array[...] *= size
+        check_call(device, device.prepare(op, weights), weights, tensors, 5)
+
+
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFormat) -> None:
     """Rows of a cut weight, computed one segment after another, each into its own tensor."""

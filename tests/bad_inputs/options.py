@@ -154,6 +154,16 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
      ("quantize", "{dir}", "--out", "{work}/o", "--calibrate", "{work}/few"), "needs at least 32"),
     ("quantize: calibration of floats", ("quantize", "{dir}", "--out", "{work}/o", "--weights",
                                          "f16", "--calibrate", "{work}/words"), "choose w4a16"),
+    ("quantize: static scales without text",
+     ("quantize", "{dir}", "--out", "{work}/o", "--weights", "w8a8"), "--calibrate TEXT --out DIR"),
+    ("quantize: outliers of 4 bits", ("quantize", "{dir}", "--out", "{work}/o", "--calibrate",
+                                      "{work}/words", "--outliers", "all"), "give --weights w8a8"),
+    ("quantize: outliers without text", ("quantize", "{dir}", "--out", "{work}/o", "--weights",
+                                         "w8a8", "--outliers", "none"), "--calibrate TEXT too"),
+    *((f"quantize: outliers {x!r}", ("quantize", "{dir}", "--out", "{work}/o", "--weights", "w8a8",
+                                     "--calibrate", "{work}/words", "--outliers", x),
+       "outliers are 15% (of the matmuls), none, all or paper")
+      for x in ("", "%", "15", "101%", "-1%", "1.5%", "15 %", "٣%", "PAPER", "9" * 100 + "%")),
     ("chat: a context of nothing", ("chat", "{dir}", "--max-seq-len", "0"), "'--max-seq-len'"),
 )  # fmt: skip
 

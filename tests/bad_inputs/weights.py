@@ -151,10 +151,19 @@ SHARDS: tuple[tuple[str, Any, str], ...] = (
     ("not all tensors", {"weight_map": {NORM: "a.safetensors"}}, "is missing (and"),
 )
 MANIFEST = "quantised/hetero.json"
+SCALES = {"text_sha256": "0" * 64, "tokens": 40, "outliers": "none", "matmuls": {}}
 QUANTISED: tuple[tuple[str, Change, str], ...] = (
     ("manifest not JSON", replaced(MANIFEST, "{"), "hetero.json: is not valid JSON"),
     ("another kind", json_set(MANIFEST, {"kind": "x"}), "kind must be 'hetero-quantized'"),
-    ("a later version", json_set(MANIFEST, {"schema_version": 99}), "schema_version must be 1"),
+    ("a later version", json_set(MANIFEST, {"schema_version": 99}), "must be 1 or 2, got 99"),
+    ("calibration of 4 bits", json_set(MANIFEST, {"schema_version": 2, "calibration": SCALES}),
+     "calibration does not belong to w4a16 in a manifest of version 2"),
+    ("calibration of a choice that is none",
+     json_set(MANIFEST, {"schema_version": 2, "calibration": {**SCALES, "outliers": "most"}}),
+     "outliers are 15% (of the matmuls), none, all or paper, got 'most'"),
+    ("calibration of no text",
+     json_set(MANIFEST, {"schema_version": 2, "calibration": {**SCALES, "text_sha256": ""}}),
+     "calibration.text_sha256: String should match pattern"),
     ("no files", json_set(MANIFEST, {}, ["files"]), "files: Field required"),
     ("files empty", json_set(MANIFEST, {"files": {}}), "files must list weights.safetensors"),
     ("a field too many", json_set(MANIFEST, {"extra": 1}), "extra: Extra inputs are not permitted"),

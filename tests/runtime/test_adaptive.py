@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.contexts.context import Context
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime.adaptive import Adapter, Habits, entries
+from hetero.runtime.adaptive import Adapter, Habits
 from hetero.runtime.engine import Engine
 from hetero.solver.overheads import Overheads
+from hetero.solver.placement import Placement
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
@@ -68,8 +69,9 @@ def solver_of(loaded: LoadedModel) -> PreparedSolver:
     return PreparedSolver(planner, PlanRequest(seq_lens=(40, 70)))
 
 
-def npu_rows(solver: Any, phase: Any, m: int) -> int:
-    tiles = [tile for op in entries(solver, phase, m) for tile in op.tiles if tile.device == "npu"]
+def npu_rows(placement: Placement, phase: Any, m: int) -> int:
+    entries = placement.block_entries(phase, m)
+    tiles = [tile for op in entries for tile in op.tiles if tile.device == "npu"]
     return sum(tile.rows[1] - tile.rows[0] for tile in tiles)
 
 
@@ -153,8 +155,13 @@ class Watched:
     """An adapter fed with made-up measurements."""
 
     def __init__(self, loaded: LoadedModel, habits: Habits) -> None:
-        self.solver = solver_of(loaded)
-        self.adapter = Adapter(self.solver, loaded.config.num_layers, habits)
+        solver = solver_of(loaded)
+        able: Any = {
+            "gpu": Capabilities(kind="gpu"),
+            "npu": Capabilities(kind="npu", static_shapes=True, graph_sizes=GRAPHS),
+        }
+        self.placement = Placement(solver.plan, loaded.spec(), able, source=solver)
+        self.adapter = Adapter(solver, self.placement, habits)
 
     def steps(self, monkeypatch: pytest.MonkeyPatch, count: int, **slower: float) -> list[Any]:
         """Changes in so many decode steps with devices so much slower than predicted at first."""
@@ -187,11 +194,11 @@ def test_a_change_waits_for_its_time_and_a_device_without_work_is_tried_again(
 ) -> None:
     habits = Habits(decode=2, prefill=1, samples=3, every=20, forget=200)
     watched = Watched(loaded, habits)
-    before = npu_rows(watched.solver, "decode", 1)
+    before = npu_rows(watched.placement, "decode", 1)
     assert watched.steps(monkeypatch, 19, npu=50.0) == []
     (change,) = watched.steps(monkeypatch, 60, npu=50.0)
-    assert npu_rows(change.solver, "decode", 1) < before
+    assert npu_rows(change.placement, "decode", 1) < before
     assert "npu 50.00" in change.reason
     later = watched.steps(monkeypatch, 400)
     assert later
-    assert npu_rows(later[-1].solver, "decode", 1) == before
+    assert npu_rows(later[-1].placement, "decode", 1) == before

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hetero.backends.protocol import BoundCall, Completion, DeviceKind
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind
 from hetero.runtime.executor import Executor
-from hetero.runtime.program import KINDS, RUN, SUBMIT, WAIT, Action, Launch
+from hetero.runtime.program import RUN, SUBMIT, WAIT, Action, Launch
 from hetero.runtime.step import Step
 
 LOG = list[str]

@@ -51,6 +51,8 @@ def cases() -> Iterator[Case]:
     yield Case(ops.RMSNorm(d=101, eps=1e-5), (1, 9))
     yield Case(ops.RMSNorm(d=101, eps=1e-5, add=True), (9,))
     yield Case(ops.LayerNorm(d=101, eps=1e-5), (9,))
+    yield Case(ops.Outliers(n=101, k=76, hot=5), (1, 9))
+    yield Case(ops.Outliers(n=101, k=76, hot=5, excess=True), (9,))
     yield Case(ops.GatedAct(f=101), (9,))
     yield Case(ops.Act(f=101, activation="gelu_tanh"), (9,))
     yield Case(ops.AddPositions(d=101, rows=64), (9,))
@@ -104,6 +106,8 @@ def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue
                 n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
                 values = random.standard_normal((n, k), dtype=np.float32)
                 found[name] = pack(values, op.weight_format.storage)
+            case ops.Outliers():
+                found[name] = outlier_weight(op, name, random)
             case ops.MatMul() if name == "x_scale":
                 found[name] = np.full(1, random.uniform(0.02, 0.04), dtype=np.float32)
             case ops.MatMul():
@@ -115,6 +119,19 @@ def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue
             case ops.RMSNorm() | ops.LayerNorm():
                 found[name] = random.standard_normal(op.d, dtype=np.float32)
     return found
+
+
+def outlier_weight(op: ops.Outliers, name: str, random: np.random.Generator) -> WeightValue:
+    """A weight of an `Outliers`; a tenth of standard normal activations is in excess."""
+    match name:
+        case "hot":
+            return np.sort(random.choice(op.k, op.hot, replace=False)).astype(np.int32)
+        case "hot_weight":
+            return pack(random.standard_normal((op.n, op.hot), np.float32), StorageFormat.F16)
+        case "weight":
+            return pack(random.standard_normal((op.n, op.k), np.float32), StorageFormat.Q8R)
+        case _:
+            return np.full(1, 1.6 / 127, np.float32)
 
 
 def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Tensor]:

@@ -33,8 +33,8 @@ class Prediction:
 class SleepTimes:
     """How late a sleep returns here: it is asked for so much less.
 
-    Learned from every sleep, as it changes with what else the machine does (40 to 100 us on a
-    virtual machine): steps of one size up and down, whose odds settle at a quantile.
+    Learned from every sleep, as it changes with what else the machine does: steps of one size up
+    and down, whose odds settle at a quantile.
     """
 
     late_s: float

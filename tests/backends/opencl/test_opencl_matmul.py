@@ -21,11 +21,13 @@ from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.matmul_tuning import _CPU, INF, CpuTuning, Tile, matmul_tuning
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Kernel, WeightValue
-from hetero.backends.reference.compute import quantized_activations
+from hetero.backends.reference.compute import quantized_activations, static_codes
 from hetero.backends.weights import PackedWeight, pack
 
 CPU_FAMILIES = ("pocl-avx512-vnni", "pocl-avx512", "pocl")
 TOLERANCE = 2e-6  # of float32 arithmetic; 1e-5 is promised for the 4 and 8 bit formats
+STATIC = -1  # codes of the scale X_SCALE
+X_SCALE = np.full(1, 0.03, np.float32)
 SIXTEEN_BITS = 32639  # largest code of two planes of int8: 127 * 256 + 127
 # What PoCL says of 16 lanes without AVX-512, which only tests ask for.
 WIDE_ARGUMENTS = "ignore::pyopencl.CompilerWarning"
@@ -62,6 +64,11 @@ def random_weight(rng: np.random.Generator, storage: StorageFormat, n: int, k: i
     return pack(rng.standard_normal((n, k), dtype=np.float32), storage)
 
 
+def inputs_of(weight: PackedWeight) -> dict[str, WeightValue]:
+    """Weights of a matmul without a bias."""
+    return {"weight": weight} | ({"x_scale": X_SCALE} if weight.storage.scales == "row" else {})
+
+
 def tensor_of(rows: Array) -> Tensor:
     """The rows in shared memory, between two rows of NaN that nobody may read or write."""
     whole = new_tensor((rows.shape[0] + 2, rows.shape[1]))
@@ -79,7 +86,11 @@ def error_of(
     (A single output may be next to zero by cancellation; its error is not.) The oracle is float64,
     on the integer codes that the kernel must compute with, if it does (`codes_of`).
     """
-    activations = quantized_activations(x, codes) if codes else x.astype(np.float64)
+    activations = x.astype(np.float64)
+    if codes == STATIC:
+        activations = static_codes(x, X_SCALE[0]) * X_SCALE.astype(np.float64)
+    elif codes:
+        activations = quantized_activations(x, codes)
     rows = weight.dequantize().astype(np.float64).T
     offset = 0.0 if bias is None else bias
     size = np.sqrt(activations**2 @ rows**2) + np.abs(offset)
@@ -88,7 +99,9 @@ def error_of(
 
 
 def codes_of(device: OpenCLDevice, weight_format: WeightFormat, m: int) -> int:
-    """The largest integer code of activations, 0 where they stay floats."""
+    """The largest integer code of activations, 0 where they stay floats, or `STATIC`."""
+    if weight_format.activations.static:
+        return STATIC
     tuning = matmul_tuning(device.tuning.family)
     if not isinstance(tuning, CpuTuning):
         return 127 if weight_format is WeightFormat.W4A8 else 0
@@ -117,7 +130,7 @@ def check(
     rng = np.random.default_rng((seed, *shape))
     op = MatMul(n=n, k=k, weight_format=weight_format, bias=bias)
     weight = random_weight(rng, weight_format.storage, n, k)
-    weights: dict[str, WeightValue] = {"weight": weight}
+    weights = inputs_of(weight)
     if bias:
         weights["bias"] = rng.standard_normal(n, dtype=np.float32)
     x = rng.standard_normal((m, k), dtype=np.float32)
@@ -167,7 +180,7 @@ def test_bias(family_device: OpenCLDevice, weight_format: WeightFormat, m: int) 
     [(1, 20, 8192), (600, 20, 4128), (130, 70, 8224), (11, 17, 32800)],
     ids=str,
 )
-@pytest.mark.parametrize("weight_format", [WeightFormat.F32, WeightFormat.W4A8])
+@pytest.mark.parametrize("weight_format", [WeightFormat.F32, WeightFormat.W4A8, WeightFormat.W8A8])
 def test_long_rows(
     device: OpenCLDevice, weight_format: WeightFormat, shape: tuple[int, int, int]
 ) -> None:
@@ -194,10 +207,10 @@ def test_segments_equal_slices(family_device: OpenCLDevice, weight_format: Weigh
     for m in (1, 4, 20):
         x = rng.standard_normal((m, k), dtype=np.float32)
         op = MatMul(n=n, k=k, weight_format=weight_format)
-        whole = run(family_device.prepare(op, {"weight": weight}), x, n)
+        whole = run(family_device.prepare(op, inputs_of(weight)), x, n)
         for start, stop in ((0, 16), (16, 48), (48, 100), (96, 100), (32, 61)):
             part = MatMul(n=stop - start, k=k, weight_format=weight_format)
-            kernel = family_device.prepare(part, {"weight": weight.rows(start, stop)})
+            kernel = family_device.prepare(part, inputs_of(weight.rows(start, stop)))
             np.testing.assert_array_equal(run(kernel, x, part.n), whole[:, start:stop])
 
 
@@ -208,7 +221,7 @@ def test_bindings_are_reusable(family_device: OpenCLDevice, weight_format: Weigh
     rng = np.random.default_rng(4)
     weight = random_weight(rng, weight_format.storage, n, k)
     op = MatMul(n=n, k=k, weight_format=weight_format)
-    kernel = family_device.prepare(op, {"weight": weight})
+    kernel = family_device.prepare(op, inputs_of(weight))
     bound = []
     for m in (1, 13, 2, 64):
         x, y = new_tensor((m, k)), new_tensor((m, n))
@@ -242,7 +255,7 @@ def test_mapped_weights(
     )
     op = MatMul(n=n, k=k, weight_format=weight_format)
     x = rng.standard_normal((m, k), dtype=np.float32)
-    got = run(family_device.prepare(op, {"weight": mapped}), x, n)
+    got = run(family_device.prepare(op, inputs_of(mapped)), x, n)
     codes = codes_of(family_device, weight_format, m)
     assert error_of(got, x, weight, codes=codes) < TOLERANCE
 

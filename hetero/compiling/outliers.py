@@ -1,0 +1,131 @@
+"""The same model with outliers: channels grow by a power of two, what reads them shrinks by it.
+
+A function of a model that is left exactly as it was, for tests of what handles outliers:
+
+    norm weight (and bias) of a channel · 2^a    columns of the matmuls behind it ÷ 2^a
+    row of up · 2^a                              column of down ÷ 2^a
+    row of v · 2^a                               columns of o ÷ 2^a, in all heads that share it
+
+Powers of two change no mantissa, and sums keep their order, so float logits have the same bits
+(unless something under- or overflows). Rounding to integers sees a difference: a tensor's scale is
+that of its largest channel. The other side shrinks too: a column divided by 2^a all but vanishes in
+an int8 weight with one scale a row. SmoothQuant undoes exactly this; models that were trained on
+afterwards are a fairer comparison (docs/demo-model/outliers.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from hetero.backends.formats import StorageFormat
+from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.errors import UserError
+from hetero.models.layout import block_matrices
+from hetero.models.packing import SourceTensor, pack_rows
+from hetero.models.weights import BlockWeights, ModelWeights
+
+PART: Final = 0.003  # of a tensor's channels, at least one: 0.1 to 0.3 % in mllm-NPU's figure 10
+EXPONENTS: Final = (4, 8)  # from, to
+
+
+class OutlyingWeights(ModelWeights):
+    """`exact` (f32) with outliers at the inputs of every matmul, drawn from `seed`.
+
+    Feed-forwards without a gate keep theirs at `down` (an activation is no product), tied output
+    heads theirs at `lm_head`.
+    """
+
+    def __init__(
+        self,
+        exact: ModelWeights,
+        seed: int = 0,
+        *,
+        part: float = PART,
+        exponents: tuple[int, int] = EXPONENTS,
+    ) -> None:
+        super().__init__(exact.config, exact.weight_format)
+        if exact.weight_format != "f32":
+            raise UserError("outliers are folded into f32 weights: open the model as f32")
+        self.source, self._exact = exact.source, exact
+        self._seed, self._part, self._exponents = seed, part, exponents
+
+    def _factors(self, size: int, *place: int) -> Float32Array:
+        """2^a for a few channels [size], 1 for the others; the same at the same place."""
+        rng = np.random.default_rng([self._seed, *place])
+        factors = np.ones(size, dtype=np.float32)
+        hot = rng.choice(size, max(1, round(self._part * size)), replace=False)
+        low, high = self._exponents
+        factors[hot] = np.exp2(rng.integers(low, high + 1, len(hot))).astype(np.float32)
+        return factors
+
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks."""
+        found = self._exact.end_vector(name)
+        if name in ("final_norm", "final_norm_bias") and not self.config.tie_word_embeddings:
+            return found * self._factors(self.config.hidden_size, 0)
+        return found
+
+    def release(self, index: int) -> None:
+        """Forget a block here and in the source."""
+        super().release(index)
+        self._exact.release(index)
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        if name == "embed":
+            return self._exact.embed()
+        return _packed(
+            self._exact.lm_head().dequantize() / self._factors(self.config.hidden_size, 0)
+        )
+
+    def _load_block(self, index: int) -> BlockWeights:
+        exact = self._exact.block(index)
+        found: dict[str, Any] = {x.name: getattr(exact, x.name) for x in self.vectors()}
+        dense = {x.name: getattr(exact, x.name).dequantize() for x in block_matrices(self.config)}
+        self._after_norms(found, dense, index)
+        self._at_o(found, dense, index)
+        if self.config.gated:
+            factors = self._factors(self.config.intermediate_size, index, 4)
+            rows = np.concatenate([np.ones_like(factors), factors])
+            _grow(found, dense, "gate_up", rows)
+            dense["down"] /= factors
+        found |= {name: _packed(x) for name, x in dense.items()}
+        return BlockWeights(**found)
+
+    def _after_norms(
+        self, found: dict[str, Any], dense: dict[str, Float32Array], index: int
+    ) -> None:
+        readers = {"input_norm": ["qkv"], "post_norm": ["gate_up"]}
+        if self.config.parallel:
+            readers = {"input_norm": ["qkv", "gate_up"]}
+        for place, (norm, matmuls) in enumerate(readers.items(), start=1):
+            factors = self._factors(self.config.hidden_size, index, place)
+            for vector in (norm, f"{norm}_bias"):
+                if vector in found:
+                    found[vector] = found[vector] * factors
+            for name in matmuls:
+                dense[name] /= factors
+
+    def _at_o(self, found: dict[str, Any], dense: dict[str, Float32Array], index: int) -> None:
+        config = self.config
+        factors = self._factors(config.kv_heads * config.head_dim, index, 3)
+        others = (config.heads + config.kv_heads) * config.head_dim
+        rows = np.concatenate([np.ones(others, dtype=np.float32), factors])
+        _grow(found, dense, "qkv", rows)
+        shared = factors.reshape(config.kv_heads, 1, config.head_dim)
+        columns = np.repeat(shared, config.heads // config.kv_heads, axis=1)
+        dense["o"] /= columns.reshape(-1)
+
+
+def _grow(
+    found: dict[str, Any], dense: dict[str, Float32Array], name: str, rows: Float32Array
+) -> None:
+    """Rows of a matmul, and its bias."""
+    dense[name] *= rows[:, None]
+    if f"{name}_bias" in found:
+        found[f"{name}_bias"] = found[f"{name}_bias"] * rows
+
+
+def _packed(dense: Float32Array) -> PackedWeight:
+    return pack_rows([SourceTensor("weight", dense)], StorageFormat.F32)

@@ -1,0 +1,411 @@
+"""Static scales of activations for w8a8, and what to do about outliers (mllm-NPU, section 3.3).
+
+An int8 code of a matmul's input is rint(x / s) with one s for the whole tensor. A few channels hold
+values far beyond the others; a scale wide enough for them leaves few codes for the rest, a narrower
+one cuts them off. The paper's answer is a shadow: what the integers cannot hold is multiplied in
+floating point beside them and added. Here
+
+    hot channels   those that hold most of the outliers leave the integer matrix (their codes are
+                   zero, which makes the rows' scales smaller too) for a slab [n, h] of floats
+    importance     largest |x| / s of the matmul: the least important shadows are pruned
+    pruned         s is wide, or cuts off: whichever loses less
+
+Every choice is the one of least error of the matmul's output on calibration tokens, int8 codes by
+int8 weights against floats; tokens and rows beyond a sample are left out of the comparison.
+`--outliers paper` follows the paper and its public code instead: s is the 99.9th percentile if the
+maximum is more than five times that, else the maximum; a shadow adds all that is cut off (the
+excess); pruned matmuls take the maximum.
+
+Notation: m tokens, n rows, k features, h hot channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.protocol import WeightValue
+from hetero.backends.reference.compute import static_codes
+from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.compiling.sketch import Sketch
+from hetero.compiling.walk import Progress, Site, walk
+from hetero.errors import UserError
+from hetero.models.calibration_record import (
+    DEFAULT_OUTLIERS,
+    Calibration,
+    MatMulCalibration,
+    OutlierChoice,
+    matmul_names,
+)
+from hetero.models.layout import block_matrices
+from hetero.models.packing import SourceTensor, pack_rows
+from hetero.models.weights import BlockWeights, ModelWeights, Shadow
+
+PERCENTILES: Final = (100.0, 99.99, 99.9, 99.0)  # of equal errors the first one counts
+HOT_COVERAGE: Final = 0.8  # of the outliers are in the hot channels, if these are few enough
+MOST_HOT: Final = 0.03  # of the channels
+WORTH: Final = 0.95  # a larger slab has less than this part of a smaller one's error
+PAPER_PERCENTILE: Final = 99.9
+PAPER_RATIO: Final = 5.0
+LARGEST_CODE: Final = 127
+SAMPLE_TOKENS: Final = 512
+SAMPLE_ROWS: Final = 4096
+Channels = npt.NDArray[np.int32]
+NO_CHANNELS: Final[Channels] = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """A scale of a matmul's input: float32 `step`, the percentile behind it, and its cost.
+
+    `hot` channels [h] are outside of it; with `excess` what the codes cut off is added exactly.
+    `error` is ‖y - exact‖² / ‖exact‖².
+    """
+
+    step: float
+    percentile: float
+    error: float
+    hot: Channels = field(default_factory=lambda: NO_CHANNELS)
+    excess: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """What a matmul may do: with a shadow, cut off or widened without one, and widened.
+
+    `channel_max` [k] is the maximum of |x| on the text, `outliers` [k] how many elements are beyond
+    the codes of the shadowed form.
+    """
+
+    shadowed: Scale
+    pruned: Scale
+    widest: Scale
+    channel_max: Float32Array
+    outliers: npt.NDArray[np.int64]
+
+    @property
+    def importance(self) -> float:
+        """Largest |x| in codes of the shadowed form."""
+        return float(self.channel_max.max()) / self.shadowed.step
+
+
+class InputStatistics:
+    """Magnitudes of a matmul's input [m, k] over all sequences."""
+
+    def __init__(self, inputs: Sequence[Float32Array]) -> None:
+        self.inputs = inputs
+        self.sketch = Sketch.of(*inputs)
+        self.channel_max: Float32Array = np.max(
+            [np.abs(x).max(axis=0) for x in inputs], axis=0
+        )  # [k]
+
+    @property
+    def largest(self) -> float:
+        """Maximum of |x|."""
+        return float(self.channel_max.max())
+
+    def outliers(self, threshold: float) -> npt.NDArray[np.int64]:
+        """How many elements of each channel [k] are beyond a threshold."""
+        counts = [np.count_nonzero(np.abs(x) > threshold, axis=0) for x in self.inputs]
+        found: npt.NDArray[np.int64] = np.sum(counts, axis=0, dtype=np.int64)
+        return found
+
+    def hot(self, threshold: float, known: Channels = NO_CHANNELS) -> Channels:
+        """The fewest channels that hold `HOT_COVERAGE` of the outliers beside `known` ones, and
+        these, `MOST_HOT` of all at most, rising. Of two with as many outliers the one with the
+        larger maximum comes first.
+        """
+        counts = self.outliers(threshold)
+        counts[known] = 0
+        order = np.lexsort((-self.channel_max, -counts))
+        covered = np.cumsum(counts[order])
+        if not covered[-1]:
+            return known
+        few = 1 + int(np.searchsorted(covered, HOT_COVERAGE * covered[-1]))
+        most = max(1, int(MOST_HOT * len(counts))) - len(known)
+        return np.sort(np.concatenate([known, order[: min(few, most)]])).astype(np.int32)
+
+    def cold_sketch(self, hot: Channels) -> Sketch:
+        """Magnitudes of the other channels."""
+        return self.sketch.without(Sketch.of(*(x[:, hot] for x in self.inputs)))
+
+    def hot_sets(self, known: Channels = NO_CHANNELS) -> list[Channels]:
+        """Hot channels by several thresholds among those that are not `known`, few first."""
+        sketch = self.cold_sketch(known)
+        found = [self.hot(sketch.percentile(p), known) for p in PERCENTILES[1:]]
+        distinct = {x.tobytes(): x for x in found if len(x) > len(known)}
+        return sorted(distinct.values(), key=len)
+
+    def steps(self, hot: Channels) -> Iterator[tuple[float, float]]:
+        """(percentile, step) to try for the channels that are not hot."""
+        cold = np.delete(self.channel_max, hot)
+        sketch = self.cold_sketch(hot)
+        largest = float(cold.max()) if len(cold) else 0.0
+        yield 100.0, step_of(largest)
+        for percent in PERCENTILES[1:]:
+            threshold = min(sketch.percentile(percent), largest)
+            if 0 < threshold < largest:
+                yield percent, step_of(threshold)
+
+
+def step_of(threshold: float) -> float:
+    """The float32 step of which `LARGEST_CODE` make a threshold; 1 where all is zero."""
+    return float(np.float32(threshold / LARGEST_CODE)) or 1.0
+
+
+class Trial:
+    """Errors of a matmul's output on sampled tokens and rows."""
+
+    def __init__(self, weight: Float32Array, inputs: Sequence[Float32Array]) -> None:
+        tokens = np.concatenate(list(inputs))
+        self.x = tokens[_spread(len(tokens), SAMPLE_TOKENS)]
+        self.weight = weight[_spread(len(weight), SAMPLE_ROWS)]
+        self.exact = self.x @ self.weight.T
+        self._norm = max(float(np.square(self.exact, dtype=np.float64).sum()), 1e-30)
+        self._packed: tuple[bytes, PackedWeight] | None = None
+
+    def error(self, step: float, hot: Channels = NO_CHANNELS, *, excess: bool = False) -> float:
+        """Of int8 codes of a step, with hot channels or an excess in floating point."""
+        packed = self._rows_without(NO_CHANNELS if excess else hot)
+        y = static_product(self.x, packed, step, unclipped=excess)
+        if len(hot) and not excess:
+            slab: Float32Array = self.weight[:, hot].astype(np.float16).astype(np.float32)
+            y = np.add(y, self.x[:, hot] @ slab.T, dtype=np.float32)
+        return float(np.square(y - self.exact, dtype=np.float64).sum()) / self._norm
+
+    def _rows_without(self, hot: Channels) -> PackedWeight:
+        key = hot.tobytes()
+        if self._packed is None or self._packed[0] != key:
+            self._packed = key, pack_without(self.weight, hot)
+        return self._packed[1]
+
+
+def _spread(count: int, most: int) -> npt.NDArray[np.intp]:
+    """At most `most` of `count` numbers, evenly spread."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.intp))
+
+
+def pack_without(weight: Float32Array, hot: Channels) -> PackedWeight:
+    """A weight [n, k] with one scale a row, its hot columns zero."""
+    if len(hot):
+        weight = weight.copy()
+        weight[:, hot] = 0
+    return pack_rows([SourceTensor("weight", weight)], StorageFormat.Q8R)
+
+
+def static_product(
+    x: Float32Array, weight: PackedWeight, step: float, *, unclipped: bool = False
+) -> Float32Array:
+    """Codes of x [m, k] by codes of a weight [n, k], scaled: float32 [m, n].
+
+    `unclipped` codes have no limits: int8 codes and the excess over them together.
+    """
+    assert weight.scales is not None
+    codes = np.rint(x / np.float32(step)) if unclipped else static_codes(x, step)
+    sums = codes.astype(np.float32) @ weight.codes().astype(np.float32).T
+    scales = np.float32(step) * weight.scales.reshape(-1)[: weight.n]
+    found: Float32Array = np.multiply(sums, scales, dtype=np.float32)
+    return found
+
+
+def choose_scales(
+    weight: Float32Array, inputs: Sequence[Float32Array], *, excess: bool, shadow: bool = True
+) -> Scales:
+    """Scales for the inputs [m, k] of a weight [n, k]; without `shadow` the pruned forms alone."""
+    statistics, trial = InputStatistics(inputs), Trial(weight, inputs)
+    flat = [Scale(s, p, trial.error(s)) for p, s in statistics.steps(NO_CHANNELS)]
+    pruned = widest = flat[0]
+    if not excess:
+        pruned = min(flat, key=lambda scale: scale.error)
+    shadowed = pruned
+    if shadow and excess:
+        shadowed = _paper_scale(statistics, trial, widest)
+    elif shadow:
+        shadowed = _slab_scale(statistics, trial, pruned)
+    outliers = statistics.outliers((LARGEST_CODE + 0.5) * shadowed.step)
+    return Scales(shadowed, pruned, widest, statistics.channel_max, outliers)
+
+
+def _paper_scale(statistics: InputStatistics, trial: Trial, widest: Scale) -> Scale:
+    """The scale of the paper's public code, and the channels that hold most of the excess."""
+    threshold = statistics.sketch.percentile(PAPER_PERCENTILE)
+    if threshold <= 0 or statistics.largest <= PAPER_RATIO * threshold:
+        return Scale(widest.step, 100.0, trial.error(widest.step, excess=True), excess=True)
+    step, hot = step_of(threshold), statistics.hot(threshold)
+    return Scale(step, PAPER_PERCENTILE, trial.error(step, excess=True), hot, excess=True)
+
+
+def _slab_scale(statistics: InputStatistics, trial: Trial, pruned: Scale) -> Scale:
+    """Hot channels and the scale of the others; `pruned`, the form without any, if no worse.
+
+    Where a few channels hide the outliers of others, the second round finds these.
+    """
+    best: Scale | None = None
+    for _ in range(2):
+        for hot in statistics.hot_sets(NO_CHANNELS if best is None else best.hot):
+            scales = [Scale(s, p, trial.error(s, hot), hot) for p, s in statistics.steps(hot)]
+            least = min(scales, key=lambda scale: scale.error)
+            if best is None or least.error < WORTH * best.error:
+                best = least
+    return best if best is not None and best.error < pruned.error else pruned
+
+
+class StaticWeights(ModelWeights):
+    """w8a8 weights of `exact` (f32) with a chosen scale for every matmul by name.
+
+    Matrices are packed when they are asked for.
+    """
+
+    def __init__(
+        self,
+        exact: ModelWeights,
+        chosen: Mapping[str, Scale],
+        calibration: Calibration | None = None,
+    ) -> None:
+        super().__init__(exact.config, WeightFormat.W8A8)
+        self.source, self._exact = exact.source, exact
+        self.chosen = dict(chosen)
+        self.calibration = calibration
+
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks."""
+        if name == "lm_head_x_scale":
+            return np.array([self.chosen["lm_head"].step], dtype=np.float32)
+        return self._exact.end_vector(name)
+
+    def head_shadow(self) -> Shadow | None:
+        """Hot channels of the output head's input, None if it has none."""
+        if not len(self.chosen["lm_head"].hot):
+            return None
+        return _shadow(self._exact.lm_head().dequantize(), self.chosen["lm_head"].hot)
+
+    def release(self, index: int) -> None:
+        """Forget a block here and in the source."""
+        super().release(index)
+        self._exact.release(index)
+
+    def _load_block(self, index: int) -> BlockWeights:
+        exact = self._exact.block(index)
+        found: dict[str, Any] = {}
+        shadows: dict[str, Shadow] = {}
+        for matrix in block_matrices(self.config):
+            scale = self.chosen[f"blocks.{index}.{matrix.name}"]
+            dense = getattr(exact, matrix.name).dequantize()
+            found[matrix.name] = self._pack(dense, scale)
+            found[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
+            if len(scale.hot):
+                shadows[matrix.name] = _shadow(dense, scale.hot)
+        vectors = {x.name: getattr(exact, x.name) for x in self.vectors() if x.name not in found}
+        return BlockWeights(**found, **vectors, shadows=shadows)
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        if name == "embed":
+            return pack_without(self._exact.embed().dequantize(), NO_CHANNELS)
+        return self._pack(self._exact.lm_head().dequantize(), self.chosen["lm_head"])
+
+    @staticmethod
+    def _pack(dense: Float32Array, scale: Scale) -> PackedWeight:
+        return pack_without(dense, NO_CHANNELS if scale.excess else scale.hot)
+
+
+def _shadow(weight: Float32Array, hot: Channels) -> Shadow:
+    return Shadow(hot, np.ascontiguousarray(weight[:, hot], dtype=np.float16))
+
+
+def static_weights(
+    exact: ModelWeights,
+    sequences: Sequence[Sequence[int]],
+    *,
+    outliers: str = DEFAULT_OUTLIERS,
+    text: str = "",
+    progress: Progress | None = None,
+) -> StaticWeights:
+    """w8a8 weights of `exact` (f32) with static scales from calibration tokens.
+
+    `sequences` are token ids, each of which fits the model's context; the float model is walked
+    once. Raises `UserError` for shadows that the architecture cannot have.
+    """
+    choice = OutlierChoice.parse(outliers)
+    if exact.weight_format != "f32":
+        raise UserError("calibration makes w8a8 weights of f32 ones: open the model as f32")
+    if choice.kept:
+        check_shadows(exact)
+    shadows = choice.kept > 0
+    scales = collect_scales(
+        exact, sequences, excess=choice.excess, shadows=shadows, progress=progress
+    )
+    kept = most_important(scales, choice.kept, tied=exact.config.tie_word_embeddings)
+    chosen = choose(scales, kept)
+    records = {name: _record(x, chosen[name], name not in kept) for name, x in scales.items()}
+    calibration = Calibration(
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+        tokens=sum(len(x) for x in sequences),
+        outliers=outliers,
+        matmuls=records,
+    )
+    return StaticWeights(exact, chosen, calibration)
+
+
+def check_shadows(weights: ModelWeights) -> None:
+    """Raise `UserError` if nothing can be added beside a model's matmuls."""
+    if weights.config.out_norms:
+        raise UserError(
+            f"{weights.config.architecture} norms what a matmul gives before it is added, so "
+            "outliers cannot be added beside it; use --outliers none"
+        )
+
+
+def most_important(scales: Mapping[str, Scales], part: float, *, tied: bool) -> set[str]:
+    """Names of this part of the matmuls, those with the farthest outliers; one at least.
+
+    A `tied` output head is never among them: its columns are the embeddings' too.
+    """
+    order = sorted(scales, key=lambda name: -scales[name].importance)
+    if tied:
+        order.remove("lm_head")
+    return set(order[: max(round(part * len(scales)), 1) if part else 0])
+
+
+def choose(scales: Mapping[str, Scales], kept: Collection[str]) -> dict[str, Scale]:
+    """The shadowed form of `kept` matmuls, the pruned one of the others."""
+    return {name: x.shadowed if name in kept else x.pruned for name, x in scales.items()}
+
+
+def _record(found: Scales, chosen: Scale, pruned: bool) -> MatMulCalibration:
+    return MatMulCalibration(
+        x_scale=chosen.step,
+        percentile=chosen.percentile,
+        importance=found.importance,
+        hot=len(chosen.hot),
+        pruned=pruned,
+        error=chosen.error,
+    )
+
+
+def collect_scales(
+    exact: ModelWeights,
+    sequences: Sequence[Sequence[int]],
+    *,
+    excess: bool = False,
+    shadows: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Scales]:
+    """Scales of every matmul by name, in the order of `matmul_names`."""
+    found: dict[str, Scales] = {}
+
+    def visit(site: Site) -> Mapping[str, WeightValue]:
+        prefix = "" if site.node.layer is None else f"blocks.{site.node.layer}."
+        shadow = shadows and not (site.role == "lm_head" and exact.config.tie_word_embeddings)
+        found[prefix + site.role] = choose_scales(
+            site.dense(), site.inputs, excess=excess, shadow=shadow
+        )
+        return site.values
+
+    walk(exact, sequences, visit, progress=progress)
+    return {name: found[name] for name in matmul_names(exact.config)}

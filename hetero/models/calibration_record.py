@@ -1,0 +1,124 @@
+"""What a manifest says of static activation scales: where they come from, and what each costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hetero.errors import UserError
+from hetero.models.config import ModelConfig
+from hetero.models.layout import block_matrices
+
+DEFAULT_OUTLIERS = "15%"
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class OutlierChoice(NamedTuple):
+    """`--outliers`: the part of the matmuls that keep a shadow, 0 to 1, and its form.
+
+    `excess`: what the int8 codes cut off is added exactly, as mllm-NPU does (section 3.3);
+    otherwise hot channels leave the integers and are multiplied in floating point.
+    """
+
+    kept: float
+    excess: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Of `15%`, `none`, `all` or `paper` (15 % and the paper's form). Raises `UserError`."""
+        match text:
+            case "none":
+                return cls(0.0)
+            case "all":
+                return cls(1.0)
+            case "paper":
+                return cls(0.15, excess=True)
+        found = re.fullmatch(r"([0-9]{1,3})%", text)
+        percent = -1 if found is None else int(found[1])
+        if not 0 <= percent <= 100:
+            raise UserError(
+                f"outliers are 15% (of the matmuls), none, all or paper, got {text!r}; choose one"
+            )
+        return cls(percent / 100)
+
+
+class MatMulCalibration(BaseModel):
+    """The static scale of one matmul's input.
+
+    x_scale      step of the int8 codes
+    percentile   of |x| that the largest code stands for; of the cold channels if some are hot
+    importance   largest |x| / step of the codes that a shadow needs (127: no outlier at all)
+    hot          channels that the shadow multiplies in floating point
+    pruned       no shadow: what exceeds the codes is cut off, or the scale wide enough for all
+    error        ‖y - exact‖² / ‖exact‖² of the matmul's output on calibration tokens
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    x_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    percentile: Annotated[float, Field(gt=0, le=100)]
+    importance: Finite
+    hot: Annotated[int, Field(ge=0)]
+    pruned: bool
+    error: Finite
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if self.pruned and self.hot:
+            raise ValueError("a pruned matmul has no hot channels")
+        return self
+
+
+class Calibration(BaseModel):
+    """Scales of every matmul by name (`blocks.3.down`, `lm_head`), and the text they come from.
+
+    `outliers` is the option that chose the shadows, `tokens` how much of the text was read.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    tokens: Annotated[int, Field(ge=1)]
+    outliers: str
+    matmuls: dict[str, MatMulCalibration]
+
+    @model_validator(mode="after")
+    def _known_choice(self) -> Self:
+        OutlierChoice.parse(self.outliers)
+        return self
+
+    @property
+    def shadowed(self) -> list[str]:
+        """Names of the matmuls that keep a shadow which adds something."""
+        kept = self.excess
+        return [name for name, x in self.matmuls.items() if x.hot or (kept and not x.pruned)]
+
+    @property
+    def excess(self) -> bool:
+        """Whether shadows add what the codes cut off, and hot channels stay in the integers."""
+        return OutlierChoice.parse(self.outliers).excess
+
+    def hot(self, name: str) -> int:
+        """Number of a matmul's hot channels."""
+        return self.matmuls[name].hot
+
+
+def matmul_names(config: ModelConfig) -> list[str]:
+    """Names of a model's matmuls in a `Calibration`."""
+    roles = [x.name for x in block_matrices(config)]
+    inner = [f"blocks.{i}.{role}" for i in range(config.num_layers) for role in roles]
+    return [*inner, "lm_head"]
+
+
+def hot_bytes(config: ModelConfig, calibration: Calibration | None) -> int:
+    """Bytes of hot channels' numbers (int32) and weights (float16)."""
+    if calibration is None:
+        return 0
+    rows: Mapping[str, int] = {x.name: x.n for x in config.matmuls()}
+    return sum(
+        x.hot * (4 + 2 * rows[name.rsplit(".", maxsplit=1)[-1]])
+        for name, x in calibration.matmuls.items()
+    )
