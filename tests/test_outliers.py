@@ -83,7 +83,7 @@ def test_hot_channels_make_up_for_outliers() -> None:
         x: divergence(wanted, schemes.model_of(x).logits(tokens[:60])) for x in ("naive", "all")
     }
     assert found["all"] < 0.1 * found["naive"], found
-    order = most_important(scales, 0.5, tied=True)
+    order = most_important(scales, 0.5)
     least = set(scales) - order - {"lm_head"}
     good, bad = (
         schemes.chosen(choose(scales, kept)).logits(tokens[:60]) for kept in (order, least)

@@ -73,7 +73,6 @@ def test_a_directory_with_shadows_serves_the_simulation() -> None:
     kept = {"blocks.0.down", "blocks.2.o"}
     weights = StaticWeights(model.weights, choose(schemes.scales(), kept))
     assert [set(weights.block(i).shadows) for i in range(3)] == [{"down"}, set(), {"o"}]
-    assert weights.head_shadow() is None
 
 
 def test_an_unknown_scheme_is_refused() -> None:

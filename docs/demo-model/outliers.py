@@ -80,10 +80,10 @@ def main() -> None:
     for name in arguments.schemes:
         score(name, schemes.model_of(name))
     if arguments.draws:
-        scales, tied = schemes.scales(), loaded.config.tie_word_embeddings
-        kept = most_important(scales, 0.15, tied=tied)
+        scales = schemes.scales()
+        kept = most_important(scales, 0.15)
         own = score("15%, by importance", schemes.chosen(choose(scales, kept)))
-        names = sorted(set(scales) - ({"lm_head"} if tied else set()))
+        names = sorted(set(scales) - {"lm_head"})
         drawn = [random.Random(i).sample(names, len(kept)) for i in range(arguments.draws)]
         others = [score(f"draw {i}", schemes.chosen(choose(scales, x)))
                   for i, x in enumerate(drawn)]  # fmt: skip

@@ -124,8 +124,7 @@ class Schemes:
         if choice.kept:
             check_shadows(self._exact)
         scales = self.scales(excess=choice.excess)
-        tied = self._exact.config.tie_word_embeddings
-        return self.chosen(choose(scales, most_important(scales, choice.kept, tied=tied)))
+        return self.chosen(choose(scales, most_important(scales, choice.kept)))
 
     def chosen(self, chosen: Mapping[str, Scale]) -> SimulatedModel:
         """Scales, hot channels and excess of every matmul by name."""
@@ -138,9 +137,8 @@ class Schemes:
             if scale.excess:
                 return _with_excess(run, _dense(values), scale)
             if node.layer is None:
-                shadow = weights.head_shadow()
-            else:
-                shadow = weights.block(node.layer).shadows.get(role_of(node))
+                return run
+            shadow = weights.block(node.layer).shadows.get(role_of(node))
             return run if shadow is None else _with_slab(run, shadow)
 
         return SimulatedModel(self.model, weights, self.context, make)

@@ -279,12 +279,6 @@ class StaticWeights(ModelWeights):
             return np.array([self.chosen["lm_head"].step], dtype=np.float32)
         return self._exact.end_vector(name)
 
-    def head_shadow(self) -> Shadow | None:
-        """Hot channels of the output head's input, None if it has none."""
-        if not len(self.chosen["lm_head"].hot):
-            return None
-        return _shadow(self._exact.lm_head().dequantize(), self.chosen["lm_head"].hot)
-
     def release(self, index: int) -> None:
         """Forget a block here and in the source."""
         super().release(index)
@@ -340,7 +334,7 @@ def static_weights(
     scales = collect_scales(
         exact, sequences, excess=choice.excess, shadows=shadows, progress=progress
     )
-    kept = most_important(scales, choice.kept, tied=exact.config.tie_word_embeddings)
+    kept = most_important(scales, choice.kept)
     chosen = choose(scales, kept)
     records = {name: _record(x, chosen[name], name not in kept) for name, x in scales.items()}
     calibration = Calibration(
@@ -361,14 +355,13 @@ def check_shadows(weights: ModelWeights) -> None:
         )
 
 
-def most_important(scales: Mapping[str, Scales], part: float, *, tied: bool) -> set[str]:
+def most_important(scales: Mapping[str, Scales], part: float) -> set[str]:
     """Names of this part of the matmuls, those with the farthest outliers; one at least.
 
-    A `tied` output head is never among them: its columns are the embeddings' too.
+    The output head is never among them: nothing runs beside it, and where it is tied its columns
+    are the embeddings' too.
     """
-    order = sorted(scales, key=lambda name: -scales[name].importance)
-    if tied:
-        order.remove("lm_head")
+    order = sorted(scales.keys() - {"lm_head"}, key=lambda name: (-scales[name].importance, name))
     return set(order[: max(round(part * len(scales)), 1) if part else 0])
 
 

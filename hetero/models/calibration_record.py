@@ -88,6 +88,9 @@ class Calibration(BaseModel):
     @model_validator(mode="after")
     def _known_choice(self) -> Self:
         OutlierChoice.parse(self.outliers)
+        head = self.matmuls.get("lm_head")
+        if head is not None and not head.pruned:
+            raise ValueError("the output head keeps no shadow")
         return self
 
     @property

@@ -98,7 +98,7 @@ class QuantizedWeights(ModelWeights):
     def release_ends(self) -> None:
         """Forget embeddings and output head; their pages leave memory."""
         super().release_ends()
-        self.file.forget([x.name for x in end_plan(self.config, self._storage, self.calibration)])
+        self.file.forget([x.name for x in end_plan(self.config, self._storage)])
 
     @property
     def _storage(self) -> StorageFormat:
@@ -111,10 +111,6 @@ class QuantizedWeights(ModelWeights):
         shadows = {x.name: self._shadow(prefix + x.name, x.k) for x in block_matrices(self.config)}
         found = {name: shadow for name, shadow in shadows.items() if shadow is not None}
         return BlockWeights(**packed, **vectors, shadows=found)  # type: ignore[arg-type]
-
-    def head_shadow(self) -> Shadow | None:
-        """Hot channels of the output head's input, None if it has none."""
-        return self._shadow("lm_head", self.config.hidden_size)
 
     def _shadow(self, name: str, k: int) -> Shadow | None:
         if self.calibration is None or not self.calibration.hot(name):
@@ -189,7 +185,7 @@ def weight_plan(
     plan: list[PlannedTensor] = []
     for index in range(config.num_layers):
         plan += block_plan(config, storage, index, calibration)
-    return plan + end_plan(config, storage, calibration)
+    return plan + end_plan(config, storage)
 
 
 def block_plan(
@@ -207,13 +203,10 @@ def block_plan(
     return plan
 
 
-def end_plan(
-    config: ModelConfig, storage: StorageFormat, calibration: Calibration | None = None
-) -> list[PlannedTensor]:
-    """Embeddings, output head unless tied, vectors, hot channels of the head."""
+def end_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
+    """Embeddings, output head unless tied, vectors."""
     plan = [x for shape in end_matrices(config) for x in _matrix_plan("", shape, storage)]
-    plan += [_vector_plan("", shape) for shape in end_vectors(config, storage)]
-    return plan + _shadow_plan("lm_head", config.vocab_size, calibration)
+    return plan + [_vector_plan("", shape) for shape in end_vectors(config, storage)]
 
 
 def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:

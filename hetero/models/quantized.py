@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -40,7 +39,6 @@ from hetero.models.packed_file import (
     file_header,
     matrix_arrays,
     open_directory,
-    shadow_arrays,
     weight_plan,
 )
 from hetero.models.weights import ModelWeights
@@ -208,8 +206,7 @@ def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
         weights.release_ends()
         yield matrix_arrays(weights.lm_head())
     vectors = end_vectors(config, storage)
-    ends = (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in vectors)
-    yield chain(ends, shadow_arrays(weights.head_shadow()))
+    yield (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in vectors)
     weights.release_ends()
 
 

@@ -150,10 +150,6 @@ class ModelWeights(ABC):
         after row).
         """
 
-    def head_shadow(self) -> Shadow | None:
-        """Hot channels of the output head's input, None if it has none."""
-        return None
-
     def requantised(self) -> dict[str, float]:
         """Relative error of what was quantised a second time, by the source's type; measured on
         what has been read so far.

@@ -51,7 +51,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     weights = static_weights(outlying, [tokens[COUNT:]], outliers=request.param)
     schemes = Schemes(LoadedModel("demo", exact.config, outlying, "0" * 64), [tokens[COUNT:]], 160)
     scales = schemes.scales(excess=request.param == "paper")
-    kept = most_important(scales, {"all": 1.0, "50%": 0.5, "paper": 0.15}[request.param], tied=True)
+    kept = most_important(scales, {"all": 1.0, "50%": 0.5, "paper": 0.15}[request.param])
     bare = choose(scales, kept)
     wanted = schemes.chosen(bare).logits(tokens[:COUNT])[-1]
     stripped = StaticWeights(outlying, bare)  # no calibration: nothing runs beside the matmuls
