@@ -428,6 +428,8 @@ class OtherMeter:
         tensors = {port: self._tensor(op, port, m) for port in op.ports}
         if "position" in tensors:
             tensors["position"].array[0] = context
+        if isinstance(op, ops.Embed):  # tables of several models share the tokens
+            tensors["tokens"].array[...] %= op.vocab
         kernel = self.device.prepare(op, self._weights_of(op))
         return kernel.bind(tensors, m), tensors
 

@@ -9,8 +9,8 @@ A function of a model that is left exactly as it was, for tests of what handles 
 Powers of two change no mantissa, and sums keep their order, so float logits have the same bits
 (unless something under- or overflows). Rounding to integers sees a difference: a tensor's scale is
 that of its largest channel. The other side shrinks too: a column divided by 2^a all but vanishes in
-an int8 weight with one scale a row. SmoothQuant undoes exactly this; models that were trained on
-afterwards are a fairer comparison (docs/demo-model/outliers.py).
+an int8 weight with one scale a row. SmoothQuant undoes exactly this, so it is no comparison with
+SmoothQuant. `docs/demo-model/outliers.py` scores such models.
 """
 
 from __future__ import annotations

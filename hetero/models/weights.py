@@ -103,7 +103,8 @@ class ModelWeights(ABC):
         found = {}
         for name in self.calibration.shadowed:
             shape = shapes[name.rsplit(".", maxsplit=1)[-1]]
-            hot, excess = self.calibration.hot(name), self.calibration.excess
+            excess = self.calibration.excess  # hot channels stay in the integers then
+            hot = 0 if excess else self.calibration.hot(name)
             found[name] = Outliers(n=shape.n, k=shape.k, hot=hot, excess=excess)
         return found
 

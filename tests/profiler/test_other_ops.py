@@ -172,3 +172,13 @@ def test_every_kind_is_checked_and_timed(backend: str) -> None:
         assert meter.time(Case(ops.AddPositions(d=64, rows=128), 32, 0, 1 << 12)).seconds > 0
     finally:
         device.close()
+
+
+@pytest.mark.parametrize("backend", ["reference", "ort-cpu"])
+def test_a_small_vocabulary_is_looked_up_within_its_table(backend: str) -> None:
+    with open_device(backend) as device:
+        kind = device.capabilities.kind
+        meter = OtherMeter(kind, device, SystemClock(), cold=0)
+        for vocab in (4096, 50):  # the smaller one after the larger one has drawn its tokens
+            embed = ops.Embed(vocab=vocab, d=32, weight_format=WeightFormat.W4A16)
+            assert meter.check(embed) is None

@@ -16,6 +16,7 @@ from hetero.backends.reference.compute import static_codes
 from hetero.backends.weights import PackedWeight, pack
 
 qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+catalog = pytest.importorskip("hetero.backends.qnn.catalog", exc_type=ImportError)
 
 N, K, M = 96, 172, 64
 SIZES = (1, 32, M)
@@ -78,6 +79,26 @@ def test_no_bit_depends_on_the_call_or_the_cache(tmp_path: Path) -> None:
     for _ in range(2):  # compiled into the cache, then opened from it
         with qnn.open(graph_sizes=SIZES, cache=tmp_path) as device:
             np.testing.assert_array_equal(product(device, weight, x), whole)
+
+
+def test_graphs_compiled_ahead_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call longer than a graph too: pieces of 512 tokens."""
+    weight, sizes = make_weight(), (1, 600)
+    op = ops.MatMul(n=N, k=K, weight_format=WeightFormat.W8A8)
+    ahead = catalog.all_graphs(op, sizes, {"weight": weight, "x_scale": X_SCALE}, "")
+    ran = []
+    with qnn.open(graph_sizes=sizes, cache=None) as device:
+        own = device.store.session
+
+        def session(identity: Any, build: Any) -> Any:
+            ran.append(identity)
+            return own(identity, build)
+
+        monkeypatch.setattr(device.store, "session", session)
+        for m in sizes:
+            product(device, weight, np.ones((m, K), np.float32))
+    assert {graph.identity for graph in ahead} == set(ran)
+    assert sorted(identity.tokens for identity in ran) == [1, 88, 512]
 
 
 def test_one_graph_serves_every_scale_of_activations(tmp_path: Path) -> None:
