@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, TypeVar
 from hetero.contexts.chunk_files import ChunkError, ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
@@ -288,8 +288,8 @@ class WorkingSet:
         layers, rates = self._codec.layers, self.rates
         plan = plan_load(pieces, behind, rates, layers, recompute=self.recompute)
         switch.predicted_s = plan.predicted_s
-        kept = [p for p in pieces if not p.missing] or pieces
-        per_token = sum(p.nbytes for p in kept) / sum(p.tokens for p in kept)
+        full = self._codec.nbytes(CHUNK_TOKENS, wanted[0].bits)
+        per_token = full / CHUNK_TOKENS
         switch.break_even_bytes_per_s = rates.break_even_bytes_per_s(per_token)
         switch.read_bytes_per_s = rates.read_bytes_per_s
         return plan
