@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 
 from hetero import LLM
 from hetero.backends.ops import Attention
@@ -159,4 +158,6 @@ def test_sampled_rows_rank_chunks_as_all_rows_do(monkeypatch: pytest.MonkeyPatch
         chunks = [Chunk("", b"", at, tuple(text[at : at + 16]), 8) for at in range(0, 400, 16)]
         context.mass.give(chunks)
         wanted = [full[chunk.start : chunk.stop].mean() for chunk in chunks]
+    from scipy.stats import spearmanr  # heavy, and tests are collected without some packages
+
     assert spearmanr(wanted, [chunk.density for chunk in chunks]).statistic >= 0.95
