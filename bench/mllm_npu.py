@@ -1,6 +1,7 @@
 """What "Fast On-device LLM Inference with NPUs" (mllm-NPU) adds to a prefill at layer level.
 
 python bench/mllm_npu.py order      # its section 3.4: chunks of a prompt out of order
+python bench/mllm_npu.py ablation --profile MINE    # figure 17: each technique on top of the last
 
 A command makes `Variant`s of one prompt's prefill, `compare` runs them in turns and prints them
 beside what the paper says of that step (`data/mllm_npu.toml`).
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 import numpy as np
@@ -30,7 +32,11 @@ from common import (
     token_ids,
 )
 
-from hetero.models import open_model
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Outliers
+from hetero.models import LoadedModel, open_model
+from hetero.models.random_models import PREFIX, RandomWeights, known_config, limited
+from hetero.models.weights import BlockWeights, Shadow
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
@@ -75,6 +81,32 @@ class Variant:
             self.planned_s.append(timed(lambda: engine.window_step(context, last)))
         else:
             self.planned_s.append(timed(lambda: engine.step(context, "prefill", *last)))
+
+
+class Shadowed(RandomWeights):
+    """Random w8a8 weights; `kept` of the matmuls, FFN-down of layers evenly spread, have a shadow
+    of `hot` of their channels.
+    """
+
+    def __init__(self, model: str, kept: float, hot: float) -> None:
+        super().__init__(limited(known_config(model.removeprefix(PREFIX))), WeightFormat.W8A8)
+        layers, f = self.config.num_layers, self.config.intermediate_size
+        count = min(round(4 * layers * kept), layers)
+        places = np.linspace(0, layers - 1, count).round().astype(int).tolist()
+        op = Outliers(n=self.config.hidden_size, k=f, hot=max(round(f * hot), 1))
+        self._shadows = {f"blocks.{at}.down": op for at in places}
+
+    def outliers(self) -> dict[str, Outliers]:
+        return self._shadows
+
+    def _load_block(self, index: int) -> BlockWeights:
+        block = super()._load_block(index)
+        op = self._shadows.get(f"blocks.{index}.down")
+        if op is None:
+            return block
+        channels = np.linspace(0, op.k - 1, op.hot).astype(np.int32)
+        slab = np.full((op.n, op.hot), 1e-3, np.float16)
+        return replace(block, shadows={"down": Shadow(channels, slab)})
 
 
 def compare(variants: dict[str, Variant], tokens: int, rounds: int, claims: Sequence[str]) -> bool:
@@ -134,6 +166,42 @@ def order(
     for one in variants.values():
         one.engine.close()
     raise typer.Exit(not same)
+
+
+@app.command("ablation")
+def ablation(
+    profile: Annotated[str, typer.Option(help="a file of `hetero profile --weights w4a8,w8a8`")],
+    model: str = LLAMA,
+    p: Prompt = 512,
+    chunk: Annotated[int, typer.Option(help="tokens of a chunk")] = 256,
+    kept: Annotated[float, typer.Option(help="part of the matmuls that keep a shadow")] = 0.15,
+    hot: Annotated[float, typer.Option(help="part of its channels that are hot")] = 0.003,
+    rounds: Annotated[int, typer.Option("-r", "--rounds", help="all take turns in each")] = 3,
+) -> None:
+    """Scales of groups in one call, in chunks, one scale a tensor with outliers beside it, chunks
+    out of order: each on top of the last. Random weights. A PC builds no graphs for a prompt.
+    """
+    taken, grouped = DeviceProfile.load(profile), open_model(model, weights="w4a8")
+    shadowed = Shadowed(model, kept, hot)
+    static = replace(open_model(model, weights="w8a8"), weights=shadowed)
+
+    def engine(loaded: LoadedModel, size: int, order: Order) -> Engine:
+        request = PlanRequest(graph_sizes=(size,))
+        plan = strategy_plan(loaded.spec(), taken, "chunked", [p], request)
+        return open_engine(plan, loaded, p + size, order=order, cost=CostModel(taken))
+
+    variants = {
+        "naive": engine(grouped, p, "fifo"),
+        "+ chunks": engine(grouped, chunk, "fifo"),
+        "+ outliers": engine(static, chunk, "fifo"),
+        "+ order": engine(static, chunk, "best"),
+    }
+    prompt = token_ids(p, grouped.config.vocab_size)
+    print(
+        f"measured; {model}, {p} tokens in calls of {chunk}, {len(shadowed.outliers())} shadows\n"
+    )
+    found = {name: Variant(one, prompt) for name, one in variants.items()}
+    compare(found, p, rounds, CLAIMS["ablation"])
 
 
 if __name__ == "__main__":

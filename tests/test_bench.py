@@ -95,7 +95,6 @@ def test_every_command_of_the_results_parses() -> None:
         "tensor_level --profile host --weights w4a8 -p 256 -n 32 -r 5 --choices auto",
         "control_plane --model random:llama-3.2-1b --weights w4a8 -n 32 --profile host",
         "paper_reproduction --json x --profile snapdragon-8-gen-3",
-        "killed_starts --starts 200 --jobs 2 --seed 0",
     ]
     told += [line.split() for line in old] + [["peers"]]
     assert {name for name, *_ in told} >= {"peers", "predictions", "kernels", "paper", "mllm_npu"}
