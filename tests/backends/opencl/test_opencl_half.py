@@ -14,6 +14,7 @@ from hetero.backends.ops import MatMul
 from hetero.backends.reference.compute import program
 from hetero.backends.registry import open_device
 from hetero.backends.weights import pack
+from tests.backends.cases import make_weights
 from tests.helpers import assert_close
 
 FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16)
@@ -59,16 +60,18 @@ def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightForma
     """One activation of thousands, as in the models that people use; others stay as they were."""
     random = np.random.default_rng(m)
     n, k = 64, 256
-    weight = pack(0.02 * random.standard_normal((n, k), dtype=np.float32), weight_format.storage)
     x, y = new_tensor((m, k)), new_tensor((m, n))
     op = MatMul(n=n, k=k, weight_format=weight_format)
-    call = gpu.prepare(op, {"weight": weight}).bind({"x": x, "y": y}, m)
+    weights = make_weights(op, random)
+    values = 0.02 * random.standard_normal((n, k), dtype=np.float32)
+    weights["weight"] = pack(values, weight_format.storage)
+    call = gpu.prepare(op, weights).bind({"x": x, "y": y}, m)
     for outlier in OUTLIERS:
         x.array[:] = random.standard_normal((m, k))
         x.array[0, 77] = outlier
         y.array[:] = np.nan
         call.run()
-        expected = program(op, {"weight": weight})[0]
+        expected = program(op, weights)[0]
         wanted = {"x": x.array, "y": np.empty((m, n), np.float32)}
         expected(wanted)
         for row in range(m):
