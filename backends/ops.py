@@ -32,9 +32,9 @@ class MatMul:
     Ports: `x` [m, k], `y` [m, n]. Weights: `weight` (PackedWeight of n × k), `bias` [n] float32 if
     `bias`, `x_scale` [1] float32 if the format's activations are static: their codes are then
     rint(x / x_scale), halves to even, from -128 to 127, and y = float32(exact sum of the products
-    of codes) · (x_scale · scale of the row) + bias. `order` is the NPU's operand order (paper
-    section 4, layer-level optimisation): it changes speed, never the result or the layout of x
-    and y.
+    of codes) · (x_scale · scale of the row) + bias (on QNN y is rounded to 8 bits). `order` is the
+    NPU's operand order (paper section 4, layer-level optimisation): it changes speed, never the
+    result or the layout of x and y.
     """
 
     n: int

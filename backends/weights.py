@@ -244,6 +244,7 @@ def _quantize_rows(
     full: Float32Array,
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
     scales = np.abs(full).max(axis=-1) / np.float32(127.0)
+    scales[scales < np.finfo(np.float32).tiny] = 0  # float32 does not hold their reciprocals
     codes = np.rint(full * _inverse(scales)[:, None]).clip(-127, 127)
     return codes.astype(np.int8), scales
 

@@ -127,12 +127,14 @@ class Matmuls(NamedTuple):
     leads: int
 
 
-def reference_ops(block: Block, weight_format: WeightFormat) -> list[Op]:
-    """Every kind of operation that some architecture has between its matmuls, at these sizes."""
+def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool = False) -> list[Op]:
+    """Every kind of operation that some architecture has between its matmuls, at these sizes;
+    with `outliers` their shadows, as with a format of static activations.
+    """
     h, g, d, eps = block.heads, block.kv_heads, block.head_dim, 1e-5
     shadows = [ops.Outliers(n=block.d, k=block.f, hot=block.f // x, excess=True) for x in (64, 256)]
     return [
-        *(shadows if weight_format.activations.static else ()),
+        *(shadows if outliers or weight_format.activations.static else ()),
         ops.RMSNorm(d=block.d, eps=eps),
         ops.RMSNorm(d=block.d, eps=eps, add=True),
         ops.LayerNorm(d=block.d, eps=eps),
@@ -166,7 +168,12 @@ def graph_ops(graph: ModelGraph) -> list[Op]:
 
 
 def wanted_ops(
-    weight_format: WeightFormat, *, quick: bool, blocks: Sequence[Block], graph: ModelGraph | None
+    weight_format: WeightFormat,
+    *,
+    quick: bool,
+    blocks: Sequence[Block],
+    graph: ModelGraph | None,
+    outliers: bool = False,
 ) -> list[tuple[Op, int]]:
     """Operations to time, each with the bytes of a layer: those of `graph` first, then those of the
     reference blocks that have other sizes; of a quick profile every kind at one size.
@@ -183,7 +190,7 @@ def wanted_ops(
             add(op, nbytes)
     for block in blocks[:1] if quick else blocks:
         known = {name for name, _ in found} if quick else set()
-        for op in reference_ops(block, weight_format):
+        for op in reference_ops(block, weight_format, outliers=outliers):
             if op_name(op) not in known:
                 add(op, layer_bytes(block, weight_format))
     return list(found.values())
@@ -208,6 +215,7 @@ def cases(
     quick: bool,
     blocks: Sequence[Block],
     graph: ModelGraph | None = None,
+    outliers: bool = False,
 ) -> list[Case]:
     """What to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
@@ -215,7 +223,10 @@ def cases(
     padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
     tokens = [m for m in padded if not graphs or m in graphs]
     found = []
-    for op, nbytes in wanted_ops(weight_format, quick=quick, blocks=blocks, graph=graph):
+    ops_wanted = wanted_ops(
+        weight_format, quick=quick, blocks=blocks, graph=graph, outliers=outliers
+    )
+    for op, nbytes in ops_wanted:
         contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
         found += [
             Case(op, m, context, nbytes)

@@ -196,6 +196,7 @@ class Surroundings:
                 quick=self.options.quick,
                 blocks=self.options.blocks,
                 graph=self.options.graph,
+                outliers=any(x.activations.static for x in self.options.weight_formats),
             )
             good = self._good(meter, dict.fromkeys(case.op for case in cases), quarantined)
             timed += [(meter.time(case), case.op) for case in cases if case.op in good]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from hetero.backends.formats import WeightFormat
-from hetero.backends.ops import MatMul, OperandOrder, Outliers
+from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.ops import MatMul, Op, OperandOrder, Outliers
 from hetero.backends.protocol import Capabilities, DeviceKind, prepared_sizes
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
@@ -195,7 +195,7 @@ class Placement:
         the NPU computes their matmul, so they are the GPU's where there is one.
         """
         if isinstance(node.op, Outliers) and "gpu" in self._capabilities:
-            return "gpu", m
+            return "gpu", self.padded(phase, m)  # what a padded graph reads of it is written
         return self.rest(phase), self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
@@ -313,7 +313,7 @@ class Placement:
         """Bytes of weights on each device. A row that two devices compute counts on both, and one
         of a device whose graphs own their weights once for each graph size.
         """
-        return {
+        found = {
             kind: sum(
                 self.rows_bytes(node, segment.rows, kind) * self._copies(node, kind)
                 for node in self.graph.nodes
@@ -322,6 +322,10 @@ class Placement:
             )
             for kind in self._capabilities
         }
+        for node in self.graph.nodes:
+            for kind in self.devices(node) if isinstance(node.op, Outliers) else ():
+                found[kind] += outlier_bytes(node.op)
+        return found
 
     def rows_bytes(self, node: Node, rows: Span, kind: DeviceKind) -> int:
         """Bytes of a run of rows on a device: as stored, or as it says of its own layout."""
@@ -562,3 +566,12 @@ def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
         for a, b in itertools.pairwise(sorted(edges))
         if any(start <= a and b <= stop for start, stop in spans)
     ]
+
+
+def outlier_bytes(op: Op) -> int:
+    """Bytes of the hot features' weights, and where there is excess of the whole weight: at most,
+    for a GPU may have it mapped for the matmul.
+    """
+    assert isinstance(op, Outliers)
+    slab = packed_bytes(StorageFormat.F16, op.n, op.hot) + 4 * op.hot if op.hot else 0
+    return slab + (packed_bytes(StorageFormat.Q8R, op.n, op.k) if op.excess else 0)

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
 
-from hetero.backends.ops import Act, Attention, GatedAct, LayerNorm, MatMul, Op, RMSNorm, Rope
+from hetero.backends.ops import (
+    Act,
+    Attention,
+    GatedAct,
+    LayerNorm,
+    MatMul,
+    Op,
+    Outliers,
+    RMSNorm,
+    Rope,
+)
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import Allowed, CostModel
 from hetero.profiler.errors import ProfileError
@@ -72,8 +82,13 @@ class RestCosts:
     def _reasons(self, kind: DeviceKind) -> list[str]:
         if kind not in self.cost.profile.devices:
             return [f"no {kind}"]
-        checks = [self._allowed(kind, share.op) for _, share in self._shares]
+        checks = [self._allowed(self._where(kind, x.op), x.op) for _, x in self._shares]
         return [check.reason for check in checks if not check]
+
+    def _where(self, kind: DeviceKind, op: Op) -> DeviceKind:
+        """Where it runs if `kind` runs the rest: as `Placement` has it, outliers on the GPU."""
+        on_gpu = isinstance(op, Outliers) and "gpu" in self.cost.profile.devices
+        return "gpu" if on_gpu else kind
 
     def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
         if isinstance(op, MatMul):  # one that is not cut
@@ -103,7 +118,9 @@ class RestCosts:
 
     def _rests(self, kind: DeviceKind, m: int, context: int) -> Rests:
         if kind not in self._timers:
-            self._timers[kind] = [_timer(self.cost, kind, share.op) for _, share in self._shares]
+            self._timers[kind] = [
+                _timer(self.cost, self._where(kind, x.op), x.op) for _, x in self._shares
+            ]
         tokens = padded_count(self.cost.device(kind), m)
         times: dict[OpName | None, float] = {None: 0.0}
         for (name, share), timer in zip(self._shares, self._timers[kind], strict=True):

@@ -147,7 +147,10 @@ class OrtCpuDevice(Device):
                 return kernels.PositionsKernel(self._host, op, session, table)
             case ops.Outliers():
                 session = self._session(op, graphs.outliers)
-                return kernels.GraphKernel(self._host, op, session, _outlier_inputs(op, weights))
+                inputs = _outlier_inputs(op, weights)
+                kernel = kernels.GraphKernel(self._host, op, session, inputs)
+                kernel.nbytes = sum(array.nbytes for array in inputs.values())
+                return kernel
             case ops.Add():
                 return kernels.GraphKernel(self._host, op, self._session(op, graphs.add), {})
 

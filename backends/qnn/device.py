@@ -109,7 +109,11 @@ class QnnDevice(Device):
         matmuls of the declared formats.
         """
         if isinstance(op, ops.Outliers):
-            return Acceptance(False, "outliers are floating-point sums for another device")
+            return Acceptance(
+                False,
+                "outliers are floating-point sums for a GPU; use --device hetero, or quantise with "
+                "--outliers none",
+            )
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:

@@ -212,7 +212,12 @@ class IntegerProduct:
     def _sizes(self) -> Array:
         """What codes of the largest size stand for, [m, 1]."""
         if self._x_scale is not None:
-            return np.full((len(self._x), 1), self._x_scale * F32(self._coding.steps))
+            # Codes of a small row are multiplied by a power of two: the steps of y get as fine.
+            steps = self._coding.steps
+            largest = np.abs(np.rint(self._x / self._x_scale)).max(axis=1, keepdims=True)
+            lift = np.exp2(np.floor(np.log2(steps / largest.clip(1, steps)))).astype(F32)
+            scaled: Array = self._x_scale * F32(steps) / lift
+            return scaled
         sizes: Array = np.abs(self._x).max(axis=1, keepdims=True)
         sizes[sizes == 0] = 1
         return sizes
@@ -223,8 +228,8 @@ class IntegerProduct:
         if self._x_scale is None:
             return np.rint(self._x * (steps / sizes))
         codes = np.rint(self._x / self._x_scale).clip(-steps - 1, steps)
-        doubled = np.rint(sizes / (self._x_scale * F32(steps)))  # 1, or 2, 4, … to make y fit
-        return np.rint(codes / doubled)
+        lift = self._x_scale * F32(steps) / sizes  # a power of two, below 1 to make y fit
+        return np.rint(codes * lift).clip(-steps - 1, steps)
 
     def _run(self, sizes: Array, wanted: Array | np.bool) -> Array:
         """Compute the wanted elements of y from x / sizes; which of them were clipped."""

@@ -293,7 +293,7 @@ class StaticWeights(ModelWeights):
             dense = getattr(exact, matrix.name).dequantize()
             found[matrix.name] = self._pack(dense, scale)
             found[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
-            if len(scale.hot):
+            if len(scale.hot) and not scale.excess:
                 shadows[matrix.name] = _shadow(dense, scale.hot)
         vectors = {x.name: getattr(exact, x.name) for x in self.vectors() if x.name not in found}
         return BlockWeights(**found, **vectors, shadows=shadows)
@@ -375,7 +375,7 @@ def _record(found: Scales, chosen: Scale, pruned: bool) -> MatMulCalibration:
         x_scale=chosen.step,
         percentile=chosen.percentile,
         importance=found.importance,
-        hot=len(chosen.hot),
+        hot=0 if chosen.excess else len(chosen.hot),
         pruned=pruned,
         error=chosen.error,
     )
@@ -394,7 +394,12 @@ def collect_scales(
 
     def visit(site: Site) -> Mapping[str, WeightValue]:
         prefix = "" if site.node.layer is None else f"blocks.{site.node.layer}."
-        shadow = shadows and not (site.role == "lm_head" and exact.config.tie_word_embeddings)
+        if not all(np.isfinite(x).all() for x in site.inputs):
+            raise UserError(
+                f"{prefix}{site.role}: its inputs on the calibration text are not finite, so the "
+                "model's weights are damaged; download it again"
+            )
+        shadow = shadows and site.role != "lm_head"
         found[prefix + site.role] = choose_scales(
             site.dense(), site.inputs, excess=excess, shadow=shadow
         )

@@ -142,9 +142,12 @@ class ChunkFiles:
         """The chunks of a file that are referred to, read and checked; those that are damaged are
         left out. For compaction.
         """
-        found = []
-        for index in sorted(self._files[number].live):
-            entry = self._files[number].entries[index]
+        found: list[tuple[Place, Codes]] = []
+        about = self._files.get(number)  # whose last chunk another thread may drop meanwhile
+        if about is None:
+            return found
+        for index in sorted(about.live.copy()):
+            entry = about.entries[index]
             codes = self.codec.empty(entry.tokens, entry.bits)
             with contextlib.suppress(ChunkError), self._open(number) as file:
                 for layer in range(self.codec.layers):
@@ -181,7 +184,9 @@ class ChunkFiles:
 
         Raises `ChunkError`.
         """
-        about = self._files[place.file]
+        about = self._files.get(place.file)
+        if about is None:
+            raise ChunkError(f"file {place.file} is not there any more")
         entry = about.entries[place.index]
         offset = about.data + layer * sum(self._layer(e.tokens, e.bits) for e in about.entries)
         offset += sum(self._layer(e.tokens, e.bits) for e in about.entries[: place.index])
@@ -241,7 +246,9 @@ class ChunkFiles:
         return _File(path, size, data, entries) if size == data + pieces else None
 
     def _remove(self, number: int) -> None:
-        file = self._files.pop(number)
+        file = self._files.pop(number, None)
+        if file is None:
+            return
         with contextlib.suppress(OSError):
             file.path.unlink(missing_ok=True)
         self._budget.give(file.nbytes)

@@ -23,9 +23,14 @@ def compact(files: ChunkFiles, memory: ChunkMemory, app: str, *, everything: boo
                 batch.append((chunks[place], codes))
         places = _written(files, batch)
         with memory.lock:
+            used = any(chunk.pins for chunk in chunks.values())  # a call may be reading it
             for place, chunk in chunks.items():
-                if chunk.place == place:
+                if not used and chunk.refs and chunk.place == place:
                     chunk.place = places.get(chunk)
+                elif chunk in places:
+                    files.drop(places[chunk])
+        if used:
+            continue
         files.remove(number)
 
 

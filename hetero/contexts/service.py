@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, get_args
 
 import numpy as np
 
-from hetero.arguments import check_count
+from hetero.arguments import check_count, check_one_of
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
@@ -46,7 +46,7 @@ from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Piece
 from hetero.placement.planning import parse_size
 
-WORKSPACE_CHUNKS: Final = 4  # raw chunks that encoding and decoding take
+WORKSPACE_CHUNKS: Final = 6  # raw chunks that encoding (4.1) and decoding (1.8) take at once
 
 
 class Service:
@@ -78,6 +78,11 @@ class Service:
         **options: Any,
     ) -> None:
         self.contexts_per_app = check_count("contexts_per_app", contexts_per_app)
+        check_one_of("eviction", eviction, get_args(Policy))
+        if isinstance(model, LLM) and options:
+            raise UserError(
+                f"{', '.join(options)}: options of opening a model, and this one is open already"
+            )
         self._owns = not isinstance(model, LLM)
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._turn = _Turn()
@@ -131,8 +136,15 @@ class Service:
             if app not in self._apps:
                 folder, root = self._directory.app(app), self._directory.root(app)
                 bound = App(self, app, root, folder, ChunkFiles(folder, self._codec, self.disk))
+                self.swap.drain()  # so that what is taken meanwhile is this one's
+                before = self.disk.used
                 self._apps[app] = bound
-                bound._open_all()
+                try:
+                    bound._open_all()
+                except BaseException:
+                    del self._apps[app]
+                    self.disk.give(self.disk.used - before)
+                    raise
             return self._apps[app]
 
     def close(self) -> None:
@@ -225,11 +237,10 @@ class App:
 
     def _open_all(self) -> None:
         """What the folder holds: texts, then chunks that belong to them."""
-        logs = []
-        for path in self.folder.glob("ctx-*.log"):
-            log = TextLog.open(path, self.service.disk)
-            if log is not None:
-                logs.append((path.stem.removeprefix("ctx-"), log))
+        logs = [
+            (path.stem.removeprefix("ctx-"), TextLog.open(path, self.service.disk))
+            for path in self.folder.glob("ctx-*.log")
+        ]
         for name, log in sorted(logs, key=lambda x: x[1].text.created):
             self._contexts[name] = AppContext(self, name, log)
         places = self.files.scan()
@@ -353,7 +364,7 @@ class AppContext:
         service, text = self.app.service, self._log.text
         if text.chat:
             asked = [*text.messages, {"role": "user", "content": prompt}]
-            answer = int(options.get("max_tokens", 1))
+            answer = check_count("max_tokens", options.get("max_tokens", 1))
             tokens = self._going_on(asked)
             if not tokens or len(tokens) + answer > service.llm.max_seq_len:
                 tokens = Conversation(service.llm, context=service._active).fitting(asked, answer)

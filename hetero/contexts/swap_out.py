@@ -75,8 +75,9 @@ class SwapOut:
         self._thread.join()
 
     def _check(self) -> None:
-        if self._broken is not None:
-            raise self._broken
+        error, self._broken = self._broken, None
+        if error is not None:
+            raise error
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -92,15 +93,24 @@ class SwapOut:
 
     def _work(self, job: Job) -> None:
         batch: list[Chunk] = []
-        for chunk in job.chunks:
-            codes = self._encoded(chunk, job.cache, batch)
-            if codes is not None:
-                with self._memory.lock:
-                    chunk.pins += 1  # until it is written
-                self._memory.keep(chunk, codes)
-                batch.append(chunk)
-        job.encoded.set()
-        self._write(batch)
+        try:
+            for chunk in job.chunks:
+                codes = self._encoded(chunk, job.cache, batch)
+                if codes is not None:
+                    with self._memory.lock:
+                        chunk.pins += 1  # until it is written
+                        batch.append(chunk)
+                    self._memory.keep(chunk, codes)
+            job.encoded.set()
+            self._write(batch)
+        finally:
+            self._unpin(batch)
+
+    def _unpin(self, batch: list[Chunk]) -> None:
+        with self._memory.lock:
+            for chunk in batch:
+                chunk.pins -= 1
+        batch.clear()
 
     def _encoded(self, chunk: Chunk, cache: KvCache, batch: list[Chunk]) -> Codes | None:
         """Codes whose bytes are claimed; None where there is no room, or they are not needed."""
@@ -118,6 +128,9 @@ class SwapOut:
         except CodecError:  # text alone can stand for it
             self._memory.budget.give(room)
             return None
+        except BaseException:
+            self._memory.budget.give(room)
+            raise
         codes = Codes(codes.bits, codes.tokens, tuple(plane.copy() for plane in codes.planes))
         self._memory.budget.give(room - codes.nbytes)
         return codes
@@ -146,7 +159,4 @@ class SwapOut:
                         else:
                             files.drop(place)
             compact(files, self._memory, app)
-        with self._memory.lock:
-            for chunk in batch:
-                chunk.pins -= 1
-        batch.clear()
+        self._unpin(batch)

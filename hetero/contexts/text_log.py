@@ -3,8 +3,9 @@
 A record is u32 length, payload (JSON), u32 CRC of both. The first says what the context is; each
 further one is a turn: how much of the text before it stays, and the tokens (and messages) behind
 that. A turn is on the disk when `append` returns, which is when a call may be called answered. A
-log that ends in the middle of a record, or with a damaged one, is cut there: what was never
-acknowledged is gone, nothing else.
+log that ends in the middle of a record goes on behind the one before it: what was never
+acknowledged is gone, nothing else. A damaged record with others behind it is no such end, and is
+refused, as is a log of another version.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -57,14 +59,22 @@ class TextLog:
         return log
 
     @classmethod
-    def open(cls, path: Path, budget: ByteBudget) -> TextLog | None:
-        """A log as it is on the disk, cut behind its last whole record; None if it has none."""
-        data = path.read_bytes()
+    def open(cls, path: Path, budget: ByteBudget) -> TextLog:
+        """A log as it is on the disk, up to its last whole record. Raises `UserError` if it is
+        damaged before its end, or of another version.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror or error}); check its permissions"
+            ) from error
         text, stop = _read(data)
-        if text is None:
-            return None
-        if stop < len(data):
-            os.truncate(path, stop)
+        if text is None or _goes_on(data, stop):
+            raise UserError(
+                f"{path}: is damaged at byte {stop}, or of another version of hetero: restore it, "
+                "or remove it to go on without this context"
+            )
         if not budget.take(stop):
             raise UserError(
                 f"the texts of the contexts alone need more than the {budget.limit} bytes of "
@@ -98,7 +108,8 @@ class TextLog:
         self._size += len(record)
         self.text.tokens, self.text.messages = list(tokens), list(messages)
         if self._size > _WASTE_BYTES + 16 * len(tokens):
-            self._rewrite()
+            with suppress(UserError):  # the turn is on the disk; the next one tries again
+                self._rewrite()
 
     def delete(self) -> None:
         """Gone from the disk when this returns."""
@@ -159,6 +170,16 @@ def _read(data: bytes) -> tuple[Text | None, int]:
             break
         at = stop
     return text, at
+
+
+def _goes_on(data: bytes, at: int) -> bool:
+    """Whether something was written behind the record at `at`, which is not sound. (A file that was
+    made longer before its bytes were written, when power was lost, has zeros there.)
+    """
+    if at + 8 > len(data) or not any(data[at:]):
+        return False
+    length = int(_U32.unpack_from(data, at)[0])
+    return length > _LONGEST_RECORD or at + 8 + length < len(data)
 
 
 def _begun(record: dict[str, Any]) -> Text:

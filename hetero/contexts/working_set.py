@@ -13,11 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, Final, Protocol, TypeVar
 
-from hetero.contexts.chunk_files import ChunkError, ChunkFiles
+from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
@@ -130,7 +131,8 @@ class WorkingSet:
 
     def close(self) -> None:
         """End the thread."""
-        self._settle_reading()
+        with suppress(LoadError):
+            self._settle_reading()
         self._thread.shutdown()
 
     def answering(
@@ -144,7 +146,8 @@ class WorkingSet:
         """
         for attempt in range(TRIES):
             last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
-            known = [c for c in held.chunks if tuple(tokens[c.start : c.stop]) == c.tokens]
+            same = takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, held.chunks)
+            known = list(same)  # what lies behind another beginning has other keys and values
             chunks = [] if last else known
             try:
                 with self._memory.pinned(chunks):
@@ -162,18 +165,15 @@ class WorkingSet:
 
     def forget(self) -> None:
         """The cache holds nobody's text."""
-        self._settle_reading()
-        self._swap.settle()
+        with suppress(LoadError):
+            self._settle_reading()
         self._app = ""
         self._active.adopt(())
+        self._swap.settle()
 
     def _fault(self) -> None:
         """What could not be had is text alone."""
-        self._settle_reading()
-        load, self._load = self._load, None
         self.forget()
-        if load is not None and load.failed is not None:
-            self._lose(load.failed)
 
     def leave(self, held: Held, bits: int) -> list[Chunk]:
         """The context's text is that of the active one now; its chunks. `swap_out` follows."""
@@ -229,18 +229,24 @@ class WorkingSet:
         for chunk in wanted[plan.stop :]:
             self._unclaim(claimed.pop(chunk, None))
         gate: LayerGate | None = None
-        for missing, run in groupby(wanted[: plan.stop], lambda c: not self._at_hand(c, claimed)):
-            part = list(run)
-            start, stop = part[0].start, part[-1].stop
-            active.adopt(tokens[: max(start, active.cached) if missing else start])
-            if missing:
-                active.gate = gate
-                self._prefill(tokens[active.cached : stop])
-                switch.recomputed_tokens += stop - start
-            else:
-                self._settle_reading()
-                gate = self._start(part, claimed, switch)
-                active.adopt(tokens[:stop])
+        try:
+            had = wanted[: plan.stop]
+            for missing, run in groupby(had, lambda c: not self._at_hand(c, claimed)):
+                part = list(run)
+                start, stop = part[0].start, part[-1].stop
+                active.adopt(tokens[: max(start, active.cached) if missing else start])
+                if missing:
+                    active.gate = gate
+                    self._prefill(tokens[active.cached : stop])
+                    switch.recomputed_tokens += stop - start
+                else:
+                    self._settle_reading()
+                    gate = self._start(part, claimed, switch)
+                    active.adopt(tokens[:stop])
+        except BaseException:
+            for codes in claimed.values():
+                self._unclaim(codes)
+            raise
         active.gate = gate
         if plan.stop < len(wanted):
             switch.riding_tokens = wanted[-1].stop - wanted[plan.stop].start
@@ -308,6 +314,8 @@ class WorkingSet:
         switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
         self._load = _Load(items, LayerGate(self._codec.layers))
         self._reading = self._thread.submit(self._read, self._load, cache)
+        for chunk in chunks:  # the thread's from here on
+            claimed.pop(chunk, None)
         return self._load.gate
 
     def _read(self, load: _Load, cache: KvCache) -> None:
@@ -329,7 +337,7 @@ class WorkingSet:
                     load.gate.open()
             finally:
                 reader.close()
-        except (ChunkError, OSError) as error:
+        except BaseException as error:  # or a step would wait for its deadline
             load.failed = at
             for _, codes in from_disk:
                 self._unclaim(codes)
@@ -341,8 +349,16 @@ class WorkingSet:
     def _settle_reading(self) -> None:
         """Return when the thread is done with the cache."""
         reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.result()
+        load, self._load = self._load, None  # or what is evicted would stay in memory
+        if reading is None or load is None:
+            return
+        reading.result()
+        if not load.gate.done:  # who asked for it may have ended before a step met that
+            self._app = ""
+            self._active.adopt(())
+            if load.failed is not None:
+                self._lose(load.failed)
+            raise LoadError("keys and values could not be read")
 
     def _lose(self, chunk: Chunk) -> None:
         """Its place on the disk is not to be used again."""

@@ -103,8 +103,7 @@ class ModelWeights(ABC):
         found = {}
         for name in self.calibration.shadowed:
             shape = shapes[name.rsplit(".", maxsplit=1)[-1]]
-            excess = self.calibration.excess  # hot channels stay in the integers then
-            hot = 0 if excess else self.calibration.hot(name)
+            hot, excess = self.calibration.hot(name), self.calibration.excess
             found[name] = Outliers(n=shape.n, k=shape.k, hot=hot, excess=excess)
         return found
 

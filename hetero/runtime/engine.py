@@ -343,7 +343,7 @@ class Engine:
         if len(tokens) > LONGEST_VERIFIED:
             raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
         step = self._run(context, "decode", tokens, len(tokens))
-        return self._finite(context, step, self._logits(step, len(tokens)).copy())
+        return self._sound(context, step, self._logits(step, len(tokens)).copy())
 
     def score(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
@@ -359,7 +359,7 @@ class Engine:
             for count in self.plan.steps(len(piece), SCORING_PIECE):
                 self._check_open()
                 step = self._run(context, "prefill", piece[:count], count)
-                yield self._finite(context, step, self._logits(step, count).copy())
+                yield self._sound(context, step, self._logits(step, count).copy())
                 piece = piece[count:]
 
     def step(
@@ -662,15 +662,33 @@ class Engine:
             yield
 
     def _last_logits(self, context: Context, step: Step) -> npt.NDArray[np.float32]:
-        return self._finite(context, step, self._logits(step, 1)[0])
+        return self._sound(context, step, self._logits(step, 1)[0])
+
+    def _sound(
+        self, context: Context, step: Step, logits: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """As `_finite`, and what they were made of: codes are finite whatever they stand for."""
+        if self._static:
+            self._check_stream(context, step)
+        return self._finite(context, step, logits)
+
+    @property
+    def _static(self) -> bool:
+        return self._weights.weight_format.activations.static
 
     def _check_stream(self, context: Context, step: Step) -> None:
-        """As `_finite`, for a step without logits: the last token has seen all others."""
+        """As `_finite`, on what the output head reads: of the last token, which has seen all
+        others; of all tokens where matmuls round what attention gives to codes.
+        """
         if self._sync == "copy":  # where it would lie in the GPU's memory alone
             return
-        # What the output head would read.
-        slot = slot_of(self.nodes[-1].slots["x"], len(step.chunks) - 1)
-        self._finite(context, step, self.pool[slot].array[step.chunks[-1] - 1])
+        name, last = self.nodes[-1].slots["x"], len(step.chunks) - 1
+        for chunk, count in enumerate(step.chunks):
+            rows = self.pool[slot_of(name, chunk)].array[:count]
+            if self._static:
+                self._finite(context, step, rows)
+            elif chunk == last:
+                self._finite(context, step, rows[-1])
 
     def _finite(
         self, context: Context, step: Step, values: npt.NDArray[np.float32]

@@ -255,9 +255,30 @@ def test_a_log_that_ends_in_the_middle_loses_that_call_alone(llm: LLM, tmp_path:
         again.call(PROMPTS[1], max_tokens=10)
 
 
+@pytest.mark.parametrize("at", [3, 20, 150])
+def test_a_log_that_is_damaged_before_its_end_is_refused(llm: LLM, tmp_path: Path, at: int) -> None:
+    """Nothing that was acknowledged is thrown away without a word."""
+    with opened(llm, tmp_path) as service:
+        context = service.bind("a").new_context(chat=False)
+        for prompt in PROMPTS * 2:
+            context.call(prompt, max_tokens=4)
+        path = context._log.path
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    with opened(llm, tmp_path) as service:
+        for _ in range(2):
+            with pytest.raises(UserError, match="is damaged at byte"):
+                service.bind("a")
+        assert service.disk.used == 0
+    assert path.read_bytes() == data
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"eviction": "fifo"}, "eviction is lctru or lru, got 'fifo'"),
+        ({"device": "gpu"}, "device: options of opening a model, and this one is open already"),
         ({"context_memory": 1000}, "context_memory must be more than"),
         ({"kv_bits": "5"}, "kv_bits is raw, 8, 4, 2 or mixed, got '5'"),
         ({"kv_ratio": 2}, r"kv_ratio is from 0\.25 to 1"),

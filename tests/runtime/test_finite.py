@@ -13,8 +13,12 @@ from safetensors.numpy import load_file, save_file
 
 from hetero import LLM
 from hetero.backends.errors import DeviceError
+from hetero.compiling.static_scales import static_weights
 from hetero.models import open_model
+from hetero.placement.device_set import open_devices
+from hetero.runtime.engine import Engine
 from hetero.runtime.finite import all_finite
+from hetero.solver.handmade import layer_level, single_device
 from tests.helpers import Command
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
@@ -58,6 +62,26 @@ def test_the_layer_and_the_device_are_named(
                 call()
             assert (found.value.device, found.value.code) == (backend, "NOT_FINITE")
             assert len(llm.context) == 0
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_codes_hide_nothing(sound: Path, device: Any, tokens: int) -> None:
+    """A code of what is not finite is finite, and so are logits; the stream before them is not."""
+    loaded = open_model(sound, weights="f32")
+    weights = static_weights(loaded.weights, [PROMPT], outliers="none")
+    scales = weights.block(1).down.scales
+    assert scales is not None
+    scales[...] = HUGE
+    spec = loaded.spec()
+    plan = layer_level(spec) if device == "hetero" else single_device(spec, device)
+    devices = open_devices(device).devices
+    with Engine(weights, plan, devices, max_seq_len=64) as engine:
+        context = engine.new_context()
+        with pytest.raises(DeviceError, match=r"layer1\.down") as found:
+            engine.prefill(context, PROMPT[:tokens])
+        assert found.value.code == "NOT_FINITE"
+        assert len(context) == 0
 
 
 def test_a_piece_without_logits_is_looked_at(broken: Path) -> None:

@@ -26,7 +26,7 @@ __kernel void list_excess(const int count, ARRAY(const float, x), __global int *
   const int lane = get_local_id(0), run = (K + LANES - 1) / LANES;
   const int start = lane * run, stop = min(K, start + run);
   int own = 0;
-  for (int i = start; i < stop; i++) own += fabs(x[i]) >= most && excess_of(x[i], scale) != 0;
+  for (int i = start; i < stop; i++) own += !(fabs(x[i]) < most) && excess_of(x[i], scale) != 0;
 #if LANES > 1
   __local int found[LANES];
   found[lane] = own;
@@ -38,7 +38,7 @@ __kernel void list_excess(const int count, ARRAY(const float, x), __global int *
 #endif
   if (lane == LANES - 1) listed[0] = at + own;
   for (int i = start; i < stop && own; i++) {
-    const float excess = fabs(x[i]) >= most ? excess_of(x[i], scale) : 0.0f;
+    const float excess = fabs(x[i]) < most ? 0.0f : excess_of(x[i], scale);
     if (excess == 0) continue;
     listed[1 + 2 * at] = i;
     listed[2 + 2 * at] = as_int(excess);
