@@ -126,6 +126,12 @@ def write_atomically(path: str | Path, text: str) -> None:
         ) from error
 
 
+def refuse_folder(path: str | Path) -> None:
+    """Raise `ProfileError` before anything is measured for a file that is a folder."""
+    if Path(path).is_dir():
+        raise ProfileError(f"cannot write {path} (Is a directory): choose another --out")
+
+
 def cached_profile_path() -> Path:
     """Where `hetero profile` puts this machine's profile unless told otherwise."""
     return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "profiles" / "host.json"

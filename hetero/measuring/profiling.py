@@ -16,6 +16,7 @@ from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_ever
 from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
 from hetero.placement.device_set import DeviceMode, open_devices
+from hetero.profiler.files import refuse_folder
 from hetero.profiler.grid import Shape
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
@@ -51,6 +52,8 @@ def profile_device(
             f"budget_s is from {SHORTEST_BUDGET_S:g} to {LONGEST_BUDGET_S:g} seconds, got "
             f"{budget_s}"
         )
+    if out is not None:
+        refuse_folder(out)
     formats = _formats(weights)
     of_model = {} if model is None else model_options(model_spec(model), formats)
     options = Options(
