@@ -157,11 +157,13 @@ def test_every_file_of_a_quantised_directory_is_on_the_disk_before_its_name(
     assert events[at - 1 :] == ["sync folder", "rename", "sync folder"]
 
 
-# Modules that write into a directory of their own which is moved when it is whole, or append.
+# Modules that write into a directory of their own which is moved when it is whole, or append, or
+# write what is read once to time the disk.
 OTHERS = {
     "hetero.backends.host.files",
     "hetero.backends.qnn.compiler",
     "hetero.backends.qnn.store",
+    "hetero.contexts.measured",
     "hetero.models.quantized",
     "hetero.models.tokenizer",
     "hetero.profiler.journal",

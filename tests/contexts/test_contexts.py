@@ -439,8 +439,8 @@ def test_statistics_are_those_of_one_answer(llm: LLM) -> None:
         found = stream.result()
         counts, expected = operations(found), operations(result)
         assert set(counts) == set(expected)
-        for kind, count in counts.items():  # gates and flags come and go
-            assert count == pytest.approx(expected[kind], rel=0.5)
+        for kind, count in counts.items():  # each may have a gate or a flag with it, or not
+            assert expected[kind] / 2 <= count <= 2 * expected[kind]
         assert found.stats.completion_tokens == result.stats.completion_tokens
         assert found.stats.ttft_s > 0
         assert found.stats.decode_tokens_per_s > 0
