@@ -23,7 +23,16 @@ from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.calls import padded_size
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.groups import NodeGroup, node_groups
-from hetero.solver.plan import PHASES, OpPlan, Phase, PlanError, Tile, entry_at, no_entry
+from hetero.solver.plan import (
+    PHASES,
+    OpPlan,
+    Phase,
+    PlanError,
+    Tile,
+    device_of_other,
+    entry_at,
+    no_entry,
+)
 
 Span: TypeAlias = tuple[int, int]
 Able: TypeAlias = Mapping[DeviceKind, Capabilities]
@@ -191,12 +200,10 @@ class Placement:
                 yield Assignment(node, *self._other(node, phase, m))
 
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
-        """Device and tokens of a node that is no matmul. Outliers are there to be computed while
-        the NPU computes their matmul, so they are the GPU's where there is one.
-        """
-        if isinstance(node.op, Outliers) and "gpu" in self._capabilities:
-            return "gpu", self.padded(phase, m)  # what a padded graph reads of it is written
-        return self.rest(phase), self.padded(phase, m)
+        """Device and tokens of a node that is no matmul."""
+        # As many tokens as the rest, for a padded graph reads what is written here.
+        kind = device_of_other(node.op, self.rest(phase), self._capabilities)
+        return kind, self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
         """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""

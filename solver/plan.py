@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.backends.ops import OperandOrder
+from hetero.backends.ops import Op, OperandOrder, Outliers
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.calls import split
@@ -394,6 +394,14 @@ class Plan(_Record):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
+
+
+def device_of_other(op: Op, rest: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
+    """Device of an operation that is no matmul of the plan, where `rest` has the others. Outliers
+    are there to be computed while the NPU computes their matmul, so the GPU has them if there is
+    one.
+    """
+    return "gpu" if isinstance(op, Outliers) and "gpu" in devices else rest
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:

@@ -15,7 +15,6 @@ from hetero.backends.ops import (
     LayerNorm,
     MatMul,
     Op,
-    Outliers,
     RMSNorm,
     Rope,
 )
@@ -27,6 +26,7 @@ from hetero.profiler.predict import op_name, other_s, padded_count
 from hetero.profiler.substitutes import Substitution
 from hetero.solver.options import GPU, HOST, Option
 from hetero.solver.overheads import Overheads
+from hetero.solver.plan import device_of_other
 
 # What operators do, for people.
 WORK: Final[dict[type, str]] = {
@@ -86,9 +86,8 @@ class RestCosts:
         return [check.reason for check in checks if not check]
 
     def _where(self, kind: DeviceKind, op: Op) -> DeviceKind:
-        """Where it runs if `kind` runs the rest: as `Placement` has it, outliers on the GPU."""
-        on_gpu = isinstance(op, Outliers) and "gpu" in self.cost.profile.devices
-        return "gpu" if on_gpu else kind
+        """Where it runs if `kind` runs the rest."""
+        return device_of_other(op, kind, self.cost.profile.devices)
 
     def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
         if isinstance(op, MatMul):  # one that is not cut

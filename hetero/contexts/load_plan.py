@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetero.contexts.codec import CHUNK_TOKENS
-
 Seconds = Callable[[int], float]  # to compute so many tokens of a prompt
 
 
@@ -129,8 +127,3 @@ def interpolated(measured: Sequence[tuple[int, float]]) -> Seconds:
         return max(low_s + (tokens - low) * (high_s - low_s) / (high - low), 0.0)
 
     return seconds
-
-
-def chunks_of(tokens: int) -> int:
-    """How many chunks a text has."""
-    return -(-tokens // CHUNK_TOKENS)
