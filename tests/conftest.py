@@ -23,6 +23,14 @@ def pytest_sessionstart() -> None:
     driver_reports()
 
 
+@pytest.fixture(autouse=True)
+def one_core_of_opencl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes OpenCL on every core only where a test asks for it: how many threads it has is
+    fixed for the rest of the process, whose other tests open it on one core.
+    """
+    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
+
+
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """The real model for checks; skips where it is not at hand."""

@@ -311,14 +311,18 @@ def test_a_model_runs_by_a_profile_and_says_so(chip: DeviceProfile, tmp_path: Pa
         assert llm.choice.reason.startswith("auto: ")
 
 
-def test_the_command_says_its_choice_once(chip: DeviceProfile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stats", [0, 1])
+def test_the_command_says_its_choice_in_its_statistics(
+    chip: DeviceProfile, tmp_path: Path, stats: int
+) -> None:
     folder = str(tiny_model(tmp_path / "model"))
     profile = tmp_path / "here.json"
     named(chip).save(profile)
-    options = ["--max-tokens", "2", "--json", "--device", "auto", "--profile", str(profile)]
+    options = ["--max-tokens", "2", "--json", "--profile", str(profile)]
+    options += ["--stats"] * stats
     command = [sys.executable, "-m", "hetero.cli.app", "generate", folder, "x", *options]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert said.stderr.count("hetero: auto: ") == 1
+    assert said.stderr.count("auto: ") == stats
     assert said.stderr.count("was taken elsewhere") == 1
     assert json.loads(said.stdout.splitlines()[-1])["choice"].startswith("auto: ")
 

@@ -46,6 +46,8 @@ ROW_KEYS = {
     "tokens_per_s_min",
     "tokens_per_s_max",
     "copied_bytes",
+    "cores",
+    "fastest",
 }
 
 
@@ -61,7 +63,10 @@ def hetero(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Com
 
 
 def test_generate_tells_a_story_from_two_processors() -> None:
-    result = hetero("generate", "demo", "Once upon a time", "--max-tokens", "60", "--json")
+    result = hetero(
+        "generate", "demo", "Once upon a time", "--raw", "--max-tokens", "60", "--json",
+        "--device", "hetero",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
     assert set(answer) >= GENERATE_KEYS
@@ -73,10 +78,10 @@ def test_generate_tells_a_story_from_two_processors() -> None:
 
 def test_text_goes_to_stdout_and_stats_to_stderr(command: Command) -> None:
     plain = command(
-        "generate", "demo", "One day", "--max-tokens", "8", "--stats", "--device", "npu"
+        "generate", "demo", "One day", "--raw", "--max-tokens", "8", "--stats", "--device", "npu"
     )
     as_json = command(
-        "generate", "demo", "One day", "--max-tokens", "8", "--json", "--device", "npu"
+        "generate", "demo", "One day", "--raw", "--max-tokens", "8", "--json", "--device", "npu"
     )
     assert plain.stdout.rstrip("\n") == json.loads(as_json.stdout)["text"].rstrip("\n")
     assert "decode" in plain.stderr
@@ -85,7 +90,7 @@ def test_text_goes_to_stdout_and_stats_to_stderr(command: Command) -> None:
 
 def test_without_opencl_the_npu_does_everything_and_says_so(tmp_path: Path) -> None:
     env = {"OCL_ICD_VENDORS": str(tmp_path / "none"), "OCL_ICD_FILENAMES": ""}
-    result = hetero("generate", "demo", "One day", "--max-tokens", "8", "--json", env=env)
+    result = hetero("generate", "demo", "One day", "--raw", "--max-tokens", "8", "--json", env=env)
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout.splitlines()[-1])
     assert "gpu" not in answer["placement"]
@@ -101,7 +106,8 @@ def without_cache(place: str, tmp_path: Path) -> dict[str, str]:
 
 def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     env = without_cache("/proc/nope", tmp_path)
-    result = hetero("generate", "demo", "One day", "--max-tokens", "4", "--json", env=env)
+    words = ("generate", "demo", "One day", "--max-tokens", "4", "--json", "--device", "hetero")
+    result = hetero(*words, env=env)
     assert result.returncode == 0, result.stderr
     assert set(json.loads(result.stdout.splitlines()[-1])["placement"]) == {"gpu", "npu"}
     assert "telemetry" not in result.stderr
@@ -130,6 +136,12 @@ def test_bench_shows_three_devices_side_by_side(command: Command) -> None:
     assert {(row["test"], row["device"]) for row in report["rows"]} == {
         (test, device) for test in ("pp32", "tg4") for device in ("gpu", "npu", "hetero")
     }
+    cores = {row["device"]: row["cores"] for row in report["rows"]}
+    assert cores == {"gpu": 1, "npu": 1, "hetero": 2}
+    for test in ("pp32", "tg4"):
+        rows = [row for row in report["rows"] if row["test"] == test]
+        (best,) = [row for row in rows if row["fastest"]]
+        assert best["tokens_per_s_median"] == max(row["tokens_per_s_median"] for row in rows)
     assert all(
         0 < row["tokens_per_s_min"] <= row["tokens_per_s_median"] <= row["tokens_per_s_max"]
         for row in report["rows"]
@@ -151,13 +163,17 @@ def test_quantize_then_generate_gives_the_same_text(command: Command, tmp_path: 
     made = command("quantize", "demo", "--out", str(out))
     assert made.returncode == 0, made.stderr
     texts = [
-        command("generate", model, "One day", "--max-tokens", "12", "--device", "npu").stdout
+        command(
+            "generate", model, "One day", "--raw", "--max-tokens", "12", "--device", "npu"
+        ).stdout
         for model in ("demo", str(out))
     ]
     assert texts[0] == texts[1]
     eight = tmp_path / "eight"
     assert command("quantize", "demo", "--out", str(eight), "--weights", "w8a16").returncode == 0
-    own = command("generate", str(eight), "One day", "--max-tokens", "12", "--device", "npu")
+    own = command(
+        "generate", str(eight), "One day", "--raw", "--max-tokens", "12", "--device", "npu"
+    )
     assert (own.returncode, own.stdout) == (0, texts[0]), own.stderr  # what it holds is the default
     wrong = command("generate", str(eight), "One day", "--weights", "w4a16")
     assert "use --weights w8a16" in wrong.stderr
@@ -224,7 +240,9 @@ def interruptible(command: list[str]) -> subprocess.Popen[Any]:
 
 def test_ctrl_c_ends_with_130() -> None:
     command = [sys.executable, "-m", "hetero.cli.app", "generate", "demo", "One day"]
-    process = interruptible([*command, "--max-tokens", "400", "--temperature", "2", "--seed", "1"])
+    process = interruptible(
+        [*command, "--max-tokens", "400", "--temperature", "2", "--seed", "1", "--raw"]
+    )
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -328,14 +346,24 @@ def test_a_plan_and_another_device_contradict_each_other(command: Command, tmp_p
 
 @pytest.mark.parametrize("weights", ["f32", "f16", "w8a16"])
 def test_the_demo_serves_every_format(command: Command, weights: str) -> None:
-    common = ("generate", "demo", "One day", "--max-tokens", "10", "--device", "npu")
+    common = ("generate", "demo", "One day", "--raw", "--max-tokens", "10", "--device", "npu")
     results = [command(*common, "--weights", x) for x in (weights, "w4a16")]
     assert results[0].returncode == 0, results[0].stderr
     assert results[0].stdout == results[1].stdout
 
 
 def test_penalties_biases_echo_and_log_probabilities(command: Command) -> None:
-    common = ("generate", "demo", "One day", "--max-tokens", "6", "--device", "npu", "--json")
+    common = (
+        "generate",
+        "demo",
+        "One day",
+        "--raw",
+        "--max-tokens",
+        "6",
+        "--device",
+        "npu",
+        "--json",
+    )
     plain = json.loads(command(*common).stdout)
     assert "logprobs" not in plain
     both = command(*common, "--echo", "--logprobs", "2", "--logit-bias", "14=-100",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-GENERATE = ("generate", "demo", "One day", "--device", "npu", "--max-tokens", "400",
+GENERATE = ("generate", "demo", "One day", "--raw", "--device", "npu", "--max-tokens", "400",
             "--temperature", "2", "--seed", "1")  # fmt: skip
 PROFILE = ("profile", "--budget", "60", "--out")
 QUANTIZE = ("quantize", "random:qwen2.5-0.5b", "--out")

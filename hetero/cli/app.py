@@ -9,22 +9,25 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
+from hetero.cli import examples
+from hetero.cli.chat import chat_command
 from hetero.cli.compile import compile_command
 from hetero.cli.doctor import Finding, diagnose, list_devices
 from hetero.cli.evaluate import eval_command
-from hetero.cli.generate import chat_command, generate_command
+from hetero.cli.generate import generate_command
+from hetero.cli.help import HelpCommand, HelpGroup
 from hetero.cli.options import (
     DeviceChoice,
     GpuOption,
@@ -39,7 +42,7 @@ from hetero.cli.options import (
     stderr,
 )
 from hetero.cli.plan import plan_command
-from hetero.cli.profile import register as register_profile_commands
+from hetero.cli.profile import profile, report
 from hetero.compiling.calibration import calibrated
 from hetero.errors import FallbackWarning, UserError, one_sentence
 from hetero.measuring.benchmark import BenchOptions, run_benchmark
@@ -50,23 +53,36 @@ from hetero.models.quantized import check_destination
 from hetero.models.quantized import save as save_quantized
 from hetero.placement.device_set import DeviceMode
 from hetero.profiler.errors import ProfileError, ProfileWarning
-from hetero.solver.plan import PlanError
+from hetero.solver.plan import NamedStrategy, PlanError
 from hetero.solver.request import MOST_TOKENS
 from hetero.terminal import printable
 
+CommandFunction = TypeVar("CommandFunction", bound=Callable[..., None])
 app = typer.Typer(
     name="hetero",
+    cls=HelpGroup,
     help="Run language models on the GPU and the NPU of one chip, together.",
+    epilog=examples.MAIN,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-register_profile_commands(app)
-app.command("generate")(generate_command)
-app.command("chat")(chat_command)
-app.command("eval")(eval_command)
-app.command("plan")(plan_command)
-app.command("compile")(compile_command)
+
+
+def _command(name: str, panel: str) -> Callable[[CommandFunction], CommandFunction]:
+    """Adds a function as a command, with its examples."""
+    return app.command(
+        name, cls=HelpCommand, rich_help_panel=panel, epilog=examples.COMMANDS.get(name)
+    )
+
+
+_command("generate", examples.USE)(generate_command)
+_command("chat", examples.USE)(chat_command)
+_command("plan", examples.DECIDE)(plan_command)
+_command("profile", examples.DECIDE)(profile)
+_command("report", examples.DECIDE)(report)
+_command("eval", examples.DECIDE)(eval_command)
+_command("compile", examples.PREPARE)(compile_command)
 # Typer carries its own copy of Click or uses the installed one, depending on its version; this is
 # the base of every complaint about what was typed, in either.
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
@@ -80,7 +96,7 @@ class OutputFormat(StrEnum):
     CSV = "csv"
 
 
-@app.command()
+@_command("quantize", examples.PREPARE)
 def quantize(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", help="Directory to write.")],
@@ -97,7 +113,10 @@ def quantize(
     outliers: Annotated[
         str | None,
         typer.Option(
-            "--outliers", help="w8a8: matmuls with a shadow: 15%, none, all, paper.  [default: 15%]"
+            "--outliers",
+            metavar="WHICH",
+            help="w8a8: matmuls that keep a shadow: a share, none, all, or paper.",
+            show_default=DEFAULT_OUTLIERS,
         ),
     ] = None,
     overwrite: Annotated[
@@ -147,7 +166,7 @@ def _shadows(found: Calibration) -> str:
     )
 
 
-@app.command()
+@_command("bench", examples.DECIDE)
 def bench(
     model: ModelArgument,
     prompt_tokens: Annotated[
@@ -158,22 +177,29 @@ def bench(
     ] = 64,
     rounds: Annotated[int, typer.Option("-r", min=1, max=1000, help="Rounds.")] = 5,
     device: Annotated[
-        list[DeviceChoice] | None, typer.Option("--device", help="Repeat to compare.")
+        list[DeviceChoice] | None,
+        typer.Option("--device", help="Repeat to compare.", show_default="auto"),
     ] = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     weights: WeightsOption = None,
     strategy: Annotated[
-        list[str] | None, typer.Option("--strategy", help="Force one; repeat to compare.")
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            metavar="NAME",
+            help=f"Force one; repeat to compare: {', '.join(get_args(NamedStrategy))}.",
+        ),
     ] = None,
     sync: Annotated[
-        list[SyncChoice] | None, typer.Option("--sync", help="How to wait; repeat to compare.")
+        list[SyncChoice] | None,
+        typer.Option("--sync", help="How to wait; repeat to compare.", show_default="fast"),
     ] = None,
     profile: ProfileOption = None,
     output: Annotated[OutputFormat, typer.Option("-o", help="Format.")] = OutputFormat.MD,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed; several --device take turns in one run."""
-    modes: tuple[DeviceMode, ...] = tuple(d.value for d in device or [DeviceChoice.HETERO])
+    modes: tuple[DeviceMode, ...] = tuple(d.value for d in device or [DeviceChoice.AUTO])
     options = BenchOptions(
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
@@ -197,13 +223,17 @@ def bench(
             print(printable(report.to_csv()))
 
 
-@app.command("sync-bench")
+@_command("sync-bench", examples.HERE)
 def sync_bench(
     gpu: GpuOption = "auto",
     rounds: Annotated[
         int | None,
         typer.Option(
-            "-r", min=5, max=MOST_ROUNDS, help="Waits of each kind (default: a second of each)."
+            "-r",
+            min=5,
+            max=MOST_ROUNDS,
+            help="Waits of each kind.",
+            show_default="a second of each",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -214,13 +244,13 @@ def sync_bench(
     print(report.to_json() if as_json else printable(report.to_markdown()))
 
 
-@app.command()
+@_command("devices", examples.HERE)
 def devices(as_json: JsonOption = False) -> None:
     """List what can compute here."""
     _print_findings(list_devices(), as_json, ("found", "missing"))
 
 
-@app.command()
+@_command("doctor", examples.HERE)
 def doctor(as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
     findings = diagnose()

@@ -1,10 +1,9 @@
-"""`hetero generate` and `hetero chat`."""
+"""`hetero generate`: one prompt, one answer."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from hetero.cli.options import (
+    OUTPUT,
     AdaptOption,
     BiasOption,
     BudgetOption,
+    ChatOption,
     ContextOption,
+    DeviceChoice,
     DeviceOption,
     FrequencyOption,
     GpuOption,
@@ -50,11 +51,12 @@ from hetero.cli.options import (
     open_llm,
     parse_biases,
     parse_strategy,
+    sampling_given,
     shown,
     stderr,
 )
-from hetero.contexts.conversation import Conversation
 from hetero.errors import UserError
+from hetero.generation.defaults import model_sampling
 from hetero.generation.llm import LLM
 from hetero.generation.loop import DeviceShare, GenerationResult
 from hetero.generation.options import DEFAULT_MAX_TOKENS, GenerateOptions, read_options
@@ -64,58 +66,66 @@ from hetero.terminal import answer_text
 
 def generate_command(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="What to answer; - or nothing: standard input."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Read the prompt from this file.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message, for the chat template.")
+    ] = None,
+    chat: ChatOption = None,
     max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: PenaltyOption = 1.0,
+    stop: StopOption = None,
+    max_seq_len: ContextOption = None,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: PenaltyOption = None,
     frequency_penalty: FrequencyOption = 0.0,
     presence_penalty: PresenceOption = 0.0,
     logit_bias: BiasOption = None,
     seed: SeedOption = None,
-    stop: StopOption = None,
-    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt too.")] = False,
-    logprobs: LogprobsOption = None,
-    chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template.")] = False,
-    device: DeviceOption = None,
+    device: DeviceOption = DeviceChoice.AUTO,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     weights: WeightsOption = None,
     plan: PlanOption = None,
-    max_seq_len: ContextOption = None,
-    speculative: SpeculativeOption = 0,
-    strategy: StrategyOption = None,
     profile: ProfileOption = None,
+    strategy: StrategyOption = None,
+    speculative: SpeculativeOption = 0,
     sync: SyncOption = SyncChoice.FAST,
     max_gpu_share: ShareOption = 1.0,
     memory_budget: BudgetOption = None,
     adapt: AdaptOption = True,
     order: OrderOption = OrderChoice.BEST,
+    echo: Annotated[
+        bool,
+        typer.Option("--echo", help="Print the prompt, and go on from it.", rich_help_panel=OUTPUT),
+    ] = False,
+    logprobs: LogprobsOption = None,
     trace: TraceOption = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Go on from PROMPT; the text streams to stdout."""
+    """Answer PROMPT; the text streams to stdout."""
     options: GenerateOptions = {
         "max_tokens": max_tokens,
         "stop": stop or (),
-        "chat": chat,
         "echo": echo,
         "logprobs": logprobs,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
         "frequency_penalty": frequency_penalty,
         "presence_penalty": presence_penalty,
         "logit_bias": parse_biases(logit_bias),
         "seed": seed,
         "speculative": speculative,
     }
-    _check_early(prompt, options, as_json=as_json)
+    given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
+    text = _prompt_text(prompt, file)
+    _check_early(text, {**options, **given}, as_json=as_json)
     with (
         open_llm(
             model,
@@ -132,70 +142,92 @@ def generate_command(
             memory_budget=memory_budget,
             adapt=adapt,
             order=order.value,
-            first_prompt=prompt,
+            first_prompt=text,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
-        result = _answer(llm, prompt, options, quiet=as_json)
-        if stats:
-            _print_stats(llm, result)
+        asked: str | list[int] = text
+        options["chat"] = _uses_template(llm, chat, echo=echo, system=system)
+        if options["chat"]:  # as its authors want it to talk; a raw text goes on greedily
+            options = {**options, **model_sampling(llm.model.source)}
+        options = {**options, **given}
+        if system is not None:
+            said = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+            asked = llm.encode_chat(said)
+        result = _answer(llm, asked, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
-            print(json.dumps(_result_json(llm, result)), flush=True)
+            print(json.dumps(_result_json(llm, result, options)), flush=True)
+    if trace is not None:
+        print(f"hetero: {trace} is written: open it at ui.perfetto.dev", file=sys.stderr)
 
 
-def _answer(llm: LLM, prompt: str, options: GenerateOptions, *, quiet: bool) -> GenerationResult:
-    """The answer, printed as it comes unless `quiet`."""
-    echoed = prompt if options["echo"] else ""
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    """The prompt from where it is said to be; a newline at the end of a file is not part of it."""
+    if file is not None:
+        if prompt is not None:
+            raise UserError("there are two prompts: give PROMPT or --file, not both")
+        try:
+            return _without_newline(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is no text in UTF-8: convert it, or name another") from error
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+        raise UserError("the prompt is missing: give PROMPT, --file FILE, or a text on stdin")
+    return _without_newline(sys.stdin.read())
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _uses_template(llm: LLM, asked: bool | None, *, echo: bool, system: str | None) -> bool:
+    """Whether a prompt is a message to the model: where it has a template for those, unless the
+    answer is to be the prompt's own continuation.
+    """
+    if asked is False and system is not None:
+        raise UserError("--system is part of a chat template: leave out --raw, or --system")
+    if asked is not None or system is not None:
+        return bool(asked) or system is not None
+    return not echo and llm.model.tokenizer.chat_template is not None
+
+
+def _answer(
+    llm: LLM,
+    prompt: str | list[int],
+    options: GenerateOptions,
+    *,
+    quiet: bool,
+    stats: bool,
+    prompt_text: str,
+) -> GenerationResult:
+    """The answer, printed as it comes unless `quiet`; its statistics also after Ctrl-C."""
+    echoed = prompt_text if options["echo"] else ""
     answer = llm.stream(prompt, **options)
-    for piece in answer:
+    try:
+        for piece in answer:
+            if not quiet:
+                print(answer_text(echoed + piece.text), end="", flush=True)
+                echoed = ""
         if not quiet:
-            print(answer_text(echoed + piece.text), end="", flush=True)
-            echoed = ""
-    if not quiet:
-        print(flush=True)
-    return answer.result()
-
-
-def chat_command(
-    model: ModelArgument,
-    max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
-    temperature: TemperatureOption = 0.7,
-    top_k: TopKOption = 40,
-    top_p: TopPOption = 0.95,
-    min_p: MinPOption = 0.0,
-    repetition_penalty: PenaltyOption = 1.0,
-    seed: SeedOption = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    session: Annotated[
-        Path | None, typer.Option("--session", help="Go on from this file; saved at the end.")
-    ] = None,
-    device: DeviceOption = None,
-    gpu: GpuOption = "auto",
-    npu: NpuOption = "auto",
-    weights: WeightsOption = None,
-    profile: ProfileOption = None,
-    max_seq_len: ContextOption = None,
-) -> None:
-    """Talk with MODEL in the terminal. End with an empty line, Ctrl-D or `/exit`."""
-    options: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    read_options(options)
-    with open_llm(model, device, gpu, npu, weights, None, max_seq_len, profile=profile) as llm:
-        conversation = llm.conversation(system=system)
-        if session is not None and session.exists():
-            conversation.load(session)
-        stderr.print("Type a message; an empty line, Ctrl-D or /exit ends.", style="dim")
-        for line in _typed_lines():
-            _print_answer(conversation, line, options)
-        if session is not None and conversation.messages:
-            conversation.save(session)
+            print(flush=True)
+    except KeyboardInterrupt:
+        answer.close()
+        if stats:
+            print(file=sys.stderr)
+            print_stats(llm, answer.result())
+        raise
+    result = answer.result()
+    if result.finish_reason == "context":
+        print(
+            f"hetero: the answer ends here because prompt and answer fill the context of "
+            f"{llm.max_seq_len} tokens (--max-seq-len; {llm.model.name} has up to "
+            f"{llm.model.config.max_position})",
+            file=sys.stderr,
+        )
+    if stats:
+        print_stats(llm, result)
+    return result
 
 
 def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> None:
@@ -207,30 +239,7 @@ def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> Non
         raise UserError("the prompt is empty: give some text to go on from")
 
 
-def _typed_lines() -> Iterator[str]:
-    while True:
-        stderr.print("> ", end="", style="bold")
-        line = sys.stdin.readline().strip() if sys.stdin else ""  # None: started without one
-        if not line or line == "/exit":
-            return
-        yield line
-
-
-def _print_answer(conversation: Conversation, line: str, options: GenerateOptions) -> None:
-    """One turn. A message that is too long is said so, and the conversation goes on."""
-    dropped = conversation.dropped
-    try:
-        for piece in conversation.stream(line, **options):
-            print(answer_text(piece.text), end="", flush=True)
-    except UserError as error:
-        stderr.print(Text(f"hetero: {error}"), soft_wrap=True)
-        return
-    print(flush=True)
-    if conversation.dropped > dropped:
-        stderr.print("(the context is full: the oldest messages are left out)", style="dim")
-
-
-def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
+def _result_json(llm: LLM, result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
     stats = result.stats
     found = {
         "text": result.text,
@@ -246,6 +255,7 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
             else share
             for kind, share in stats.placement.items()
         },
+        "chat": options["chat"],
         "device": llm.devices.mode,
         "choice": stats.choice,
         "notes": list(llm.choice.notes),
@@ -264,7 +274,7 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
     return found
 
 
-def _print_stats(llm: LLM, result: GenerationResult) -> None:
+def print_stats(llm: LLM, result: GenerationResult) -> None:
     stats = result.stats
     title = "measured on this machine"
     if llm.devices.numbers == "emulated":

@@ -18,6 +18,7 @@ from rich.text import Text
 from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError, one_sentence
 from hetero.generation.llm import LLM
+from hetero.generation.options import SamplingOptions
 from hetero.solver.plan import NamedStrategy
 from hetero.terminal import printable
 
@@ -50,79 +51,239 @@ class OrderChoice(StrEnum):
     BEST = "best"
 
 
+# Panels of the help.
+SAMPLING, DEVICES, OUTPUT = "Sampling", "Devices and plans", "Output"
 ModelArgument = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A directory, a .gguf file, `demo` or `random:NAME`."),
+    typer.Argument(
+        metavar="MODEL",
+        help="A directory, a .gguf file, demo, random:NAME, or hf:OWNER/NAME[:FILE].",
+    ),
 ]
 DeviceOption = Annotated[
-    DeviceChoice | None, typer.Option("--device", help="What computes.  [default: hetero]")
+    DeviceChoice,
+    typer.Option(
+        "--device",
+        help="What computes: auto is the fastest by prediction, hetero is both at every matmul.",
+        rich_help_panel=DEVICES,
+    ),
 ]
-GpuOption = Annotated[str, typer.Option("--gpu", help="GPU backend.")]
-NpuOption = Annotated[str, typer.Option("--npu", help="NPU backend.")]
+GpuOption = Annotated[
+    str,
+    typer.Option(
+        "--gpu",
+        metavar="BACKEND",
+        help="auto, opencl, opencl:DRIVER, or opencl-cores (every core; with --device gpu).",
+        rich_help_panel=DEVICES,
+    ),
+]
+NpuOption = Annotated[
+    str,
+    typer.Option(
+        "--npu",
+        metavar="BACKEND",
+        help="auto, ort-cpu, qnn (Hexagon, or its emulator), reference, null or simulated.",
+        rich_help_panel=DEVICES,
+    ),
+]
 WeightsOption = Annotated[
     WeightFormat | None,
-    typer.Option("--weights", help="Weights and activations.  [default: MODEL's own, or w4a16]"),
+    typer.Option(
+        "--weights",
+        help="Weights and activations.",
+        show_default="MODEL's own, or w4a16",
+        rich_help_panel=DEVICES,
+    ),
 ]
 ProfileOption = Annotated[
-    str | None, typer.Option("--profile", help="A profile: a file or a shipped name.")
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE",
+        help="What predicts: a file or a shipped name.",
+        show_default="this machine's",
+        rich_help_panel=DEVICES,
+    ),
 ]
 StrategyOption = Annotated[
     str | None,
-    typer.Option("--strategy", help="Force one for comparison (auto, layer, row-cut …)."),
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help=f"Force one for comparison: {', '.join(get_args(NamedStrategy))}.",
+        rich_help_panel=DEVICES,
+    ),
 ]
-PlanOption = Annotated[Path | None, typer.Option("--plan", help="An execution plan (JSON).")]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", help="An execution plan that `hetero plan` saved.", rich_help_panel=DEVICES
+    ),
+]
 ContextOption = Annotated[
-    int | None, typer.Option("--max-seq-len", min=1, help="Longest prompt plus answer, tokens.")
+    int | None,
+    typer.Option(
+        "--max-seq-len",
+        min=1,
+        help="Longest prompt plus answer, in tokens.",
+        show_default="MODEL's, up to 4096",
+    ),
 ]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer.")]
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-TopKOption = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest; 0: all.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Keep this much probability.")]
-MinPOption = Annotated[float, typer.Option("--min-p", help="Keep what is this likely or more.")]
-PenaltyOption = Annotated[float, typer.Option("--repetition-penalty", help="1: none.")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        help="0 is greedy.",
+        show_default="0, or MODEL's in a chat",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k",
+        help="Keep the k likeliest; 0: all.",
+        show_default="0, or MODEL's in a chat",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        help="Keep this much probability.",
+        show_default="1, or MODEL's in a chat",
+        rich_help_panel=SAMPLING,
+    ),
+]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        help="Keep what is this likely, of the likeliest.",
+        show_default="0, or MODEL's in a chat",
+        rich_help_panel=SAMPLING,
+    ),
+]
+PenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        help="On tokens of the text so far; 1: none.",
+        show_default="1, or MODEL's in a chat",
+        rich_help_panel=SAMPLING,
+    ),
+]
 FrequencyOption = Annotated[
-    float, typer.Option("--frequency-penalty", help="For every time a token was generated.")
+    float,
+    typer.Option(
+        "--frequency-penalty",
+        help="For each time a token was generated.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 PresenceOption = Annotated[
-    float, typer.Option("--presence-penalty", help="For tokens that were generated at all.")
+    float,
+    typer.Option(
+        "--presence-penalty",
+        help="For tokens that were generated at all.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 BiasOption = Annotated[
-    list[str] | None, typer.Option("--logit-bias", help="ID=BIAS, added to a token's logit.")
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=BIAS",
+        help="Added to a token's logit; may be repeated.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", help="Makes sampling repeatable.", rich_help_panel=SAMPLING),
+]
 LogprobsOption = Annotated[
-    int | None, typer.Option("--logprobs", min=0, help="With --json: this many alternatives.")
+    int | None,
+    typer.Option(
+        "--logprobs", min=0, help="With --json: this many alternatives.", rich_help_panel=OUTPUT
+    ),
 ]
-StopOption = Annotated[list[str] | None, typer.Option("--stop", help="Ends the answer.")]
-StatsOption = Annotated[bool, typer.Option("--stats", help="Print speeds and placement.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", help="Ends the answer; may be repeated.")
+]
+StatsOption = Annotated[
+    bool, typer.Option("--stats", help="Print speeds and placement.", rich_help_panel=OUTPUT)
+]
 SpeculativeOption = Annotated[
-    int, typer.Option("--speculative", min=0, help="Tokens guessed ahead from the text; 0: none.")
+    int,
+    typer.Option(
+        "--speculative",
+        min=0,
+        help="Tokens guessed ahead from the text; 0: none.",
+        rich_help_panel=DEVICES,
+    ),
 ]
-SyncOption = Annotated[SyncChoice, typer.Option("--sync", help="How to wait for the GPU.")]
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Answer as a chat, or go on from the text.",
+        show_default="chat, if MODEL can",
+    ),
+]
+SyncOption = Annotated[
+    SyncChoice,
+    typer.Option("--sync", help="How to wait for the GPU.", rich_help_panel=DEVICES),
+]
 AdaptOption = Annotated[
-    bool, typer.Option("--adapt/--no-adapt", help="Let cuts follow the devices' measured speeds.")
+    bool,
+    typer.Option(
+        "--adapt/--no-adapt",
+        help="Let cuts follow the devices' measured speeds.",
+        rich_help_panel=DEVICES,
+    ),
 ]
 OrderOption = Annotated[
-    OrderChoice, typer.Option("--order", help="Of a long prompt's chunks on the devices.")
+    OrderChoice,
+    typer.Option(
+        "--order", help="Of a long prompt's chunks on the devices.", rich_help_panel=DEVICES
+    ),
 ]
 ShareOption = Annotated[
     float,
-    typer.Option("--max-gpu-share", help="Most of the time that the GPU is busy, 0 to 1."),
+    typer.Option(
+        "--max-gpu-share",
+        help="Most of the time that the GPU is busy, 0 to 1.",
+        rich_help_panel=DEVICES,
+    ),
 ]
 BudgetOption = Annotated[
     str | None,
-    typer.Option("--memory-budget", help="For weights, activations and caches, such as 4GiB."),
+    typer.Option(
+        "--memory-budget",
+        metavar="SIZE",
+        help="For weights, activations and caches, such as 4GiB.",
+        rich_help_panel=DEVICES,
+    ),
 ]
 TraceOption = Annotated[
     Path | None,
-    typer.Option("--trace", help="Write a Chrome/Perfetto trace: GPU, NPU and control lanes."),
+    typer.Option(
+        "--trace",
+        help="Write a Chrome/Perfetto trace: GPU, NPU and control lanes.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Last line of stdout is JSON.", rich_help_panel=OUTPUT)
+]
 
 
 def open_llm(
     model: str,
-    device: DeviceChoice | None,
+    device: DeviceChoice,
     gpu: str,
     npu: str,
     weights: WeightFormat | None,
@@ -134,7 +295,7 @@ def open_llm(
     with progress_bar("loading") as advance:
         llm = LLM(
             model,
-            device=None if device is None else device.value,
+            device=device.value,
             gpu=gpu,
             npu=npu,
             weights=None if weights is None else weights.value,
@@ -143,10 +304,27 @@ def open_llm(
             progress=advance,
             **options,
         )
-    why = (llm.choice.reason,) if device is DeviceChoice.AUTO else ()
-    for said in dict.fromkeys((*llm.choice.notes, *why)):
+    for said in llm.choice.notes:
         print(f"hetero: {one_sentence(said)}", file=sys.stderr)
     return llm
+
+
+def sampling_given(
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+) -> SamplingOptions:
+    """What was asked for of the options that a model has defaults of."""
+    given = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    return cast("SamplingOptions", {k: v for k, v in given.items() if v is not None})
 
 
 def shown(text: str) -> Text:

@@ -23,12 +23,6 @@ from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("profile")(profile)
-    app.command("report")(report)
-
-
 def profile(
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write (default: this machine's).")

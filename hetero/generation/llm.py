@@ -50,9 +50,10 @@ class LLM:
     """A language model, ready to answer. A context manager that frees its devices.
 
     `model` is a Hugging Face directory, a `.gguf` file, a directory written by `hetero quantize`,
-    `demo` or `random:NAME`. `device` is `hetero` (both, the default), `gpu`, `npu` or `auto`; `gpu`
-    and `npu` name backends. `plan` is an `ExecutionPlan` or a path to one; the devices are then
-    those of the plan, and naming others is an error. `profile` is a `DeviceProfile`, a file or a
+    `demo` or `random:NAME`. `device` is `auto` (what is predicted to be fastest here, the
+    default), `hetero` (both), `gpu` or `npu`; `gpu` and `npu` name backends. `plan` is an
+    `ExecutionPlan` or a path to one; the devices are then those of the plan, and naming others is
+    an error. `profile` is a `DeviceProfile`, a file or a
     shipped name that the plan is made from (default: this machine's); `strategy` forces one, and
     `choice` says what was chosen and why. `prompt_lengths` are those to plan for, and to compare
     devices by; where they are not known `first_prompt` (a text or token ids) tells `auto` what will
@@ -79,7 +80,7 @@ class LLM:
         self,
         model: str,
         *,
-        device: DeviceMode | None = None,
+        device: DeviceMode = "auto",
         gpu: str = "auto",
         npu: str = "auto",
         profile: ProfileLike = None,
@@ -106,7 +107,7 @@ class LLM:
             bundle is not None
             and plan is None
             and npu in ("auto", "qnn")
-            and device in (None, "hetero")
+            and device in ("auto", "hetero")
         ):
             plan = bundle.load_plan(model)
         given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
@@ -115,7 +116,7 @@ class LLM:
             device = _device_of(given, device)
         budget = None if memory_budget is None else parse_size(memory_budget)
         wishes = Wishes(
-            mode=device or "hetero",
+            mode=device,
             gpu=gpu,
             npu=npu,
             profile=profile,
@@ -445,11 +446,11 @@ def _finish(generation: Generation) -> GenerationResult:
     return generation.result()
 
 
-def _device_of(plan: ExecutionPlan, asked: DeviceMode | None) -> DeviceMode:
+def _device_of(plan: ExecutionPlan, asked: DeviceMode) -> DeviceMode:
     """Devices that a plan needs. Raises `UserError` if others were asked for."""
     kinds: frozenset[DeviceKind] = plan.devices()
     needed: DeviceMode = "hetero" if len(kinds) == 2 else next(iter(kinds))
-    if asked not in (None, "auto", needed):
+    if asked not in ("auto", needed):
         raise UserError(
             f"plan {plan.plan_id} runs on {needed}, not on {asked}: leave out the device, or make "
             "another plan"

@@ -11,9 +11,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,9 @@ WARMUP_DECODE_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One test on one device. Speeds in tokens/s, measured; `copied_bytes` by a token."""
+    """One test on one device. Speeds in tokens/s, measured; `copied_bytes` by a token. `cores` of
+    the processor compute (a GPU or NPU of its own is none); `fastest` of all rows of the test.
+    """
 
     test: str
     device: str
@@ -39,6 +41,8 @@ class BenchRow:
     tokens_per_s_min: float
     tokens_per_s_max: float
     copied_bytes: int = 0
+    cores: int = 0
+    fastest: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,9 @@ class BenchReport:
     peak_rss_bytes: int
     environment: dict[str, Any]
     choices: dict[str, str]
+    HEAD: ClassVar = (
+        "test", "device", "strategy", "sync", "cores", "tokens/s", "min", "max", "copied B/token",
+    )  # fmt: skip
 
     def to_json(self) -> str:
         """One line with the keys of INTERFACES."""
@@ -72,22 +79,35 @@ class BenchReport:
         lines = [
             f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}",
             "",
-            "| test | device | strategy | sync | tokens/s (median) | min | max | copied B/token |",
-            "|---|---|---|---|---:|---:|---:|---:|",
+            f"| {' | '.join(self.HEAD)} |",
+            "|---|---|---|---|---:|---:|---:|---:|---:|",
+            *(f"| {' | '.join(_cells(row))} |" for row in self.rows),
         ]
-        lines += [
-            f"| {r.test} | {r.device} | {r.strategy} | {r.sync} | {r.tokens_per_s_median:.2f} "
-            f"| {r.tokens_per_s_min:.2f} | {r.tokens_per_s_max:.2f} | {r.copied_bytes} |"
-            for r in self.rows
-        ]
+        return "\n".join([*lines, "", *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """Lines under the table: the winners, loading and memory, what each contender was."""
         peak_mib = self.peak_rss_bytes / 2**20
-        lines += [
-            "",
+        best = ", ".join(f"{row.test}: {_who(row)}" for row in self.rows if row.fastest)
+        return [
+            f"fastest (**): {best}; cores: of the processor, that compute",
             f"load {self.load_cold_s:.2f} s cold, {self.load_warm_s:.2f} s warm; "
             f"peak memory {peak_mib:.0f} MiB (all devices of the run together)",
             *(f"{who}: {why}" for who, why in self.choices.items()),
         ]
-        return "\n".join(lines)
+
+
+def _cells(row: BenchRow) -> tuple[str, ...]:
+    """As `BenchReport.HEAD` names them."""
+    mark = "**" if row.fastest else ""
+    median = f"{mark}{row.tokens_per_s_median:.2f}{mark}"
+    spread = (f"{row.tokens_per_s_min:.2f}", f"{row.tokens_per_s_max:.2f}")
+    names = (row.test, row.device, row.strategy, row.sync, str(row.cores))
+    return (*names, median, *spread, str(row.copied_bytes))
+
+
+def _who(row: BenchRow) -> str:
+    return f"{row.device} ({row.strategy}, {row.sync})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +121,7 @@ class BenchOptions:
     prompt_tokens: int = 256
     decode_tokens: int = 64
     rounds: int = 5
-    devices: tuple[DeviceMode, ...] = ("hetero",)
+    devices: tuple[DeviceMode, ...] = ("auto",)
     strategies: tuple[NamedStrategy, ...] = ()
     syncs: tuple[SyncMethod, ...] = ("fast",)
     profile: str | None = None
@@ -124,6 +144,8 @@ class Contender(NamedTuple):
 def contenders(options: BenchOptions) -> list[Contender]:
     """All combinations that mean something. Raises `UserError` for a strategy without `hetero`."""
     if options.strategies and "hetero" not in options.devices:
+        if options.devices == ("auto",):  # nobody asked for another
+            return contenders(replace(options, devices=("hetero",)))
         raise UserError("--strategy says how both devices share the work: add --device hetero")
     return [
         Contender(device, strategy, sync)
@@ -157,6 +179,8 @@ def run_benchmark(
     _open(model, first, options).close()
     load_warm_s = time.perf_counter() - start
     rows = [_row(test, who, models[who], values) for (test, who), values in samples.items()]
+    best = {t: max(r.tokens_per_s_median for r in rows if r.test == t) for t, _ in samples}
+    rows = [replace(r, fastest=r.tokens_per_s_median == best[r.test]) for r in rows]
     return BenchReport(
         model=model,
         rows=tuple(rows),
@@ -295,4 +319,18 @@ def _row(test: str, who: Contender, llm: LLM, samples: Sequence[Sample]) -> Benc
         tokens_per_s_min=min(values),
         tokens_per_s_max=max(values),
         copied_bytes=max(sample.copied_bytes for sample in samples),
+        cores=processor_cores(llm),
     )
+
+
+def processor_cores(llm: LLM) -> int:
+    """Cores of the processor that a model's devices compute on: one for a device that is a core,
+    all for OpenCL on every core, none for a GPU or an NPU of its own.
+    """
+    count = 0
+    for device in llm.devices.devices.values():
+        details = device.info.details
+        on_core = "cpu" in details or "emulated" in details
+        if on_core or device.info.backend in ("ort-cpu", "reference"):
+            count += int(details.get("cores", "1"))
+    return count

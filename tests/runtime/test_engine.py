@@ -34,7 +34,7 @@ def folder(tmp_path_factory: Any) -> str:
 
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Any:
-    with LLM(folder, weights="f32", max_seq_len=200) as opened:
+    with LLM(folder, device="hetero", weights="f32", max_seq_len=200) as opened:
         yield opened
 
 
@@ -121,7 +121,7 @@ def test_calls_from_several_threads_are_served_in_turn(llm: LLM) -> None:
 
 
 def test_two_models_side_by_side_do_not_disturb_each_other(folder: str, llm: LLM) -> None:
-    with LLM(folder, weights="f32", max_seq_len=200) as other:
+    with LLM(folder, device="hetero", weights="f32", max_seq_len=200) as other:
         tokens = [3, 1, 4, 1, 5]
         expected = llm.logits(tokens)
         other.logits([9, 9, 9])
@@ -146,7 +146,7 @@ def test_a_missing_device_is_named_once_and_its_work_done(
     monkeypatch.setattr(device_set, "open_device", open_or_fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with LLM(folder) as llm:
+        with LLM(folder, device="hetero") as llm:
             result = llm.generate([1, 2, 3], max_tokens=3)
     assert [w.category for w in caught] == [FallbackWarning]
     assert set(result.stats.placement) == {left, "fallback"}

@@ -212,7 +212,8 @@ def test_two_models_in_two_threads(folder: Path) -> None:
         prompts = [rng.integers(0, 263, int(n)).tolist() for n in rng.integers(1, 60, 8)]
         tokens[name] = [llm.generate(prompt, max_tokens=6).tokens for prompt in prompts]
 
-    with LLM(str(folder), weights="f32") as one, LLM(str(folder), weights="f32") as two:
+    options: dict[str, Any] = {"weights": "f32", "device": "hetero"}
+    with LLM(str(folder), **options) as one, LLM(str(folder), **options) as two:
         for name, llm, seed in (("a", one, 1), ("b", two, 2)):
             work(f"{name} alone", llm, seed)
         threads = [

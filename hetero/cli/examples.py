@@ -1,0 +1,57 @@
+"""What the help shows: groups of commands, and command lines to begin with."""
+
+from __future__ import annotations
+
+from typing import Final
+
+USE, DECIDE = "Use a model", "Measure and decide"
+PREPARE, HERE = "Prepare a model", "This machine"
+
+MAIN: Final = """
+hetero generate demo "Once upon a time" --echo    # the model that ships with hetero
+hetero chat demo
+hetero COMMAND --help    # options and examples of a command
+"""
+COMMANDS: Final[dict[str, str]] = {
+    "generate": """
+hetero generate demo "Tell me a story"
+hetero generate demo "Once upon a time" --echo --device hetero --stats    # both devices at once
+hetero generate model.gguf --file question.txt --temperature 0
+git diff | hetero generate ./my-model - --system "Review this change"
+""",
+    "chat": """
+hetero chat demo
+hetero chat ./my-model --session talk.session    # goes on there the next time
+""",
+    "plan": """
+hetero plan llama-3-8b --profile snapdragon-8-gen-3 --report plan.html
+hetero plan ./my-model --explain qkv    # why this cut, and why not the others
+""",
+    "profile": """
+hetero profile --quick    # a minute; a full one takes ten
+hetero profile --resume    # go on where Ctrl-C ended a run
+""",
+    "report": """
+hetero report plan.json --out plan.html
+hetero report snapdragon-8-gen-3 --out chip.html
+""",
+    "eval": """
+hetero eval ./my-model --text book.txt --weights w4a16 --weights w8a16
+""",
+    "compile": """
+hetero compile ./my-model --soc sm8650 --dry-run    # sizes, time and memory
+hetero compile ./my-model --soc sm8650 --out bundle
+""",
+    "quantize": """
+hetero quantize ./my-model --out small
+hetero quantize ./my-model --out small --calibrate text.txt    # 4 bits, chosen on a text
+""",
+    "bench": """
+hetero bench demo --device gpu --device npu --device hetero
+hetero bench random:llama-3.2-1b -p 512 -n 128 -o json
+""",
+    "models": """
+hetero models
+hetero models ~/checkpoints
+""",
+}
