@@ -33,7 +33,7 @@ def profile_main() -> None:
 
 
 def _load_quietly() -> None:
-    """Import the command line (0.7 s) with a Ctrl-C that ends the process instead of one import.
+    """Import the command line with a Ctrl-C that ends the process instead of one import.
 
     An import that is interrupted by an exception may turn it into another (an `ImportError` of an
     extension module), so nothing is raised.
