@@ -62,7 +62,7 @@ def cases() -> Iterator[Case]:
     yield Case(attention, (1, 40))
     for name in WEIGHT_FORMATS:
         integers = name.activations.static  # of the same codes as the twin's
-        tokens = (1, 2, 40) if name.storage is StorageFormat.Q4 or integers else (1, 40)
+        tokens = (1, 4, 40) if name.storage is StorageFormat.Q4 or integers else (1, 40)
         op = ops.MatMul(n=83, k=160, weight_format=name)
         yield Case(op, tokens) if integers else Case(op, tokens, name.tolerance)
 
