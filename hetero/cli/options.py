@@ -43,6 +43,13 @@ class SyncChoice(StrEnum):
     COPY = "copy"
 
 
+class CacheChoice(StrEnum):
+    """Values of --kv."""
+
+    F32 = "f32"
+    F16 = "f16"
+
+
 class OrderChoice(StrEnum):
     """Values of --order."""
 
@@ -251,6 +258,7 @@ OrderOption = Annotated[
         "--order", help="Of a long prompt's chunks on the devices.", rich_help_panel=DEVICES
     ),
 ]
+CacheOption = Annotated[CacheChoice, typer.Option("--kv", help="How keys and values are cached.")]
 ShareOption = Annotated[
     float,
     typer.Option(

@@ -156,7 +156,8 @@ def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, max_position_embeddings=60000)
     code = (
         "import sys; from hetero import LLM; "
-        "llm = LLM(sys.argv[1], device='hetero', max_seq_len=int(sys.argv[2])); llm.generate([3, 4], max_tokens=3); "
+        "llm = LLM(sys.argv[1], device='hetero', max_seq_len=int(sys.argv[2])); "
+        "llm.generate([3, 4], max_tokens=3); "
         "print([l.split()[1] for l in open('/proc/self/status') if l.startswith('VmRSS')][0])"
     )
     sizes = [
