@@ -39,7 +39,7 @@ def said(one: Talk) -> list[str]:
 def test_lines_are_edited_and_remembered_in_a_terminal(tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path)}
     with Terminal(*CHAT, env=env) as terminal:
-        terminal.wait_for("> ")
+        terminal.wait_for("\x1b[?2004h")  # bracketed paste: the editor is ready
         terminal.type("/nonsens\x1b[D\x1b[D")  # two to the left: the letter goes before "ns"
         terminal.type("e\r")
         terminal.wait_for("/nonseens is no command")

@@ -113,9 +113,7 @@ def _main(arguments: list[str] | None) -> None:
         if code == 128 + signal.SIGINT:  # how newer versions of Typer say it
             raise KeyboardInterrupt
     except UsageError as error:
-        message = cast("typer.BadParameter", error).format_message()
-        if message:  # none where the help was printed instead
-            print(f"hetero: {one_sentence(message)} (see `hetero --help`)", file=sys.stderr)
+        _tell_usage(error)
         code = 2
     except BrokenPipeError:
         _silence_stdout()
@@ -145,6 +143,14 @@ def _main(arguments: list[str] | None) -> None:
             print("\ninterrupted", file=sys.stderr)
         code = 128 + _State.ended_by
     raise SystemExit(code or 0)
+
+
+def _tell_usage(error: Exception) -> None:
+    message = cast("typer.BadParameter", error).format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message)
+    elif message:
+        print(f"hetero: {one_sentence(message)} (see `hetero --help`)", file=sys.stderr)
 
 
 def _silence_stdout() -> None:

@@ -14,6 +14,8 @@ from rich.text import Text
 
 from hetero.cli.generate import print_stats
 from hetero.cli.options import (
+    CacheChoice,
+    CacheOption,
     ContextOption,
     DeviceChoice,
     DeviceOption,
@@ -61,6 +63,7 @@ def chat_command(
         typer.Option("--session", help="Go on from this file, and save to it after every turn."),
     ] = None,
     max_seq_len: ContextOption = None,
+    kv: CacheOption = CacheChoice.F32,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -77,7 +80,9 @@ def chat_command(
     options: GenerateOptions = {"max_tokens": max_tokens, "seed": seed}
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
     read_options({**options, **given})
-    with open_llm(model, device, gpu, npu, weights, None, max_seq_len, profile=profile) as llm:
+    with open_llm(
+        model, device, gpu, npu, weights, None, max_seq_len, profile=profile, kv=kv.value
+    ) as llm:
         options = {**options, **(model_sampling(llm.model.source) or SAMPLING), **given}
         talk = Talk(llm, llm.conversation(system=system), options, session)
         talk.begin()

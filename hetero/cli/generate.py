@@ -7,13 +7,11 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from hetero.cli.options import (
-    OUTPUT,
     AdaptOption,
     BiasOption,
     BudgetOption,
@@ -23,6 +21,8 @@ from hetero.cli.options import (
     ContextOption,
     DeviceChoice,
     DeviceOption,
+    EchoOption,
+    FileOption,
     FrequencyOption,
     GpuOption,
     JsonOption,
@@ -37,6 +37,7 @@ from hetero.cli.options import (
     PlanOption,
     PresenceOption,
     ProfileOption,
+    PromptArgument,
     SeedOption,
     ShareOption,
     SpeculativeOption,
@@ -45,6 +46,7 @@ from hetero.cli.options import (
     StrategyOption,
     SyncChoice,
     SyncOption,
+    SystemOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
@@ -68,16 +70,9 @@ from hetero.terminal import answer_text
 
 def generate_command(
     model: ModelArgument,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="[PROMPT]", help="What to answer; - or nothing: standard input."),
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", help="Read the prompt from this file.")
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message, for the chat template.")
-    ] = None,
+    prompt: PromptArgument = None,
+    file: FileOption = None,
+    system: SystemOption = None,
     chat: ChatOption = None,
     max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
     stop: StopOption = None,
@@ -104,10 +99,7 @@ def generate_command(
     memory_budget: BudgetOption = None,
     adapt: AdaptOption = True,
     order: OrderOption = OrderChoice.BEST,
-    echo: Annotated[
-        bool,
-        typer.Option("--echo", help="Print the prompt, and go on from it.", rich_help_panel=OUTPUT),
-    ] = False,
+    echo: EchoOption = False,
     logprobs: LogprobsOption = None,
     kv: CacheOption = CacheChoice.F32,
     trace: TraceOption = None,
@@ -150,19 +142,33 @@ def generate_command(
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
-        asked: str | list[int] = text
-        options["chat"] = _uses_template(llm, chat, echo=echo, system=system)
-        if options["chat"]:  # as its authors want it to talk; a raw text goes on greedily
-            options = {**options, **model_sampling(llm.model.source)}
+        asked, options = _asked(llm, text, system, chat, options)
         options = {**options, **given}
-        if system is not None:
-            said = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-            asked = llm.encode_chat(said)
         result = _answer(llm, asked, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
             print(json.dumps(_result_json(llm, result, options)), flush=True)
+    _tell_of_trace(trace)
+
+
+def _tell_of_trace(trace: Path | None) -> None:
     if trace is not None:
         print(f"hetero: {trace} is written: open it at ui.perfetto.dev", file=sys.stderr)
+
+
+def _asked(
+    llm: LLM, text: str, system: str | None, chat: bool | None, options: GenerateOptions
+) -> tuple[str | list[int], GenerateOptions]:
+    """The prompt, and the options with what the model itself wants in a chat; a raw text is gone on
+    from greedily.
+    """
+    uses = _uses_template(llm, chat, echo=options["echo"], system=system)
+    options = {**options, "chat": uses}
+    if uses:
+        options = {**options, **model_sampling(llm.model.source)}
+    if system is None:
+        return text, options
+    said = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    return llm.encode_chat(said), options
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:

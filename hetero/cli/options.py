@@ -258,7 +258,22 @@ OrderOption = Annotated[
         "--order", help="Of a long prompt's chunks on the devices.", rich_help_panel=DEVICES
     ),
 ]
-CacheOption = Annotated[CacheChoice, typer.Option("--kv", help="How keys and values are cached.")]
+CacheOption = Annotated[
+    CacheChoice,
+    typer.Option("--kv", help="How keys and values are cached.", rich_help_panel=DEVICES),
+]
+PromptArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[PROMPT]", help="What to answer; - or nothing: standard input."),
+]
+FileOption = Annotated[Path | None, typer.Option("--file", help="Read the prompt from this file.")]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", help="System message, for the chat template.")
+]
+EchoOption = Annotated[
+    bool,
+    typer.Option("--echo", help="Print the prompt, and go on from it.", rich_help_panel=OUTPUT),
+]
 ShareOption = Annotated[
     float,
     typer.Option(
