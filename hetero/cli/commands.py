@@ -51,6 +51,8 @@ COMMANDS: Final = {
         Command("eval", "evaluate", "Perplexity of MODEL over a text, and agreement with float32."),
         Command("bench", "bench", "Measure prefill and decode speed of several devices in turns."),
         Command("sync-bench", "bench", "What a wait costs here: latency and CPU time."),
+        Command("serve", "serve", "Serve MODEL over HTTP, with contexts that persist."),
+        Command("serve-key", "serve", "Make a key of an application for --keys."),
         Command("devices", "doctor", "List what can compute here."),
         Command("doctor", "doctor", "Run a small operation on every device: PASS or FAIL."),
     )

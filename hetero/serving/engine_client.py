@@ -81,12 +81,17 @@ class EngineClient:
         self._numbers = itertools.count()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = self._broken = False
 
     @property
     def alive(self) -> bool:
         """Whether it can be asked."""
         return self._reader is not None and not self._reader.done()
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether it ends because this process does."""
+        return self._stopping and not self._broken
 
     async def start(self) -> None:
         """Return when it takes questions. Raises `UserError` if it cannot."""
@@ -120,7 +125,7 @@ class EngineClient:
         if self._reader is not None:
             await self._reader
 
-    def admit(self, app: str, choices: int = 1) -> None:
+    def admit(self, app: str) -> None:
         """Raise `ApiError` where another answer would be one too many."""
         if self._stopping or not self.alive:
             raise ApiError(503, "the server is ending: ask another one, or later", retry_s=5)
@@ -207,6 +212,7 @@ class EngineClient:
             for number, queue in self._events.items():
                 queue.put_nowait(Refused(id=number, kind="engine", message="the engine has ended"))
             if not self._stopping:
+                self._broken = True
                 log.error("the engine has ended")
                 self.on_end()
 

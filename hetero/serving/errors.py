@@ -53,7 +53,8 @@ class ApiError(Exception):
     def body(self, path: str) -> dict[str, Any]:
         """In the shape of the API that the path belongs to."""
         if path.startswith("/v1/messages"):
-            return {"type": "error", "error": {"type": self._kind(_ANTHROPIC), "message": str(self)}}
+            error = {"type": self._kind(_ANTHROPIC), "message": self.message}
+            return {"type": "error", "error": error}
         return {
             "error": {
                 "message": self.message,

@@ -70,6 +70,16 @@ def lark_grammar(text: str) -> str:
     return str(llguidance.LLMatcher.grammar_from_lark(text))
 
 
+def gbnf_grammar(text: str) -> str:
+    """Of what a grammar of llama.cpp's form (GBNF) or a Lark grammar describes."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return lark_grammar(any_to_lark(text))
+    except Exception as error:  # the converter raises what its parser does
+        raise UserError(f"the grammar cannot be read: {error}") from error
+
+
 def regex_grammar(text: str) -> str:
     """Of what a regular expression describes."""
     return str(llguidance.LLMatcher.grammar_from_regex(text))

@@ -98,9 +98,7 @@ class Guard:
             raise self._too_long()
         room = self._longest if b"transfer-encoding" in headers else int(length)
         if room > self._free:
-            raise ApiError(
-                503, "too much is being sent to this server: try again later", retry_s=1
-            )
+            raise ApiError(503, "too much is being sent to this server: try again later", retry_s=1)
         return room
 
     def _too_long(self) -> ApiError:

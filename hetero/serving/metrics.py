@@ -1,4 +1,4 @@
-"""Counters and histograms for Prometheus. No app, prompt or id is a label; all add up over servers."""
+"""Metrics for Prometheus. No app, prompt or id is a label; all add up over servers."""
 
 from __future__ import annotations
 

@@ -63,6 +63,14 @@ class State:
             code="model_not_found",
         )
 
+    def check_slot(self, slot: int) -> int:
+        """A slot's number, or -1. Raises `ApiError`."""
+        if not -1 <= slot < self.slots:
+            raise ApiError(
+                400, f"slots are numbered 0 to {self.slots - 1}; -1 is any", param="id_slot"
+            )
+        return slot
+
     async def texts(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """What tokenizer, template or grammar make, in a thread; `UserError` as `ApiError`."""
         call = partial(work, *arguments, **options)
