@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from hetero.serving import chat, completions, text
+from hetero.serving import anthropic, chat, completions, conversations, responses, slots, text
 from hetero.serving.answers import GoneError
 from hetero.serving.errors import ApiError
 from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
@@ -24,7 +24,15 @@ from hetero.serving.state import State
 
 log = logging.getLogger("hetero.serving")
 PAGE = Path(__file__).parent / "page.html"
-_ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, text.router)
+_ROUTERS: tuple[APIRouter, ...] = (
+    chat.router,
+    completions.router,
+    responses.router,
+    conversations.router,
+    anthropic.router,
+    slots.router,
+    text.router,
+)
 
 
 def make_app(
