@@ -64,7 +64,7 @@ class CompletionRequest(Penalties, Guided):
         """Each of them."""
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return [given]  # type: ignore[list-item]
+            return [given]
         if not 1 <= len(given) <= MOST_PROMPTS:
             raise ApiError(400, f"prompt is 1 to {MOST_PROMPTS} prompts", param="prompt")
         return list(given)  # type: ignore[arg-type]
@@ -154,7 +154,8 @@ def _echoed(state: State, wanted: Wanted) -> str:
 
 def _logprobs(state: State, scores: Sequence[tuple[int, Any]], most: int) -> dict[str, Any]:
     """As the older API shows them: four lists. The first token of a text has no probability."""
-    tokens, values, tops, offsets, at = [], [], list[dict[str, float] | None](), [], 0
+    tokens, values = list[str](), list[float | None]()
+    tops, offsets, at = list[dict[str, float] | None](), list[int](), 0
     for token, found in scores:
         text = state.token_text(token)
         tokens.append(text)

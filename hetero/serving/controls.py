@@ -126,7 +126,7 @@ def save_slot(engine: Owner, control: Control) -> dict[str, Any]:
     name = control.arguments["context"]
     context = app.context(name) or app.new_context(chat=False, name=name)
     engine.recent_of(app).save(control.arguments["slot"], context)
-    return {"tokens": len(context), "bytes": context.nbytes()}
+    return {"tokens": len(context), "bytes": engine.service.memory.nbytes(held.chunks)}
 
 
 def restore_slot(engine: Owner, control: Control) -> dict[str, Any]:
@@ -136,8 +136,10 @@ def restore_slot(engine: Owner, control: Control) -> dict[str, Any]:
     if context is None:
         raise MissingError("there is no such saved slot")
     recent = engine.recent_of(app)
-    recent.restore(control.arguments["slot"], context)
-    return {"tokens": len(context), "bytes": context.nbytes()}
+    at = control.arguments["slot"]
+    recent.restore(at, context)
+    nbytes = engine.service.memory.nbytes(recent.texts[at].held.chunks)
+    return {"tokens": len(context), "bytes": nbytes}
 
 
 Action = Callable[[Owner, Control], dict[str, Any]]

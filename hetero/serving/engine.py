@@ -118,8 +118,7 @@ class Engine:
                 if self._cancelled:
                     break
         except UserError as error:
-            full = any(word in str(error) for word in ("contexts_per_app", "context_disk"))
-            self.send(Refused(id=ask.id, kind="full" if full else "user", message=str(error)))
+            self.send(_refused(ask.id, error))
         except DeviceLostError:
             raise
         except (DeviceError, ValueError, MemoryError) as error:
@@ -227,9 +226,14 @@ class Engine:
         except controls.MissingError as error:
             self.send(Refused(id=control.id, kind="missing", message=str(error)))
         except UserError as error:
-            self.send(Refused(id=control.id, kind="user", message=str(error)))
+            self.send(_refused(control.id, error))
         else:
             self.send(Replied(id=control.id, value=value))
+
+
+def _refused(number: int, error: UserError) -> Refused:
+    full = any(word in str(error) for word in ("contexts_per_app", "context_disk"))
+    return Refused(id=number, kind="full" if full else "user", message=str(error))
 
 
 def _logprob(found: TokenLogprob | None) -> list[Any] | None:

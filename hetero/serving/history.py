@@ -40,9 +40,9 @@ def _item(item: dict[str, Any], where: str) -> Item:
             "content": [part],
         }
     if kind == "function_call":
-        fields, prefix = ("call_id", "name", "arguments"), "fc"
+        fields, prefix = ["call_id", "name", "arguments"], "fc"
     elif kind == "function_call_output":
-        fields, prefix = ("call_id", "output"), "fco"
+        fields, prefix = ["call_id", "output"], "fco"
     else:
         raise ApiError(
             400, "an item is a message, function_call or function_call_output here", param=where

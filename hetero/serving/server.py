@@ -70,7 +70,7 @@ def serve(
     app = make_app(state, known, allowed, ready)
     logging.getLogger("hetero").addHandler(logging.StreamHandler())
     config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         host=host,
         port=port,
         http=_Protocol,
@@ -117,5 +117,6 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _check_begun(self) -> None:
-        if self.cycle is None:
+        begun: object = self.cycle
+        if begun is None:
             self.transport.close()

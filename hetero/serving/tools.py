@@ -93,11 +93,11 @@ def _read_call(text: str, names: set[str]) -> ToolCall | None:
 
 def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
     """Of `tools` and `tool_choice` as chat completions have them. Raises `ApiError`."""
-    functions = []
+    functions: list[dict[str, Any]] = []
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if tool.get("type") != "function" or not named or not function["name"]:
+        if tool.get("type") != "function" or not isinstance(function, dict) or not named:
             raise ApiError(
                 400, "a tool is a function with a name; no other kind runs here", param=f"tools.{i}"
             )
@@ -105,7 +105,8 @@ def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
             raise ApiError(400, "a tool's parameters are a JSON schema", param=f"tools.{i}")
         functions.append(function)
     if isinstance(choice, dict):
-        name = (choice.get("function") or {}).get("name", choice.get("name"))
+        inner = choice.get("function")
+        name = str((inner if isinstance(inner, dict) else choice).get("name"))
         if name not in [f["name"] for f in functions]:
             raise ApiError(400, "tool_choice names no tool of `tools`", param="tool_choice")
         return ToolUse(tuple(functions), forced=True, name=name)
