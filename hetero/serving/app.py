@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from hetero.serving import anthropic, chat, completions, conversations, responses, slots, text
 from hetero.serving.answers import GoneError
@@ -56,6 +56,7 @@ def make_app(
     app.state.hetero = state
     for router in _ROUTERS:
         app.include_router(router)
+    app.add_api_route("/", _page, include_in_schema=False)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _no_route)
@@ -83,6 +84,16 @@ class _Counted:
             await send(message)
 
         await self._inner(scope, receive, seen)
+
+
+async def _page() -> Response:
+    """A chat, and where contexts are. Nothing of it is loaded from elsewhere."""
+    rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    headers = {
+        "Content-Security-Policy": f"{rules}connect-src 'self'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return FileResponse(PAGE, media_type="text/html", headers=headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
