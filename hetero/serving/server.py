@@ -90,6 +90,7 @@ def serve(
         server.should_exit = True
 
     client.on_end = ended
+    _allow_connections()
     server.run()
     if not server.started:
         raise UserError(f"nothing is served at {host}:{port}: see the message above")
@@ -101,6 +102,18 @@ def default_directory(model: str) -> Path:
     """Where contexts of a model are kept, if nobody says."""
     name = "".join(c if c.isalnum() or c in "-._" else "_" for c in Path(model).name) or "model"
     return Path(platformdirs.user_data_dir("hetero")) / "contexts" / name
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets a process have: each connection is one."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Protocol(H11Protocol):

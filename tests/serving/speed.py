@@ -23,7 +23,7 @@ PROMPT = list(range(100, 140))
 
 def prompt_of(i: int) -> list[int]:
     """One that begins as no other does."""
-    return [*PROMPT[: 1 + i % 30], 300 + i, *PROMPT]
+    return [300 + i, *PROMPT]
 
 
 def library(llm: LLM, prompt: list[int]) -> tuple[float, float]:
