@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from hetero.cli.options import (
+    CacheChoice,
+    CacheOption,
     DeviceChoice,
     GpuOption,
     JsonOption,
@@ -57,6 +59,7 @@ def bench_command(
         list[SyncChoice] | None, typer.Option("--sync", help="How to wait; repeat to compare.")
     ] = None,
     profile: ProfileOption = None,
+    kv: CacheOption = CacheChoice.F32,
     output: Annotated[OutputFormat, typer.Option("-o", help="Format.")] = OutputFormat.MD,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed; several --device take turns in one run."""
@@ -72,6 +75,7 @@ def bench_command(
         strategies=tuple(parse_strategy(name) for name in dict.fromkeys(strategy or ())),
         syncs=tuple(dict.fromkeys(s.value for s in sync or [SyncChoice.FAST])),
         profile=profile,
+        kv=kv.value,
     )
     with stderr.status("loading") as status:
         report = run_benchmark(model, options, note=status.update)

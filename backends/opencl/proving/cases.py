@@ -139,7 +139,7 @@ def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Ten
     """Inputs; outputs and cache rows that are not written yet are NaN."""
     found = {}
     for port in op.ports:
-        tensor = new_tensor(port_shape(op, port, m), port_dtype(port))
+        tensor = new_tensor(port_shape(op, port, m), port_dtype(op, port))
         array = tensor.array
         if port == "position":
             array[:] = POSITION
