@@ -114,9 +114,9 @@ def test_what_was_acknowledged_outlives_a_signal(tmp_path: Path, number: int, co
         wait_for(lambda: len(kept) >= 3)
         assert server.end(number) == code
         asking.join()
-    said = (tmp_path / "server.log").read_text()
-    assert "Traceback" not in said
-    assert "interrupted" in said
+    log = (tmp_path / "server.log").read_text()
+    assert "Traceback" not in log
+    assert "interrupted" in log
     again = start(tmp_path)
     with again.client() as client:
         for name, text in kept:
@@ -125,26 +125,13 @@ def test_what_was_acknowledged_outlives_a_signal(tmp_path: Path, number: int, co
         items = client.get(f"/v1/conversations/{conversation}/items?limit=100").json()["data"]
         assert len(items) >= min(2 * len(kept), 100)
         given = {**asked, "input": "Go on", "conversation": conversation, "truncation": "auto"}
-        assert client.post("/v1/responses", json=given).status_code == 200
+        said = client.post("/v1/responses", json=given).json()
+        cached = said["usage"]["input_tokens_details"]["cached_tokens"]
+        assert cached == 0 or said["hetero"]["loaded_bytes"] > 0  # from the disk, if at all
         assert client.delete(f"/v1/conversations/{conversation}").json()["deleted"]
     assert again.end() == 143
     texts = list((tmp_path / "contexts").rglob("*.log"))
     assert texts == []
-
-
-def test_a_conversation_goes_on_from_the_disk_in_another_process(tmp_path: Path) -> None:
-    asked = {"model": "demo", "max_output_tokens": 30, "temperature": 0}
-    with serving(tmp_path) as server, server.client() as client:
-        conversation = client.post("/v1/conversations", json={}).json()["id"]
-        given = {**asked, "conversation": conversation, "input": "Tell me a story"}
-        first = client.post("/v1/responses", json=given).json()["usage"]
-    with serving(tmp_path) as server, server.client() as client:
-        given["input"] = "And then?"
-        second = client.post("/v1/responses", json=given).json()
-    kept = second["usage"]["input_tokens_details"]["cached_tokens"]
-    known = kept + second["hetero"]["recomputed_tokens"]
-    assert known >= first["total_tokens"] // 16 * 16
-    assert kept == 0 or second["hetero"]["loaded_bytes"] > 0
 
 
 def children(pid: int) -> list[int]:
@@ -154,24 +141,19 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
-def test_an_engine_that_dies_ends_the_server_with_an_error(tmp_path: Path) -> None:
-    server = start(tmp_path)
-    (engine,) = [
-        pid
-        for pid in children(server.process.pid)
-        if b"hetero.serving.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(engine, signal.SIGKILL)
-    assert server.process.wait(timeout=30) == 2
-    assert "engine" in (tmp_path / "server.log").read_text()
-
-
-def test_an_engine_does_not_outlive_its_server(tmp_path: Path) -> None:
+def test_neither_process_outlives_the_other(tmp_path: Path) -> None:
     server = start(tmp_path)
     engines = children(server.process.pid)
     assert engines
     server.process.kill()
     server.process.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
-    again = start(tmp_path)  # and the folder is free
-    assert again.end() == 143
+    again = start(tmp_path)  # the folder is free
+    (engine,) = [
+        pid
+        for pid in children(again.process.pid)
+        if b"hetero.serving.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(engine, signal.SIGKILL)
+    assert again.process.wait(timeout=30) == 2
+    assert "engine" in (tmp_path / "server.log").read_text()
