@@ -53,6 +53,7 @@ COMMANDS: Final = {
     for command in (
         Command("generate", "generate", USE, "Go on from PROMPT; the text streams to stdout."),
         Command("chat", "chat", USE, "Talk with MODEL in the terminal."),
+        Command("serve", "serve", USE, "Serve MODEL over HTTP, with contexts that persist."),
         Command("profile", "profile", DECIDE, "Measure this device once, for plans."),
         Command("plan", "plan", DECIDE, "Find the best cut of every matmul between GPU and NPU."),
         Command("report", "profile", DECIDE, "Draw a saved profile or plan as one page."),
@@ -75,6 +76,7 @@ COMMANDS: Final = {
             DECIDE,
             "Measure prefill and decode speed, devices in turns.",
         ),
+        Command("serve-key", "serve", PREPARE, "Make a key of an application for --keys."),
         Command("sync-bench", "bench", HERE, "What a wait costs here: latency and CPU time."),
         Command("devices", "doctor", HERE, "List what can compute here."),
         Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL."),

@@ -23,6 +23,10 @@ git diff | hetero generate ./my-model - --system "Review this change"
 hetero chat demo
 hetero chat ./my-model --session talk.session    # goes on there the next time
 """,
+    "serve": """
+hetero serve demo    # OpenAI's and Anthropic's forms, on 127.0.0.1:8080
+hetero serve ./my-model --keys keys.json --host 0.0.0.0
+""",
     "plan": """
 hetero plan llama-3-8b --profile snapdragon-8-gen-3 --report plan.html
 hetero plan ./my-model --explain qkv    # why this cut, and why not the others

@@ -121,6 +121,11 @@ class ChunkMemory:
                     found["text" if chunk.place is None else "disk"] += 1
         return dict(found)
 
+    def nbytes(self, chunks: Iterable[Chunk]) -> int:
+        """What chunks take of it."""
+        with self.lock:
+            return sum(chunk.codes.nbytes for chunk in chunks if chunk.codes is not None)
+
     def check(self) -> None:
         """Raise `AssertionError` where accounts and chunks differ; for tests and idle times."""
         with self.lock:

@@ -108,6 +108,17 @@ class ChunkTable:
             chunks.append(chunk)
         return chunks
 
+    def known(self, app: str, root: bytes, tokens: Sequence[int]) -> int:
+        """Tokens at the beginning of a text whose chunks have keys and values somewhere."""
+        chunks, parent, stop = self._chunks.get(app, {}), root, 0
+        for _, part in spans(tokens):
+            parent = chained(parent, part)
+            chunk = chunks.get(parent)
+            if chunk is None or not chunk.kept:
+                break
+            stop = chunk.stop
+        return stop
+
     def release(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Give references up; the chunks that nobody refers to any more, which are gone."""
         gone = []

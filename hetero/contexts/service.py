@@ -7,6 +7,7 @@ callLLM, `delete` delLLMCtx. The service knows nothing of HTTP.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
@@ -45,6 +46,7 @@ from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Piece
 from hetero.placement.planning import parse_size
+from hetero.runtime.usage import Work
 
 WORKSPACE_CHUNKS: Final = 6  # raw chunks that encoding (4.1) and decoding (1.8) take at once
 
@@ -147,6 +149,15 @@ class Service:
                     raise
             return self._apps[app]
 
+    def bound(self, app: str) -> App | None:
+        """An application that `bind` has opened."""
+        return self._apps.get(app)
+
+    @property
+    def work(self) -> Work:
+        """What the devices have done for all calls."""
+        return self._active.work
+
     def close(self) -> None:
         """Write what is to be written, free model and folder; idempotent."""
         closers, self._closers = self._closers, []
@@ -210,27 +221,38 @@ class App:
         """Its contexts, the oldest first."""
         return list(self._contexts.values())
 
-    def new_context(self, *, system: str = "", chat: bool = True) -> AppContext:
+    def context(self, name: str) -> AppContext | None:
+        """Its context of this id, if there is one."""
+        return self._contexts.get(name)
+
+    def new_context(
+        self, *, system: str = "", chat: bool = True, name: str | None = None
+    ) -> AppContext:
         """Another context. With `chat` prompts are messages in the model's template, after the
         system message; without, each goes on from the text so far, which begins with `system`.
+        `name` is its id: 32 hexadecimal digits that no other has (default: drawn).
 
         Raises `UserError` where the app has as many as it may.
         """
+        if name is not None and not (re.fullmatch("[0-9a-f]{32}", name) and not self.context(name)):
+            raise UserError(
+                f"a context's id must be 32 hexadecimal digits that no other has, got {name!r}"
+            )
         text = Text(system=system, chat=chat, created=time.time())
         if chat and system:
             text.messages = [{"role": "system", "content": system}]
         elif system:
             text.tokens = self.service.llm.encode(system)
         with self.service._turn.taken():
-            return self._added(text)
+            return self._added(text, name)
 
-    def _added(self, text: Text) -> AppContext:
+    def _added(self, text: Text, name: str | None = None) -> AppContext:
         if len(self._contexts) >= self.service.contexts_per_app:
             raise UserError(
                 f"this app has {len(self._contexts)} contexts, which is all that contexts_per_app "
                 "allows: delete() one, or allow more"
             )
-        name = secrets.token_hex(16)
+        name = name or secrets.token_hex(16)
         log = TextLog.create(self.folder / f"ctx-{name}.log", self.service.disk, text)
         context = self._contexts[name] = AppContext(self, name, log)
         return context
@@ -282,6 +304,18 @@ class AppContext:
         """How many of its chunks are where: by bits in memory, on the disk alone, text alone."""
         return self.app.service.memory.histogram(self._held.chunks)
 
+    def nbytes(self) -> int:
+        """Of its chunks in memory."""
+        return self.app.service.memory.nbytes(self._held.chunks)
+
+    def become(self, tokens: Sequence[int]) -> None:
+        """Its text is this one, and on the disk, when this returns; what it has of its keys and
+        values stays.
+        """
+        with self.app.service._turn.taken():
+            self._check()
+            self._log.append(tokens, ())
+
     def call(self, prompt: str, **options: Any) -> GenerationResult:
         """The answer to a prompt, when prompt and answer are on the disk."""
         results: list[GenerationResult] = []
@@ -292,6 +326,23 @@ class AppContext:
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
         """Pieces of the answer. One that is not read to its end is not part of the context."""
         return self._answer(prompt, options, [])
+
+    def stream_text(
+        self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
+    ) -> Iterator[Piece]:
+        """Pieces of the answer to a whole text, which takes the place of the context's own; what
+        they share at the beginning is kept. The result is added to `results` when all is on the
+        disk. Options are those of `LLM.stream`.
+        """
+        service = self.app.service
+        with service._turn.taken():
+            self._check()
+            ended: list[GenerationResult] = []
+            run = partial(self._run, list(tokens), options, ended)
+            yield from service._working.answering(self._held, list(tokens), run)
+            self._log.append(service._active.tokens, self._log.text.messages)
+            self._leave()
+            results += ended
 
     def fork(self) -> AppContext:
         """An equal context, which goes its own way; chunks are shared."""
@@ -348,7 +399,8 @@ class AppContext:
         switch: Switch,
     ) -> Iterator[Piece]:
         service, self.last_switch = self.app.service, switch
-        options = options | {"context": service._active, "reuse": True, "chat": self._log.text.chat}
+        options = {"chat": self._log.text.chat} | options
+        options |= {"context": service._active, "reuse": True}
         with service.llm.stream(whole, **options) as answer:
             yield from answer
         results.append(answer.result())

@@ -123,7 +123,7 @@ class WorkingSet:
         self.rates, self.recompute = rates, recompute
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
         self._files, self._prefill = files, prefill
-        self._app = ""  # whose text is in the cache
+        self._root = b""  # of the text that is in the cache
         self._reading: Future[None] | None = None
         self._load: _Load | None = None
         self._clock = 0
@@ -163,11 +163,15 @@ class WorkingSet:
                 if last:
                     raise
 
+    def holds(self, root: bytes) -> bool:
+        """Whether the cache holds a text of this root."""
+        return self._root == root
+
     def forget(self) -> None:
         """The cache holds nobody's text."""
         with suppress(LoadError):
             self._settle_reading()
-        self._app = ""
+        self._root = b""
         self._active.adopt(())
         self._swap.settle()
 
@@ -215,7 +219,7 @@ class WorkingSet:
         if kept < self._active.cached:
             self._swap.settle()
         self._active.adopt(tokens[:kept])
-        self._app, switch.reused_tokens = held.app, kept
+        self._root, switch.reused_tokens = held.root, kept
         wanted = [c for c in chunks if c.stop > kept and c.stop < len(tokens)]
         if wanted:
             self._fill(wanted, tokens, switch)
@@ -253,8 +257,8 @@ class WorkingSet:
             switch.recomputed_tokens += switch.riding_tokens
 
     def _shared(self, held: Held, tokens: Sequence[int]) -> int:
-        """Tokens at the beginning that the cache holds, of the same app."""
-        if self._app != held.app:
+        """Tokens at the beginning that the cache holds, of the same root."""
+        if self._root != held.root:
             return 0
         active = self._active
         pairs = zip(active.tokens[: active.cached], tokens, strict=False)
@@ -354,7 +358,7 @@ class WorkingSet:
             return
         reading.result()
         if not load.gate.done:  # who asked for it may have ended before a step met that
-            self._app = ""
+            self._root = b""
             self._active.adopt(())
             if load.failed is not None:
                 self._lose(load.failed)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeAlias
 
+import numpy as np
+
 from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.generation.options import Asked
@@ -62,17 +64,21 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of the answer as it is generated. `text` may be empty; `token` is the id."""
+    """A part of the answer as it is generated. `text` may be empty; `token` is the id, `logprob`
+    its log-probability, if asked for.
+    """
 
     text: str
     token: int
     finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
     """A finished answer.
 
+    `stop` is the stop text that ended it, if one did.
     `logprobs` has an entry per token of the answer (an end-of-text token included), if asked for;
     `prompt_logprobs` one per token of the prompt but the first, if it was to be echoed too.
     """
@@ -83,6 +89,7 @@ class GenerationResult:
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str = ""
 
     @property
     def mean_logprob(self) -> float:
@@ -111,14 +118,16 @@ class StopFilter:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
+        self.found = ""  # the stop text that ended it
 
     def push(self, text: str) -> str:
         """Text that is safe to show now."""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            at, self.found = min(found)
+            shown, self._held = self._held[:at], ""
             return shown
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
@@ -284,6 +293,7 @@ class Generation(Iterator[Piece]):
             stats=self._stats(),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=self._kept.logprobs,
+            stop=self._filter.found,
         )
 
     def _prompt_step(self) -> int | None:
@@ -316,17 +326,20 @@ class Generation(Iterator[Piece]):
 
     def _score(self) -> Iterator[Logits | None]:
         """As the engine's `prefill_calls`; keeps the log-probabilities of the prompt."""
-        scores: list[Logits] = []
-        for part in self._engine.score_calls(self.context, self._todo):
-            scores.extend(part)
-            yield None
         rest = self._prompt[self._reused :]
         first = len(self._todo) - len(rest)  # behind what the context had left to compute
-        self._kept.logprobs = tuple(
-            token_logprob(logits, token, self._asked.logprobs or 0)
-            for logits, token in zip(scores[first:-1], rest[1:], strict=True)
-        )
-        yield scores[-1]
+        at, last = 0, np.empty(0, np.float32)
+        found: list[TokenLogprob] = []
+        for part in self._engine.score_calls(self.context, self._todo):
+            for logits in part:
+                if first <= at < len(self._todo) - 1:
+                    token = rest[at - first + 1]
+                    found.append(token_logprob(logits, token, self._asked.logprobs or 0))
+                at += 1
+            last = part[-1]
+            yield None
+        self._kept.logprobs = tuple(found)
+        yield last
 
     def _decode_step(self) -> int:
         assert self._next is not None
@@ -340,7 +353,11 @@ class Generation(Iterator[Piece]):
         return token
 
     def _choose(self, logits: Logits) -> int:
-        token = self._sampler.choose(logits, self._seen, self._tokens)
+        constraint = self._asked.constraint
+        allowed = None if constraint is None else constraint.allowed()
+        token = self._sampler.choose(logits, self._seen, self._tokens, allowed)
+        if constraint is not None and token not in self._end:
+            constraint.accept(token)
         if self._asked.logprobs is not None:
             self._logprobs.append(token_logprob(logits, token, self._asked.logprobs))
         return token
@@ -366,7 +383,8 @@ class Generation(Iterator[Piece]):
         elif self._reason is not None:
             shown += self._filter.flush()
         self._texts.append(shown)
-        return Piece(text=shown, token=token, finish_reason=self._reason)
+        logprob = self._logprobs[-1] if self._logprobs else None
+        return Piece(text=shown, token=token, finish_reason=self._reason, logprob=logprob)
 
     def _end_text(self) -> None:
         """The context holds no guess, and all that was said; the answer's work is known. Takes no

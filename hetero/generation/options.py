@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from hetero.arguments import check_count, check_stop
 from hetero.contexts.context import Context
 from hetero.errors import UserError
-from hetero.generation.sampling import SamplingParams
+from hetero.generation.sampling import Constraint, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -42,6 +42,7 @@ class GenerateOptions(SamplingOptions, total=False):
                  differ in their last bits from those of a fresh context
     logprobs     keep every token's log-probability, and those of this many alternatives
     echo         the prompt is part of the result's text (and of its log-probabilities)
+    constraint   which tokens an answer may go on with (`hetero.generation.sampling.Constraint`)
     speculative  tokens that are guessed ahead from the text so far; changes no answer
     """
 
@@ -53,6 +54,7 @@ class GenerateOptions(SamplingOptions, total=False):
     logprobs: int | None
     speculative: int
     echo: bool
+    constraint: Constraint | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Asked:
     logprobs: int | None
     speculative: int
     echo: bool
+    constraint: Constraint | None
     sampling: SamplingParams
 
 
@@ -74,6 +77,9 @@ def read_options(options: GenerateOptions) -> Asked:
     """Check everything that needs no model. Raises `UserError`."""
     given: dict[str, Any] = {**options}
     logprobs = given.pop("logprobs", None)
+    constraint = given.pop("constraint", None)
+    if constraint is not None and given.get("speculative"):
+        raise UserError("speculative tokens cannot be guessed under a constraint: ask for 0")
     return Asked(
         context=given.pop("context", None),
         max_tokens=check_count("max_tokens", given.pop("max_tokens", DEFAULT_MAX_TOKENS)),
@@ -83,6 +89,7 @@ def read_options(options: GenerateOptions) -> Asked:
         logprobs=None if logprobs is None else check_count("logprobs", logprobs, 0),
         speculative=check_count("speculative", given.pop("speculative", 0), 0),
         echo=bool(given.pop("echo", False)),
+        constraint=constraint,
         sampling=_sampling(given),
     )
 

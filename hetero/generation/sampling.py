@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +127,18 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Constraint(Protocol):
+    """What an answer may be, token by token (a grammar)."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Which tokens [vocab] may come next; an id that ends a text where it may end. At least
+        one.
+        """
+
+    def accept(self, token: int) -> None:
+        """This one came, and does not end the text."""
+
+
 class Sampler:
     """Draws tokens; equal seeds and logits give equal tokens."""
 
@@ -135,15 +147,21 @@ class Sampler:
         self._random = np.random.default_rng(params.seed)
 
     def choose(
-        self, logits: Logits, context: Sequence[int] = (), generated: Sequence[int] = ()
+        self,
+        logits: Logits,
+        context: Sequence[int] = (),
+        generated: Sequence[int] = (),
+        allowed: npt.NDArray[np.bool_] | None = None,
     ) -> int:
         """Next token id from logits [vocab].
 
         `context` (prompt and answer) is what repetition_penalty looks at, `generated` (the answer)
-        the other penalties. Ties go to the lowest id. Raises `ValueError` if a logit is not a
-        number, which the engine would have found before.
+        the other penalties; only tokens of `allowed` [vocab] are chosen. Ties go to the lowest id.
+        Raises `ValueError` if a logit is not a number, which the engine would have found before.
         """
         scores = self._penalised(logits, context, generated)
+        if allowed is not None:
+            scores = np.where(allowed, scores, -np.inf)
         best = int(np.argmax(scores))
         if not np.isfinite(scores[best]):
             raise ValueError("the model's logits are not finite: its weights or kernels are broken")

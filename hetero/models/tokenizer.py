@@ -159,13 +159,23 @@ class HfTokenizer(Tokenizer):
     def save(self, directory: Path) -> list[Path]:
         """Write the files that `from_directory` reads; returns them."""
         path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
-        path.write_text(self._backend.to_str(), encoding="utf-8", newline="\n")
+        path.write_text(self.to_json(), encoding="utf-8", newline="\n")
         raw: dict[str, Any] = {**self.special_tokens, "add_bos_token": self._force_bos}
         if self.chat_template is not None:
             templates = self.chat_template.templates
             raw["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
         settings.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8", newline="\n")
         return [path, settings]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, which are no text."""
+        return frozenset(self._special)
+
+    def to_json(self) -> str:
+        """The document that `tokenizer.json` is."""
+        text: str = self._backend.to_str()
+        return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with what the post-processor adds (and bos if `add_bos_token` asks).

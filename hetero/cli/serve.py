@@ -1,0 +1,114 @@
+"""`hetero serve` and `hetero serve-key`."""
+
+from __future__ import annotations
+
+import importlib.util
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hetero.cli.options import (
+    BudgetOption,
+    ContextOption,
+    DeviceOption,
+    GpuOption,
+    ModelArgument,
+    NpuOption,
+    ProfileOption,
+    WeightsOption,
+)
+from hetero.errors import UserError
+
+
+class KvBitsChoice(StrEnum):
+    """Values of --kv-bits."""
+
+    RAW = "raw"
+    EIGHT = "8"
+    FOUR = "4"
+    TWO = "2"
+    MIXED = "mixed"
+
+
+def serve_command(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option("--host", help="Address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port.")] = 8080,
+    keys: Annotated[
+        Path | None, typer.Option("--keys", help="Applications' keys (`hetero serve-key`).")
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option("--alias", help="Another name of MODEL; `*`: any.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option("--allow-host", help="A Host to answer to besides.")
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="Where contexts are kept.")
+    ] = None,
+    context_memory: Annotated[
+        str, typer.Option("--context-memory", help="For keys and values kept in memory.")
+    ] = "256MiB",
+    context_disk: Annotated[
+        str, typer.Option("--context-disk", help="For contexts on the disk.")
+    ] = "4GiB",
+    contexts_per_app: Annotated[
+        int, typer.Option("--contexts-per-app", min=1, help="Conversations that an app may have.")
+    ] = 8,
+    kv_bits: Annotated[
+        KvBitsChoice, typer.Option("--kv-bits", help="Of conversations' keys and values.")
+    ] = KvBitsChoice.EIGHT,
+    slots: Annotated[
+        int, typer.Option("--slots", min=1, max=64, help="Recent texts kept for each app.")
+    ] = 4,
+    queue: Annotated[int, typer.Option("--queue", min=1, help="Answers made or waited for.")] = 64,
+    device: DeviceOption = None,
+    gpu: GpuOption = "auto",
+    npu: NpuOption = "auto",
+    weights: WeightsOption = None,
+    profile: ProfileOption = None,
+    max_seq_len: ContextOption = None,
+    memory_budget: BudgetOption = None,
+) -> None:
+    """Serve MODEL over HTTP: OpenAI's and Anthropic's APIs, contexts that persist."""
+    if any(importlib.util.find_spec(x) is None for x in ("fastapi", "uvicorn", "llguidance")):
+        raise UserError("hetero serve needs more packages: pip install 'hetero[serve]'")
+    from hetero.serving.server import default_directory, serve
+
+    engine: dict[str, Any] = {
+        "model": model,
+        "directory": str(directory or default_directory(model)),
+        "slots": slots,
+        "context_memory": context_memory,
+        "context_disk": context_disk,
+        "contexts_per_app": contexts_per_app,
+        "kv_bits": kv_bits.value,
+        "device": None if device is None else device.value,
+        "gpu": gpu,
+        "npu": npu,
+        "profile": profile,
+        "max_seq_len": max_seq_len,
+        "memory_budget": memory_budget,
+    }
+    serve(
+        host=host,
+        port=port,
+        keys=keys,
+        hosts=allow_host or [],
+        names=alias or [],
+        queue=queue,
+        weights=None if weights is None else weights.value,
+        engine=engine,
+    )
+
+
+def serve_key_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The server's --keys.")],
+    app: Annotated[str, typer.Argument(metavar="APP", help="Whose key it is.")],
+) -> None:
+    """Make a key of APP: it is printed once, FILE gets its SHA-256 alone."""
+    from hetero.serving.keys import add_key
+
+    print(add_key(file, app))

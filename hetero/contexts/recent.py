@@ -1,0 +1,146 @@
+"""Texts of an app that nobody asked to keep: the next call that begins like one goes on from it.
+
+They are in no log and gone with the process; their keys and values are exact, and under the same
+budgets as all others. Their chunks have a root of their own: no context's, which may be kept with
+fewer bits, is ever taken for one of theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hetero.contexts.codec import RAW
+from hetero.contexts.compaction import compact
+from hetero.contexts.service import App, AppContext
+from hetero.contexts.working_set import Held, Switch
+from hetero.generation.loop import GenerationResult, Piece
+
+
+@dataclass(eq=False)
+class RecentText:
+    """One of them. `used` is the number of its last call; `switch` what that took."""
+
+    held: Held
+    used: int = 0
+    switch: Switch = field(default_factory=Switch)
+
+
+class RecentTexts:
+    """An app's last `count` texts. Used by one thread at a time."""
+
+    def __init__(self, app: App, count: int) -> None:
+        self.app = app
+        self.texts = [RecentText(Held(app.name, self._root(""))) for _ in range(count)]
+        self._saved: dict[str, Held] = {}
+        self._calls = 0
+
+    def choose(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Which text an answer to `tokens` takes the place of: the one that is continued most, if
+        most of it is; else the one that was used longest ago.
+        """
+        root = self._root(salt)
+        shares = [_shared(x.held.tokens, tokens) if x.held.root == root else 0 for x in self.texts]
+        best = max(range(len(shares)), key=lambda i: shares[i])
+        if 2 * shares[best] > len(self.texts[best].held.tokens):
+            return best
+        return min(range(len(self.texts)), key=lambda i: self.texts[i].used)
+
+    def stream(
+        self,
+        at: int,
+        tokens: Sequence[int],
+        results: list[GenerationResult],
+        salt: str = "",
+        **options: Any,
+    ) -> Iterator[Piece]:
+        """Pieces of the answer to a whole text, which text `at` becomes. Texts of another `salt`
+        are not used. With `echo` and `logprobs` nothing is: every token is computed.
+        """
+        service, text, tokens = self.app.service, self.texts[at], list(tokens)
+        whole = options.get("echo") and options.get("logprobs") is not None
+        with service._turn.taken():
+            self._calls += 1
+            root, text.used = self._root(salt), self._calls
+            with service.memory.lock:
+                table = service.memory.table
+                known = 0 if whole else table.known(self.app.name, root, tokens)
+                chunks = table.refer(self.app.name, root, tokens[:known], RAW)
+            before, text.held = text.held, Held(self.app.name, root, tokens, chunks)
+            service._working.release(before.chunks)
+            ended: list[GenerationResult] = []
+            run = partial(self._run, text, tokens, options, ended)
+            yield from service._working.answering(text.held, tokens, run)
+            service._working.leave(text.held, RAW)
+            service._working.swap_out(text.held)
+            results += ended
+
+    def erase(self, at: int) -> int:
+        """Forget a text; how many tokens it had."""
+        service = self.app.service
+        with service._turn.taken():
+            text = self.texts[at]
+            if service._working.holds(text.held.root):
+                service._working.forget()
+            service.swap.drain()
+            service._working.release(text.held.chunks)
+            compact(self.app.files, service.memory, self.app.name, everything=True)
+            count = len(text.held.tokens)
+            text.held, text.used = Held(self.app.name, self._root("")), 0
+            return count
+
+    def save(self, at: int, context: AppContext) -> None:
+        """A text becomes that of a context; its keys and values stay as long as this process."""
+        held = self.texts[at].held
+        context.become(held.tokens)
+        self.forget(context.id)
+        self._saved[context.id] = self._again(held)
+
+    def restore(self, at: int, context: AppContext) -> None:
+        """The text of a context that `save` wrote, now or in a process before, is a recent one."""
+        saved = self._saved.get(context.id)
+        if saved is None or tuple(saved.tokens) != context.tokens:
+            saved = Held(self.app.name, self._root(""), list(context.tokens))
+        again = self._again(saved)
+        self.erase(at)
+        self._calls += 1
+        self.texts[at].held, self.texts[at].used = again, self._calls
+
+    def forget(self, name: str) -> None:
+        """Keys and values of a saved text are not kept any longer."""
+        if (held := self._saved.pop(name, None)) is not None:
+            self.app.service._working.release(held.chunks)
+
+    def _again(self, held: Held) -> Held:
+        memory = self.app.service.memory
+        with memory.lock:
+            known = held.chunks[-1].stop if held.chunks else 0
+            chunks = memory.table.refer(held.app, held.root, held.tokens[:known], RAW)
+        return Held(held.app, held.root, list(held.tokens), chunks)
+
+    def _run(
+        self,
+        text: RecentText,
+        tokens: list[int],
+        options: dict[str, Any],
+        ended: list[GenerationResult],
+        switch: Switch,
+    ) -> Iterator[Piece]:
+        service, text.switch = self.app.service, switch
+        with service.llm.stream(
+            tokens, **(options | {"context": service._active, "reuse": True})
+        ) as answer:
+            yield from answer
+        ended.append(answer.result())
+
+    def _root(self, salt: str) -> bytes:
+        data = salt.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, key=self.app.root, person=b"recent", digest_size=32).digest()
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

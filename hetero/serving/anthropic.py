@@ -1,0 +1,259 @@
+"""`/v1/messages`: Anthropic's form, which coding agents speak."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from hetero.serving import answers
+from hetero.serving.answers import Choice, Wanted, add, event
+from hetero.serving.errors import ApiError
+from hetero.serving.messages import Finished, Said
+from hetero.serving.requests import Request, checked_grammar, stop_texts
+from hetero.serving.state import State
+from hetero.serving.tools import ToolUse, rendered, tool_use
+
+router = APIRouter()
+
+
+class Message(Request):
+    """One of a conversation's."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class CountRequest(Request):
+    """What is counted."""
+
+    model: str = ""
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+
+    def use(self) -> ToolUse:
+        """Tools as OpenAI has them. Raises `ApiError`."""
+        tools = [
+            {
+                "type": "function" if tool.get("type", "custom") == "custom" else tool["type"],
+                "function": {
+                    "name": tool.get("name"),
+                    "description": tool.get("description", ""),
+                    "parameters": tool.get("input_schema", {}),
+                },
+            }
+            for tool in self.tools or ()
+        ]
+        choice = self.tool_choice or {"type": "auto"}
+        kinds = {"auto": "auto", "any": "required", "none": "none"}
+        if choice.get("type") == "tool":
+            return tool_use(tools, {"name": choice.get("name")})
+        if choice.get("type") not in kinds:
+            raise ApiError(400, "tool_choice's type is auto, any, tool or none")
+        return tool_use(tools, kinds[choice["type"]])
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Messages as chat completions have them. Raises `ApiError`."""
+        found: list[dict[str, Any]] = []
+        if self.system:
+            found.append({"role": "system", "content": _text(self.system)})
+        for message in self.messages:
+            found += _plain(message)
+        return found
+
+
+class MessagesRequest(CountRequest):
+    """As Anthropic's."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
+    """The next message of a conversation."""
+    state: State = request.app.state.hetero
+    model, use = state.check_model(body.model), body.use()
+    tokens = await state.texts(rendered, state, body.plain(), use)
+    answers.check_room(state, tokens, "messages")
+    wanted = Wanted(
+        tokens=tokens,
+        options={
+            "chat": True,
+            "max_tokens": body.max_tokens,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_k": body.top_k or 0,
+            "stop": stop_texts(body.stop_sequences),
+        },
+        grammar=await checked_grammar(state, await state.texts(use.grammar)),
+    )
+    if 0 < wanted.options["temperature"] < 1e-6:
+        wanted.options["temperature"] = 0.0
+    head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+    head["model"] = model
+    if body.stream:
+        writer = _Writer(use, head, len(tokens))
+        return await answers.streamed(
+            state,
+            request,
+            wanted,
+            writer.write,
+            lambda error: event(error.body("/v1/messages"), "error"),
+        )
+    answer = await answers.gather(state, request, wanted)
+    content = _blocks(answer.choices[0], use)
+    reason, stop = _reason(answer.choices[0], answer.end, content)
+    return answers.answer_json(
+        {
+            **head,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": _usage(answer.end),
+            "hetero": answer.end.about,
+        }
+    )
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountRequest, request: HttpRequest) -> Response:
+    """How many tokens a request's prompt has."""
+    state: State = request.app.state.hetero
+    state.check_model(body.model)
+    tokens = await state.texts(rendered, state, body.plain(), body.use())
+    return answers.answer_json({"input_tokens": len(tokens)})
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    if all(x.get("type") == "text" and isinstance(x.get("text"), str) for x in content):
+        return "".join(block["text"] for block in content)
+    raise ApiError(400, "content is text here; pictures and files are not read")
+
+
+def _plain(message: Message) -> list[dict[str, Any]]:
+    """A message's blocks: text, calls of tools, and what tools gave."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    found, text, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for block in message.content:
+        kind = block.get("type")
+        if kind == "tool_result":
+            said = _text(block.get("content") or "")
+            name = str(block.get("tool_use_id", ""))
+            found.append({"role": "tool", "content": said, "tool_call_id": name})
+        elif kind == "tool_use" and isinstance(block.get("name"), str):
+            function = {"name": block["name"], "arguments": block.get("input") or {}}
+            call = {"id": str(block.get("id", "")), "type": "function", "function": function}
+            calls.append(call)
+        elif kind not in ("thinking", "redacted_thinking"):  # which nobody is told again
+            text.append(block)
+    if text or calls or not found:
+        plain: dict[str, Any] = {"role": message.role, "content": _text(text)}
+        found.append(plain | ({"tool_calls": calls} if calls else {}))
+    return found
+
+
+def _blocks(choice: Choice, use: ToolUse) -> list[dict[str, Any]]:
+    text, calls = use.read(choice.text)
+    found: list[dict[str, Any]] = []
+    if text or not calls:
+        found.append({"type": "text", "text": text})
+    for call in calls:
+        name = call.id.replace("call_", "toolu_")
+        found.append(
+            {"type": "tool_use", "id": name, "name": call.name, "input": json.loads(call.arguments)}
+        )
+    return found
+
+
+def _reason(choice: Choice, end: Finished, content: list[dict[str, Any]]) -> tuple[str, str | None]:
+    if content[-1]["type"] == "tool_use":
+        return "tool_use", None
+    if end.stops and end.stops[0]:
+        return "stop_sequence", end.stops[0]
+    return ("max_tokens" if choice.finish == "length" else "end_turn"), None
+
+
+def _usage(end: Finished) -> dict[str, int]:
+    """Tokens that were read from the cache are not among `input_tokens`."""
+    cached = end.usage["cached_tokens"]
+    return {
+        "input_tokens": end.usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": end.usage["completion_tokens"],
+    }
+
+
+class _Writer:
+    """Events of a stream."""
+
+    def __init__(self, use: ToolUse, head: dict[str, Any], prompt: int) -> None:
+        self._use, self._head, self._prompt = use, head, prompt
+        self._buffers = bool(use.functions) and not use.silent
+
+    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
+        """Server-sent events."""
+        usage = {"input_tokens": self._prompt, "output_tokens": 0}
+        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**begun, "usage": usage})
+        yield _event("ping")
+        choice = Choice()
+        if not self._buffers:
+            yield _start(0, {"type": "text", "text": ""})
+        async for said in events:
+            if isinstance(said, Finished):
+                content = _blocks(choice, self._use)
+                for line in self._rest(content):
+                    yield line
+                reason, stop = _reason(choice, said, content)
+                delta = {"stop_reason": reason, "stop_sequence": stop}
+                yield _event("message_delta", delta=delta, usage=_usage(said), hetero=said.about)
+                break
+            add(choice, said)
+            if said.text and not self._buffers:
+                yield _delta(0, {"type": "text_delta", "text": said.text})
+        yield _event("message_stop")
+
+    def _rest(self, content: list[dict[str, Any]]) -> list[bytes]:
+        if not self._buffers:
+            return [_event("content_block_stop", index=0)]
+        lines = []
+        for i, block in enumerate(content):
+            if block["type"] == "text":
+                lines.append(_start(i, {"type": "text", "text": ""}))
+                lines.append(_delta(i, {"type": "text_delta", "text": block["text"]}))
+            else:
+                lines.append(_start(i, {**block, "input": {}}))
+                said = json.dumps(block["input"])
+                lines.append(_delta(i, {"type": "input_json_delta", "partial_json": said}))
+            lines.append(_event("content_block_stop", index=i))
+        return lines
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _start(index: int, block: dict[str, Any]) -> bytes:
+    return _event("content_block_start", index=index, content_block=block)
+
+
+def _delta(index: int, delta: dict[str, Any]) -> bytes:
+    return _event("content_block_delta", index=index, delta=delta)

@@ -1,0 +1,132 @@
+"""The application: endpoints behind the guard, errors in the shape of their API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from hetero.serving import anthropic, chat, completions, conversations, responses, slots, text
+from hetero.serving.answers import GoneError
+from hetero.serving.errors import ApiError
+from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
+from hetero.serving.keys import Keys
+from hetero.serving.state import State
+
+log = logging.getLogger("hetero.serving")
+PAGE = Path(__file__).parent / "page.html"
+_ROUTERS: tuple[APIRouter, ...] = (
+    chat.router,
+    completions.router,
+    responses.router,
+    conversations.router,
+    anthropic.router,
+    slots.router,
+    text.router,
+)
+
+
+def make_app(
+    state: State, keys: Keys | None, hosts: list[str] | None, on_ready: Callable[[], None]
+) -> AsgiApp:
+    """Everything that a request passes."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await state.engine.start()
+        on_ready()
+        try:
+            yield
+        finally:
+            await state.engine.stop()
+            state.close()
+
+    app = FastAPI(
+        title="hetero", version=version("hetero"), lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.hetero = state
+    for router in _ROUTERS:
+        app.include_router(router)
+    app.add_api_route("/", _page, include_in_schema=False)
+    app.add_exception_handler(ApiError, _failed)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(GoneError, _gone)
+    app.add_exception_handler(Exception, _broken)
+    return _Counted(Guard(app, keys, hosts), state)
+
+
+class _Counted:
+    """Counts requests by path and status: a path that there is, or `other`."""
+
+    def __init__(self, inner: AsgiApp, state: State) -> None:
+        self._inner, self._state = inner, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI says."""
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+
+        async def seen(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "other")
+                self._state.metrics.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._inner(scope, receive, seen)
+
+
+async def _page() -> Response:
+    """A chat, and where contexts are. Nothing of it is loaded from elsewhere."""
+    rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    headers = {
+        "Content-Security-Policy": f"{rules}connect-src 'self'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return FileResponse(PAGE, media_type="text/html", headers=headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(
+        error.body(request.url.path), status_code=error.status, headers=error.headers
+    )
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """A body that is no JSON, or has a wrong field: the first of them, in one sentence."""
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    what = "the body is not JSON" if first["type"] == "json_invalid" else f"{where}: {first['msg']}"
+    wrong = ApiError(400, what if where else f"the request's body: {first['msg']}", param=where)
+    return await _failed(request, wrong)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: "there is no such endpoint", 405: "this endpoint has another method"}
+    wrong = ApiError(error.status_code, said.get(error.status_code, str(error.detail)))
+    response = await _failed(request, wrong)
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+async def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    log.error("a request failed", exc_info=error)
+    return await _failed(request, ApiError(500, "the server failed: see its own messages"))

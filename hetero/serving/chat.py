@@ -1,0 +1,228 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from hetero.serving import answers
+from hetero.serving.answers import Choice, Wanted, add, event, usage
+from hetero.serving.errors import ApiError
+from hetero.serving.messages import Finished, Said
+from hetero.serving.requests import (
+    MOST_CHOICES,
+    MOST_LOGPROBS,
+    Guided,
+    Penalties,
+    Request,
+    checked_grammar,
+    seconds,
+)
+from hetero.serving.state import State
+from hetero.serving.tools import ToolCall, ToolUse, plain_messages, rendered, tool_use
+
+router = APIRouter()
+
+
+class StreamOptions(Request):
+    """`stream_options`."""
+
+    include_usage: bool | None = False
+
+
+class ChatRequest(Penalties, Guided):
+    """As OpenAI's, with what vLLM and llama-server add."""
+
+    model: str = ""
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    cache_salt: str = Field("", max_length=1000)
+    id_slot: int = -1
+
+    def check(self) -> None:
+        """Raise `ApiError` for what is not done here, or does not go together."""
+        if self.functions or self.audio or (self.modalities or ["text"]) != ["text"]:
+            raise ApiError(400, "functions (use tools), audio and other modalities: not done here")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
+    """The next message of a conversation."""
+    state: State = request.app.state.hetero
+    body.check()
+    model = state.check_model(body.model)
+    use = tool_use(body.tools, body.tool_choice)
+    wanted = await _wanted(state, body, use)
+    head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": seconds(), "model": model}
+    if body.stream:
+        writer = _Writer(state, body, use, head)
+        return await answers.streamed(
+            state, request, wanted, writer.write, lambda error: event(error.body(""))
+        )
+    answer = await answers.gather(state, request, wanted)
+    choices = [
+        _choice(state, i, choice, use, logprobs=bool(body.logprobs))
+        for i, choice in enumerate(answer.choices)
+    ]
+    return answers.answer_json(
+        {
+            **head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage(answer.end),
+            "system_fingerprint": state.engine.about["plan_id"],
+            "hetero": answer.end.about,
+        }
+    )
+
+
+async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> Wanted:
+    tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
+    answers.check_room(state, tokens, "messages")
+    options = body.options() | {
+        "chat": True,
+        "max_tokens": body.max_completion_tokens or body.max_tokens or state.max_seq_len,
+    }
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    grammar = await state.texts(body.wanted_grammar)
+    if use.forced:
+        if grammar:
+            raise ApiError(400, "a call of a tool has a schema of its own: give no other")
+        grammar = await state.texts(use.grammar)
+    return Wanted(
+        tokens=tokens,
+        options=options,
+        choices=body.n or 1,
+        salt=body.cache_salt,
+        slot=state.check_slot(body.id_slot),
+        grammar=await checked_grammar(state, grammar),
+    )
+
+
+def _choice(
+    state: State, index: int, choice: Choice, use: ToolUse, *, logprobs: bool
+) -> dict[str, Any]:
+    text, calls = use.read(choice.text)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    finish = choice.finish
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = [call_json(call) for call in calls]
+        finish = "tool_calls"
+    scores = None
+    if logprobs:
+        scores = {"content": [score(state, *x) for x in choice.logprobs], "refusal": None}
+    return {"index": index, "message": message, "logprobs": scores, "finish_reason": finish}
+
+
+def call_json(call: ToolCall) -> dict[str, Any]:
+    """As chat completions show a call."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def score(state: State, token: int, found: Sequence[Any]) -> dict[str, Any]:
+    """A token's log-probability, and the alternatives'."""
+    logprob, top = found
+    return _scored(state, token, logprob) | {
+        "top_logprobs": [_scored(state, other, value) for other, value in top]
+    }
+
+
+def _scored(state: State, token: int, logprob: float) -> dict[str, Any]:
+    data = state.token_bytes.of(token)
+    return {
+        "token": data.decode("utf-8", "replace"),
+        "logprob": max(logprob, -9999.0),
+        "bytes": list(data),
+    }
+
+
+class _Writer:
+    """Chunks of a stream. The last choice ends when everything is where it is to be kept."""
+
+    def __init__(self, state: State, body: ChatRequest, use: ToolUse, head: dict[str, Any]) -> None:
+        self._state, self._body, self._use = state, body, use
+        self._head = {**head, "object": "chat.completion.chunk"}
+        options = body.stream_options
+        self._usage = bool(options is not None and options.include_usage)
+        self._buffers = bool(use.functions) and not use.silent
+
+    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
+        """Server-sent events."""
+        choices = [Choice() for _ in range(self._body.n or 1)]
+        for i in range(len(choices)):
+            yield self._chunk(i, {"role": "assistant", "content": ""})
+        async for said in events:
+            if isinstance(said, Finished):
+                yield self._last(len(choices) - 1, choices[-1], said.about)
+                if self._usage:
+                    record = self._head | {"choices": [], "usage": usage(said)}
+                    yield event(record | {"hetero": said.about})
+                break
+            choice = choices[said.choice]
+            add(choice, said)
+            if self._buffers:
+                if said.finish:
+                    for chunk in self._told(said.choice, choice):
+                        yield chunk
+            elif said.text or (said.logprob is not None and not said.end):
+                yield self._chunk(said.choice, {"content": said.text}, said)
+            if said.finish and said.choice < len(choices) - 1:
+                yield self._last(said.choice, choice)
+        yield b"data: [DONE]\n\n"
+
+    def _told(self, index: int, choice: Choice) -> list[bytes]:
+        """A choice that may be a call, known when it is whole."""
+        text, calls = self._use.read(choice.text)
+        found = [self._chunk(index, {"content": text})] if text else []
+        if calls:
+            choice.finish = "tool_calls"
+            deltas = [{"index": i, **call_json(call)} for i, call in enumerate(calls)]
+            found.append(self._chunk(index, {"tool_calls": deltas}))
+        return found
+
+    def _last(self, index: int, choice: Choice, about: dict[str, Any] | None = None) -> bytes:
+        return self._chunk(index, {}, finish=choice.finish, about=about)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        said: Said | None = None,
+        *,
+        finish: str | None = None,
+        about: dict[str, Any] | None = None,
+    ) -> bytes:
+        scores = None
+        if said is not None and said.logprob is not None:
+            scores = {"content": [score(self._state, said.token, said.logprob)], "refusal": None}
+        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
+        record = self._head | {"choices": [choice]}
+        if self._usage:
+            record["usage"] = None
+        if about is not None:
+            record["hetero"] = about
+        return event(record)

@@ -1,0 +1,235 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from hetero.serving import answers
+from hetero.serving.answers import Answer, Choice, Wanted, add, event, usage
+from hetero.serving.chat import StreamOptions
+from hetero.serving.errors import ApiError
+from hetero.serving.messages import Finished, Said
+from hetero.serving.requests import (
+    MOST_CHOICES,
+    MOST_LOGPROBS,
+    Guided,
+    Penalties,
+    Token,
+    checked_grammar,
+    seconds,
+)
+from hetero.serving.state import State
+
+router = APIRouter()
+MOST_PROMPTS = 256
+
+
+class CompletionRequest(Penalties, Guided):
+    """As OpenAI's. With `echo` and `max_tokens` 0 a text is scored alone."""
+
+    model: str = ""
+    prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
+        default="", description="A text, token ids, or several of them."
+    )
+    max_tokens: int | None = Field(16, ge=0)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    suffix: str | None = None
+    cache_salt: str = Field("", max_length=1000)
+    id_slot: int = -1
+
+    def check(self) -> None:
+        """Raise `ApiError` for what is not done here, or does not go together."""
+        if self.suffix or (self.best_of or 1) > (self.n or 1):
+            raise ApiError(400, "suffix, and best_of above n, are not done here")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens 0 is for echo: true", param="max_tokens")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise ApiError(400, "echo with logprobs is not streamed: leave stream out")
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        if not 1 <= len(given) <= MOST_PROMPTS:
+            raise ApiError(400, f"prompt is 1 to {MOST_PROMPTS} prompts", param="prompt")
+        return list(given)  # type: ignore[arg-type]
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
+    """What comes after a text."""
+    state: State = request.app.state.hetero
+    body.check()
+    model = state.check_model(body.model)
+    prompts = body.prompts()
+    if body.stream and len(prompts) > 1:
+        raise ApiError(400, "one prompt is streamed at a time", param="prompt")
+    wanted = [await _wanted(state, body, prompt) for prompt in prompts]
+    head = {
+        "id": f"cmpl-{secrets.token_hex(16)}",
+        "object": "text_completion",
+        "created": seconds(),
+        "model": model,
+    }
+    if body.stream:
+        writer = _Writer(state, body, wanted[0], head)
+        return await answers.streamed(
+            state, request, wanted[0], writer.write, lambda error: event(error.body(""))
+        )
+    found, choices = [], list[dict[str, Any]]()
+    for each in wanted:
+        answer = await answers.gather(state, request, each)
+        for choice in answer.choices:
+            choices.append(_choice(state, body, each, answer, choice) | {"index": len(choices)})
+        found.append(answer.end)
+    if body.max_tokens == 0:
+        for end in found:
+            end.usage["completion_tokens"] = 0
+    return answers.answer_json(
+        {**head, "choices": choices, "usage": _sum(found), "hetero": found[0].about}
+    )
+
+
+def _sum(ends: Sequence[Finished]) -> dict[str, Any]:
+    total = {key: sum(end.usage[key] for end in ends) for key in ends[0].usage}
+    return usage(Finished(id=0, usage=total, about={}))
+
+
+async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]) -> Wanted:
+    tokens = prompt
+    if isinstance(tokens, str):
+        tokens = await state.texts(state.model.encode, tokens) if tokens else []
+    answers.check_room(state, tokens)
+    options = body.options() | {
+        "max_tokens": max(16 if body.max_tokens is None else body.max_tokens, 1)
+    }
+    if body.logprobs is not None:
+        options["logprobs"] = body.logprobs
+        options["echo"] = bool(body.echo)
+    return Wanted(
+        tokens=list(tokens),
+        options=options,
+        choices=body.n or 1,
+        salt=body.cache_salt,
+        slot=state.check_slot(body.id_slot),
+        grammar=await checked_grammar(state, await state.texts(body.wanted_grammar)),
+    )
+
+
+def _choice(
+    state: State, body: CompletionRequest, wanted: Wanted, answer: Answer, choice: Choice
+) -> dict[str, Any]:
+    scored_only = body.max_tokens == 0
+    text = "" if scored_only else choice.text
+    scores: list[tuple[int, Any]] = [] if scored_only else list(choice.logprobs)
+    if body.echo:
+        text = _echoed(state, wanted) + text
+        first = [(wanted.tokens[0], None)]
+        scores = [*first, *((x[0], x[1:]) for x in answer.end.prompt_logprobs), *scores]
+    return {
+        "text": text,
+        "logprobs": None if body.logprobs is None else _logprobs(state, scores, body.logprobs),
+        "finish_reason": "length" if scored_only else choice.finish,
+    }
+
+
+def _echoed(state: State, wanted: Wanted) -> str:
+    return state.model.tokenizer.decode(wanted.tokens)
+
+
+def _logprobs(state: State, scores: Sequence[tuple[int, Any]], most: int) -> dict[str, Any]:
+    """As the older API shows them: four lists. The first token of a text has no probability."""
+    tokens, values = list[str](), list[float | None]()
+    tops, offsets, at = list[dict[str, float] | None](), list[int](), 0
+    for token, found in scores:
+        text = state.token_text(token)
+        tokens.append(text)
+        offsets.append(at)
+        at += 0 if token in state.token_bytes.special else len(text)  # which no text has
+        if found is None:
+            values.append(None)
+            tops.append(None)
+            continue
+        logprob, top = found
+        values.append(max(logprob, -9999.0))
+        named = {text: max(logprob, -9999.0)} if most else {}
+        for other, value in top:
+            named.setdefault(state.token_text(other), max(value, -9999.0))
+        tops.append(named)
+    return {
+        "tokens": tokens,
+        "token_logprobs": values,
+        "top_logprobs": tops if most else None,
+        "text_offset": offsets,
+    }
+
+
+class _Writer:
+    """Chunks of a stream."""
+
+    def __init__(
+        self, state: State, body: CompletionRequest, wanted: Wanted, head: dict[str, Any]
+    ) -> None:
+        self._state, self._body, self._wanted, self._head = state, body, wanted, head
+        options = body.stream_options
+        self._usage = bool(options is not None and options.include_usage)
+
+    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
+        """Server-sent events."""
+        choices = [Choice() for _ in range(self._body.n or 1)]
+        if self._body.echo:
+            for i in range(len(choices)):
+                yield self._chunk(i, _echoed(self._state, self._wanted))
+        async for said in events:
+            if isinstance(said, Finished):
+                finish = "length" if self._body.max_tokens == 0 else choices[-1].finish
+                yield self._chunk(len(choices) - 1, "", finish=finish, about=said.about)
+                if self._usage:
+                    yield event(
+                        self._head | {"choices": [], "usage": usage(said), "hetero": said.about}
+                    )
+                break
+            add(choices[said.choice], said)
+            if self._body.max_tokens == 0:
+                continue
+            if said.text or (said.logprob is not None and not said.end):
+                yield self._chunk(said.choice, said.text, said)
+            if said.finish and said.choice < len(choices) - 1:
+                yield self._chunk(said.choice, "", finish=choices[said.choice].finish)
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        said: Said | None = None,
+        *,
+        finish: str | None = None,
+        about: dict[str, Any] | None = None,
+    ) -> bytes:
+        scores = None
+        if said is not None and said.logprob is not None:
+            most = self._body.logprobs or 0
+            scores = _logprobs(self._state, [(said.token, said.logprob)], most)
+        choice = {"index": index, "text": text, "logprobs": scores, "finish_reason": finish}
+        record: dict[str, Any] = self._head | {"choices": [choice]}
+        if self._usage:
+            record["usage"] = None
+        if about is not None:
+            record["hetero"] = about
+        return event(record)

@@ -1,0 +1,154 @@
+"""What can be asked of the engine beside answers: who is where, and contexts that are to go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Final, Protocol
+
+from hetero.contexts.recent import RecentTexts
+from hetero.contexts.service import App, Service
+from hetero.errors import UserError
+from hetero.serving.messages import Ask, Control
+from hetero.serving.turns import Turns
+
+
+class MissingError(UserError):
+    """There is no such thing, or it is somebody else's."""
+
+
+class Owner(Protocol):
+    """What actions work on (`hetero.serving.engine.Engine`)."""
+
+    service: Service
+    turns: Turns[Ask]
+    running: Ask | None
+    slots: int
+
+    def recent_of(self, app: App) -> RecentTexts:
+        """An app's recent texts."""
+
+
+def about(engine: Owner) -> dict[str, Any]:
+    """The model and the devices, for `Ready`."""
+    llm = engine.service.llm
+    return {
+        "max_seq_len": llm.max_seq_len,
+        "device": llm.devices.mode,
+        "gpu": llm.devices.name("gpu"),
+        "npu": llm.devices.name("npu"),
+        "plan_id": llm.plan.plan_id,
+        "notes": list(llm.choice.notes),
+        "choice": llm.choice.reason,
+        "context_memory": engine.service.memory.budget.limit,
+        "context_disk": engine.service.disk.limit,
+        "contexts_per_app": engine.service.contexts_per_app,
+    }
+
+
+def status(engine: Owner, control: Control) -> dict[str, Any]:
+    """An app's contexts and recent texts."""
+    service = engine.service
+    app, running = service.bound(control.app), engine.running
+    mine = running is not None and running.app == control.app
+    contexts: list[dict[str, Any]] = []
+    slots: list[dict[str, Any]] = []
+    if app is not None:
+        for context in app.contexts():
+            switch = context.last_switch
+            contexts.append(
+                {
+                    "id": context.id,
+                    "tokens": len(context),
+                    "chunks": context.where(),
+                    "bytes": context.nbytes(),
+                    "last_switch": None if switch is None else asdict(switch),
+                    "running": mine and running is not None and running.context == context.id,
+                }
+            )
+        for i, text in enumerate(engine.recent_of(app).texts):
+            slots.append(
+                {
+                    "id": i,
+                    "tokens": len(text.held.tokens),
+                    "chunks": service.memory.histogram(text.held.chunks),
+                    "bytes": service.memory.nbytes(text.held.chunks),
+                    "used": text.used,
+                }
+            )
+    return {
+        "contexts": contexts,
+        "slots": slots,
+        "running": mine,
+        "devices": {kind: asdict(usage) for kind, usage in service.work.devices.items()},
+    }
+
+
+def totals(engine: Owner, control: Control) -> dict[str, Any]:  # noqa: ARG001
+    """Of all apps together, none of them told apart."""
+    service, chunks = engine.service, Counter[tuple[str, str]]()
+    with service.memory.lock:
+        for chunk in service.memory.table:
+            if chunk.codes is not None:
+                chunks["memory", str(chunk.codes.bits)] += chunk.codes.nbytes
+    return {
+        "memory": {"used": service.memory.budget.used, "limit": service.memory.budget.limit},
+        "disk": {"used": service.disk.used, "limit": service.disk.limit},
+        "evictions": dict(service.memory.evictions),
+        "chunks": [[*key, nbytes] for key, nbytes in chunks.items()],
+        "devices": {kind: asdict(usage) for kind, usage in service.work.devices.items()},
+    }
+
+
+def delete_context(engine: Owner, control: Control) -> dict[str, Any]:
+    """A context's text, keys and values are gone from the disk when this returns."""
+    app = engine.service.bind(control.app)
+    context = app.context(control.arguments["context"])
+    if context is not None:
+        engine.recent_of(app).forget(context.id)
+        context.delete()
+    return {"deleted": context is not None}
+
+
+def erase_slot(engine: Owner, control: Control) -> dict[str, Any]:
+    """A recent text is forgotten."""
+    recent = engine.recent_of(engine.service.bind(control.app))
+    return {"tokens": recent.erase(control.arguments["slot"])}
+
+
+def save_slot(engine: Owner, control: Control) -> dict[str, Any]:
+    """A recent text becomes that of a context that persists."""
+    app = engine.service.bind(control.app)
+    held = engine.recent_of(app).texts[control.arguments["slot"]].held
+    if not held.tokens:
+        raise UserError("this slot is empty: there is nothing to save")
+    name = control.arguments["context"]
+    context = app.context(name) or app.new_context(chat=False, name=name)
+    engine.recent_of(app).save(control.arguments["slot"], context)
+    return {"tokens": len(context), "bytes": engine.service.memory.nbytes(held.chunks)}
+
+
+def restore_slot(engine: Owner, control: Control) -> dict[str, Any]:
+    """The text of a context that persists becomes a recent one."""
+    app = engine.service.bind(control.app)
+    context = app.context(control.arguments["context"])
+    if context is None:
+        raise MissingError("there is no such saved slot")
+    recent = engine.recent_of(app)
+    at = control.arguments["slot"]
+    recent.restore(at, context)
+    nbytes = engine.service.memory.nbytes(recent.texts[at].held.chunks)
+    return {"tokens": len(context), "bytes": nbytes}
+
+
+Action = Callable[[Owner, Control], dict[str, Any]]
+ACTIONS: Final[dict[str, Action]] = {
+    "status": status,
+    "totals": totals,
+    "delete_context": delete_context,
+    "erase_slot": erase_slot,
+    "save_slot": save_slot,
+    "restore_slot": restore_slot,
+}
+AT_ONCE: Final = frozenset({"status", "totals"})  # while an answer is made

@@ -1,0 +1,285 @@
+"""The engine process: owns model, contexts and the thread that the devices are driven from.
+
+Lines come in on standard input and go out on standard output (`hetero.serving.messages`). It ends
+with `Stop`, or with the end of its input: whoever started it is gone. A reader thread waits for
+lines; everything else is this one thread, which looks for news between two tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.contexts.recent import RecentTexts
+from hetero.contexts.service import App, Service
+from hetero.contexts.working_set import Switch
+from hetero.errors import UserError
+from hetero.generation.loop import DeviceShare, GenerationResult
+from hetero.generation.sampling import TokenLogprob
+from hetero.serving import controls
+from hetero.serving.grammars import GrammarConstraint, TokenBytes
+from hetero.serving.messages import (
+    Ask,
+    Cancel,
+    Control,
+    Finished,
+    FromEngine,
+    Ready,
+    Refused,
+    Replied,
+    Said,
+    decode,
+    encode,
+)
+from hetero.serving.turns import Turns
+
+log = logging.getLogger("hetero.serving")
+Send = Callable[[FromEngine], None]
+
+
+class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
+    """`Stop` came while an answer was made."""
+
+
+@dataclass
+class Engine:
+    """Takes messages from `incoming` until `Stop` or None, and answers by `send`."""
+
+    service: Service
+    incoming: queue.SimpleQueue[Any]
+    send: Send
+    slots: int = 4
+    turns: Turns[Ask] = field(default_factory=Turns)
+    recent: dict[str, RecentTexts] = field(default_factory=dict)
+    running: Ask | None = None
+
+    def __post_init__(self) -> None:
+        self._controls: deque[Control] = deque()
+        self._cancelled = False
+        model = self.service.llm.model
+        self._eos = frozenset(model.eos_ids)
+        self._bytes: TokenBytes | None = None
+
+    def run(self) -> None:
+        """The loop: what has come, what can be done at once, one answer."""
+        try:
+            while True:
+                self._read(wait=not len(self.turns) and not self._controls)
+                while self._controls:
+                    self._reply(self._controls.popleft())
+                if (ask := self.turns.next()) is not None:
+                    self._answer(ask)
+        except Stopped:
+            return
+
+    def _read(self, *, wait: bool) -> None:
+        """Take what has come; with `wait` at least one message."""
+        while True:
+            try:
+                message = self.incoming.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(message, Ask):
+                self.turns.add(message.app, message)
+            elif isinstance(message, Cancel):
+                self._cancel(message.id)
+            elif isinstance(message, Control) and message.action in controls.AT_ONCE:
+                self._reply(message)
+            elif isinstance(message, Control):
+                self._controls.append(message)
+            else:
+                raise Stopped
+
+    def _cancel(self, number: int) -> None:
+        if self.running is not None and self.running.id == number:
+            self._cancelled = True
+        self.turns.remove(lambda ask: ask.id == number)
+
+    # --- an answer --------------------------------------------------------------------------
+
+    def _answer(self, ask: Ask) -> None:
+        self.running, self._cancelled = ask, False
+        try:
+            for message in self._messages(ask):
+                self.send(message)
+                self._read(wait=False)
+                if self._cancelled:
+                    break
+        except UserError as error:
+            self.send(_refused(ask.id, error))
+        except DeviceLostError:
+            raise
+        except (DeviceError, ValueError, MemoryError) as error:
+            log.exception("an answer failed")
+            self.send(Refused(id=ask.id, kind="engine", message=str(error)))
+        finally:
+            self.running = None
+
+    def _messages(self, ask: Ask) -> Iterator[FromEngine]:
+        app = self.service.bind(ask.app)
+        results: list[GenerationResult] = []
+        first, said = Switch(), list[str]()
+        for choice in range(ask.choices):
+            pieces, switch, where = self._begun(ask, app, choice, results)
+            with closing(pieces):
+                for piece in pieces:
+                    end = piece.token in self._eos and piece.finish_reason is not None
+                    yield Said(
+                        id=ask.id,
+                        choice=choice,
+                        text=piece.text,
+                        token=piece.token,
+                        end=end,
+                        logprob=None if end else _logprob(piece.logprob),
+                        finish=piece.finish_reason or "",
+                    )
+            if choice == 0:
+                first, said = switch(), where()
+        yield self._finished(ask, results, first, said)
+
+    def _begun(
+        self, ask: Ask, app: App, choice: int, results: list[GenerationResult]
+    ) -> tuple[Any, Callable[[], Switch], Callable[[], Any]]:
+        """Pieces of a choice; how to learn what its switch took, and where its chunks are."""
+        options = self._options(ask, choice)
+        histogram = self.service.memory.histogram
+        if ask.context:
+            name = ask.context
+            context = app.context(name) or app.new_context(chat=False, name=name)
+            pieces = context.stream_text(ask.tokens, results, **options)
+            return pieces, lambda: context.last_switch or Switch(), context.where
+        recent = self.recent_of(app)
+        at = ask.slot if ask.slot >= 0 else recent.choose(ask.tokens, ask.salt)
+        text = recent.texts[at]
+        pieces = recent.stream(at, ask.tokens, results, ask.salt, **options)
+        return pieces, lambda: text.switch, lambda: histogram(text.held.chunks)
+
+    def _options(self, ask: Ask, choice: int) -> dict[str, Any]:
+        options = dict(ask.options)
+        if (seed := options.get("seed")) is not None:
+            options["seed"] = seed + choice
+        if bias := options.pop("logit_bias", None):
+            options["logit_bias"] = {int(token): value for token, value in bias.items()}
+        if ask.grammar:
+            if self._bytes is None:
+                self._bytes = TokenBytes(self.service.llm.model)
+            vocabulary = self.service.llm.model.config.vocab_size
+            options["constraint"] = GrammarConstraint(self._bytes, ask.grammar, vocabulary)
+        return options
+
+    def _finished(
+        self, ask: Ask, results: list[GenerationResult], switch: Switch, where: Any
+    ) -> Finished:
+        stats = results[0].stats
+        apart = switch.recomputed_tokens - switch.riding_tokens
+        usage = {
+            "prompt_tokens": len(ask.tokens),
+            "completion_tokens": sum(len(result.tokens) for result in results),
+            "cached_tokens": max(stats.reused_tokens - apart, 0),
+        }
+        about: dict[str, Any] = {
+            "switch_s": switch.switch_s,
+            "loaded_bytes": switch.loaded_bytes,
+            "recomputed_tokens": switch.recomputed_tokens,
+            "bits": where,
+            "placement": {
+                kind: {"ops": share.ops, "busy_s": share.busy_s}
+                if isinstance(share, DeviceShare)
+                else share
+                for kind, share in stats.placement.items()
+            },
+            "ttft_s": stats.ttft_s,
+            "prefill_tokens_per_s": stats.prefill_tokens_per_s,
+            "decode_tokens_per_s": stats.decode_tokens_per_s,
+        }
+        scores = [[x.token, *(_logprob(x) or ())] for x in results[0].prompt_logprobs]
+        return Finished(
+            id=ask.id,
+            usage=usage,
+            about=about,
+            prompt_logprobs=scores,
+            tokens=list(results[0].tokens),
+            stops=[result.stop for result in results],
+        )
+
+    def recent_of(self, app: App) -> RecentTexts:
+        """An app's recent texts."""
+        if app.name not in self.recent:
+            self.recent[app.name] = RecentTexts(app, self.slots)
+        return self.recent[app.name]
+
+    def _reply(self, control: Control) -> None:
+        try:
+            value = controls.ACTIONS[control.action](self, control)
+        except controls.MissingError as error:
+            self.send(Refused(id=control.id, kind="missing", message=str(error)))
+        except UserError as error:
+            self.send(_refused(control.id, error))
+        else:
+            self.send(Replied(id=control.id, value=value))
+
+
+def _refused(number: int, error: UserError) -> Refused:
+    full = any(word in str(error) for word in ("contexts_per_app", "context_disk"))
+    return Refused(id=number, kind="full" if full else "user", message=str(error))
+
+
+def _logprob(found: TokenLogprob | None) -> list[Any] | None:
+    return None if found is None else [found.logprob, [list(pair) for pair in found.top]]
+
+
+def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
+    """The reader thread: messages until the input ends. Reads the descriptor itself: a buffered
+    file that a thread waits in cannot be closed when the process ends.
+    """
+    rest = b""
+    while data := os.read(source, 1 << 20):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            incoming.put(decode(line))
+    incoming.put(None)
+
+
+def main() -> None:
+    """`python -P -m hetero.serving.engine OPTIONS`, by `hetero serve` alone. Ctrl-C of the terminal
+    is for that one, which then says `Stop`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints is no message
+    logging.basicConfig(level=logging.WARNING, format="hetero: engine: %(message)s")
+
+    def send(message: FromEngine) -> None:
+        answers.write(encode(message))
+
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    slots = options.pop("slots")
+    incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    reader = threading.Thread(target=_lines, args=(0, incoming), daemon=True)
+    reader.start()
+    try:
+        with Service(options.pop("model"), **options) as service:
+            engine = Engine(service, incoming, send, slots)
+            send(Ready(about=controls.about(engine)))
+            engine.run()
+    except (UserError, DeviceError, OSError, MemoryError) as error:
+        send(Refused(id=-1, kind="engine", message=str(error)))
+        raise SystemExit(1) from None
+    except BrokenPipeError:
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Metrics for Prometheus. No app, prompt or id is a label; all add up over servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from hetero.serving.messages import Finished
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "hetero_requests", "Requests by path's template and status.", ["path", "status"],
+            registry=registry,
+        )  # fmt: skip
+        self.ttft = Histogram(
+            "hetero_ttft_seconds", "From the start of a call to its first token.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.switch = Histogram(
+            "hetero_context_switch_seconds", "Of getting a context in place.", ["cause"],
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.tokens = Counter("hetero_tokens", "Tokens by kind.", ["kind"], registry=registry)
+        self.swap = Counter(
+            "hetero_swap_bytes", "Bytes of keys and values.", ["direction"], registry=registry
+        )
+        self.recomputed = Counter(
+            "hetero_recomputed_tokens", "Tokens computed again.", registry=registry
+        )
+        self.queue = Gauge("hetero_queue_length", "Answers made or waited for.", registry=registry)
+        self.budget = Gauge(
+            "hetero_budget_bytes", "Budgets of contexts.", ["of", "kind"], registry=registry
+        )
+        self.chunks = Gauge(
+            "hetero_context_bytes", "Chunks' bytes.", ["where", "bits"], registry=registry
+        )
+        self.evictions = Gauge(
+            "hetero_evictions", "Chunks that left the memory.", ["reason"], registry=registry
+        )
+        self.busy = Gauge("hetero_device_busy_seconds", "So far.", ["device"], registry=registry)
+        for kind in ("prompt", "cached", "completion"):
+            self.tokens.labels(kind)
+
+    def answered(self, end: Finished) -> None:
+        """An answer is complete."""
+        for kind in ("prompt", "cached", "completion"):
+            self.tokens.labels(kind).inc(end.usage[f"{kind}_tokens"])
+        self.ttft.observe(end.about["ttft_s"])
+        cause = "load" if end.about["loaded_bytes"] else "compute"
+        if not end.about["recomputed_tokens"] and cause == "compute":
+            cause = "none"
+        self.switch.labels(cause).observe(end.about["switch_s"])
+        self.swap.labels("in").inc(end.about["loaded_bytes"])
+        self.recomputed.inc(end.about["recomputed_tokens"])
+
+    def text(self, totals: dict[str, Any], waiting: int) -> bytes:
+        """The page, with what the engine says now."""
+        self.queue.set(waiting)
+        for of in ("memory", "disk"):
+            for kind, value in totals[of].items():
+                self.budget.labels(of, kind).set(value)
+        self.chunks.clear()
+        for where, bits, nbytes in totals["chunks"]:
+            self.chunks.labels(where, bits).set(nbytes)
+        for reason, count in totals["evictions"].items():
+            self.evictions.labels(reason).set(count)
+        for device, use in totals["devices"].items():
+            self.busy.labels(device).set(use["busy_s"])
+        return generate_latest(self.registry)

@@ -1,0 +1,277 @@
+"""What clients were told is kept: responses, conversations and their items, saved slots. SQLite.
+
+Every method is one transaction, on the disk when it returns; what is deleted is overwritten. Each
+row has its app, and no query is without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hetero.errors import UserError
+from hetero.serving.errors import ApiError
+
+VERSION: Final = 1
+BYTES_PER_APP: Final = 256 << 20
+_SCHEMA: Final = """
+create table responses (id text primary key, app text not null, conversation text,
+    previous text, body text not null, input text not null, tokens text not null);
+create table conversations (id text primary key, app text not null, created integer not null,
+    metadata text not null, tokens text not null);
+create table items (position integer primary key autoincrement, id text not null unique,
+    app text not null, conversation text not null, body text not null);
+create table slots (app text not null, name text not null, context text not null,
+    primary key (app, name));
+create index items_of on items (conversation, position);
+create index responses_of on responses (app);
+create index conversations_of on conversations (app);
+"""
+Item = dict[str, Any]
+
+
+@dataclass
+class StoredResponse:
+    """`input` are the items that it answers, `tokens` the whole text up to its end (empty where
+    that is not known).
+    """
+
+    body: dict[str, Any]
+    input: list[Item]
+    previous: str | None = None
+    conversation: str | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+class Records:
+    """An open database. Any one thread at a time. Raises `UserError` if it cannot be used."""
+
+    def __init__(self, path: Path, bytes_per_app: int = BYTES_PER_APP) -> None:
+        self._most = bytes_per_app
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            for pragma in ("journal_mode=truncate", "synchronous=extra", "secure_delete=on"):
+                self._db.execute(f"pragma {pragma}")
+            (version,) = self._db.execute("pragma user_version").fetchone()
+            if version == 0:
+                self._db.executescript(f"begin; {_SCHEMA} pragma user_version={VERSION}; commit;")
+            elif version != VERSION:
+                raise UserError(
+                    f"{path}: was written by another version of hetero: choose another directory"
+                )
+        except (sqlite3.Error, OSError) as error:
+            raise UserError(
+                f"{path}: responses cannot be kept here ({error}): restore it, or choose another "
+                "directory"
+            ) from error
+
+    def close(self) -> None:
+        """No more of this."""
+        self._db.close()
+
+    # --- responses --------------------------------------------------------------------------
+
+    def keep_response(
+        self,
+        app: str,
+        stored: StoredResponse,
+        items: Sequence[Item] = (),
+    ) -> None:
+        """A response; of a conversation, with the items that it adds to it. Raises `ApiError` where
+        the app has no room.
+        """
+        row = (
+            stored.body["id"],
+            app,
+            stored.conversation,
+            stored.previous,
+            *map(json.dumps, (stored.body, stored.input, stored.tokens)),
+        )
+        with self._change() as db:
+            self._check_room(app, sum(len(x) for x in row if x) + sum(map(_length, items)))
+            db.execute("insert into responses values (?,?,?,?,?,?,?)", row)
+            if stored.conversation is not None:
+                done = db.execute(
+                    "update conversations set tokens=? where id=? and app=?",
+                    (row[-1], stored.conversation, app),
+                )
+                if done.rowcount:
+                    self._insert(app, stored.conversation, items)
+
+    def response(self, app: str, name: str) -> StoredResponse | None:
+        """One of an app's."""
+        row = self._db.execute(
+            "select body, input, previous, conversation, tokens from responses"
+            " where id=? and app=?",
+            (name, app),
+        ).fetchone()
+        if row is None:
+            return None
+        return StoredResponse(
+            json.loads(row[0]), json.loads(row[1]), row[2], row[3], json.loads(row[4])
+        )
+
+    def delete_response(self, app: str, name: str) -> bool:
+        """Gone; whether it was there. What follows it keeps what it was told of it."""
+        with self._change() as db:
+            done = db.execute("delete from responses where id=? and app=?", (name, app))
+            return done.rowcount > 0
+
+    # --- conversations ----------------------------------------------------------------------
+
+    def new_conversation(
+        self, app: str, name: str, metadata: dict[str, str], items: Sequence[Item], most: int
+    ) -> int:
+        """Another one, of at most `most`; when it was made, in seconds since 1970."""
+        created = int(time.time())
+        with self._change() as db:
+            (count,) = db.execute(
+                "select count(*) from conversations where app=?", (app,)
+            ).fetchone()
+            if count >= most:
+                raise ApiError(
+                    429,
+                    f"this app has {count} conversations, which is all that --contexts-per-app "
+                    "allows: delete one",
+                    code="too_many_conversations",
+                )
+            self._check_room(app, len(json.dumps(metadata)) + sum(map(_length, items)))
+            db.execute(
+                "insert into conversations values (?,?,?,?,'[]')",
+                (name, app, created, json.dumps(metadata)),
+            )
+            self._insert(app, name, items)
+        return created
+
+    def conversation(self, app: str, name: str) -> tuple[int, dict[str, str], list[int]] | None:
+        """When it was made, its metadata, and the tokens of its text as far as they are known."""
+        row = self._db.execute(
+            "select created, metadata, tokens from conversations where id=? and app=?", (name, app)
+        ).fetchone()
+        return None if row is None else (row[0], json.loads(row[1]), json.loads(row[2]))
+
+    def conversations(self, app: str) -> list[str]:
+        """Ids of an app's, the oldest first."""
+        rows = self._db.execute(
+            "select id from conversations where app=? order by created, id", (app,)
+        )
+        return [name for (name,) in rows]
+
+    def set_metadata(self, app: str, name: str, metadata: dict[str, str]) -> bool:
+        """Whether it was there."""
+        with self._change() as db:
+            done = db.execute(
+                "update conversations set metadata=? where id=? and app=?",
+                (json.dumps(metadata), name, app),
+            )
+            return done.rowcount > 0
+
+    def delete_conversation(self, app: str, name: str) -> bool:
+        """Gone with its items and its responses; whether it was there."""
+        with self._change() as db:
+            done = db.execute("delete from conversations where id=? and app=?", (name, app))
+            db.execute("delete from items where conversation=? and app=?", (name, app))
+            db.execute("delete from responses where conversation=? and app=?", (name, app))
+            return done.rowcount > 0
+
+    def items(self, app: str, conversation: str) -> list[Item]:
+        """All of a conversation's, in order."""
+        rows = self._db.execute(
+            "select body from items where conversation=? and app=? order by position",
+            (conversation, app),
+        )
+        return [json.loads(body) for (body,) in rows]
+
+    def add_items(self, app: str, conversation: str, items: Sequence[Item]) -> bool:
+        """Behind the others; whether the conversation was there."""
+        with self._change() as db:
+            there = db.execute(
+                "select 1 from conversations where id=? and app=?", (conversation, app)
+            ).fetchone()
+            if there is None:
+                return False
+            self._check_room(app, sum(map(_length, items)))
+            self._insert(app, conversation, items)
+            return True
+
+    def delete_item(self, app: str, conversation: str, name: str) -> bool:
+        """Gone; whether it was there. The tokens of the text are no longer known."""
+        with self._change() as db:
+            done = db.execute(
+                "delete from items where id=? and conversation=? and app=?",
+                (name, conversation, app),
+            )
+            if done.rowcount:
+                db.execute(
+                    "update conversations set tokens='[]' where id=? and app=?",
+                    (conversation, app),
+                )
+            return done.rowcount > 0
+
+    # --- slots ------------------------------------------------------------------------------
+
+    def keep_slot(self, app: str, name: str, context: str) -> None:
+        """A saved slot's name."""
+        with self._change() as db:
+            self._check_room(app, len(name))
+            db.execute("insert or replace into slots values (?,?,?)", (app, name, context))
+
+    def slot(self, app: str, name: str) -> str | None:
+        """The context that a slot was saved to."""
+        row = self._db.execute(
+            "select context from slots where app=? and name=?", (app, name)
+        ).fetchone()
+        return None if row is None else str(row[0])
+
+    # --- inside -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("begin immediate")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("rollback")
+                raise
+            try:
+                self._db.execute("commit")
+            except sqlite3.Error as error:
+                self._db.execute("rollback")
+                raise ApiError(507, "the disk cannot keep this: make room") from error
+
+    def _insert(self, app: str, conversation: str, items: Sequence[Item]) -> None:
+        self._db.executemany(
+            "insert into items (id, app, conversation, body) values (?,?,?,?)",
+            [(item["id"], app, conversation, json.dumps(item)) for item in items],
+        )
+
+    def _check_room(self, app: str, more: int) -> None:
+        (used,) = self._db.execute(
+            "select (select ifnull(sum(length(body) + length(input) + length(tokens)), 0)"
+            " from responses where app=?1) + (select ifnull(sum(length(body)), 0) from items"
+            " where app=?1)",
+            (app,),
+        ).fetchone()
+        if used + more > self._most:
+            raise ApiError(
+                507,
+                f"this app's responses and conversations have {used} of {self._most} bytes: delete "
+                "some, or ask with `store: false`",
+                code="storage_full",
+            )
+
+
+def _length(item: Item) -> int:
+    return len(json.dumps(item))

@@ -1,0 +1,151 @@
+"""What requests have in common: sampling, grammars, stop texts."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hetero.serving.errors import ApiError
+from hetero.serving.grammars import (
+    choice_grammar,
+    gbnf_grammar,
+    json_grammar,
+    regex_grammar,
+)
+from hetero.serving.state import State
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+MOST_CHOICES = 16
+MOST_LOGPROBS = 20
+
+
+class Request(BaseModel):
+    """Fields that are not known are left alone, as other servers do."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class Sampling(Request):
+    """How tokens are chosen. `top_k`, `min_p`, `repetition_penalty`: as vLLM and llama-server."""
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+
+    def options(self) -> dict[str, Any]:
+        """Those of `LLM.stream`. What is not given is as OpenAI's documentation says."""
+        found: dict[str, Any] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": max(self.top_k or 0, 0),
+            "min_p": self.min_p or 0.0,
+        }
+        if 0 < found["temperature"] < 1e-6:  # as good as greedy, and its inverse stays finite
+            found["temperature"] = 0.0
+        if self.seed is not None:
+            found["seed"] = self.seed % 2**64
+        return found
+
+
+class Penalties(Sampling):
+    """What the completions of OpenAI's API have besides."""
+
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: str | list[str] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """As of `Sampling`."""
+        found = super().options()
+        for name in ("frequency_penalty", "presence_penalty"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        if self.repetition_penalty is not None:
+            found["repetition_penalty"] = self.repetition_penalty
+        if self.logit_bias:
+            if not all(token.isascii() and token.isdigit() for token in self.logit_bias):
+                raise ApiError(400, "logit_bias maps token ids to numbers", param="logit_bias")
+            found["logit_bias"] = self.logit_bias
+        found["stop"] = stop_texts(self.stop)
+        return found
+
+
+class JsonSchema(Request):
+    """The `json_schema` of a format."""
+
+    name: str = "answer"
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Request):
+    """`response_format` of chat completions."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    json_schema_: dict[str, Any] | None = Field(None, alias="schema")  # as llama-server has it
+
+
+class Guided(Request):
+    """Grammars as OpenAI, vLLM (`guided_…`) and llama-server (`grammar`, `json_schema`) name them;
+    one of them.
+    """
+
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+
+    def wanted_grammar(self) -> str:
+        """llguidance's grammar; empty: none. Raises `UserError`, `ApiError`."""
+        found = [grammar for grammar in self._grammars() if grammar]
+        if len(found) > 1:
+            raise ApiError(400, "an answer can obey one grammar or schema: give one of them")
+        return found[0] if found else ""
+
+    def _grammars(self) -> list[str]:
+        schemas = [x for x in (self.guided_json, self.json_schema) if x is not None]
+        found = [json_grammar(schema) for schema in schemas]
+        form = self.response_format
+        if form is not None and form.type != "text":
+            inner = form.json_schema.json_schema if form.json_schema else form.json_schema_
+            if form.type == "json_schema" and inner is None:
+                raise ApiError(
+                    400, "a json_schema needs its `schema`", param="response_format.json_schema"
+                )
+            found.append(json_grammar(True if inner is None else inner))
+        if self.guided_regex is not None:
+            found.append(regex_grammar(self.guided_regex))
+        if self.guided_choice is not None:
+            found.append(choice_grammar(self.guided_choice))
+        found += [gbnf_grammar(x) for x in (self.guided_grammar, self.grammar) if x]
+        return found
+
+
+async def checked_grammar(state: State, grammar: str) -> str:
+    """The grammar, if an answer can obey it. Raises `ApiError`."""
+    if grammar:
+        await state.texts(state.token_bytes.check, grammar)
+    return grammar
+
+
+def stop_texts(stop: str | list[str] | None) -> list[str]:
+    """Stop texts as a list. Raises `ApiError`."""
+    found = [stop] if isinstance(stop, str) else stop or []
+    if len(found) > 16 or any(not 1 <= len(text) <= 1000 for text in found):
+        raise ApiError(400, "stop is up to 16 texts of 1 to 1000 characters each", param="stop")
+    return found
+
+
+def seconds() -> int:
+    """Since 1970."""
+    return int(time.time())

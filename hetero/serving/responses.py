@@ -1,0 +1,420 @@
+"""`/v1/responses`: answers that can be gone on from, or forked, by their ids."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from hetero.serving import answers
+from hetero.serving.answers import Choice, Wanted, add, event
+from hetero.serving.chat import score
+from hetero.serving.errors import ApiError, missing
+from hetero.serving.grammars import json_grammar
+from hetero.serving.history import Item, read_items, tokens_of
+from hetero.serving.messages import Finished, Said
+from hetero.serving.records import StoredResponse
+from hetero.serving.requests import (
+    MOST_LOGPROBS,
+    Metadata,
+    Request,
+    Sampling,
+    checked_grammar,
+    seconds,
+)
+from hetero.serving.state import State
+from hetero.serving.tools import ToolUse, tool_use
+
+router = APIRouter()
+_LONGEST_CHAIN = 10_000
+
+
+class TextFormat(Request):
+    """`text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextOptions(Request):
+    """`text`."""
+
+    format: TextFormat | None = None
+
+
+class ConversationName(Request):
+    """`conversation` as an object."""
+
+    id: str
+
+
+class ResponseRequest(Sampling):
+    """As OpenAI's."""
+
+    model: str = ""
+    input: str | list[dict[str, Any]] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    metadata: Metadata | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    include: list[str] | None = None
+    background: bool | None = False
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str = Field("", max_length=1000)
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Its id, however it is given."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationName) else given
+
+    def use(self) -> ToolUse:
+        """Tools, which have no `function` around them here."""
+        tools = [{"type": tool.get("type"), "function": tool} for tool in self.tools or ()]
+        return tool_use(tools, self.tool_choice)
+
+    def wanted_grammar(self, use: ToolUse) -> str:
+        """llguidance's. Raises `UserError`, `ApiError`."""
+        form = self.text.format if self.text is not None else None
+        if use.forced or form is None or form.type == "text":
+            return use.grammar()
+        if form.type == "json_schema" and form.json_schema is None:
+            raise ApiError(400, "a json_schema needs its `schema`", param="text.format.schema")
+        return json_grammar(True if form.json_schema is None else form.json_schema)
+
+
+@dataclass
+class _Turn:
+    """What a response goes on from, and what it is."""
+
+    body: dict[str, Any]
+    use: ToolUse
+    given: list[Item]  # of this request
+    before: list[Item]  # everything that was said before
+    wanted: Wanted
+    logprobs: bool
+    conversation: str | None = None
+    output: list[Item] = field(default_factory=list)
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponseRequest, request: HttpRequest) -> Response:
+    """An answer, which is kept unless `store` is false."""
+    state: State = request.app.state.hetero
+    app: str = request.state.app
+    turn = await _turn(state, app, body)
+    if body.stream:
+        writer = _Writer(state, app, body, turn)
+        return await answers.streamed(state, request, turn.wanted, writer.write, writer.failed)
+    answer = await answers.gather(state, request, turn.wanted)
+    _complete(state, turn, answer.choices[0], answer.end)
+    await _keep(state, app, body, turn, answer.choices[0], answer.end)
+    return answers.answer_json(turn.body)
+
+
+@router.get("/v1/responses/{name}")
+async def read_response(name: str, request: HttpRequest) -> Response:
+    """A response that was kept."""
+    return answers.answer_json((await _stored(request, name)).body)
+
+
+@router.get("/v1/responses/{name}/input_items")
+async def read_input(name: str, request: HttpRequest, limit: int = 20) -> Response:
+    """What it answers, the newest first."""
+    items = (await _stored(request, name)).input[::-1][: max(min(limit, 100), 1)]
+    return answers.answer_json(listing(items, more=False))
+
+
+@router.delete("/v1/responses/{name}")
+async def delete_response(name: str, request: HttpRequest) -> Response:
+    """Gone from the disk when this is answered."""
+    state: State = request.app.state.hetero
+    if not await state.disk(state.records.delete_response, request.state.app, name):
+        raise missing("response")
+    return answers.answer_json({"id": name, "object": "response", "deleted": True})
+
+
+def listing(items: list[Item], *, more: bool) -> dict[str, Any]:
+    """A list as OpenAI has it."""
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": more,
+    }
+
+
+async def _stored(request: HttpRequest, name: str) -> StoredResponse:
+    state: State = request.app.state.hetero
+    found = await state.disk(state.records.response, request.state.app, name)
+    if found is None:
+        raise missing("response")
+    return found
+
+
+async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
+    model, use = state.check_model(body.model), body.use()
+    if body.background:
+        raise ApiError(400, "background responses are not made here", param="background")
+    conversation = body.conversation_id
+    if conversation is not None and body.previous_response_id is not None:
+        raise ApiError(
+            400, "conversation and previous_response_id do not go together", param="conversation"
+        )
+    given = read_items(body.input)
+    before, tokens = await _before(state, app, body)
+    grammar = await state.texts(body.wanted_grammar, use)
+    options = body.options() | {
+        "chat": True,
+        "max_tokens": body.max_output_tokens or state.max_seq_len,
+    }
+    logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (
+        body.include or ()
+    )
+    if logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    if not (before or given):
+        raise ApiError(400, "input is empty: give a text or items", param="input")
+    whole = await state.texts(
+        tokens_of,
+        state,
+        body.instructions or "",
+        [*before, *given],
+        tokens,
+        use,
+        drops=body.truncation == "auto",
+        answer=body.max_output_tokens or 1,
+    )
+    answers.check_room(state, whole, "input")
+    wanted = Wanted(
+        tokens=whole,
+        options=options,
+        context="" if conversation is None else conversation.removeprefix("conv_"),
+        salt=body.cache_salt,
+        grammar=await checked_grammar(state, grammar),
+    )
+    return _Turn(_begun(body, model), use, given, before, wanted, logprobs, conversation)
+
+
+async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[Item], list[int]]:
+    """Items that the input follows, and their tokens as far as they are known."""
+    if (name := body.conversation_id) is not None:
+        found = await state.disk(state.records.conversation, app, name)
+        if found is None:
+            raise missing("conversation", "conversation")
+        tokens = [] if body.instructions else found[2]
+        return await state.disk(state.records.items, app, name), tokens
+    if (last := body.previous_response_id) is None:
+        return [], []
+    chain: list[StoredResponse] = []
+    at: str | None = last
+    while at is not None and len(chain) < _LONGEST_CHAIN:
+        stored = await state.disk(state.records.response, app, at)
+        if stored is None:
+            if not chain:
+                raise missing("response", "previous_response_id")
+            raise ApiError(
+                404,
+                "a response before that one was deleted, so nothing can follow it",
+                param="previous_response_id",
+            )
+        chain.append(stored)
+        at = stored.previous
+    items = [item for stored in reversed(chain) for item in [*stored.input, *stored.body["output"]]]
+    same = (body.instructions or None) == chain[0].body["instructions"]
+    return items, chain[0].tokens if same else []
+
+
+def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
+    conversation = body.conversation_id
+    form: dict[str, Any] = {"type": "text"}
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": seconds(),
+        "status": "in_progress",
+        "background": False,
+        "conversation": None if conversation is None else {"id": conversation},
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions or None,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None},
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": form},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _complete(state: State, turn: _Turn, choice: Choice, end: Finished, name: str = "") -> None:
+    """The response as it is in the end. `name` is the message's id if it has one already."""
+    text, calls = turn.use.read(choice.text)
+    whole = choice.finish != "length"
+    status = "completed" if whole else "incomplete"
+    if text or not calls:
+        scores = [score(state, *x) for x in choice.logprobs] if turn.logprobs else []
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
+        turn.output.append(
+            {
+                "id": name or f"msg_{secrets.token_hex(16)}",
+                "type": "message",
+                "status": status,
+                "role": "assistant",
+                "content": [part],
+            }
+        )
+    turn.output += [
+        {
+            "id": f"fc_{secrets.token_hex(16)}",
+            "type": "function_call",
+            "status": status,
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        for call in calls
+    ]
+    prompt, completion = end.usage["prompt_tokens"], end.usage["completion_tokens"]
+    turn.body |= {
+        "status": status,
+        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "output": turn.output,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": end.usage["cached_tokens"]},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + completion,
+        },
+        "hetero": end.about,
+    }
+
+
+async def _keep(
+    state: State, app: str, body: ResponseRequest, turn: _Turn, choice: Choice, end: Finished
+) -> None:
+    """On the disk when this returns. The tokens are those of the text, unless a stop text cut it or
+    a call was read out of it.
+    """
+    exact = (choice.ended or choice.finish == "length") and not any(
+        item["type"] == "function_call" for item in turn.output
+    )
+    tokens = [*turn.wanted.tokens, *end.tokens] if exact else []
+    stored = StoredResponse(
+        turn.body, turn.given, body.previous_response_id, turn.conversation, tokens
+    )
+    if body.store is not False:
+        await state.disk(state.records.keep_response, app, stored, [*turn.given, *turn.output])
+    elif turn.conversation is not None:
+        await state.disk(
+            state.records.add_items, app, turn.conversation, [*turn.given, *turn.output]
+        )
+
+
+class _Writer:
+    """Events of a stream. `response.completed` is the last, when everything is on the disk."""
+
+    def __init__(self, state: State, app: str, body: ResponseRequest, turn: _Turn) -> None:
+        self._state, self._app, self._body, self._turn = state, app, body, turn
+        self._number = 0
+        self._buffers = bool(turn.use.functions) and not turn.use.silent
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        record = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event(record, kind)
+
+    def failed(self, error: ApiError) -> bytes:
+        """What is told of an error in the middle."""
+        said = {"code": error.code or "server_error", "message": error.message}
+        self._turn.body |= {"status": "failed", "error": said}
+        return self._event("response.failed", response=self._turn.body)
+
+    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
+        """Server-sent events."""
+        turn, choice, name = self._turn, Choice(), f"msg_{secrets.token_hex(16)}"
+        yield self._event("response.created", response=turn.body)
+        yield self._event("response.in_progress", response=turn.body)
+        at: dict[str, Any] = {"item_id": name, "output_index": 0, "content_index": 0}
+        if not self._buffers:
+            empty = {"id": name, "type": "message", "status": "in_progress", "role": "assistant"}
+            yield self._added({**empty, "content": []}, 0)
+            yield self._part(at, "added", "")
+        async for said in events:
+            if isinstance(said, Finished):
+                _complete(self._state, turn, choice, said, name)
+                await _keep(self._state, self._app, self._body, turn, choice, said)
+                break
+            add(choice, said)
+            if said.text and not self._buffers:
+                yield self._delta(at, said)
+        for index, item in enumerate(turn.output):
+            for line in self._done(index, item):
+                yield line
+        kind = "completed" if turn.body["status"] == "completed" else "incomplete"
+        yield self._event(f"response.{kind}", response=turn.body)
+
+    def _delta(self, at: dict[str, Any], said: Said) -> bytes:
+        scores = []
+        if self._turn.logprobs and said.logprob is not None:
+            scores = [score(self._state, said.token, said.logprob)]
+        return self._event("response.output_text.delta", **at, delta=said.text, logprobs=scores)
+
+    def _added(self, item: Item, index: int) -> bytes:
+        return self._event("response.output_item.added", output_index=index, item=item)
+
+    def _part(self, at: dict[str, Any], what: str, text: str) -> bytes:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return self._event(f"response.content_part.{what}", **at, part=part)
+
+    def _done(self, index: int, item: Item) -> list[bytes]:
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        lines: list[bytes] = []
+        if item["type"] == "message":
+            text, inner = item["content"][0]["text"], {**at, "content_index": 0}
+            if self._buffers:
+                lines.append(self._added({**item, "status": "in_progress", "content": []}, index))
+                lines.append(self._part(inner, "added", ""))
+                delta: Callable[..., bytes] = self._event
+                lines.append(delta("response.output_text.delta", **inner, delta=text, logprobs=[]))
+            lines.append(self._event("response.output_text.done", **inner, text=text, logprobs=[]))
+            lines.append(self._part(inner, "done", text))
+        else:
+            said = item["arguments"]
+            lines.append(self._added({**item, "status": "in_progress", "arguments": ""}, index))
+            kind = "response.function_call_arguments"
+            lines.append(self._event(f"{kind}.delta", **at, delta=said))
+            lines.append(self._event(f"{kind}.done", **at, arguments=said, name=item["name"]))
+        return [*lines, self._event("response.output_item.done", output_index=index, item=item)]

@@ -1,0 +1,135 @@
+"""`hetero serve`: puts model, engine process and HTTP together, and ends them in order."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import platformdirs
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hetero.errors import UserError
+from hetero.models import open_model
+from hetero.serving.app import make_app
+from hetero.serving.engine_client import EngineClient
+from hetero.serving.grammars import TokenBytes
+from hetero.serving.guard import LOOPBACK
+from hetero.serving.keys import Keys
+from hetero.serving.records import Records
+from hetero.serving.state import State
+
+GRACE_S: Final = 5  # for running answers when the server ends
+HEADER_DEADLINE_S: Final = 30
+MOST_CONNECTIONS: Final = 2000
+_LOCAL: Final = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    *,
+    host: str,
+    port: int,
+    keys: Path | None,
+    hosts: Sequence[str],
+    names: Sequence[str],
+    queue: int,
+    weights: str | None,
+    engine: dict[str, Any],
+) -> None:
+    """Serve until a signal ends it. `engine` are options of the engine process: `model`,
+    `directory`, `slots` and those of `Service`. Raises `UserError` for what cannot be served.
+    """
+    if keys is None and host not in _LOCAL:
+        raise UserError(
+            f"--host {host} lets other machines ask: give --keys FILE too (`hetero serve-key` "
+            "makes one), or leave --host out"
+        )
+    known = None if keys is None else Keys.load(keys)
+    model = open_model(engine["model"], weights=weights)
+    directory = Path(engine["directory"])
+    client = EngineClient({**engine, "weights": weights}, queue)
+    state = State(
+        model=model,
+        names=[*names, model.name],
+        engine=client,
+        records=Records(directory / "responses.sqlite"),
+        token_bytes=TokenBytes(model),
+        slots=engine["slots"],
+    )
+
+    def ready() -> None:
+        for note in client.about["notes"]:
+            print(f"hetero: {note}", file=sys.stderr)
+        at = f"[{host}]" if ":" in host else host
+        print(f"serving {names[0] if names else model.name} at http://{at}:{port}", flush=True)
+
+    allowed = None if known is not None and host not in _LOCAL else [*LOOPBACK, *hosts]
+    app = make_app(state, known, allowed, ready)
+    logging.getLogger("hetero").addHandler(logging.StreamHandler())
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=_Protocol,
+        ws="none",
+        access_log=False,
+        log_level="warning",
+        lifespan="on",
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=30,
+        h11_max_incomplete_event_size=64 << 10,
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+
+    def ended() -> None:
+        server.should_exit = True
+
+    client.on_end = ended
+    _allow_connections()
+    server.run()
+    if not server.started:
+        raise UserError(f"nothing is served at {host}:{port}: see the message above")
+    if client.about and not client.told_to_stop:
+        raise UserError("the engine ended by itself: see its message above")
+
+
+def default_directory(model: str) -> Path:
+    """Where contexts of a model are kept, if nobody says."""
+    name = "".join(c if c.isalnum() or c in "-._" else "_" for c in Path(model).name) or "model"
+    return Path(platformdirs.user_data_dir("hetero")) / "contexts" / name
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets a process have: each connection is one."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _Protocol(H11Protocol):
+    """A connection that does not send its request's head in time is closed."""
+
+    def connection_made(self, transport: Any) -> None:
+        """As asyncio says."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADER_DEADLINE_S, self._check_begun)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio says."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _check_begun(self) -> None:
+        begun: object = self.cycle
+        if begun is None:
+            self.transport.close()

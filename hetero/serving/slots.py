@@ -1,0 +1,125 @@
+"""`/slots` and `/props` as llama-server has them, and what the page shows."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from hetero.serving.errors import ApiError, missing
+from hetero.serving.requests import Request
+from hetero.serving.state import State
+
+router = APIRouter()
+
+
+class SlotRequest(Request):
+    """Of `save` and `restore`."""
+
+    filename: str = ""
+
+
+@router.get("/slots")
+async def slots(request: HttpRequest) -> Response:
+    """The app's recent texts."""
+    state: State = request.app.state.hetero
+    status = await state.engine.control(request.state.app, "status")
+    found = status["slots"] or [{"id": i, "tokens": 0} for i in range(state.slots)]
+    running = status["running"]
+    last = max((slot.get("used", 0) for slot in found), default=0)
+    for slot in found:
+        slot["n_ctx"] = state.max_seq_len
+        slot["is_processing"] = bool(running and last and slot.get("used") == last)
+    return JSONResponse(found)
+
+
+@router.post("/slots/{number}")
+async def change_slot(
+    number: int,
+    action: Literal["save", "restore", "erase"],
+    request: HttpRequest,
+    body: SlotRequest | None = None,
+) -> Response:
+    """Save a recent text under a name, make it one again, or forget it."""
+    state: State = request.app.state.hetero
+    app: str = request.state.app
+    if not 0 <= number < state.slots:
+        raise missing("slot")
+    start_s = time.perf_counter()
+    if action == "erase":
+        value = await state.engine.control(app, "erase_slot", slot=number)
+        return JSONResponse({"id_slot": number, "n_erased": value["tokens"]})
+    name = "" if body is None else body.filename
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise ApiError(
+            400, "filename is up to 100 letters, digits, `.`, `-` and `_`", param="filename"
+        )
+    context = await state.disk(state.records.slot, app, name)
+    if action == "restore" and context is None:
+        raise missing("saved slot")
+    context = context or secrets.token_hex(16)
+    value = await state.engine.control(app, f"{action}_slot", slot=number, context=context)
+    if action == "save":
+        await state.disk(state.records.keep_slot, app, name, context)
+    took_ms = (time.perf_counter() - start_s) * 1e3
+    counts = {
+        "save": {"n_saved": value["tokens"], "n_written": value["bytes"]},
+        "restore": {"n_restored": value["tokens"], "n_read": value["bytes"]},
+    }
+    return JSONResponse(
+        {"id_slot": number, "filename": name, **counts[action]}
+        | {"timings": {f"{action}_ms": took_ms}}
+    )
+
+
+@router.get("/props")
+async def props(request: HttpRequest) -> Response:
+    """What the server is."""
+    state: State = request.app.state.hetero
+    about = state.engine.about
+    tokenizer = state.model.tokenizer
+    eos = state.model.eos_ids
+    return JSONResponse(
+        {
+            "default_generation_settings": {
+                "n_ctx": state.max_seq_len,
+                "params": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+            },
+            "total_slots": state.slots,
+            "model_alias": state.names[0],
+            "model_path": state.model.name,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": state.template,
+            "bos_token": "" if tokenizer.bos_id is None else state.token_text(tokenizer.bos_id),
+            "eos_token": state.token_text(eos[0]) if eos else "",
+            "build_info": f"hetero {request.app.version}",
+            "hetero": about,
+        }
+    )
+
+
+@router.get("/v1/hetero/contexts")
+async def contexts(request: HttpRequest) -> Response:
+    """The app's conversations and recent texts: tokens, bits, bytes, where each chunk is; and what
+    the devices have done so far.
+    """
+    state: State = request.app.state.hetero
+    app: str = request.state.app
+    status: dict[str, Any] = await state.engine.control(app, "status")
+    names = await state.disk(state.records.conversations, app)
+    known = {context["id"]: context for context in status["contexts"]}
+    status["conversations"] = [
+        known.pop(name.removeprefix("conv_"), {"tokens": 0, "chunks": {}, "bytes": 0})
+        | {"id": name}
+        for name in names
+    ]
+    status["saved_slots"] = list(known.values())
+    del status["contexts"]
+    status["model"] = state.names[0]
+    status["now_s"] = time.time()
+    return JSONResponse(status)

@@ -1,0 +1,103 @@
+"""What the endpoints share: model (its tokenizer), engine, records, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio.to_thread
+
+from hetero.errors import UserError
+from hetero.models import LoadedModel
+from hetero.models.tokenizer import HfTokenizer
+from hetero.serving.engine_client import EngineClient
+from hetero.serving.errors import ApiError
+from hetero.serving.grammars import TokenBytes
+from hetero.serving.metrics import Metrics
+from hetero.serving.records import Records
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class State:
+    """Used in one event loop. `names` are what the model is called (`*`: anything)."""
+
+    model: LoadedModel
+    names: Sequence[str]
+    engine: EngineClient
+    records: Records
+    token_bytes: TokenBytes
+    slots: int
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="hetero records")
+        self._texts = anyio.CapacityLimiter(2)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of prompt and answer."""
+        return int(self.engine.about["max_seq_len"])
+
+    @property
+    def template(self) -> str:
+        """The chat template's source; empty if there is none."""
+        found = self.model.tokenizer.chat_template
+        return "" if found is None else found.templates.get("default", "")
+
+    def check_model(self, name: str | None) -> str:
+        """What a response calls the model. Raises `ApiError` for one that is not here."""
+        if not name or name in self.names or "*" in self.names:
+            return name or self.names[0]
+        raise ApiError(
+            404,
+            f"there is no model of this name here: use {self.names[0]!r}, or start the server with "
+            "--alias NAME",
+            param="model",
+            code="model_not_found",
+        )
+
+    def check_slot(self, slot: int) -> int:
+        """A slot's number, or -1. Raises `ApiError`."""
+        if not -1 <= slot < self.slots:
+            raise ApiError(
+                400, f"slots are numbered 0 to {self.slots - 1}; -1 is any", param="id_slot"
+            )
+        return slot
+
+    async def texts(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """What tokenizer, template or grammar make, in a thread; `UserError` as `ApiError`."""
+        call = partial(work, *arguments, **options)
+        try:
+            return await anyio.to_thread.run_sync(call, limiter=self._texts)
+        except UserError as error:
+            raise ApiError(400, str(error)) from error
+
+    async def disk(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """What the records say, in their thread."""
+        call = partial(work, *arguments, **options)
+        return await anyio.to_thread.run_sync(self._disk.submit(call).result)
+
+    def token_text(self, token: int) -> str:
+        """A token as clients are shown it: bytes that are no character are U+FFFD."""
+        return self.token_bytes.of(token).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Records are on the disk when this returns."""
+        self._disk.shutdown()
+        self.records.close()
+
+    @property
+    def template_kinds(self) -> tuple[bool, bool]:
+        """Whether the template knows of tools, and of calls of them."""
+        tokenizer = self.model.tokenizer
+        if not isinstance(tokenizer, HfTokenizer) or tokenizer.chat_template is None:
+            return False, False
+        sources = " ".join(tokenizer.chat_template.templates.values())
+        return "tools" in sources, "tool_calls" in sources

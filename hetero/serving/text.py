@@ -1,0 +1,176 @@
+"""Text, tokens and facts: tokenizers' endpoints as vLLM and llama-server name them; health."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from hetero.models.tokenizer import HfTokenizer
+from hetero.serving.errors import ApiError
+from hetero.serving.requests import Request, Token
+from hetero.serving.state import State
+from hetero.serving.tools import plain_messages, rendered, tool_use
+
+router = APIRouter()
+
+
+class TokenizeRequest(Request):
+    """A text (`prompt`, or `content` as llama-server has it), or messages."""
+
+    model: str = ""
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = False
+    with_pieces: bool | None = False
+
+
+class DetokenizeRequest(Request):
+    """Token ids."""
+
+    model: str = ""
+    tokens: list[Token]
+
+
+class TemplateRequest(Request):
+    """Messages."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+
+
+def _state(request: HttpRequest) -> State:
+    found: State = request.app.state.hetero
+    return found
+
+
+@router.get("/health")
+@router.get("/v1/health", include_in_schema=False)
+async def health(request: HttpRequest) -> Response:
+    """Whether answers are made."""
+    if not _state(request).engine.alive:
+        raise ApiError(503, "the engine is not ready", retry_s=1)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/v1/models")
+async def models(request: HttpRequest) -> Response:
+    """The model, by each of its names."""
+    state = _state(request)
+    cards = [_card(state, name) for name in state.names if name != "*"]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+@router.get("/v1/models/{name:path}")
+async def model_of_name(name: str, request: HttpRequest) -> Response:
+    """The model by one name."""
+    state = _state(request)
+    return JSONResponse(_card(state, state.check_model(name)))
+
+
+def _card(state: State, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "hetero",
+        "root": state.model.name,
+        "parent": None,
+        "max_model_len": state.max_seq_len,
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
+    """Ids of a text or of messages. A text has what the model expects around a prompt, unless
+    `add_special_tokens` is false; of `content` only if `add_special` is true.
+    """
+    state = _state(request)
+    state.check_model(body.model)
+    given = [x for x in (body.prompt, body.content, body.messages) if x is not None]
+    if len(given) != 1:
+        raise ApiError(400, "give one of prompt, content and messages", param="prompt")
+    if body.messages is not None:
+        use = tool_use(body.tools, None)
+        tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
+    else:
+        special = bool(body.add_special) if body.prompt is None else body.add_special_tokens
+        text = body.content if body.prompt is None else body.prompt
+        tokens = await state.texts(
+            state.model.tokenizer.encode, text or "", add_special_tokens=special is not False
+        )
+    found: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": state.max_seq_len,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        found["token_strs"] = [state.token_text(token) for token in tokens]
+    if body.with_pieces:
+        found["tokens"] = [{"id": x, "piece": _piece(state.token_bytes.of(x))} for x in tokens]
+    return JSONResponse(found)
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
+    """Text of ids."""
+    state = _state(request)
+    state.check_model(body.model)
+    most = state.model.config.vocab_size
+    if any(token >= most for token in body.tokens):
+        raise ApiError(400, f"a token id is below {most}", param="tokens")
+    text = await state.texts(state.model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return JSONResponse({"prompt": text, "content": text})
+
+
+@router.post("/apply-template")
+async def apply_template(body: TemplateRequest, request: HttpRequest) -> Response:
+    """The prompt that messages become."""
+    state = _state(request)
+    use = tool_use(body.tools, None)
+    tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
+    text = await state.texts(state.model.tokenizer.decode, tokens, skip_special_tokens=False)
+    return JSONResponse({"prompt": text})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: HttpRequest) -> Response:
+    """What the tokenizer is."""
+    state = _state(request)
+    tokenizer = state.model.tokenizer
+    special = tokenizer.special_tokens if isinstance(tokenizer, HfTokenizer) else {}
+    return JSONResponse(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_token_ids": list(state.model.eos_ids),
+            "bos_token_id": tokenizer.bos_id,
+            "model_max_length": state.max_seq_len,
+            "chat_template": state.template or None,
+            **special,
+        }
+    )
+
+
+@router.get("/metrics")
+async def metrics(request: HttpRequest) -> Response:
+    """For Prometheus."""
+    state = _state(request)
+    totals = await state.engine.control("", "totals")
+    text = state.metrics.text(totals, state.engine.waiting.total())
+    return Response(text, media_type="text/plain; version=0.0.4")

@@ -1,0 +1,46 @@
+"""Whose turn it is: first come first served inside an app, apps one after another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Turns(Generic[T]):
+    """A queue for each app. An app that has just been served is the last to be served again."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[T]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def add(self, app: str, item: T) -> None:
+        """Behind everything else of its app."""
+        self._queues.setdefault(app, deque()).append(item)
+
+    def next(self) -> T | None:
+        """The item whose turn it is; None if there is none."""
+        if not self._queues:
+            return None
+        app = next(iter(self._queues))
+        queue = self._queues.pop(app)
+        item = queue.popleft()
+        if queue:
+            self._queues[app] = queue  # behind the other apps
+        return item
+
+    def remove(self, wanted: Callable[[T], bool]) -> list[T]:
+        """Items that are no longer in the queues."""
+        gone = []
+        for app, queue in list(self._queues.items()):
+            gone += [item for item in queue if wanted(item)]
+            left = deque(item for item in queue if not wanted(item))
+            if left:
+                self._queues[app] = left
+            else:
+                del self._queues[app]
+        return gone

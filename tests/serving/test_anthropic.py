@@ -1,0 +1,96 @@
+"""The official client of Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hetero import LLM
+from tests.serving.servers import KEYS, Server
+
+anthropic = pytest.importorskip("anthropic")
+STORY = [{"role": "user", "content": "Tell me a story"}]
+GREEDY: dict[str, Any] = {"model": "demo", "extra_body": {"temperature": 0}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    with anthropic.Anthropic(
+        base_url=server.url, api_key=KEYS["mail"], max_retries=0, timeout=60
+    ) as found:
+        yield found
+
+
+def test_an_answer_and_its_tokens(client: Any) -> None:
+    with LLM("demo", device="npu") as llm:
+        wanted = llm.chat([{"role": "system", "content": "Be short."}, *STORY], max_tokens=12)
+    asked = {**GREEDY, "messages": STORY, "system": "Be short.", "max_tokens": 12}
+    first, again = (client.messages.create(**asked) for _ in range(2))
+    assert first.content[0].text == again.content[0].text == wanted.text
+    assert first.stop_reason == "max_tokens"
+    counted = client.messages.count_tokens(model="demo", messages=STORY, system="Be short.")
+    for said in (first, again):
+        use = said.usage
+        assert use.input_tokens + use.cache_read_input_tokens == counted.input_tokens
+        assert use.output_tokens == len(wanted.tokens)
+    assert again.usage.input_tokens == 1
+
+
+def test_a_stream_has_the_same_text_and_usage(client: Any) -> None:
+    asked = {**GREEDY, "messages": STORY, "max_tokens": 12}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+        last = stream.get_final_message()
+    assert text == whole.content[0].text == last.content[0].text
+    assert last.usage.output_tokens == 12
+    assert last.stop_reason == "max_tokens"
+
+
+def test_which_stop_sequence_ended_it(client: Any) -> None:
+    asked = {**GREEDY, "messages": STORY, "max_tokens": 40}
+    text = client.messages.create(**asked).content[0].text
+    said = client.messages.create(**asked, stop_sequences=["never so", text[10:15]])
+    assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", text[10:15])
+
+
+def test_a_tool_that_must_be_used(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    asked = {
+        "model": "demo",
+        "messages": STORY,
+        "max_tokens": 60,
+        "tools": [{"name": "answer", "input_schema": schema}],
+        "tool_choice": {"type": "tool", "name": "answer"},
+    }
+    said = client.messages.create(**asked)
+    assert said.stop_reason == "tool_use"
+    assert isinstance(said.content[0].input["ok"], bool)
+    with client.messages.stream(**asked) as stream:
+        last = stream.get_final_message()
+    assert isinstance(last.content[0].input["ok"], bool)
+    result = {"type": "tool_result", "tool_use_id": said.content[0].id, "content": "thanks"}
+    more = [
+        *STORY,
+        {"role": "assistant", "content": [said.content[0].model_dump(exclude_none=True)]},
+        {"role": "user", "content": [result]},
+    ]
+    again = client.messages.create(**{**asked, "messages": more, "tool_choice": {"type": "none"}})
+    assert again.content[0].type == "text"
+
+
+def test_errors_have_the_shape_of_that_api(client: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(model="demo", max_tokens=0, messages=STORY)
+    assert refused.value.body["type"] == "error"
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.create(model="other", max_tokens=1, messages=STORY)
+    assert missing.value.body["error"]["type"] == "not_found_error"

@@ -1,0 +1,89 @@
+"""What every request passes first, with connections that are slow, long or cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from hetero.serving.guard import Guard, Message, Receive, Scope, Send
+
+
+async def _inner(scope: Scope, receive: Receive, send: Send) -> None:
+    message = await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": message["body"]})
+
+
+def asked(
+    guard: Guard, parts: Sequence[bytes | float], headers: dict[str, str]
+) -> tuple[int, bytes]:
+    """Status and body; a number is a pause in seconds, the end without a last part a disconnect."""
+    sent: list[Message] = []
+
+    async def messages() -> AsyncIterator[Message]:
+        for i, part in enumerate(parts):
+            if isinstance(part, float):
+                await asyncio.sleep(part)
+                continue
+            yield {"type": "http.request", "body": part, "more_body": i < len(parts) - 1}
+        yield {"type": "http.disconnect"}
+
+    async def run() -> None:
+        source = messages()
+
+        async def receive() -> Any:
+            return await anext(source)
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "path": "/v1/completions", "headers": pairs}
+        await guard(scope, receive, send)
+
+    asyncio.run(run())
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def guard(**options: Any) -> Guard:
+    given: dict[str, Any] = {"longest_body": 100, "most_bytes": 150, "deadline_s": 0.2}
+    return Guard(_inner, None, ["localhost"], **(given | options))
+
+
+HERE = {"host": "localhost:1"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "headers", "status"),
+    [
+        ([b"ab", b"cd"], {"content-length": "4"}, 200),
+        ([b"ab", b"cd"], {"transfer-encoding": "chunked"}, 200),
+        ([b"ab" * 60], {"transfer-encoding": "chunked"}, 413),
+        ([], {"content-length": "101"}, 413),
+        ([], {"content-length": "-1"}, 413),
+        ([], {"content-length": "9" * 5000}, 413),
+        ([b"a", 0.5, b"b"], {"content-length": "2"}, 408),
+        ([b"a"], {"content-length": "2", "host": "evil.example"}, 421),
+        ([b"a"], {"host": ""}, 421),
+    ],
+)
+def test_bodies(parts: list[bytes | float], headers: dict[str, str], status: int) -> None:
+    found, body = asked(guard(), parts, HERE | headers)
+    assert found == status
+    if status == 200:
+        assert body == b"".join(part for part in parts if isinstance(part, bytes))
+    else:
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_all_bodies_together_are_bounded_and_room_comes_back() -> None:
+    full = guard(most_bytes=3)
+    headers = HERE | {"content-length": "4"}
+    assert asked(full, [b"abcd"], headers)[0] == 503
+    for parts in ([b"abc"], [], [b"abcd"], [b"abc"]):
+        asked(full, parts, HERE | {"content-length": "3"})
+    assert asked(full, [b"abc"], HERE | {"content-length": "3"}) == (200, b"abc")

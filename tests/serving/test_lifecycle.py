@@ -1,0 +1,159 @@
+"""Clients that go, queues that are full, signals, restarts; the engine that dies."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.servers import Server, serving, start
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 480, "logit_bias": {"1": -100}}
+
+
+def idle(server: Server) -> bool:
+    with server.client() as client:
+        text = client.get("/metrics").text
+    return "hetero_queue_length 0.0" in text
+
+
+def wait_for(condition: Any, limit_s: float = 20) -> None:
+    give_up_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_ends_with_its_client(server: Server, stream: bool) -> None:
+    with server.client() as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as got:
+                next(got.iter_lines())
+        else:
+            many = {**LONG, "n": 16}
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=many, timeout=0.3)
+    wait_for(lambda: idle(server), 5)
+
+
+def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
+    with serving(tmp_path, "--queue", "10") as server:
+
+        def one(app: str) -> httpx.Response:
+            with server.client(app) as client:
+                return client.post("/v1/completions", json={**LONG, "max_tokens": 100})
+
+        with concurrent.futures.ThreadPoolExecutor(28) as pool:
+            apps = ["notes"] * 14 + ["mail"] * 14
+            answers = list(pool.map(one, apps))
+        statuses = {answer.status_code for answer in answers}
+        assert 200 in statuses
+        assert statuses & {429, 503}
+        for answer in answers:
+            if answer.status_code != 200:
+                assert answer.status_code in (429, 503)
+                assert int(answer.headers["Retry-After"]) > 0
+                assert answer.json()["error"]["code"] == "queue_full"
+        wait_for(lambda: idle(server))
+
+
+def test_applications_take_turns(server: Server) -> None:
+    """Six long answers of one app do not keep the one of another waiting for all of them."""
+    done: list[str] = []
+
+    def one(app: str, tokens: int) -> None:
+        with server.client(app) as client:
+            client.post("/v1/completions", json={**LONG, "max_tokens": tokens})
+        done.append(app)
+
+    threads = [threading.Thread(target=one, args=("notes", 200)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    other = threading.Thread(target=one, args=("mail", 1))
+    other.start()
+    for thread in [*threads, other]:
+        thread.join()
+    assert done.index("mail") < len(done) - 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_what_was_acknowledged_outlives_a_signal(tmp_path: Path, number: int, code: int) -> None:
+    server = start(tmp_path)
+    kept: list[tuple[str, str]] = []
+    with server.client() as client:
+        conversation = client.post("/v1/conversations", json={}).json()["id"]
+        asked = {"model": "demo", "max_output_tokens": 8, "temperature": 0}
+
+        def ask() -> None:
+            try:
+                for i in range(1000):
+                    given = {**asked, "input": f"And {i}?", "conversation": conversation}
+                    said = client.post("/v1/responses", json=given | {"truncation": "auto"})
+                    if said.status_code != 200:
+                        return
+                    text = said.json()["output"][0]["content"][0]["text"]
+                    kept.append((said.json()["id"], text))
+            except httpx.TransportError:
+                return
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_for(lambda: len(kept) >= 3)
+        assert server.end(number) == code
+        asking.join()
+    log = (tmp_path / "server.log").read_text()
+    assert "Traceback" not in log
+    assert "interrupted" in log
+    again = start(tmp_path)
+    with again.client() as client:
+        for name, text in kept:
+            stored = client.get(f"/v1/responses/{name}").json()
+            assert stored["output"][0]["content"][0]["text"] == text
+        items = client.get(f"/v1/conversations/{conversation}/items?limit=100").json()["data"]
+        assert len(items) >= min(2 * len(kept), 100)
+        given = {**asked, "input": "Go on", "conversation": conversation, "truncation": "auto"}
+        said = client.post("/v1/responses", json=given).json()
+        cached = said["usage"]["input_tokens_details"]["cached_tokens"]
+        assert cached == 0 or said["hetero"]["loaded_bytes"] > 0  # from the disk, if at all
+        assert client.delete(f"/v1/conversations/{conversation}").json()["deleted"]
+    assert again.end() == 143
+    texts = list((tmp_path / "contexts").rglob("*.log"))
+    assert texts == []
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in found.stdout.split()]
+
+
+def test_neither_process_outlives_the_other(tmp_path: Path) -> None:
+    server = start(tmp_path)
+    engines = children(server.process.pid)
+    assert engines
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
+    again = start(tmp_path)  # the folder is free
+    (engine,) = [
+        pid
+        for pid in children(again.process.pid)
+        if b"hetero.serving.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(engine, signal.SIGKILL)
+    assert again.process.wait(timeout=30) == 2
+    assert "engine" in (tmp_path / "server.log").read_text()

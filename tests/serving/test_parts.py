@@ -1,0 +1,118 @@
+"""Turns, messages, records and tools, without a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.serving.errors import ApiError
+from hetero.serving.messages import Ask, Cancel, Control, Finished, Said, decode, encode
+from hetero.serving.records import Records, StoredResponse
+from hetero.serving.tools import ToolUse
+from hetero.serving.turns import Turns
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_turns_are_fifo_inside_an_app_and_round_robin_between_them(
+    steps: list[tuple[str, bool]],
+) -> None:
+    turns, waiting, order = Turns[int](), dict[str, list[int]](), list[str]()
+    for number, (app, takes) in enumerate(steps):
+        turns.add(app, number)
+        if app not in order:
+            order.append(app)
+        waiting.setdefault(app, []).append(number)
+        if takes:
+            first = order.pop(0)
+            assert turns.next() == waiting[first].pop(0)
+            if waiting[first]:
+                order.append(first)
+        assert len(turns) == sum(map(len, waiting.values()))
+
+
+def test_what_was_cancelled_is_no_longer_waited_for() -> None:
+    turns = Turns[int]()
+    for app, item in (("a", 1), ("b", 2), ("a", 3)):
+        turns.add(app, item)
+    assert turns.remove(lambda item: item == 2) == [2]
+    assert [turns.next(), turns.next(), turns.next()] == [1, 3, None]
+
+
+@given(st.text(), st.integers(0, 9))
+def test_messages_are_one_line_each(text: str, number: int) -> None:
+    said = Said(id=number, choice=0, text=text, token=1)
+    line = encode(said)
+    assert line.count(b"\n") == 1
+    assert decode(line) == said
+    for message in (
+        Ask(id=1, app=text, tokens=[1], options={"stop": [text]}),
+        Cancel(id=number),
+        Control(id=2, app="a", action="status"),
+        Finished(id=3, usage={"prompt_tokens": 1}, about={"bits": {text: 1}}),
+    ):
+        assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("line", [b"", b"{}", b"[]", b'{"is":"Os"}', b'{"is":"Cancel"}', b"\xff"])
+def test_what_is_no_message_is_said_so(line: bytes) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        decode(line)
+
+
+def response(name: str, **fields: object) -> StoredResponse:
+    return StoredResponse({"id": name, "secret": "the text"}, [], **fields)  # type: ignore[arg-type]
+
+
+def test_records_outlive_the_process_and_deleted_ones_leave_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    records = Records(path)
+    records.keep_response("a", response("r1"))
+    records.new_conversation("a", "c1", {}, [{"id": "i1", "text": "of it"}], 1)
+    with pytest.raises(ApiError, match="contexts-per-app"):
+        records.new_conversation("a", "c2", {}, [], 1)
+    records.keep_response("a", response("r2", conversation="c1", tokens=[1]), [{"id": "i2"}])
+    records.close()
+    records = Records(path)
+    stored = records.response("a", "r1")
+    assert stored is not None
+    assert stored.body["secret"] == "the text"
+    assert [item["id"] for item in records.items("a", "c1")] == ["i1", "i2"]
+    assert records.response("b", "r1") is None
+    assert not records.items("b", "c1")
+    assert not records.delete_response("b", "r1")
+    assert not records.delete_conversation("b", "c1")
+    assert records.delete_response("a", "r1")
+    assert records.delete_conversation("a", "c1")
+    assert records.response("a", "r2") is None
+    assert b"the text" not in path.read_bytes()
+    assert b"of it" not in path.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0
+    records.close()
+
+
+def test_an_app_has_its_share_of_the_records(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records", bytes_per_app=300)
+    records.keep_response("a", response("r1"))
+    records.keep_response("a", response("r3"))
+    long = StoredResponse({"id": "r4", "text": "x" * 300}, [])
+    with pytest.raises(ApiError, match="store: false") as refused:
+        records.keep_response("a", long)
+    assert refused.value.status == 507
+    records.keep_response("b", response("r2"))
+    records.close()
+
+
+def test_calls_are_read_out_of_a_text() -> None:
+    use = ToolUse(({"name": "go"}, {"name": "stop"}))
+    call = json.dumps({"name": "go", "arguments": {"to": "</b>"}})
+    text, calls = use.read(f"Well. <tool_call>{call}</tool_call>")
+    assert text == "Well."
+    assert [(x.name, json.loads(x.arguments)) for x in calls] == [("go", {"to": "</b>"})]
+    assert use.read(call)[1][0].name == "go"
+    for other in ("plain", '{"name": "fly", "arguments": {}}', "<tool_call>{</tool_call>", "[1]"):
+        assert use.read(other) == (other, [])
+    assert ToolUse(use.functions, silent=True).read(call) == (call, [])
