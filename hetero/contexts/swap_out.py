@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
@@ -19,6 +20,18 @@ from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import RAW, ChunkCodec, CodecError, Codes
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.kv_cache import KvCache
+from hetero.contexts.unbound import UnboundApps
+from hetero.errors import UserError
+
+STALLED_S: Final = 60.0  # nothing is encoded, written or read: nobody waits longer
+
+
+def stalled(what: str, wait_s: float) -> UserError:
+    """The disk hangs, or the processor is not to be had."""
+    return UserError(
+        f"no keys and values of a context have been {what} for {wait_s:g} s: see whether the disk "
+        "of the contexts' directory answers, and try again"
+    )
 
 
 @dataclass
@@ -39,8 +52,12 @@ class SwapOut:
         codec: ChunkCodec,
         files: Callable[[str], ChunkFiles],
         disk: ByteBudget,
+        unbound: UnboundApps | None = None,
+        wait_s: float = STALLED_S,
     ) -> None:
         self.faults: list[str] = []
+        self.wait_s = wait_s
+        self._unbound, self._steps = unbound, 0
         self._memory, self._codec, self._files, self._disk = memory, codec, files, disk
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._open: list[Job] = []
@@ -56,23 +73,39 @@ class SwapOut:
         self._jobs.put(job)
 
     def settle(self) -> None:
-        """Return when no job needs the cache that it was computed in."""
+        """Return when no job needs the cache that it was computed in. Raises `UserError` where
+        nothing goes on.
+        """
         with self._idle:
             jobs = list(self._open)
         for job in jobs:
-            job.encoded.wait()
+            self._wait(job.encoded.wait)
         self._check()
 
     def drain(self) -> None:
-        """Return when every job is over."""
+        """Return when every job is over. Raises `UserError` where nothing goes on."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._open)
+            self._wait(lambda limit_s: self._idle.wait_for(lambda: not self._open, limit_s))
         self._check()
 
     def close(self) -> None:
-        """Finish what was submitted; idempotent."""
+        """Finish what was submitted; idempotent. Raises `UserError` where nothing goes on."""
         self._jobs.put(None)
-        self._thread.join()
+
+        def ended(limit_s: float) -> bool:
+            self._thread.join(limit_s)
+            return not self._thread.is_alive()
+
+        self._wait(ended)
+
+    def _wait(self, ended: Callable[[float], bool]) -> None:
+        """Until something has ended, for as long as chunks are encoded or written."""
+        steps = -1
+        while steps != self._steps:
+            steps = self._steps
+            if ended(self.wait_s):
+                return
+        raise stalled("encoded or written", self.wait_s)
 
     def _check(self) -> None:
         error, self._broken = self._broken, None
@@ -95,6 +128,7 @@ class SwapOut:
         batch: list[Chunk] = []
         try:
             for chunk in job.chunks:
+                self._steps += 1
                 codes = self._encoded(chunk, job.cache, batch)
                 if codes is not None:
                     with self._memory.lock:
@@ -146,7 +180,8 @@ class SwapOut:
         if pairs:
             app = pairs[0][0].app
             files, keep = self._files(app), {chunk for chunk, _ in pairs}
-            make_room(files.nbytes(pairs), self._memory, self._files, self._free, keep)
+            wanted, others = files.nbytes(pairs), self._unbound
+            make_room(wanted, self._memory, self._files, self._free, keep, others)
             try:
                 places = files.write(pairs)
             except OSError as error:
@@ -158,5 +193,6 @@ class SwapOut:
                             chunk.place = place
                         else:
                             files.drop(place)
+            self._steps += 1
             compact(files, self._memory, app)
         self._unpin(batch)

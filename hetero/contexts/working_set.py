@@ -26,7 +26,8 @@ from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
-from hetero.contexts.swap_out import Job, SwapOut
+from hetero.contexts.swap_out import STALLED_S, Job, SwapOut, stalled
+from hetero.errors import UserError
 
 T = TypeVar("T")
 TRIES: Final = 4  # of a call whose chunks cannot be read
@@ -119,8 +120,9 @@ class WorkingSet:
         prefill: Callable[[Sequence[int]], Any],
         rates: Rates,
         recompute: bool = True,
+        wait_s: float = STALLED_S,
     ) -> None:
-        self.rates, self.recompute = rates, recompute
+        self.rates, self.recompute, self.wait_s = rates, recompute, wait_s
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
         self._files, self._prefill = files, prefill
         self._app = ""  # whose text is in the cache
@@ -131,8 +133,12 @@ class WorkingSet:
 
     def close(self) -> None:
         """End the thread."""
-        with suppress(LoadError):
-            self._settle_reading()
+        try:
+            with suppress(LoadError):
+                self._settle_reading()
+        except UserError:  # it hangs
+            self._thread.shutdown(wait=False)
+            raise
         self._thread.shutdown()
 
     def answering(
@@ -175,10 +181,18 @@ class WorkingSet:
         """What could not be had is text alone."""
         self.forget()
 
+    def tick(self, after: int = 0) -> int:
+        """The time of a call that has returned: later than any before, those of other processes
+        too (`after`, of one that was kept).
+        """
+        self._clock = max(self._clock + 1, after, time.time_ns() // 1_000_000)
+        return self._clock
+
     def leave(self, held: Held, bits: int) -> list[Chunk]:
-        """The context's text is that of the active one now; its chunks. `swap_out` follows."""
+        """The context's text is that of the active one now, as of the last `tick`; its chunks.
+        `swap_out` follows.
+        """
         active = self._active
-        self._clock += 1
         with self._memory.lock:
             before, cached = held.chunks, active.tokens[: active.cached]
             held.chunks = self._memory.table.refer(held.app, held.root, cached, bits)
@@ -348,11 +362,14 @@ class WorkingSet:
 
     def _settle_reading(self) -> None:
         """Return when the thread is done with the cache."""
-        reading, self._reading = self._reading, None
-        load, self._load = self._load, None  # or what is evicted would stay in memory
+        reading, load = self._reading, self._load
         if reading is None or load is None:
             return
-        reading.result()
+        try:
+            reading.result(self.wait_s)
+        except TimeoutError:
+            raise stalled("read", self.wait_s) from None
+        self._reading, self._load = None, None  # or what is evicted would stay in memory
         if not load.gate.done:  # who asked for it may have ended before a step met that
             self._app = ""
             self._active.adopt(())

@@ -135,6 +135,7 @@ class FakeService:
         for _ in self.working.answering(held, tokens, run):
             for token in answer:
                 self.active.compute([token])
+        self.working.tick()
         self.working.leave(held, self.bits)
         self.working.swap_out(held)
         return switches[-1]
