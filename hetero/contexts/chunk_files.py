@@ -29,7 +29,7 @@ import numpy as np
 from hetero.backends.host.files import atomic_writer
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunks import Chunk, Place
-from hetero.contexts.codec import RAW, ChunkCodec, Codes
+from hetero.contexts.codec import HALF, RAW, ChunkCodec, Codes
 
 MAGIC: Final = b"HTKV\x00\x00\x00\x01"
 _HEAD: Final = struct.Struct("<8sII")
@@ -323,6 +323,6 @@ def _sign(key: bytes, layer: int, plane: int) -> int:
 def _entry(item: Any) -> Entry:
     """Raises `ValueError` or `TypeError` for what is none."""
     key, tokens, bits, density = item
-    if not (isinstance(tokens, int) and 0 < tokens <= 16 and bits in (2, 4, 8, RAW)):
+    if not (isinstance(tokens, int) and 0 < tokens <= 16 and bits in (2, 4, 8, HALF, RAW)):
         raise ValueError("no chunk")
     return Entry(bytes.fromhex(key), tokens, bits, float(density))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunks import Chunk, ChunkTable
-from hetero.contexts.codec import RAW, Codes
+from hetero.contexts.codec import Codes
 from hetero.contexts.eviction import Policy, victims
 
 
@@ -75,11 +75,11 @@ class ChunkMemory:
             return nbytes
 
     def lower(self, chunk: Chunk, bits: int) -> None:
-        """A chunk has at most so many bits from here on; it is never given some back. What is exact
-        (`RAW`) stays so.
+        """A chunk has at most so many bits from here on; it is never given some back. Floats (16
+        bits and more) stay so.
         """
         with self.lock:
-            if RAW in (bits, chunk.bits) or bits >= chunk.bits:
+            if max(bits, chunk.bits) > 8 or bits >= chunk.bits:
                 return
             chunk.bits = bits
             if chunk.codes is not None and chunk.codes.bits > bits:

@@ -12,8 +12,8 @@ from hetero.contexts.codec import CHUNK_TOKENS, NESTED, RAW, ChunkCodec
 from hetero.contexts.ratios import Rule, least_error, paper
 from hetero.errors import UserError
 
-KvBits: TypeAlias = Literal["raw", "8", "4", "2", "mixed"]
-KV_BITS: Final = ("raw", "8", "4", "2", "mixed")
+KvBits: TypeAlias = Literal["raw", "16", "8", "4", "2", "mixed"]
+KV_BITS: Final = ("raw", "16", "8", "4", "2", "mixed")
 
 
 class Compression:

@@ -58,7 +58,8 @@ class Service:
     keys and values that are kept in memory for all contexts of all apps together, beside the one
     cache that the devices compute in; `context_disk` what is in the folder; `contexts_per_app` how
     many an app may have. `kv_bits` is how keys and values are kept: `mixed` (by information
-    density, all together in `kv_ratio` of the bytes of 8 bits), 8, 4, 2, or `raw` (float32, exact).
+    density, all together in `kv_ratio` of the bytes of 8 bits), 16 (float16), 8, 4, 2, or `raw`
+    (float32, exact).
 
     One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. A
     context manager. Raises `UserError` for a folder that is in use, of another model, or unusable.

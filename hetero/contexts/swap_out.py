@@ -152,7 +152,7 @@ class SwapOut:
             if not chunk.refs or chunk.kept:
                 return None
             bits = chunk.bits if chunk.full else RAW
-        room = self._codec.nbytes(len(chunk.tokens), bits if bits == RAW else 8)
+        room = self._codec.nbytes(len(chunk.tokens), max(bits, 8))
         if not self._memory.claim(room):
             self._write(batch)  # which may leave after that
             if not self._memory.claim(room):

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol, TypeVar
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, ChunkCodec, Codes
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
@@ -280,9 +280,8 @@ class WorkingSet:
         found = {}
         for chunk in chunks:
             if chunk.codes is None and (place := chunk.place) is not None:
-                bits = (
-                    place.bits if RAW in (place.bits, chunk.bits) else min(place.bits, chunk.bits)
-                )
+                floats = max(place.bits, chunk.bits) > 8
+                bits = place.bits if floats else min(place.bits, chunk.bits)
                 if not self._memory.claim(self._codec.nbytes(len(chunk.tokens), bits)):
                     break
                 found[chunk] = self._codec.empty(len(chunk.tokens), bits)
@@ -322,8 +321,9 @@ class WorkingSet:
         switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
         cache = self._active.cache
         if not claimed.keys() & set(chunks):
-            for chunk, codes, _ in items:
-                cache.write(chunk.start, self._codec.decode(codes))
+            at = [(chunk.start, codes) for chunk, codes, _ in items]
+            for layer in range(self._codec.layers):
+                self._codec.decode_into(at, layer, *cache.layer(layer))
             return None
         switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
         self._load = _Load(items, LayerGate(self._codec.layers))
@@ -340,14 +340,11 @@ class WorkingSet:
             reader = self._files(from_disk[0][0].app).reader([chunk for chunk, _ in from_disk])
             try:
                 for layer in range(self._codec.layers):
-                    keys, values = cache.layer(layer)
-                    for chunk, codes, read in load.chunks:
+                    for chunk, codes in from_disk:
                         at = chunk
-                        if read:
-                            reader.layer(chunk, layer, codes)
-                        part = self._codec.decode_layer(codes, layer)
-                        keys[:, chunk.start : chunk.stop] = part[0]
-                        values[:, chunk.start : chunk.stop] = part[1]
+                        reader.layer(chunk, layer, codes)
+                    parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
+                    self._codec.decode_into(parts, layer, *cache.layer(layer))
                     load.gate.open()
             finally:
                 reader.close()

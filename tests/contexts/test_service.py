@@ -281,7 +281,7 @@ def test_a_log_that_is_damaged_before_its_end_is_refused(llm: LLM, tmp_path: Pat
         ({"eviction": "fifo"}, "eviction is lctru or lru, got 'fifo'"),
         ({"device": "gpu"}, "device: options of opening a model, and this one is open already"),
         ({"context_memory": 1000}, "context_memory must be more than"),
-        ({"kv_bits": "5"}, "kv_bits is raw, 8, 4, 2 or mixed, got '5'"),
+        ({"kv_bits": "5"}, "kv_bits is raw, 16, 8, 4, 2 or mixed, got '5'"),
         ({"kv_ratio": 2}, r"kv_ratio is from 0\.25 to 1"),
         ({"contexts_per_app": 0}, "contexts_per_app must be at least 1"),
     ],
