@@ -96,6 +96,14 @@ class ChunkCodec:
         """Bytes of a chunk, amplitudes included."""
         return self.layers * sum(self.plane_bytes(tokens, bits))
 
+    @property
+    def workspace_bytes(self) -> int:
+        """At most what encoding a chunk and decoding some take, both at once, beside their codes:
+        4.1 raw chunks, and 9 bytes for each value that is decoded together.
+        """
+        raw = self.nbytes(CHUNK_TOKENS, RAW)
+        return 5 * raw + 10 * max(DECODED_TOGETHER, raw // 4 // self.layers)
+
     def empty(self, tokens: int, bits: int) -> Codes:
         """Codes to be read into, of undefined contents."""
         sizes = self.plane_bytes(tokens, bits)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from hetero.arguments import check_count, check_one_of
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
-from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
+from hetero.contexts.codec import ChunkCodec
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
 from hetero.contexts.conversation import Conversation
@@ -31,14 +31,15 @@ from hetero.contexts.density import AttentionMass
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.eviction import Policy
 from hetero.contexts.measured import (
+    MEASURES,
     measure_channels,
-    measure_decoding,
+    measure_chunks,
     measure_disk,
     measure_prompts,
     rates_of,
 )
 from hetero.contexts.ratios import Rule
-from hetero.contexts.swap_out import SwapOut
+from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
 from hetero.contexts.turn import WAIT_S, Turn
 from hetero.contexts.unbound import UnboundApps
@@ -47,8 +48,6 @@ from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Piece
 from hetero.placement.planning import parse_size
-
-WORKSPACE_CHUNKS: Final = 6  # raw chunks that encoding (4.1) and decoding (1.8) take at once
 
 
 class Service:
@@ -60,6 +59,8 @@ class Service:
     many an app may have. `kv_bits` is how keys and values are kept: `mixed` (by information
     density, all together in `kv_ratio` of the bytes of 8 bits), 16 (float16), 8, 4, 2, or `raw`
     (float32, exact).
+
+    `eviction`, `swap` and `recompute` are for comparisons (`hetero.contexts.managers`).
 
     One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. A
     context manager. Raises `UserError` for a folder that is in use, of another model, or unusable.
@@ -77,12 +78,14 @@ class Service:
         kv_ratio: float = 0.5,
         kv_rule: Rule = "error",
         eviction: Policy = "lctru",
+        swap: When = "ahead",
         recompute: bool = True,
         wait_s: float = WAIT_S,
         **options: Any,
     ) -> None:
         self.contexts_per_app = check_count("contexts_per_app", contexts_per_app)
         check_one_of("eviction", eviction, get_args(Policy))
+        check_one_of("swap", swap, get_args(When))
         if isinstance(model, LLM) and options:
             raise UserError(
                 f"{', '.join(options)}: options of opening a model, and this one is open already"
@@ -104,7 +107,7 @@ class Service:
             memory = ByteBudget(parse_size(context_memory), "context_memory")
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
-            workspace = WORKSPACE_CHUNKS * codec.nbytes(CHUNK_TOKENS, RAW)
+            workspace = codec.workspace_bytes
             if not memory.take(workspace):
                 raise UserError(
                     f"context_memory must be more than the {workspace} bytes that work on one "
@@ -114,7 +117,9 @@ class Service:
             facts = self._directory.about
             errors = {int(bits): error for bits, error in facts["errors"].items()}
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
-            self.swap = SwapOut(self.memory, codec, self._files, self.disk, self._unbound)
+            self.swap = SwapOut(
+                self.memory, codec, self._files, self.disk, self._unbound, when=swap
+            )
             self._closers.callback(self.swap.close)
             if kv_bits == "mixed":
                 self._active.mass = AttentionMass(self.llm.max_seq_len)
@@ -197,12 +202,13 @@ class Service:
         channels = np.asarray(about["channels"], np.float32).reshape(shape)
         codec = ChunkCodec(layout, channels)
         devices = ", ".join(d.info.name for d in self.llm.devices.devices.values())
-        if about.get("measured_on") != [devices, self.llm.plan.plan_id]:
+        measured_on = [MEASURES, devices, self.llm.plan.plan_id]
+        if about.get("measured_on") != measured_on:
             directory.save(
-                measured_on=[devices, self.llm.plan.plan_id],
+                measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                decode_bytes_per_s=measure_decoding(self._active, codec),
-                read_bytes_per_s=measure_disk(directory.path),
+                **measure_chunks(self._active, codec, directory.path),
+                **measure_disk(directory.path),
             )
         return codec
 

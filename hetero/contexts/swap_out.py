@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
@@ -23,6 +23,7 @@ from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.unbound import UnboundApps
 from hetero.errors import UserError
 
+When: TypeAlias = Literal["ahead", "pressure", "never"]
 STALLED_S: Final = 60.0  # nothing is encoded, written or read: nobody waits longer
 
 
@@ -44,7 +45,11 @@ class Job:
 
 
 class SwapOut:
-    """The thread. `files` gives an app's; `faults` are writes that failed, by their errors."""
+    """The thread. `files` gives an app's; `faults` are writes that failed, by their errors.
+
+    `when` is `ahead` (of need); to compare with, chunks are written as they leave the memory
+    (`pressure`), or `never`.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,11 @@ class SwapOut:
         disk: ByteBudget,
         unbound: UnboundApps | None = None,
         wait_s: float = STALLED_S,
+        when: When = "ahead",
     ) -> None:
+        self.when = when
+        if when == "pressure":
+            memory.write_back = self._write_back
         self.faults: list[str] = []
         self.wait_s = wait_s
         self._unbound, self._steps = unbound, 0
@@ -127,18 +136,32 @@ class SwapOut:
     def _work(self, job: Job) -> None:
         batch: list[Chunk] = []
         try:
+            self._make_room(job.chunks)
             for chunk in job.chunks:
                 self._steps += 1
                 codes = self._encoded(chunk, job.cache, batch)
                 if codes is not None:
-                    with self._memory.lock:
-                        chunk.pins += 1  # until it is written
-                        batch.append(chunk)
+                    if self.when == "ahead":
+                        with self._memory.lock:
+                            chunk.pins += 1  # until it is written
+                            batch.append(chunk)
                     self._memory.keep(chunk, codes)
             job.encoded.set()
             self._write(batch)
         finally:
             self._unpin(batch)
+
+    def _make_room(self, chunks: Sequence[Chunk]) -> None:
+        """For all of them at once, if there can be: the order of leaving is looked for once."""
+        wanted = sum(self._codec.nbytes(len(x.tokens), max(x.bits, 8)) for x in chunks)
+        with self._memory.lock:
+            if self._memory.budget.free < wanted:
+                self._memory.reclaim(wanted - self._memory.budget.free)
+
+    def _write_back(self, chunks: Sequence[Chunk]) -> None:
+        """Chunks that are about to leave the memory, under its lock."""
+        for app in {chunk.app for chunk in chunks}:
+            self._put([chunk for chunk in chunks if chunk.app == app])
 
     def _unpin(self, batch: list[Chunk]) -> None:
         with self._memory.lock:
@@ -174,25 +197,31 @@ class SwapOut:
 
     def _write(self, batch: list[Chunk]) -> None:
         """To the disk, where that can be done; what cannot is in memory alone, and goes on so."""
+        if batch:
+            app = batch[0].app
+            self._put(batch)
+            self._steps += 1
+            compact(self._files(app), self._memory, app)
+        self._unpin(batch)
+
+    def _put(self, batch: Sequence[Chunk]) -> None:
+        """Write the chunks of an app in one file."""
         with self._memory.lock:
             entries = [(c, c.codes) for c in batch if c.refs and c.codes is not None]
         pairs = [(chunk, codes) for chunk, codes in entries if codes is not None]
-        if pairs:
-            app = pairs[0][0].app
-            files, keep = self._files(app), {chunk for chunk, _ in pairs}
-            wanted, others = files.nbytes(pairs), self._unbound
-            make_room(wanted, self._memory, self._files, self._free, keep, others)
-            try:
-                places = files.write(pairs)
-            except OSError as error:
-                self.faults.append(str(error))
-            else:
-                with self._memory.lock:
-                    for (chunk, _), place in zip(pairs, places, strict=True):
-                        if chunk.refs and chunk.place is None:
-                            chunk.place = place
-                        else:
-                            files.drop(place)
-            self._steps += 1
-            compact(files, self._memory, app)
-        self._unpin(batch)
+        if not pairs:
+            return
+        files, keep = self._files(pairs[0][0].app), {chunk for chunk, _ in pairs}
+        wanted, others = files.nbytes(pairs), self._unbound
+        make_room(wanted, self._memory, self._files, self._free, keep, others)
+        try:
+            places = files.write(pairs)
+        except OSError as error:
+            self.faults.append(str(error))
+            return
+        with self._memory.lock:
+            for (chunk, _), place in zip(pairs, places, strict=True):
+                if chunk.refs and chunk.place is None:
+                    chunk.place = place
+                else:
+                    files.drop(place)

@@ -297,15 +297,23 @@ class WorkingSet:
     def _planned(
         self, wanted: Sequence[Chunk], claimed: dict[Chunk, Codes], tokens: int, switch: Switch
     ) -> LoadPlan:
+        rates = self.rates
         pieces = []
         for chunk in wanted:
             codes = chunk.codes or claimed.get(chunk)
-            nbytes = 0 if codes is None else codes.nbytes
-            disk = nbytes if chunk in claimed else 0
-            pieces.append(Piece(len(chunk.tokens), nbytes, disk, codes is None))
-        behind = tokens - wanted[-1].stop
-        layers, rates = self._codec.layers, self.rates
-        plan = plan_load(pieces, behind, rates, layers, recompute=self.recompute)
+            if codes is None:
+                pieces.append(Piece(len(chunk.tokens), 0.0, 0, missing=True))
+            else:
+                read = codes.nbytes if chunk in claimed else 0
+                pieces.append(rates.piece(len(chunk.tokens), codes.bits, read))
+        plan = plan_load(
+            pieces,
+            tokens - wanted[-1].stop,
+            rates,
+            self._codec.layers,
+            before=wanted[0].start,
+            recompute=self.recompute,
+        )
         switch.predicted_s = plan.predicted_s
         full = self._codec.nbytes(CHUNK_TOKENS, wanted[0].bits)
         per_token = full / CHUNK_TOKENS

@@ -110,7 +110,7 @@ class FakeService:
             self.swap,
             files=self.files,
             prefill=self.active.compute,
-            rates=rates or Rates(prefill_s=lambda m: 1.0 + m, read_bytes_per_s=1e9),
+            rates=rates or Rates(prefill_s=lambda m, _: 1.0 + m, read_bytes_per_s=1e9),
             recompute=recompute,
         )
 

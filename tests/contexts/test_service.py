@@ -214,8 +214,8 @@ def test_a_disk_that_cannot_be_written_costs_no_answer(
         yield b"a part"
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(ChunkFiles, "_encoded_pieces", fail)
     with opened(llm, tmp_path) as service:
+        monkeypatch.setattr(ChunkFiles, "_encoded_pieces", fail)
         app = service.bind("a")
         context = app.new_context(chat=False)
         for prompt, expected in zip(PROMPTS, wanted, strict=True):
@@ -278,7 +278,7 @@ def test_a_log_that_is_damaged_before_its_end_is_refused(llm: LLM, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"eviction": "fifo"}, "eviction is lctru or lru, got 'fifo'"),
+        ({"eviction": "fifo"}, "eviction is lctru, lru or context, got 'fifo'"),
         ({"device": "gpu"}, "device: options of opening a model, and this one is open already"),
         ({"context_memory": 1000}, "context_memory must be more than"),
         ({"kv_bits": "5"}, "kv_bits is raw, 16, 8, 4, 2 or mixed, got '5'"),
