@@ -209,7 +209,7 @@ def in_place_s(llm: LLM, before: Sequence[int], prompt: Sequence[int]) -> float:
     with llm.new_context() as context:
         llm.engine.prefill(context, before)
         start_s = time.perf_counter()
-        with llm.stream([*before, *prompt], context=context, max_tokens=1) as answer:
+        with llm.stream([*before, *prompt], context=context, reuse=True, max_tokens=1) as answer:
             for _ in answer:
                 break
         return time.perf_counter() - start_s

@@ -82,7 +82,7 @@ def plan_load(
     recompute: bool = True,
 ) -> LoadPlan:
     """The stop with the least predicted time, of all behind the last chunk that is in memory; of
-    equal ones the last. `before`: tokens that are in place; `recompute` false: read all that can be.
+    equal ones the last. `before`: tokens in place; `recompute` false: all that can be is read.
     """
     last = _behind_last(pieces, lambda piece: not piece.missing)
     first = _behind_last(pieces, lambda piece: not piece.missing and not piece.disk_bytes)
