@@ -194,11 +194,14 @@ def real(
             for path in folder.glob("apps/*/*.kv"):
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            ready_s = in_place_s(llm, context.tokens, prompt)  # and steps of this length are there
             start_s, first_s = time.perf_counter(), 0.0
             for _ in context.stream(words, max_tokens=call.answer):
                 first_s = first_s or time.perf_counter() - start_s
-            if before:
-                found.append(first_s - in_place_s(llm, context.tokens[:before], prompt))
+            switch = context.last_switch
+            if before and switch is not None:  # a prompt's own time varies by more than a switch's
+                rode = bool(switch.riding_tokens)
+                found.append(first_s - ready_s if rode else switch.switch_s)
             answered = len(context) - before - len(prompt)
             done.append(Call(call.at_s, call.context, len(prompt), answered))
         return done, found, service
@@ -207,7 +210,8 @@ def real(
 def in_place_s(llm: LLM, before: Sequence[int], prompt: Sequence[int]) -> float:
     """Seconds to the first token of a prompt behind a text that is in the cache."""
     with llm.new_context() as context:
-        llm.engine.prefill(context, before)
+        if before:
+            llm.engine.prefill(context, before)
         start_s = time.perf_counter()
         with llm.stream([*before, *prompt], context=context, reuse=True, max_tokens=1) as answer:
             for _ in answer:

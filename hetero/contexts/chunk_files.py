@@ -114,14 +114,16 @@ class ChunkFiles:
     def _room(self, entries: Sequence[Entry]) -> int:
         return _HEAD.size + sum(220 + self._size(e.tokens, e.bits) for e in entries)
 
-    def write(self, chunks: Sequence[tuple[Chunk, Codes]]) -> list[Place]:
-        """A new file of these chunks, on the disk when this returns. Raises `OSError`, and leaves
-        nothing, where that cannot be.
+    def write(self, chunks: Sequence[tuple[Chunk, Codes]], *, durable: bool = True) -> list[Place]:
+        """A new file of these chunks, on the disk (`durable`) when this returns. Raises `OSError`,
+        and leaves nothing, where that cannot be.
         """
         entries = [Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks]
-        return self._write(entries, self._encoded_pieces(chunks))
+        return self._write(entries, self._encoded_pieces(chunks), durable=durable)
 
-    def _write(self, entries: Sequence[Entry], pieces: Iterator[bytes]) -> list[Place]:
+    def _write(
+        self, entries: Sequence[Entry], pieces: Iterator[bytes], *, durable: bool = True
+    ) -> list[Place]:
         room = self._room(entries)
         if not self._budget.take(room):
             raise OSError(errno.ENOSPC, "the contexts' share of the disk is used up")
@@ -129,7 +131,7 @@ class ChunkFiles:
         path = self.folder / f"{number:08d}.kv"
         header = json.dumps([[e.key.hex(), e.tokens, e.bits, e.density] for e in entries]).encode()
         try:
-            with atomic_writer(path) as file:
+            with atomic_writer(path, durable=durable) as file:
                 file.write(_HEAD.pack(MAGIC, len(header), zlib.crc32(header)) + header)
                 for piece in pieces:
                     file.write(piece)

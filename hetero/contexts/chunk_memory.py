@@ -40,6 +40,14 @@ class ChunkMemory:
                 self.reclaim(nbytes - self.budget.free) and self.budget.take(nbytes)
             )
 
+    def free(self, nbytes: int) -> None:
+        """Let chunks go until so many bytes are free, if that can be: the order of leaving is
+        looked for once.
+        """
+        with self.lock:
+            if self.budget.free < nbytes:
+                self.reclaim(nbytes - self.budget.free)
+
     def reclaim(self, nbytes: int) -> bool:
         """Let chunks go until so many bytes have come back; whether they have.
 

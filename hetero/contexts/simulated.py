@@ -114,6 +114,8 @@ class SimulatedService:
             return 0.0
         wait_s = max(0.0, self._encoded_s - now_s)  # the cache is still being encoded
         with self.memory.pinned(context.chunks):
+            away = [x for x in context.chunks if x.codes is None and x.place is not None]
+            self.memory.free(sum(self._codes(chunk).nbytes for chunk in away))
             pieces = [self._piece(chunk) for chunk in context.chunks]
             plan = plan_load(
                 pieces, prompt, rates, self.codec.layers, recompute=self.manager.recompute
@@ -143,6 +145,7 @@ class SimulatedService:
         fresh = [chunk for chunk in context.chunks if not chunk.kept]
         nbytes = 0
         with self.memory.pinned(context.chunks):
+            self.memory.free(sum(self._codes(chunk).nbytes for chunk in fresh))
             for chunk in fresh:
                 codes = self._codes(chunk)
                 if self.memory.claim(codes.nbytes):

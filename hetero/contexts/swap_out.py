@@ -136,7 +136,8 @@ class SwapOut:
     def _work(self, job: Job) -> None:
         batch: list[Chunk] = []
         try:
-            self._make_room(job.chunks)
+            sizes = (self._codec.nbytes(len(x.tokens), max(x.bits, 8)) for x in job.chunks)
+            self._memory.free(sum(sizes))
             for chunk in job.chunks:
                 self._steps += 1
                 codes = self._encoded(chunk, job.cache, batch)
@@ -150,13 +151,6 @@ class SwapOut:
             self._write(batch)
         finally:
             self._unpin(batch)
-
-    def _make_room(self, chunks: Sequence[Chunk]) -> None:
-        """For all of them at once, if there can be: the order of leaving is looked for once."""
-        wanted = sum(self._codec.nbytes(len(x.tokens), max(x.bits, 8)) for x in chunks)
-        with self._memory.lock:
-            if self._memory.budget.free < wanted:
-                self._memory.reclaim(wanted - self._memory.budget.free)
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
         """Chunks that are about to leave the memory, under its lock."""
@@ -215,7 +209,7 @@ class SwapOut:
         wanted, others = files.nbytes(pairs), self._unbound
         make_room(wanted, self._memory, self._files, self._free, keep, others)
         try:
-            places = files.write(pairs)
+            places = files.write(pairs, durable=self.when == "ahead")
         except OSError as error:
             self.faults.append(str(error))
             return

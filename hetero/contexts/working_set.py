@@ -278,6 +278,13 @@ class WorkingSet:
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
         """Room for the chunks that are on the disk alone, where there is any."""
         found = {}
+        self._memory.free(
+            sum(
+                self._codec.nbytes(len(chunk.tokens), chunk.place.bits)
+                for chunk in chunks
+                if chunk.codes is None and chunk.place is not None
+            )
+        )
         for chunk in chunks:
             if chunk.codes is None and (place := chunk.place) is not None:
                 floats = max(place.bits, chunk.bits) > 8

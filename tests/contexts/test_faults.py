@@ -120,7 +120,7 @@ def test_a_disk_that_hangs_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     service.swap.wait_s = service.working.wait_s = 0.05
     text = [i % 4 for i in range(60)]
     with monkeypatch.context() as patch:
-        patch.setattr(service.files("a"), "write", lambda _: over.wait(30) and [])
+        patch.setattr(service.files("a"), "write", lambda *_, **__: over.wait(30) and [])
         service.call(held, text)
         for wait in (service.swap.drain, service.swap.close):
             with pytest.raises(UserError, match=r"encoded or written for 0\.05 s"):
