@@ -15,8 +15,9 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -27,6 +28,7 @@ from hetero.contexts.session_file import Identity
 from hetero.errors import UserError
 
 VERSION: Final = 1
+T = TypeVar("T")
 
 
 class ServiceDirectory:
@@ -66,6 +68,16 @@ class ServiceDirectory:
         except OSError as error:
             raise UserError(
                 f"{self.path}: contexts cannot be kept here ({error.strerror or error}): choose "
+                "another directory"
+            ) from error
+
+    def read(self, what: Callable[[dict[str, Any]], T]) -> T:
+        """Something of the facts that are kept. Raises `UserError` where it is none."""
+        try:
+            return what(self.about)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise UserError(
+                f"{self.path / 'service.json'}: is damaged ({error!r}): restore it, or choose "
                 "another directory"
             ) from error
 

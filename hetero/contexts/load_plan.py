@@ -140,7 +140,7 @@ class PromptTimes:
     """
 
     def __init__(self, measured: Sequence[tuple[int, int, float]]) -> None:
-        befores = sorted({before for _, before, _ in measured})
+        befores = sorted({before for _, before, _ in measured})[:2]
         lines = [_monotone([(m, s) for m, b, s in measured if b == before]) for before in befores]
         self._lines, self._befores = lines, befores
 

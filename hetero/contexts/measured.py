@@ -193,12 +193,28 @@ def measure_encoding(codec: ChunkCodec) -> float:
     return nbytes / max(time.perf_counter() - start_s, 1e-9)
 
 
+def errors_of(facts: dict[str, Any]) -> dict[int, float]:
+    """The model's relative errors by bits. Raises what a fact that is none does."""
+    return {bits: _number(facts["errors"][str(bits)]) for bits in NESTED}
+
+
 def rates_of(facts: dict[str, Any]) -> Rates:
-    """Of what was measured and kept."""
+    """Of what was measured and kept. Raises what a fact that is none does."""
+    prompts = [(int(m), int(before), _number(s)) for m, before, s in facts["prompts"]]
+    if not prompts or min(m for m, _, _ in prompts) < 1:
+        raise ValueError("no times of prompts")
     return Rates(
-        prefill_s=PromptTimes([(int(m), int(before), s) for m, before, s in facts["prompts"]]),
-        read_bytes_per_s=facts["read_bytes_per_s"],
-        read_latency_s=facts["read_latency_s"],
-        read_chunk_s=facts["read_chunk_s"],
-        chunk_s={int(bits): s for bits, s in facts["chunk_s"].items()},
+        prefill_s=PromptTimes(prompts),
+        read_bytes_per_s=_number(facts["read_bytes_per_s"]),
+        read_latency_s=_number(facts["read_latency_s"]),
+        read_chunk_s=_number(facts["read_chunk_s"]),
+        chunk_s={bits: _number(facts["chunk_s"][str(bits)]) for bits in (RAW, HALF, *NESTED)},
     )
+
+
+def _number(value: Any) -> float:
+    """What a measurement can be."""
+    found = float(value)
+    if not 0 < found < 1e18:
+        raise ValueError(f"{found} was not measured")
+    return found

@@ -32,6 +32,7 @@ from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.eviction import Policy
 from hetero.contexts.measured import (
     MEASURES,
+    errors_of,
     measure_channels,
     measure_chunks,
     measure_disk,
@@ -114,8 +115,7 @@ class Service:
                     f"chunk takes, got {memory.limit}"
                 )
             self.memory = ChunkMemory(memory, eviction)
-            facts = self._directory.about
-            errors = {int(bits): error for bits, error in facts["errors"].items()}
+            errors, rates = self._directory.read(lambda facts: (errors_of(facts), rates_of(facts)))
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
             self.swap = SwapOut(
                 self.memory, codec, self._files, self.disk, self._unbound, when=swap
@@ -130,7 +130,7 @@ class Service:
                 self.swap,
                 files=self._files,
                 prefill=self._prefill,
-                rates=rates_of(facts),
+                rates=rates,
                 recompute=recompute,
             )
             self._closers.callback(self._working.close)
@@ -196,11 +196,12 @@ class Service:
         """The model's codec; everything else that is measured is kept in the folder."""
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
-        if "channels" not in about:
+        if not {"channels", "errors"} <= about.keys():
             directory.save(**measure_channels(self._active, vocabulary, self._prefill))
         shape = (layout.layers, layout.kv_heads, layout.head_dim)
-        channels = np.asarray(about["channels"], np.float32).reshape(shape)
-        codec = ChunkCodec(layout, channels)
+        codec = directory.read(
+            lambda facts: ChunkCodec(layout, np.array(facts["channels"], np.float32).reshape(shape))
+        )
         devices = ", ".join(d.info.name for d in self.llm.devices.devices.values())
         measured_on = [MEASURES, devices, self.llm.plan.plan_id]
         if about.get("measured_on") != measured_on:

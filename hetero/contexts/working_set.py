@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any, Final, Protocol, TypeVar
 
+import numpy as np
+
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import CHUNK_TOKENS, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
@@ -126,6 +128,8 @@ class WorkingSet:
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
         self._files, self._prefill = files, prefill
         self._app = ""  # whose text is in the cache
+        # Tokens whose keys and values there came from codes: encoded again they would drift.
+        self._lossy = np.zeros(active.cache.layout.capacity, np.bool_)
         self._reading: Future[None] | None = None
         self._load: _Load | None = None
         self._clock = 0
@@ -205,9 +209,12 @@ class WorkingSet:
         return held.chunks
 
     def swap_out(self, held: Held) -> None:
-        """Encode and write, behind the caller's back, what lies in the active cache alone."""
+        """Encode and write, behind the caller's back, what lies in the active cache alone. Chunks
+        of which a part came from codes, whose own are gone, stay text: they are computed again.
+        """
+        lossy = self._lossy
         with self._memory.lock:
-            fresh = [chunk for chunk in held.chunks if not chunk.kept]
+            fresh = [c for c in held.chunks if not c.kept and not lossy[c.start : c.stop].any()]
         if fresh:
             self._swap.submit(Job(fresh, self._active.cache))
 
@@ -229,6 +236,7 @@ class WorkingSet:
         if kept < self._active.cached:
             self._swap.settle()
         self._active.adopt(tokens[:kept])
+        self._lossy[kept:] = False
         self._app, switch.reused_tokens = held.app, kept
         wanted = [c for c in chunks if c.stop > kept and c.stop < len(tokens)]
         if wanted:
@@ -334,6 +342,8 @@ class WorkingSet:
         """Fill the cache with these: at once what is in memory, by the thread what must be read."""
         items = [(c, c.codes or claimed[c], c in claimed) for c in chunks]
         switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
+        for chunk, codes, _ in items:
+            self._lossy[chunk.start : chunk.stop] = codes.bits != RAW
         cache = self._active.cache
         if not claimed.keys() & set(chunks):
             at = [(chunk.start, codes) for chunk, codes, _ in items]

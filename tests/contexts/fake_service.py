@@ -73,9 +73,8 @@ class FakeActive:
                 self.gate.wait(layer)
             for kind, cache in enumerate(self.cache.layer(layer)):
                 found = cache[:, :before]
-                assert np.abs(found - wanted[layer, kind, :, :before]).max(initial=0) <= (
-                    self.tolerance
-                ), f"layer {layer} of {before} tokens"
+                off = np.abs(found - wanted[layer, kind, :, :before]).max(initial=0)
+                assert off <= self.tolerance, f"layer {layer} of {before} tokens: {off}"
                 cache[:, before : len(whole)] = wanted[layer, kind, :, before:]
                 cache[:, len(whole) : len(whole) + 8] = np.nan
         self._tokens, self.gate = whole, None
