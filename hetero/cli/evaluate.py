@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -25,9 +26,20 @@ from hetero.compiling.schemes import Schemes
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.measuring.evaluation import DEFAULT_WINDOW, Evaluation, evaluate, read_tokens
+from hetero.measuring.kv_quality import RANDOM, KvQuality, kv_quality
 from hetero.models import default_weights
 
 REFERENCE = WeightFormat.F32
+
+
+class KvWay(StrEnum):
+    """How keys and values are kept."""
+
+    EIGHT = "8"
+    FOUR = "4"
+    TWO = "2"
+    MIXED = "mixed"
+    PAPER = "paper"
 
 
 def eval_command(
@@ -61,6 +73,16 @@ def eval_command(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=2, help="Stop after this much text.")
     ] = None,
+    kv: Annotated[
+        list[KvWay] | None,
+        typer.Option("--kv", help="Score on keys and values of so many bits; repeat to compare."),
+    ] = None,
+    kv_ratio: Annotated[
+        float, typer.Option("--kv-ratio", min=0.25, max=1, help="Of mixed, of the bytes at 8.")
+    ] = 0.5,
+    kv_seeds: Annotated[
+        int, typer.Option("--kv-seeds", min=0, help="Random orders of densities beside mixed.")
+    ] = 0,
     device: DeviceOption = DeviceChoice.NPU,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
@@ -71,6 +93,14 @@ def eval_command(
         raise UserError("--simulate needs scales from a text; give --calibrate TEXT, not --text's")
     if calibrate is not None and calibrate.resolve() == text.resolve():
         raise UserError(f"--calibrate and --text are both {text}; give two different texts")
+    if kv:
+        choice = weights[0] if weights else WeightFormat(default_weights(model))
+        with open_llm(model, device, gpu, npu, choice, None, None) as llm:
+            tokens, size = read_tokens(llm, text, max_tokens), window or min(256, llm.max_seq_len)
+            ways = [way.value for way in kv]
+            kept = kv_quality(llm, tokens, ways, ratio=kv_ratio, window=size, seeds=kv_seeds)
+        print(json.dumps({k: asdict(v) for k, v in kept.items()}) if as_json else _kv_table(kept))
+        return
     found: dict[str, Evaluation] = {}
     base: LLM | None = None
     try:
@@ -106,6 +136,27 @@ def eval_command(
         if base is not None:
             base.close()
     print(json.dumps({k: asdict(v) for k, v in found.items()}) if as_json else _table(found))
+
+
+def _kv_table(found: dict[str, KvQuality]) -> str:
+    lines = [
+        "| keys and values | bytes, x those at 8 bits | perplexity | top-1 agreement | KL (nats) |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    by_chance = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
+    lines += [
+        f"| {name} | {x.ratio:.3f} | {x.perplexity:.4f} | {x.top1_agreement:.2%} "
+        f"| {x.kl_mean:.6f} |"
+        for name, x in found.items()
+        if not name.startswith(RANDOM)
+    ]
+    if by_chance:
+        better = sum(found["mixed"].kl_mean < kl for kl in by_chance)
+        lines.append(
+            f"\nmixed is closer than {better} of {len(by_chance)} random orders of its densities "
+            f"(KL {min(by_chance):.6f} to {max(by_chance):.6f})"
+        )
+    return "\n".join(lines)
 
 
 def _table(found: dict[str, Evaluation]) -> str:

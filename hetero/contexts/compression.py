@@ -18,7 +18,7 @@ KV_BITS: Final = ("raw", "16", "8", "4", "2", "mixed")
 
 class Compression:
     """The rule of one service. `ratio` is the part of 8-bit codes' bytes that `mixed` chunks have
-    together; `errors` are the model's relative errors by bits.
+    together; `errors` are squares of the model's relative errors by bits.
     """
 
     def __init__(
