@@ -96,10 +96,8 @@ def eval_command(
     if kv:
         choice = weights[0] if weights else WeightFormat(default_weights(model))
         with open_llm(model, device, gpu, npu, choice, None, None) as llm:
-            tokens, size = read_tokens(llm, text, max_tokens), window or min(256, llm.max_seq_len)
-            ways = [way.value for way in kv]
-            kept = kv_quality(llm, tokens, ways, ratio=kv_ratio, window=size, seeds=kv_seeds)
-        print(json.dumps({k: asdict(v) for k, v in kept.items()}) if as_json else _kv_table(kept))
+            tokens = read_tokens(llm, text, max_tokens)
+            _print_kv(llm, tokens, kv, kv_ratio, kv_seeds, window, as_json)
         return
     found: dict[str, Evaluation] = {}
     base: LLM | None = None
@@ -116,26 +114,60 @@ def eval_command(
                         llm, tokens, reference=base, window=size, stride=stride, progress=advance
                     )
         if simulate and calibrate is not None:
-            loaded, _, sequences = calibration_sequences(model, calibrate, calibration_tokens)
-            tokens = read_tokens(loaded, text, max_tokens)
-            size = window or min(DEFAULT_WINDOW, loaded.config.max_position)
-            with progress_bar("calibrating") as advance:
-                schemes = Schemes(loaded, sequences, size, advance)
-                schemes.scales()
-            for scheme in simulate:
-                with progress_bar(f"scoring {scheme}") as advance:
-                    found[f"w8a8 {scheme} (simulated)"] = evaluate(
-                        schemes.model_of(scheme),
-                        tokens,
-                        reference=base,
-                        window=size,
-                        stride=stride,
-                        progress=advance,
-                    )
+            sizes = {"limit": max_tokens, "window": window, "stride": stride}
+            texts = calibrate, text, calibration_tokens
+            found |= _simulated(model, texts, simulate, base, **sizes)
     finally:
         if base is not None:
             base.close()
     print(json.dumps({k: asdict(v) for k, v in found.items()}) if as_json else _table(found))
+
+
+def _print_kv(
+    llm: LLM,
+    tokens: list[int],
+    kv: list[KvWay],
+    ratio: float,
+    seeds: int,
+    window: int,
+    as_json: bool,
+) -> None:
+    size = window or min(256, llm.max_seq_len)
+    ways = [way.value for way in kv]
+    kept = kv_quality(llm, tokens, ways, ratio=ratio, window=size, seeds=seeds)
+    print(json.dumps({k: asdict(v) for k, v in kept.items()}) if as_json else _kv_table(kept))
+
+
+def _simulated(
+    model: str,
+    texts: tuple[Path, Path, int],
+    schemes: list[str],
+    base: LLM | None,
+    *,
+    limit: int | None,
+    window: int | None,
+    stride: int | None,
+) -> dict[str, Evaluation]:
+    """Forms that have no kernel. `texts`: to calibrate, to score, tokens to calibrate by."""
+    calibrate, text, count = texts
+    found = {}
+    loaded, _, sequences = calibration_sequences(model, calibrate, count)
+    tokens = read_tokens(loaded, text, limit)
+    size = window or min(DEFAULT_WINDOW, loaded.config.max_position)
+    with progress_bar("calibrating") as advance:
+        made = Schemes(loaded, sequences, size, advance)
+        made.scales()
+    for scheme in schemes:
+        with progress_bar(f"scoring {scheme}") as advance:
+            found[f"w8a8 {scheme} (simulated)"] = evaluate(
+                made.model_of(scheme),
+                tokens,
+                reference=base,
+                window=size,
+                stride=stride,
+                progress=advance,
+            )
+    return found
 
 
 def _kv_table(found: dict[str, KvQuality]) -> str:

@@ -35,7 +35,7 @@ class ServiceDirectory:
     """An open folder, locked. Raises `UserError` if it is another model's, in use, or unusable."""
 
     def __init__(self, path: Path, identity: Identity, layout: CacheLayout) -> None:
-        self.path = path
+        self.path, self._kv = path, layout.kv.value
         try:
             (path / "apps").mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)
@@ -90,7 +90,7 @@ class ServiceDirectory:
     def root(self, name: str) -> bytes:
         """What the keys of an app's chunks begin with: nobody else's do."""
         described = json.dumps(self.about["identity"], sort_keys=True)
-        facts = described + json.dumps(self.about.get("channels"))
+        facts = described + json.dumps(self.about.get("channels")) + self._kv
         return hashlib.blake2b(facts.encode(), key=self._keyed(b"root", name)).digest()[:32]
 
     def _keyed(self, use: bytes, name: str) -> bytes:
