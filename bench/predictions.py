@@ -3,7 +3,6 @@
 python bench/predictions.py plans --model random:qwen2.5-0.5b --weights w4a8 -p 300
 python bench/predictions.py accuracy --held-budget 6m
 python bench/predictions.py kernels --model demo
-python bench/predictions.py ablate
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Annotated
 
 import typer
 from common import CONTEXT, Rounds, context_of, finish, new_app, open_engine, table, timeline
-from parts.ablation import ablate
 from parts.accuracy import accuracy
 from parts.in_turns import plans
 
@@ -32,7 +30,6 @@ from hetero.solver.handmade import single_device
 app = new_app(__doc__)
 app.command("plans")(plans)
 app.command("accuracy")(accuracy)
-app.command("ablate")(ablate)
 STEPS = 4  # of a round, of one token; of more, one
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -25,9 +26,20 @@ from hetero.compiling.schemes import Schemes
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.measuring.evaluation import DEFAULT_WINDOW, Evaluation, evaluate, read_tokens
+from hetero.measuring.kv_quality import RANDOM, KvQuality, kv_quality
 from hetero.models import default_weights
 
 REFERENCE = WeightFormat.F32
+
+
+class KvWay(StrEnum):
+    """How keys and values are kept."""
+
+    EIGHT = "8"
+    FOUR = "4"
+    TWO = "2"
+    MIXED = "mixed"
+    PAPER = "paper"
 
 
 def eval_command(
@@ -61,6 +73,16 @@ def eval_command(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", min=2, help="Stop after this much text.")
     ] = None,
+    kv: Annotated[
+        list[KvWay] | None,
+        typer.Option("--kv", help="Score on keys and values of so many bits; repeat to compare."),
+    ] = None,
+    kv_ratio: Annotated[
+        float, typer.Option("--kv-ratio", min=0.25, max=1, help="Of mixed, of the bytes at 8.")
+    ] = 0.5,
+    kv_seeds: Annotated[
+        int, typer.Option("--kv-seeds", min=0, help="Random orders of densities beside mixed.")
+    ] = 0,
     device: DeviceOption = DeviceChoice.NPU,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
@@ -71,6 +93,12 @@ def eval_command(
         raise UserError("--simulate needs scales from a text; give --calibrate TEXT, not --text's")
     if calibrate is not None and calibrate.resolve() == text.resolve():
         raise UserError(f"--calibrate and --text are both {text}; give two different texts")
+    if kv:
+        choice = weights[0] if weights else WeightFormat(default_weights(model))
+        with open_llm(model, device, gpu, npu, choice, None, None) as llm:
+            tokens = read_tokens(llm, text, max_tokens)
+            _print_kv(llm, tokens, kv, kv_ratio, kv_seeds, window, as_json)
+        return
     found: dict[str, Evaluation] = {}
     base: LLM | None = None
     try:
@@ -86,26 +114,81 @@ def eval_command(
                         llm, tokens, reference=base, window=size, stride=stride, progress=advance
                     )
         if simulate and calibrate is not None:
-            loaded, _, sequences = calibration_sequences(model, calibrate, calibration_tokens)
-            tokens = read_tokens(loaded, text, max_tokens)
-            size = window or min(DEFAULT_WINDOW, loaded.config.max_position)
-            with progress_bar("calibrating") as advance:
-                schemes = Schemes(loaded, sequences, size, advance)
-                schemes.scales()
-            for scheme in simulate:
-                with progress_bar(f"scoring {scheme}") as advance:
-                    found[f"w8a8 {scheme} (simulated)"] = evaluate(
-                        schemes.model_of(scheme),
-                        tokens,
-                        reference=base,
-                        window=size,
-                        stride=stride,
-                        progress=advance,
-                    )
+            sizes = {"limit": max_tokens, "window": window, "stride": stride}
+            texts = calibrate, text, calibration_tokens
+            found |= _simulated(model, texts, simulate, base, **sizes)
     finally:
         if base is not None:
             base.close()
     print(json.dumps({k: asdict(v) for k, v in found.items()}) if as_json else _table(found))
+
+
+def _print_kv(
+    llm: LLM,
+    tokens: list[int],
+    kv: list[KvWay],
+    ratio: float,
+    seeds: int,
+    window: int,
+    as_json: bool,
+) -> None:
+    size = window or min(256, llm.max_seq_len)
+    ways = [way.value for way in kv]
+    kept = kv_quality(llm, tokens, ways, ratio=ratio, window=size, seeds=seeds)
+    print(json.dumps({k: asdict(v) for k, v in kept.items()}) if as_json else _kv_table(kept))
+
+
+def _simulated(
+    model: str,
+    texts: tuple[Path, Path, int],
+    schemes: list[str],
+    base: LLM | None,
+    *,
+    limit: int | None,
+    window: int | None,
+    stride: int | None,
+) -> dict[str, Evaluation]:
+    """Forms that have no kernel. `texts`: to calibrate, to score, tokens to calibrate by."""
+    calibrate, text, count = texts
+    found = {}
+    loaded, _, sequences = calibration_sequences(model, calibrate, count)
+    tokens = read_tokens(loaded, text, limit)
+    size = window or min(DEFAULT_WINDOW, loaded.config.max_position)
+    with progress_bar("calibrating") as advance:
+        made = Schemes(loaded, sequences, size, advance)
+        made.scales()
+    for scheme in schemes:
+        with progress_bar(f"scoring {scheme}") as advance:
+            found[f"w8a8 {scheme} (simulated)"] = evaluate(
+                made.model_of(scheme),
+                tokens,
+                reference=base,
+                window=size,
+                stride=stride,
+                progress=advance,
+            )
+    return found
+
+
+def _kv_table(found: dict[str, KvQuality]) -> str:
+    lines = [
+        "| keys and values | bytes, x those at 8 bits | perplexity | top-1 agreement | KL (nats) |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    by_chance = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
+    lines += [
+        f"| {name} | {x.ratio:.3f} | {x.perplexity:.4f} | {x.top1_agreement:.2%} "
+        f"| {x.kl_mean:.6f} |"
+        for name, x in found.items()
+        if not name.startswith(RANDOM)
+    ]
+    if by_chance:
+        better = sum(found["mixed"].kl_mean < kl for kl in by_chance)
+        lines.append(
+            f"\nmixed is closer than {better} of {len(by_chance)} random orders of its densities "
+            f"(KL {min(by_chance):.6f} to {max(by_chance):.6f})"
+        )
+    return "\n".join(lines)
 
 
 def _table(found: dict[str, Evaluation]) -> str:

@@ -12,6 +12,7 @@ import typer
 from hetero.cli.options import (
     BudgetOption,
     ContextOption,
+    DeviceChoice,
     DeviceOption,
     GpuOption,
     ModelArgument,
@@ -64,7 +65,7 @@ def serve_command(
         int, typer.Option("--slots", min=1, max=64, help="Recent texts kept for each app.")
     ] = 4,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Answers made or waited for.")] = 64,
-    device: DeviceOption = None,
+    device: DeviceOption = DeviceChoice.AUTO,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     weights: WeightsOption = None,
@@ -85,7 +86,7 @@ def serve_command(
         "context_disk": context_disk,
         "contexts_per_app": contexts_per_app,
         "kv_bits": kv_bits.value,
-        "device": None if device is None else device.value,
+        "device": device.value,
         "gpu": gpu,
         "npu": npu,
         "profile": profile,

@@ -19,7 +19,8 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -28,7 +29,7 @@ import numpy as np
 from hetero.backends.host.files import atomic_writer
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunks import Chunk, Place
-from hetero.contexts.codec import RAW, ChunkCodec, Codes
+from hetero.contexts.codec import HALF, RAW, ChunkCodec, Codes
 
 MAGIC: Final = b"HTKV\x00\x00\x00\x01"
 _HEAD: Final = struct.Struct("<8sII")
@@ -57,6 +58,7 @@ class _File:
     data: int  # where the first piece begins
     entries: tuple[Entry, ...]
     live: set[int] = field(default_factory=set)
+    starts: list[int] = field(default_factory=list)
 
 
 class ChunkFiles:
@@ -107,53 +109,78 @@ class ChunkFiles:
 
     def nbytes(self, chunks: Sequence[tuple[Chunk, Codes]]) -> int:
         """At most what a file of them takes."""
-        return _HEAD.size + sum(220 + self._size(codes.tokens, codes.bits) for _, codes in chunks)
+        return self._room([Entry(c.key, x.tokens, x.bits, 0.0) for c, x in chunks])
 
-    def write(self, chunks: Sequence[tuple[Chunk, Codes]]) -> list[Place]:
-        """A new file of these chunks, on the disk when this returns. Raises `OSError`, and leaves
-        nothing, where that cannot be.
+    def _room(self, entries: Sequence[Entry]) -> int:
+        return _HEAD.size + sum(220 + self._size(e.tokens, e.bits) for e in entries)
+
+    def write(self, chunks: Sequence[tuple[Chunk, Codes]], *, durable: bool = True) -> list[Place]:
+        """A new file of these chunks, on the disk (`durable`) when this returns. Raises `OSError`,
+        and leaves nothing, where that cannot be.
         """
-        room = self.nbytes(chunks)
+        entries = [Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks]
+        return self._write(entries, self._encoded_pieces(chunks), durable=durable)
+
+    def _write(
+        self, entries: Sequence[Entry], pieces: Iterator[bytes], *, durable: bool = True
+    ) -> list[Place]:
+        room = self._room(entries)
         if not self._budget.take(room):
             raise OSError(errno.ENOSPC, "the contexts' share of the disk is used up")
         number, self._next = self._next, self._next + 1
         path = self.folder / f"{number:08d}.kv"
-        entries = tuple(Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks)
         header = json.dumps([[e.key.hex(), e.tokens, e.bits, e.density] for e in entries]).encode()
         try:
-            with atomic_writer(path) as file:
+            with atomic_writer(path, durable=durable) as file:
                 file.write(_HEAD.pack(MAGIC, len(header), zlib.crc32(header)) + header)
-                self._write_pieces(file, chunks)
+                for piece in pieces:
+                    file.write(piece)
                 size = file.tell()
         except BaseException:
             self._budget.give(room)
             raise
         assert size <= room
         self._budget.give(room - size)
-        live = set(range(len(entries)))
-        self._files[number] = _File(path, size, _HEAD.size + len(header), entries, live)
+        file_of = _File(path, size, _HEAD.size + len(header), tuple(entries))
+        file_of.live |= set(range(len(entries)))
+        self._files[number] = file_of
         return [Place(number, index, entry.bits) for index, entry in enumerate(entries)]
 
     def reader(self, chunks: Sequence[Chunk]) -> Reader:
         """Reads layers of chunks that are on the disk. Raises `ChunkError` as it does."""
         return Reader(self, [(chunk, self._place(chunk)) for chunk in chunks])
 
-    def copy_live(self, number: int) -> list[tuple[Place, Codes]]:
-        """The chunks of a file that are referred to, read and checked; those that are damaged are
-        left out. For compaction.
+    def copy(self, number: int, chunks: Sequence[Chunk]) -> dict[Chunk, Place]:
+        """Chunks of a file in a new one, checked, piece by piece: no more than one of them is in
+        memory. Those that are damaged, or that nobody refers to any more, are left out. Raises
+        `OSError` or `ChunkError` where that cannot be, and leaves nothing.
         """
-        found: list[tuple[Place, Codes]] = []
         about = self._files.get(number)  # whose last chunk another thread may drop meanwhile
-        if about is None:
-            return found
-        for index in sorted(about.live.copy()):
-            entry = about.entries[index]
-            codes = self.codec.empty(entry.tokens, entry.bits)
-            with contextlib.suppress(ChunkError), self._open(number) as file:
+        if about is None or not chunks:
+            return {}
+        with self._open(number) as source:
+            sound = []
+            for chunk in chunks:
+                place = chunk.place
+                if place is not None and place.file == number and place.index in about.live:
+                    with contextlib.suppress(ChunkError):
+                        for layer in range(self.codec.layers):
+                            for _ in self._pieces(source, about, place.index, layer):
+                                pass
+                        sound.append((chunk, place.index))
+            if not sound:
+                return {}
+            old = [about.entries[index] for _, index in sound]
+            pairs = zip(old, sound, strict=True)
+            entries = [replace(entry, density=chunk.density) for entry, (chunk, _) in pairs]
+
+            def pieces() -> Iterator[bytes]:
                 for layer in range(self.codec.layers):
-                    self.read_piece(file, Place(number, index, entry.bits), layer, codes)
-                found.append((Place(number, index, entry.bits), codes))
-        return found
+                    for _, index in sound:
+                        yield from self._pieces(source, about, index, layer)
+
+            places = self._write(entries, pieces())
+        return {chunk: place for (chunk, _), place in zip(sound, places, strict=True)}
 
     def entry(self, place: Place) -> Entry:
         """What the header says of a chunk."""
@@ -187,24 +214,39 @@ class ChunkFiles:
         about = self._files.get(place.file)
         if about is None:
             raise ChunkError(f"file {place.file} is not there any more")
-        entry = about.entries[place.index]
-        offset = about.data + layer * sum(self._layer(e.tokens, e.bits) for e in about.entries)
-        offset += sum(self._layer(e.tokens, e.bits) for e in about.entries[: place.index])
-        count = 0
-        for number, plane in enumerate(into.planes):
-            size = plane.shape[1] + _CRC.size
+        count, pieces = 0, self._pieces(file, about, place.index, layer, len(into.planes))
+        for plane, data in zip(into.planes, pieces, strict=True):
+            plane[layer] = np.frombuffer(data, np.uint8, len(data) - _CRC.size)
+            count += len(data)
+        return count
+
+    def _pieces(
+        self, file: BinaryIO, about: _File, index: int, layer: int, planes: int = 3
+    ) -> Iterator[bytes]:
+        """The first planes of a chunk's layer, each with its checksum, which is right. Raises
+        `ChunkError`.
+        """
+        entry, starts = about.entries[index], self._starts(about)
+        offset = about.data + layer * starts[-1] + starts[index]
+        for number, size in enumerate(self.codec.plane_bytes(entry.tokens, entry.bits)[:planes]):
             try:
                 file.seek(offset)
-                data = file.read(size)
+                data = file.read(size + _CRC.size)
             except OSError as error:
                 raise ChunkError(f"{about.path.name}: {error.strerror or error}") from error
             sign = _sign(entry.key, layer, number)
-            if len(data) != size or zlib.crc32(data[:-4], sign) != _CRC.unpack(data[-4:])[0]:
+            whole = len(data) == size + _CRC.size
+            if not whole or zlib.crc32(data[:-4], sign) != _CRC.unpack(data[-4:])[0]:
                 raise ChunkError(f"{about.path.name}: a piece is damaged")
-            plane[layer] = np.frombuffer(data, np.uint8, size - _CRC.size)
-            offset += size
-            count += size
-        return count
+            offset += len(data)
+            yield data
+
+    def _starts(self, about: _File) -> list[int]:
+        """Where each chunk begins in a layer, and where the layer ends."""
+        if not about.starts:
+            sizes = (self._layer(entry.tokens, entry.bits) for entry in about.entries)
+            about.starts = list(accumulate(sizes, initial=0))
+        return about.starts
 
     def _place(self, chunk: Chunk) -> Place:
         if chunk.place is None or chunk.place.file not in self._files:
@@ -213,13 +255,12 @@ class ChunkFiles:
             raise ChunkError("the chunk's place holds another one")
         return chunk.place
 
-    def _write_pieces(self, file: BinaryIO, chunks: Sequence[tuple[Chunk, Codes]]) -> None:
+    def _encoded_pieces(self, chunks: Sequence[tuple[Chunk, Codes]]) -> Iterator[bytes]:
         for layer in range(self.codec.layers):
             for chunk, codes in chunks:
                 for number, plane in enumerate(codes.planes):
                     data = plane[layer].tobytes()
-                    crc = zlib.crc32(data, _sign(chunk.key, layer, number))
-                    file.write(data + _CRC.pack(crc))
+                    yield data + _CRC.pack(zlib.crc32(data, _sign(chunk.key, layer, number)))
 
     def _layer(self, tokens: int, bits: int) -> int:
         sizes = self.codec.plane_bytes(tokens, bits)
@@ -284,6 +325,6 @@ def _sign(key: bytes, layer: int, plane: int) -> int:
 def _entry(item: Any) -> Entry:
     """Raises `ValueError` or `TypeError` for what is none."""
     key, tokens, bits, density = item
-    if not (isinstance(tokens, int) and 0 < tokens <= 16 and bits in (2, 4, 8, RAW)):
+    if not (isinstance(tokens, int) and 0 < tokens <= 16 and bits in (2, 4, 8, HALF, RAW)):
         raise ValueError("no chunk")
     return Entry(bytes.fromhex(key), tokens, bits, float(density))

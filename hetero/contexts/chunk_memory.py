@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunks import Chunk, ChunkTable
-from hetero.contexts.codec import RAW, Codes
+from hetero.contexts.codec import Codes
 from hetero.contexts.eviction import Policy, victims
 
 
@@ -22,7 +22,8 @@ class ChunkMemory:
     """The chunks of all contexts of all apps, and the bytes that their codes take.
 
     Any thread. `lock` guards the table and what its chunks' fields say; `evictions` counts what
-    left the memory, by where it then was ("disk" or "text").
+    left the memory, by where it then was ("disk" or "text"). `write_back`, if there is one, writes
+    chunks that are in memory alone before they leave it.
     """
 
     def __init__(self, budget: ByteBudget, policy: Policy = "lctru") -> None:
@@ -30,6 +31,7 @@ class ChunkMemory:
         self.table = ChunkTable()
         self.lock = threading.RLock()
         self.evictions: Counter[str] = Counter()
+        self.write_back: Callable[[Sequence[Chunk]], None] | None = None
 
     def claim(self, nbytes: int) -> bool:
         """Take bytes from the budget, whose holder gives them back; whether that could be done."""
@@ -37,6 +39,14 @@ class ChunkMemory:
             return self.budget.take(nbytes) or (
                 self.reclaim(nbytes - self.budget.free) and self.budget.take(nbytes)
             )
+
+    def free(self, nbytes: int) -> None:
+        """Let chunks go until so many bytes are free, if that can be: the order of leaving is
+        looked for once.
+        """
+        with self.lock:
+            if self.budget.free < nbytes:
+                self.reclaim(nbytes - self.budget.free)
 
     def reclaim(self, nbytes: int) -> bool:
         """Let chunks go until so many bytes have come back; whether they have.
@@ -47,10 +57,19 @@ class ChunkMemory:
             order = list(victims(self.table, self.policy))
             if sum(chunk.codes.nbytes for chunk in order if chunk.codes is not None) < nbytes:
                 return False
+            going: list[Chunk] = []
+            left = nbytes
             for chunk in order:
-                if nbytes <= 0:
+                whole = self.policy == "context" and going and chunk.used == going[-1].used
+                if left <= 0 and not whole:
                     break
-                nbytes -= self.evict(chunk)
+                left -= 0 if chunk.codes is None else chunk.codes.nbytes
+                going.append(chunk)
+            dirty = [chunk for chunk in going if chunk.dirty]
+            if dirty and self.write_back is not None:
+                self.write_back(dirty)
+            for chunk in going:
+                self.evict(chunk)
             return True
 
     def keep(self, chunk: Chunk, codes: Codes) -> None:
@@ -75,11 +94,11 @@ class ChunkMemory:
             return nbytes
 
     def lower(self, chunk: Chunk, bits: int) -> None:
-        """A chunk has at most so many bits from here on; it is never given some back. What is exact
-        (`RAW`) stays so.
+        """A chunk has at most so many bits from here on; it is never given some back. Floats (16
+        bits and more) stay so.
         """
         with self.lock:
-            if RAW in (bits, chunk.bits) or bits >= chunk.bits:
+            if max(bits, chunk.bits) > 8 or bits >= chunk.bits:
                 return
             chunk.bits = bits
             if chunk.codes is not None and chunk.codes.bits > bits:

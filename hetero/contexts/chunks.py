@@ -30,9 +30,9 @@ class Chunk:
     """One chunk: tokens [start, start + len(tokens)) of every text that begins like this.
 
     `bits` is what it may have at most; bits only fall, since a value's lower bits do not come back
-    (a chunk that is computed again starts anew). `used` is the time of its last call, counted in
-    calls; `density` is a mean over `seen` sampled rows; `pins` how many are at work on it,
-    who must find it where it is.
+    (a chunk that is computed again starts anew). `used` is the time of its last call, in
+    milliseconds since 1970 and later than any call before; `density` is a mean over `seen` sampled
+    rows; `pins` how many are at work on it, who must find it where it is.
     """
 
     app: str

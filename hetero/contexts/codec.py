@@ -11,16 +11,18 @@ that of 4: taking bits away never reads a value again, and never writes one.
 
 A chunk lies in planes, each [L, bytes], contiguous by layer: amplitudes with the upper two bits,
 the two bits below them, the lower four. 2, 4 and 8 bits are one, two and three planes. 32 bits are
-one plane of the float32 values themselves, which is exact.
+one plane of the float32 values themselves, which is exact, 16 bits one of float16.
 
 Groups that share an amplitude: the chunk's T·D values of a layer and head; for values each token's
 D where D is at least 64 (KIVI: keys by channel, values by token). Amplitudes count as bytes.
 
-This is numpy on the host: the slow twin of an operation on the devices, which does not exist yet.
+This is numpy on the host. Layer by layer many chunks are decoded together, since each call of numpy
+costs as much as a chunk's layer of a small model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -32,11 +34,13 @@ from hetero.contexts.kv_cache import CacheLayout
 CODEC_VERSION: Final = 1
 CHUNK_TOKENS: Final = 16
 RAW: Final = 32
+HALF: Final = 16
+DECODED_TOGETHER: Final = 1 << 15  # values: more are fresh pages for every step of decoding
 NESTED: Final = (8, 4, 2)
 TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes whose values have an amplitude for each token
 
 Array: TypeAlias = npt.NDArray[Any]
-_PLANES: Final = {RAW: 1, 2: 1, 4: 2, 8: 3}
+_PLANES: Final = {RAW: 1, HALF: 1, 2: 1, 4: 2, 8: 3}
 
 
 class CodecError(ValueError):
@@ -58,7 +62,7 @@ class Codes:
 
     def lowered(self, bits: int) -> Codes:
         """The same in fewer bits: planes are left out, nothing is computed."""
-        if bits > self.bits or (bits < self.bits and RAW in (bits, self.bits)):
+        if bits > self.bits or (bits < self.bits and (bits > 8 or self.bits > 8)):
             raise ValueError(f"codes of {self.bits} bits do not hold any of {bits}")
         return Codes(bits, self.tokens, self.planes[: _PLANES[bits]])
 
@@ -83,14 +87,22 @@ class ChunkCodec:
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Bytes of a layer in each plane."""
         values = 2 * self.heads * tokens * self.size
-        if bits == RAW:
-            return (4 * values,)
+        if bits > 8:
+            return (bits // 8 * values,)
         each = (2 * self._amplitudes(tokens) + values // 4, values // 4, values // 2)
         return each[: _PLANES[bits]]
 
     def nbytes(self, tokens: int, bits: int) -> int:
         """Bytes of a chunk, amplitudes included."""
         return self.layers * sum(self.plane_bytes(tokens, bits))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """At most what encoding a chunk and decoding some take, both at once, beside their codes:
+        4.1 raw chunks, and 9 bytes for each value that is decoded together.
+        """
+        raw = self.nbytes(CHUNK_TOKENS, RAW)
+        return 5 * raw + 10 * max(DECODED_TOGETHER, raw // 4 // self.layers)
 
     def empty(self, tokens: int, bits: int) -> Codes:
         """Codes to be read into, of undefined contents."""
@@ -106,6 +118,8 @@ class ChunkCodec:
         if bits == RAW:
             plane = np.array(values, np.float32, order="C").view(np.uint8)
             return Codes(RAW, tokens, (plane.reshape(self.layers, -1),))
+        if bits == HALF:
+            return Codes(HALF, tokens, (_halves(values).view(np.uint8).reshape(self.layers, -1),))
         scaled = values.astype(np.float32)
         scaled[:, 0] /= self.channels[:, :, None, :]
         amplitudes = self._measured(scaled)
@@ -123,34 +137,56 @@ class ChunkCodec:
 
     def decode(self, codes: Codes) -> Array:
         """Values float32 [L, 2, G, T, D] of codes."""
-        return self._decoded(codes, slice(None))
+        return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
 
     def decode_layer(self, codes: Codes, layer: int) -> Array:
         """As `decode`, of one layer: [2, G, T, D]."""
-        found: Array = self._decoded(codes, slice(layer, layer + 1))[0]
+        planes = [plane[layer : layer + 1] for plane in codes.planes]
+        found: Array = self._decoded(codes.bits, codes.tokens, planes, slice(layer, layer + 1))[0]
         return found
 
-    def _decoded(self, codes: Codes, layers: slice) -> Array:
-        planes = [plane[layers] for plane in codes.planes]
+    def decode_into(
+        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: Array, values: Array
+    ) -> None:
+        """A layer of chunks, each at its first token, into a cache's keys and values
+        [G, capacity, D]. `DECODED_TOGETHER` values at once, of chunks with equal bits.
+        """
+        kinds: dict[tuple[int, int], list[tuple[int, Codes]]] = {}
+        for start, codes in chunks:
+            kinds.setdefault((codes.bits, codes.tokens), []).append((start, codes))
+        for (bits, tokens), found in kinds.items():
+            one = 2 * self.heads * tokens * self.size
+            for part in _batched(found, max(1, DECODED_TOGETHER // one)):
+                rows = zip(*(codes.planes for _, codes in part), strict=True)
+                planes = [np.stack([plane[layer] for plane in row]) for row in rows]
+                decoded = self._decoded(bits, tokens, planes, slice(layer, layer + 1))
+                for (start, _), (k, v) in zip(part, decoded, strict=True):
+                    keys[:, start : start + tokens] = k
+                    values[:, start : start + tokens] = v
+
+    def _decoded(self, bits: int, tokens: int, planes: Sequence[Array], layers: slice) -> Array:
+        """Float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of one."""
         count = len(planes[0])
-        shape = (count, 2, self.heads, codes.tokens, self.size)
-        if codes.bits == RAW:
+        shape = (count, 2, self.heads, tokens, self.size)
+        if bits == RAW:
             exact: Array = planes[0].reshape(-1).view(np.float32).reshape(shape)
             return exact
-        split = 2 * self._amplitudes(codes.tokens)
+        if bits == HALF:
+            return planes[0].reshape(-1).view(np.float16).astype(np.float32).reshape(shape)
+        split = 2 * self._amplitudes(tokens)
         amplitudes = np.ascontiguousarray(planes[0][:, :split]).view(np.float16)
-        found: Array = _unpacked2(planes[0][:, split:])
-        if codes.bits > 2:
-            found = (found << 2) | _unpacked2(planes[1])
-        if codes.bits > 4:
-            low = np.empty_like(found)
-            low[:, 0::2], low[:, 1::2] = planes[2] & 15, planes[2] >> 4
-            found = (found << 4) | low
-        values = (found.astype(np.float32) + np.float32(0.5)) * np.float32(2.0 ** (1 - codes.bits))
-        values -= 1
-        values = values.reshape(shape)
-        values *= self._spread(amplitudes.astype(np.float32), codes.tokens)
-        values[:, 0] *= self.channels[layers][:, :, None, :]
+        codes = _unpacked2(planes[0][:, split:])  # words of four codes
+        if bits > 2:
+            codes <<= 2
+            codes |= _unpacked2(planes[1])
+        if bits > 4:
+            codes <<= 4
+            codes |= _unpacked4(planes[2])
+        values = codes.view(np.uint8).astype(np.float32).reshape(shape)
+        values += np.float32(0.5 - 2.0 ** (bits - 1))
+        scale = self._spread(amplitudes * np.float32(2.0 ** (1 - bits)), tokens)
+        values[:, 1] *= scale[:, 1]
+        values[:, 0] *= scale[:, 0] * self.channels[layers][:, :, None, :]
         return values
 
     # --- amplitudes -------------------------------------------------------------------------
@@ -182,6 +218,18 @@ class ChunkCodec:
         spread[:, 0] = keys.reshape(count, self.heads, 1, 1)
         spread[:, 1] = others.reshape(count, self.heads, tokens, 1)
         return spread
+
+
+def _batched(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), count):
+        yield items[start : start + count]
+
+
+def _halves(values: Array) -> Array:
+    """Float16 of finite values in its range. Raises `CodecError`."""
+    if not (np.abs(values) < 65504).all():
+        raise CodecError("keys or values are not finite, or too large for codes")
+    return np.array(values, np.float16, order="C")
 
 
 def channel_scales(values: Array) -> Array:
@@ -217,7 +265,19 @@ def _packed2(codes: Array) -> Array:
 
 
 def _unpacked2(packed: Array) -> Array:
-    codes = np.empty((packed.shape[0], 4 * packed.shape[1]), np.uint8)
-    for i in range(4):
-        codes[:, i::4] = (packed >> (2 * i)) & 3
-    return codes
+    """Words, uint32 [n, bytes], whose bytes are the four codes of two bits that a byte packs."""
+    words = packed.astype(np.uint32)
+    words |= words << 12
+    words &= 0x000F000F
+    words |= words << 6
+    words &= 0x03030303
+    return words
+
+
+def _unpacked4(packed: Array) -> Array:
+    """As `_unpacked2`, [n, bytes / 2]: a word is two bytes of two codes of four bits."""
+    pairs = packed.astype(np.uint16)
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    words: Array = pairs.view(np.uint32)
+    return words

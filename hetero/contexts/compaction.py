@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hetero.contexts.chunk_files import ChunkError, ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk, Place
-from hetero.contexts.codec import Codes
+from hetero.contexts.unbound import UnboundApps, UnboundFile
 
 Files = Callable[[str], ChunkFiles]
 
@@ -17,11 +17,8 @@ def compact(files: ChunkFiles, memory: ChunkMemory, app: str, *, everything: boo
     hold something that nobody does. A chunk that cannot be copied is on the disk no more.
     """
     for number in list(files.garbage(everything=everything)):
-        chunks, batch = _by_place(memory, app, number), []
-        for place, codes in files.copy_live(number):
-            if place in chunks:
-                batch.append((chunks[place], codes))
-        places = _written(files, batch)
+        chunks = _by_place(memory, app, number)
+        places = _copied(files, number, list(chunks.values()))
         with memory.lock:
             used = any(chunk.pins for chunk in chunks.values())  # a call may be reading it
             for place, chunk in chunks.items():
@@ -35,10 +32,16 @@ def compact(files: ChunkFiles, memory: ChunkMemory, app: str, *, everything: boo
 
 
 def make_room(
-    nbytes: int, memory: ChunkMemory, files: Files, free: Callable[[], int], keep: set[Chunk]
+    nbytes: int,
+    memory: ChunkMemory,
+    files: Files,
+    free: Callable[[], int],
+    keep: set[Chunk],
+    unbound: UnboundApps | None = None,
 ) -> bool:
     """Let the files of the calls that are longest ago go until so many bytes are free; whether they
-    are. What is in memory stays there.
+    are. What is in memory stays there. Of apps that are not bound it is known when a file was
+    written.
     """
     with memory.lock:
         used: dict[tuple[str, int], int] = {}
@@ -48,15 +51,20 @@ def make_room(
                 key = chunk.app, chunk.place.file
                 used[key] = max(used.get(key, 0), chunk.used)
                 held.setdefault(key, []).append(chunk)
-    for key in sorted(used, key=lambda key: used[key]):
+    ages: list[tuple[int, tuple[str, int] | UnboundFile]] = [(at, key) for key, at in used.items()]
+    ages += [(file.written, file) for file in ([] if unbound is None else unbound.files())]
+    for _, oldest in sorted(ages, key=lambda pair: pair[0]):
         if free() >= nbytes:
             break
-        with memory.lock:
-            if any(chunk in keep or chunk.pins for chunk in held[key]):
-                continue
-            for chunk in held[key]:
-                chunk.place = None
-        files(key[0]).remove(key[1])
+        if not isinstance(oldest, UnboundFile):
+            with memory.lock:
+                if any(chunk in keep or chunk.pins for chunk in held[oldest]):
+                    continue
+                for chunk in held[oldest]:
+                    chunk.place = None
+            files(oldest[0]).remove(oldest[1])
+        elif unbound is not None:
+            unbound.remove(oldest)
     return free() >= nbytes
 
 
@@ -69,10 +77,9 @@ def _by_place(memory: ChunkMemory, app: str, number: int) -> Mapping[Place, Chun
         }
 
 
-def _written(files: ChunkFiles, batch: list[tuple[Chunk, Codes]]) -> dict[Chunk, Place]:
+def _copied(files: ChunkFiles, number: int, chunks: list[Chunk]) -> dict[Chunk, Place]:
     """New places, none where the disk has no room."""
     try:
-        places = files.write(batch) if batch else []
+        return files.copy(number, chunks)
     except (OSError, ChunkError):
         return {}
-    return {chunk: place for (chunk, _), place in zip(batch, places, strict=True)}

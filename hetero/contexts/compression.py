@@ -12,13 +12,13 @@ from hetero.contexts.codec import CHUNK_TOKENS, NESTED, RAW, ChunkCodec
 from hetero.contexts.ratios import Rule, least_error, paper
 from hetero.errors import UserError
 
-KvBits: TypeAlias = Literal["raw", "8", "4", "2", "mixed"]
-KV_BITS: Final = ("raw", "8", "4", "2", "mixed")
+KvBits: TypeAlias = Literal["raw", "16", "8", "4", "2", "mixed"]
+KV_BITS: Final = ("raw", "16", "8", "4", "2", "mixed")
 
 
 class Compression:
     """The rule of one service. `ratio` is the part of 8-bit codes' bytes that `mixed` chunks have
-    together; `errors` are the model's relative errors by bits.
+    together; `errors` are squares of the model's relative errors by bits.
     """
 
     def __init__(

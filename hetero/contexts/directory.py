@@ -15,8 +15,9 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -27,13 +28,14 @@ from hetero.contexts.session_file import Identity
 from hetero.errors import UserError
 
 VERSION: Final = 1
+T = TypeVar("T")
 
 
 class ServiceDirectory:
     """An open folder, locked. Raises `UserError` if it is another model's, in use, or unusable."""
 
     def __init__(self, path: Path, identity: Identity, layout: CacheLayout) -> None:
-        self.path = path
+        self.path, self._kv = path, layout.kv.value
         try:
             (path / "apps").mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)
@@ -69,6 +71,16 @@ class ServiceDirectory:
                 "another directory"
             ) from error
 
+    def read(self, what: Callable[[dict[str, Any]], T]) -> T:
+        """Something of the facts that are kept. Raises `UserError` where it is none."""
+        try:
+            return what(self.about)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise UserError(
+                f"{self.path / 'service.json'}: is damaged ({error!r}): restore it, or choose "
+                "another directory"
+            ) from error
+
     def app(self, name: str) -> Path:
         """An app's folder, made if there is none."""
         folder = self.path / "apps" / self._keyed(b"name", name).hex()[:32]
@@ -78,7 +90,7 @@ class ServiceDirectory:
     def root(self, name: str) -> bytes:
         """What the keys of an app's chunks begin with: nobody else's do."""
         described = json.dumps(self.about["identity"], sort_keys=True)
-        facts = described + json.dumps(self.about.get("channels"))
+        facts = described + json.dumps(self.about.get("channels")) + self._kv
         return hashlib.blake2b(facts.encode(), key=self._keyed(b"root", name)).digest()[:32]
 
     def _keyed(self, use: bytes, name: str) -> bytes:

@@ -7,6 +7,8 @@ then next to the next prompt and is computed in its call (not in the paper).
 
 A chunk that is on the disk leaves before any that is in memory alone, and the last, unfinished
 chunk of a text after all others. Pinned chunks stay: those of the call that runs.
+
+`lru` has no queues, `context` lets all chunks of the call that is longest ago go at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from hetero.contexts.chunks import Chunk
 
-Policy: TypeAlias = Literal["lctru", "lru"]
+Policy: TypeAlias = Literal["lctru", "lru", "context"]
 
 
 def lctru(chunk: Chunk) -> tuple[Any, ...]:
@@ -30,7 +32,16 @@ def lru(chunk: Chunk) -> tuple[Any, ...]:
     return not chunk.full, chunk.dirty, chunk.used, -chunk.start
 
 
-ORDERS: dict[Policy, Callable[[Chunk], tuple[Any, ...]]] = {"lctru": lctru, "lru": lru}
+def context(chunk: Chunk) -> tuple[Any, ...]:
+    """By the last call of its context alone."""
+    return chunk.used, -chunk.start
+
+
+ORDERS: dict[Policy, Callable[[Chunk], tuple[Any, ...]]] = {
+    "lctru": lctru,
+    "lru": lru,
+    "context": context,
+}
 
 
 def victims(chunks: Iterable[Chunk], policy: Policy) -> Iterator[Chunk]:

@@ -1,10 +1,11 @@
 """What of a context to read and what to compute again, decided before either begins.
 
 LLMS (equation 4) minimises max(T_recompute, T_read) over how many chunks are computed again, both
-taken as linear. Here T_recompute is what this machine was measured to take for so many tokens, and
-what is computed again is the end of the text, because that rides in the prompt's own call, whose
-weights are read anyway. Layer by layer, reading (r seconds a layer) and computing (c a layer) take
-r + max(r, c)·(L - 1) + c: a layer is computed when it is there.
+taken as linear. Here T_recompute is what this machine was measured to take for so many tokens of a
+prompt behind so many others, and what is computed again is the end of the text, because that rides
+in the prompt's own call, whose weights are read anyway. Layer by layer, reading (r seconds a layer)
+and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed when it is there. What
+is in memory is put in place first, where nothing is read, by the thread that computes.
 
 Chunks that are in memory are always taken; those that are nowhere are computed, each run of them in
 a call of its own, between what lies before them and what lies behind.
@@ -12,36 +13,52 @@ a call of its own, between what lies before them and what lies behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
-Seconds = Callable[[int], float]  # to compute so many tokens of a prompt
+import numpy as np
+import numpy.typing as npt
+
+from hetero.contexts.codec import CHUNK_TOKENS
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+# To compute so many tokens of a prompt behind so many others; arrays of one shape, or numbers.
+Seconds: TypeAlias = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What was measured of this machine. `prefill_s` is a prompt's time by its tokens."""
+    """What was measured of this machine. `chunk_s` is what a chunk takes to be decoded into the
+    cache, by its bits; `read_chunk_s` what one takes to be read, whatever its bytes are.
+    """
 
     prefill_s: Seconds
     read_bytes_per_s: float
     read_latency_s: float = 0.0
-    decode_bytes_per_s: float = float("inf")
+    read_chunk_s: float = 0.0
+    chunk_s: Mapping[int, float] = field(default_factory=dict)
 
     def break_even_bytes_per_s(self, bytes_per_token: float, tokens: int = 256) -> float:
         """The speed of a disk from which on reading keys and values is faster than computing them:
         bytes of a token times tokens a second.
         """
-        return bytes_per_token * tokens / max(self.prefill_s(tokens), 1e-9)
+        return float(bytes_per_token * tokens / max(self.prefill_s(tokens, 0), 1e-9))
+
+    def piece(self, tokens: int, bits: int, disk_bytes: int) -> Piece:
+        """A chunk of so many bits, in memory or (with `disk_bytes`) to be read."""
+        work_s = self.chunk_s.get(bits, 0.0) * tokens / CHUNK_TOKENS
+        return Piece(tokens, work_s + (self.read_chunk_s if disk_bytes else 0.0), disk_bytes)
 
 
 class Piece(NamedTuple):
-    """A chunk to be had: `disk_bytes` to be read, `bytes` to be decoded; `missing`: nowhere."""
+    """A chunk to be had: `work_s` of the processor, `disk_bytes` to be read; `missing`: nowhere."""
 
     tokens: int
-    nbytes: int
+    work_s: float
     disk_bytes: int
-    missing: bool
+    missing: bool = False
 
 
 class LoadPlan(NamedTuple):
@@ -61,69 +78,93 @@ def plan_load(
     rates: Rates,
     layers: int,
     *,
+    before: int = 0,
     recompute: bool = True,
 ) -> LoadPlan:
-    """The stop with the least predicted time, of all behind the last chunk that is in memory.
-    `recompute` false: read whatever can be.
+    """The stop with the least predicted time, of all behind the last chunk that is in memory; of
+    equal ones the last. `before`: tokens in place; `recompute` false: all that can be is read.
     """
     last = _behind_last(pieces, lambda piece: not piece.missing)
     first = _behind_last(pieces, lambda piece: not piece.missing and not piece.disk_bytes)
-    sums = _Sums(pieces, rates)
-    times = {stop: sums.seconds(stop, prompt_tokens, layers) for stop in range(first, last + 1)}
-    best = min(times, key=lambda stop: (times[stop], -stop)) if recompute else last
-    return LoadPlan(best, times[best], times[last])
+    times = _seconds(pieces, prompt_tokens, rates, layers, before)[first : last + 1]
+    best = len(times) - 1 - int(np.argmin(times[::-1])) if recompute else len(times) - 1
+    return LoadPlan(first + best, float(times[best]), float(times[-1]))
 
 
 def _behind_last(pieces: Sequence[Piece], wanted: Callable[[Piece], bool]) -> int:
-    found = [i for i, piece in enumerate(pieces) if wanted(piece)]
-    return found[-1] + 1 if found else 0
+    return next((i + 1 for i in reversed(range(len(pieces))) if wanted(pieces[i])), 0)
 
 
-class _Sums:
-    """Sums over the first pieces."""
-
-    def __init__(self, pieces: Sequence[Piece], rates: Rates) -> None:
-        self.rates = rates
-        self.tokens, self.read_s, self.alone_s = [0], [0.0], [0.0]
-        run = 0
-        for piece in pieces:
-            read_s = 0.0 if piece.missing else piece.nbytes / rates.decode_bytes_per_s
-            if piece.disk_bytes and not piece.missing:
-                read_s += piece.disk_bytes / rates.read_bytes_per_s
-            self.tokens.append(self.tokens[-1] + piece.tokens)
-            self.read_s.append(self.read_s[-1] + read_s)
-            # A run of missing pieces that ends here is one call of its own.
-            run = run + piece.tokens if piece.missing else 0
-            before = run - piece.tokens
-            alone = (
-                (rates.prefill_s(run) - (rates.prefill_s(before) if before else 0)) if run else 0
-            )
-            self.alone_s.append(self.alone_s[-1] + alone)
-
-    def seconds(self, stop: int, prompt_tokens: int, layers: int) -> float:
-        """Until the first token where the first `stop` pieces are had."""
-        left = self.tokens[-1] - self.tokens[stop]
-        compute_s = self.rates.prefill_s(left + prompt_tokens)
-        latency_s = self.rates.read_latency_s if self.read_s[stop] else 0.0
-        read_s, compute = self.read_s[stop] / layers, compute_s / layers
-        return (
-            latency_s + read_s + max(read_s, compute) * (layers - 1) + compute + self.alone_s[stop]
-        )
+def _sums(values: Iterable[float]) -> Floats:
+    return np.array(list(accumulate(values, initial=0.0)))
 
 
-def interpolated(measured: Sequence[tuple[int, float]]) -> Seconds:
-    """Seconds by tokens, straight between measured counts, the last slope beyond the longest. A
-    count takes no longer than a larger one: what was measured so was disturbed.
+def _seconds(
+    pieces: Sequence[Piece], prompt: int, rates: Rates, layers: int, before: int
+) -> Floats:
+    """Until the first token where the first 0, 1, … pieces are had."""
+    had = [piece for piece in pieces if not piece.missing]
+    starts = before + _sums(piece.tokens for piece in pieces)
+    left = starts[-1] - starts
+    compute_s = rates.prefill_s(left + prompt, starts)
+    work_s = _sums(0.0 if piece.missing else piece.work_s for piece in pieces)
+    read_bytes = _sums(0 if piece.missing else piece.disk_bytes for piece in pieces)
+    fetch_s = work_s + read_bytes / rates.read_bytes_per_s
+    reads = read_bytes > 0
+    each, computed = fetch_s / layers, compute_s / layers
+    beside = each + np.maximum(each, computed) * (layers - 1) + computed + rates.read_latency_s
+    found: Floats = np.where(reads, beside, fetch_s + compute_s)
+    if len(had) < len(pieces):
+        found = found + _alone_s(pieces, rates, starts)
+    return found
+
+
+def _alone_s(pieces: Sequence[Piece], rates: Rates, starts: Floats) -> Floats:
+    """What runs of missing pieces take in calls of their own, up to each piece."""
+    runs = [0.0]
+    for piece in pieces:
+        runs.append(runs[-1] + piece.tokens if piece.missing else 0.0)
+    run = np.array(runs)
+    begun = starts - run
+    times = np.where(run > 0, rates.prefill_s(np.maximum(run, 1), begun), 0.0)
+    steps = [times[i + 1] - times[i] if run[i + 1] else 0.0 for i in range(len(pieces))]
+    return _sums(steps)
+
+
+class PromptTimes:
+    """Seconds of prompts, straight between measured lengths, and between (and beyond) the two
+    contexts that they were measured behind; the last slope beyond the longest. A count takes no
+    longer than a larger one, nor than behind a longer text: what was measured so was disturbed.
+
+    `measured` are (tokens, tokens before, seconds), of one or two numbers of tokens before.
     """
-    points: list[tuple[int, float]] = []
-    for count, taken_s in sorted(measured, reverse=True):
-        points.insert(0, (count, min([taken_s, *(s for _, s in points[:1])])))
 
-    def seconds(tokens: int) -> float:
-        if len(points) == 1 or tokens <= points[0][0]:
-            return points[0][1] * (1.0 if tokens <= points[0][0] else tokens / points[0][0])
-        behind = next((i for i, (m, _) in enumerate(points) if m >= tokens), len(points) - 1)
-        (low, low_s), (high, high_s) = points[behind - 1], points[behind]
-        return max(low_s + (tokens - low) * (high_s - low_s) / (high - low), 0.0)
+    def __init__(self, measured: Sequence[tuple[int, int, float]]) -> None:
+        befores = sorted({before for _, before, _ in measured})[:2]
+        lines = [_monotone([(m, s) for m, b, s in measured if b == before]) for before in befores]
+        self._lines, self._befores = lines, befores
 
-    return seconds
+    def __call__(self, tokens: Any, before: Any) -> Any:
+        """Of arrays of one shape, or of numbers."""
+        first = _along(self._lines[0], tokens)
+        if len(self._lines) == 1:
+            return first
+        more = np.maximum(_along(self._lines[1], tokens) - first, 0.0)
+        low, high = self._befores
+        return first + more * np.maximum(np.asarray(before) - low, 0) / (high - low)
+
+
+def _monotone(points: Sequence[tuple[int, float]]) -> tuple[Floats, Floats]:
+    found: list[tuple[int, float]] = []
+    for count, taken_s in sorted(points, reverse=True):
+        found.insert(0, (count, min([taken_s, *(s for _, s in found[:1])])))
+    return np.array([m for m, _ in found], float), np.array([s for _, s in found], float)
+
+
+def _along(line: tuple[Floats, Floats], tokens: Any) -> Any:
+    counts, seconds = line
+    found = np.interp(tokens, counts, seconds)
+    if len(counts) == 1:
+        return found * np.maximum(np.asarray(tokens) / counts[0], 1.0)
+    slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+    return found + np.maximum(np.asarray(tokens) - counts[-1], 0) * slope

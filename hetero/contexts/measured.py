@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 
-from hetero.contexts.codec import ChunkCodec, channel_scales, relative_errors
+from hetero.contexts.budget import ByteBudget
+from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunks import Chunk
+from hetero.contexts.codec import (
+    CHUNK_TOKENS,
+    HALF,
+    NESTED,
+    RAW,
+    ChunkCodec,
+    Codes,
+    channel_scales,
+    relative_errors,
+)
 from hetero.contexts.context import Context
-from hetero.contexts.load_plan import Rates, interpolated
+from hetero.contexts.load_plan import PromptTimes, Rates
 from hetero.errors import UserError
 
+MEASURES: Final = 2  # counts what is measured: a folder that has other facts measures again
 SAMPLE_TOKENS: Final = 64
-PROMPTS: Final = (1, 16, 64, 128, 256, 512)
+PROMPTS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
+LONGEST_BEFORE: Final = 2048
 _DISK_BYTES: Final = 4 << 20
 _PIECE_BYTES: Final = 1 << 18
 
@@ -45,23 +61,32 @@ def measure_channels(context: Context, vocabulary: int, prefill: Prefill) -> dic
 
 
 def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list[list[float]]:
-    """Tokens and seconds of prompts of several lengths: the least of three runs of each."""
-    found = []
-    for tokens in (m for m in PROMPTS if m < context.home.max_tokens):
-        times = []
-        for _ in range(3):
-            context.adopt(())
-            start_s = time.perf_counter()
-            prefill(sample(vocabulary, tokens))
-            times.append(time.perf_counter() - start_s)
-        found.append([tokens, min(times)])
+    """Tokens, tokens before them and seconds of prompts of several lengths, behind nothing and
+    behind half of what fits: the least of three runs of each.
+    """
+    found, most = [], context.home.max_tokens - 1
+    behind = min(most // 2, LONGEST_BEFORE)
+    for before in (0, behind):
+        start = sample(vocabulary, before)
+        context.adopt(())
+        if before:
+            prefill(start)
+        for tokens in (m for m in PROMPTS if before + m < most):
+            times = []
+            for _ in range(3):
+                context.adopt(start)
+                start_s = time.perf_counter()
+                prefill(sample(vocabulary, tokens))
+                times.append(time.perf_counter() - start_s)
+            found.append([tokens, before, min(times)])
     context.adopt(())
     return found
 
 
-def measure_disk(folder: Path) -> float:
-    """Bytes a second of reading pieces from a file there that is not in the system's memory, as far
-    as the system lets go of it. Raises `UserError` where nothing can be written.
+def measure_disk(folder: Path) -> dict[str, float]:
+    """Bytes a second of reading from a file there that is not in the system's memory, as far as the
+    system lets go of it, and seconds of a first small piece of it. Raises `UserError` where nothing
+    can be written.
     """
     path = folder / "speed"
     try:
@@ -70,36 +95,128 @@ def measure_disk(folder: Path) -> float:
             file.flush()
             os.fsync(file.fileno())
         with path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            _forgotten(file)
             start_s = time.perf_counter()
             while file.read(_PIECE_BYTES):
                 pass
-            return _DISK_BYTES / max(time.perf_counter() - start_s, 1e-9)
+            whole_s = time.perf_counter() - start_s
+            firsts = []
+            for i in range(5):
+                _forgotten(file)
+                file.seek(i * _DISK_BYTES // 5)
+                start_s = time.perf_counter()
+                file.read(1)
+                firsts.append(time.perf_counter() - start_s)
     except OSError as error:
-        raise UserError(
-            f"{folder}: contexts cannot be kept here ({error.strerror or error}): choose another "
-            "directory"
-        ) from error
+        raise _unusable(folder, error) from error
     finally:
         path.unlink(missing_ok=True)
+    latency_s = sorted(firsts)[2]
+    return {
+        "read_bytes_per_s": _DISK_BYTES / max(whole_s - latency_s, whole_s / 2, 1e-9),
+        "read_latency_s": latency_s,
+    }
 
 
-def measure_decoding(context: Context, codec: ChunkCodec) -> float:
-    """Bytes of codes a second that are decoded into a cache."""
+def _forgotten(file: io.FileIO) -> None:
+    """By the system's memory, where it does that."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure_chunks(context: Context, codec: ChunkCodec, folder: Path) -> dict[str, Any]:
+    """Seconds of a chunk: to be decoded into the cache, by bits; to be read, less its bytes. Taken
+    as a load does it, of several chunks layer by layer, from files that are in memory.
+    """
     shape = context.cache.layout
-    values = np.zeros((shape.layers, 2, shape.kv_heads, 16, shape.head_dim), np.float32)
+    sizes = shape.layers, 2, shape.kv_heads, CHUNK_TOKENS, shape.head_dim
+    values = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
+    count = max(1, min(16, shape.capacity // CHUNK_TOKENS))
+    chunk_s: dict[str, float] = {}
+    for bits in (RAW, HALF, *NESTED):
+        codes = codec.encode(values, bits)
+        parts = [(CHUNK_TOKENS * i, codes) for i in range(count)]
+
+        def decode(parts: Any = parts) -> None:
+            for layer in range(codec.layers):
+                codec.decode_into(parts, layer, *context.cache.layer(layer))
+
+        chunk_s[str(bits)] = _least_s(decode) / count
     codes = codec.encode(values, 8)
+    try:
+        with TemporaryDirectory(dir=folder, prefix="speed-") as made:
+            read_chunk_s = _read_s(Path(made), codec, codes, count) / count
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return {"chunk_s": chunk_s, "read_chunk_s": read_chunk_s}
+
+
+def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
+    """Seconds of reading so many chunks, layer by layer."""
+    files = ChunkFiles(folder, codec, ByteBudget(1 << 62))
+    chunks = [Chunk("", bytes([i]), 0, (0,) * CHUNK_TOKENS, 8) for i in range(count)]
+    for chunk, place in zip(chunks, files.write([(c, codes) for c in chunks]), strict=True):
+        chunk.place = place
+
+    def read() -> None:
+        reader = files.reader(chunks)
+        for layer in range(codec.layers):
+            for chunk in chunks:
+                reader.layer(chunk, layer, codes)
+        reader.close()
+
+    return _least_s(read)
+
+
+def _unusable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{folder}: contexts cannot be kept here ({error.strerror or error}): choose another "
+        "directory"
+    )
+
+
+def _least_s(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start_s)
+    return min(times)
+
+
+def measure_encoding(codec: ChunkCodec) -> float:
+    """Bytes of codes a second that are encoded."""
+    shape = codec.layers, 2, codec.heads, 16, codec.size
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     start_s = time.perf_counter()
-    for _ in range(4):
-        context.cache.write(0, codec.decode(codes))
-    return 4 * codes.nbytes / max(time.perf_counter() - start_s, 1e-9)
+    nbytes = sum(codec.encode(values, 8).nbytes for _ in range(8))
+    return nbytes / max(time.perf_counter() - start_s, 1e-9)
+
+
+def errors_of(facts: dict[str, Any]) -> dict[int, float]:
+    """Squares of the model's relative errors by bits: what an answer's distribution moves by (its
+    Kullback-Leibler divergence) goes with the square. Raises what a fact that is none does.
+    """
+    return {bits: _number(facts["errors"][str(bits)]) ** 2 for bits in NESTED}
 
 
 def rates_of(facts: dict[str, Any]) -> Rates:
-    """Of what was measured and kept."""
+    """Of what was measured and kept. Raises what a fact that is none does."""
+    prompts = [(int(m), int(before), _number(s)) for m, before, s in facts["prompts"]]
+    if not prompts or min(m for m, _, _ in prompts) < 1:
+        raise ValueError("no times of prompts")
     return Rates(
-        prefill_s=interpolated([(int(m), s) for m, s in facts["prompts"]]),
-        read_bytes_per_s=facts["read_bytes_per_s"],
-        decode_bytes_per_s=facts["decode_bytes_per_s"],
+        prefill_s=PromptTimes(prompts),
+        read_bytes_per_s=_number(facts["read_bytes_per_s"]),
+        read_latency_s=_number(facts["read_latency_s"]),
+        read_chunk_s=_number(facts["read_chunk_s"]),
+        chunk_s={bits: _number(facts["chunk_s"][str(bits)]) for bits in (RAW, HALF, *NESTED)},
     )
+
+
+def _number(value: Any) -> float:
+    """What a measurement can be."""
+    found = float(value)
+    if not 0 < found < 1e18:
+        raise ValueError(f"{found} was not measured")
+    return found

@@ -1,7 +1,8 @@
 """How many bits each chunk of a context gets.
 
 `least_error` minimises the expected error sum(D_i · e(b_i)) for a number of bytes; D_i is a
-chunk's information density (LLMS, equation 1), e(b) the model's measured relative error at b bits.
+chunk's information density (LLMS, equation 1), e(b) the square of the model's measured relative
+error at b bits (with the error itself dense chunks get bits that cost the others more).
 `paper` is the paper's rule to the letter (equations 2 and 3): it maximises sum(D_i / ratio_i),
 which favours giving dense chunks few bits; it is here to be compared with.
 """

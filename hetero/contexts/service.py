@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 
@@ -24,31 +24,33 @@ from hetero.arguments import check_count, check_one_of
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
-from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
-from hetero.contexts.compaction import compact
+from hetero.contexts.codec import ChunkCodec
+from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
 from hetero.contexts.conversation import Conversation
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.eviction import Policy
 from hetero.contexts.measured import (
+    MEASURES,
+    errors_of,
     measure_channels,
-    measure_decoding,
+    measure_chunks,
     measure_disk,
     measure_prompts,
     rates_of,
 )
 from hetero.contexts.ratios import Rule
-from hetero.contexts.swap_out import SwapOut
+from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
+from hetero.contexts.turn import WAIT_S, Turn
+from hetero.contexts.unbound import UnboundApps
 from hetero.contexts.working_set import Held, Switch, WorkingSet
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Piece
 from hetero.placement.planning import parse_size
 from hetero.runtime.usage import Work
-
-WORKSPACE_CHUNKS: Final = 6  # raw chunks that encoding (4.1) and decoding (1.8) take at once
 
 
 class Service:
@@ -58,10 +60,13 @@ class Service:
     keys and values that are kept in memory for all contexts of all apps together, beside the one
     cache that the devices compute in; `context_disk` what is in the folder; `contexts_per_app` how
     many an app may have. `kv_bits` is how keys and values are kept: `mixed` (by information
-    density, all together in `kv_ratio` of the bytes of 8 bits), 8, 4, 2, or `raw` (float32, exact).
+    density, all together in `kv_ratio` of the bytes of 8 bits), 16 (float16), 8, 4, 2, or `raw`
+    (float32, exact).
 
-    One call runs at a time; calls of other threads wait for their turn. A context manager. Raises
-    `UserError` for a folder that is in use, of another model, or unusable.
+    `eviction`, `swap` and `recompute` are for comparisons (`hetero.contexts.managers`).
+
+    One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. A
+    context manager. Raises `UserError` for a folder that is in use, of another model, or unusable.
     """
 
     def __init__(
@@ -76,41 +81,48 @@ class Service:
         kv_ratio: float = 0.5,
         kv_rule: Rule = "error",
         eviction: Policy = "lctru",
+        swap: When = "ahead",
         recompute: bool = True,
+        wait_s: float = WAIT_S,
         **options: Any,
     ) -> None:
         self.contexts_per_app = check_count("contexts_per_app", contexts_per_app)
         check_one_of("eviction", eviction, get_args(Policy))
+        check_one_of("swap", swap, get_args(When))
         if isinstance(model, LLM) and options:
             raise UserError(
                 f"{', '.join(options)}: options of opening a model, and this one is open already"
             )
         self._owns = not isinstance(model, LLM)
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
-        self._turn = _Turn()
-        self._closers: list[Callable[[], None]] = [self.llm.close] if self._owns else []
+        self._turn = Turn(wait_s)
+        self._closers = ExitStack()
+        if self._owns:
+            self._closers.callback(self.llm.close)
         try:
             self._active = self.llm.new_context()
-            self._closers.append(self._active.close)
+            self._closers.callback(self._active.close)
             self._directory = ServiceDirectory(
                 Path(directory), self.llm.engine.contexts.identity, self._active.cache.layout
             )
-            self._closers.append(self._directory.close)
+            self._closers.callback(self._directory.close)
             codec = self._measured()
             memory = ByteBudget(parse_size(context_memory), "context_memory")
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
-            workspace = WORKSPACE_CHUNKS * codec.nbytes(CHUNK_TOKENS, RAW)
+            self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
+            workspace = codec.workspace_bytes
             if not memory.take(workspace):
                 raise UserError(
                     f"context_memory must be more than the {workspace} bytes that work on one "
                     f"chunk takes, got {memory.limit}"
                 )
             self.memory = ChunkMemory(memory, eviction)
-            facts = self._directory.about
-            errors = {int(bits): error for bits, error in facts["errors"].items()}
+            errors, rates = self._directory.read(lambda facts: (errors_of(facts), rates_of(facts)))
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
-            self.swap = SwapOut(self.memory, codec, self._files, self.disk)
-            self._closers.append(self.swap.close)
+            self.swap = SwapOut(
+                self.memory, codec, self._files, self.disk, self._unbound, when=swap
+            )
+            self._closers.callback(self.swap.close)
             if kv_bits == "mixed":
                 self._active.mass = AttentionMass(self.llm.max_seq_len)
             self._working = WorkingSet(
@@ -120,10 +132,10 @@ class Service:
                 self.swap,
                 files=self._files,
                 prefill=self._prefill,
-                rates=rates_of(facts),
+                rates=rates,
                 recompute=recompute,
             )
-            self._closers.append(self._working.close)
+            self._closers.callback(self._working.close)
             self._codec = codec
             self._apps: dict[str, App] = {}
         except BaseException:
@@ -139,6 +151,7 @@ class Service:
                 folder, root = self._directory.app(app), self._directory.root(app)
                 bound = App(self, app, root, folder, ChunkFiles(folder, self._codec, self.disk))
                 self.swap.drain()  # so that what is taken meanwhile is this one's
+                self._unbound.bind(folder)
                 before = self.disk.used
                 self._apps[app] = bound
                 try:
@@ -146,6 +159,7 @@ class Service:
                 except BaseException:
                     del self._apps[app]
                     self.disk.give(self.disk.used - before)
+                    self._unbound.unbind(folder)
                     raise
             return self._apps[app]
 
@@ -159,10 +173,12 @@ class Service:
         return self._active.work
 
     def close(self) -> None:
-        """Write what is to be written, free model and folder; idempotent."""
-        closers, self._closers = self._closers, []
-        for close in reversed(closers):
-            close()
+        """Write what is to be written, free model and folder; idempotent. Waits for another
+        thread's call, and raises `UserError` where that does not end.
+        """
+        self._turn.end()
+        if not self._turn.lost:
+            self._closers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -178,6 +194,11 @@ class Service:
     def _files(self, app: str) -> ChunkFiles:
         return self._apps[app].files
 
+    def _make_room(self, nbytes: int) -> bool:
+        """On the disk, for a text: keys and values go."""
+        disk, unbound = self.disk, self._unbound
+        return make_room(nbytes, self.memory, self._files, lambda: disk.free, set(), unbound)
+
     def _prefill(self, tokens: Sequence[int]) -> None:
         with self.llm.engine.lock:
             self.llm.engine.prefill(self._active, tokens)
@@ -186,18 +207,20 @@ class Service:
         """The model's codec; everything else that is measured is kept in the folder."""
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
-        if "channels" not in about:
+        if not {"channels", "errors"} <= about.keys():
             directory.save(**measure_channels(self._active, vocabulary, self._prefill))
         shape = (layout.layers, layout.kv_heads, layout.head_dim)
-        channels = np.asarray(about["channels"], np.float32).reshape(shape)
-        codec = ChunkCodec(layout, channels)
+        codec = directory.read(
+            lambda facts: ChunkCodec(layout, np.array(facts["channels"], np.float32).reshape(shape))
+        )
         devices = ", ".join(d.info.name for d in self.llm.devices.devices.values())
-        if about.get("measured_on") != [devices, self.llm.plan.plan_id]:
+        measured_on = [MEASURES, devices, self.llm.plan.plan_id]
+        if about.get("measured_on") != measured_on:
             directory.save(
-                measured_on=[devices, self.llm.plan.plan_id],
+                measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                decode_bytes_per_s=measure_decoding(self._active, codec),
-                read_bytes_per_s=measure_disk(directory.path),
+                **measure_chunks(self._active, codec, directory.path),
+                **measure_disk(directory.path),
             )
         return codec
 
@@ -253,14 +276,16 @@ class App:
                 "allows: delete() one, or allow more"
             )
         name = name or secrets.token_hex(16)
-        log = TextLog.create(self.folder / f"ctx-{name}.log", self.service.disk, text)
+        room = self.service._make_room
+        log = TextLog.create(self.folder / f"ctx-{name}.log", self.service.disk, text, room)
         context = self._contexts[name] = AppContext(self, name, log)
         return context
 
     def _open_all(self) -> None:
         """What the folder holds: texts, then chunks that belong to them."""
+        disk = self.service.disk
         logs = [
-            (path.stem.removeprefix("ctx-"), TextLog.open(path, self.service.disk))
+            (path.stem.removeprefix("ctx-"), TextLog.open(path, disk, self.service._make_room))
             for path in self.folder.glob("ctx-*.log")
         ]
         for name, log in sorted(logs, key=lambda x: x[1].text.created):
@@ -350,7 +375,12 @@ class AppContext:
         with service._turn.taken():
             self._check()
             other = self.app._added(
-                Text(text.system, text.chat, list(text.tokens), list(text.messages), time.time())
+                replace(
+                    text,
+                    tokens=list(text.tokens),
+                    messages=list(text.messages),
+                    created=time.time(),
+                )
             )
             with service.memory.lock:
                 cached = self._held.chunks[-1].stop if self._held.chunks else 0
@@ -388,7 +418,8 @@ class AppContext:
             run = partial(self._run, whole, options, results)
             yield from service._working.answering(self._held, whole, run)
             said = [*messages, {"role": "assistant", "content": results[0].text}]
-            self._log.append(service._active.tokens, said if text.chat else ())
+            used = service._working.tick()
+            self._log.append(service._active.tokens, said if text.chat else (), used=used)
             self._leave()
 
     def _run(
@@ -402,7 +433,9 @@ class AppContext:
         options = {"chat": self._log.text.chat} | options
         options |= {"context": service._active, "reuse": True}
         with service.llm.stream(whole, **options) as answer:
-            yield from answer
+            for piece in answer:
+                yield piece
+                service._turn.check()
         results.append(answer.result())
 
     def _leave(self) -> None:
@@ -446,7 +479,8 @@ class AppContext:
     def _find(self, places: dict[bytes, Any]) -> None:
         """Its chunks, and where they lie on the disk since before."""
         service = self.app.service
-        first = service.compression.first
+        first, used = service.compression.first, self._log.text.used
+        service._working.tick(used)
         with service.memory.lock:
             table, name, root = service.memory.table, self.app.name, self.app.root
             # A text's last token may not have been computed: its chunk is then another one.
@@ -457,6 +491,7 @@ class AppContext:
                     break
                 table.release(chunks)
             for chunk in chunks if self.tokens else ():
+                chunk.used = max(chunk.used, used)
                 if chunk.place is None and chunk.key in places:
                     chunk.place, chunk.density = places[chunk.key]
                     chunk.bits = chunk.place.bits if chunk.full else chunk.bits
@@ -466,25 +501,3 @@ class AppContext:
     def _check(self) -> None:
         if self._deleted:
             raise UserError("this context was deleted: make another one with new_context()")
-
-
-class _Turn:
-    """One call at a time; other threads wait, the same thread is refused."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        if self._owner == threading.get_ident():
-            raise UserError(
-                "a stream of this service is unfinished: read it to its end or close() it before "
-                "the next call"
-            )
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None

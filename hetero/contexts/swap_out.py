@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
 
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
@@ -19,6 +20,19 @@ from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import RAW, ChunkCodec, CodecError, Codes
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.kv_cache import KvCache
+from hetero.contexts.unbound import UnboundApps
+from hetero.errors import UserError
+
+When: TypeAlias = Literal["ahead", "pressure", "never"]
+STALLED_S: Final = 60.0  # nothing is encoded, written or read: nobody waits longer
+
+
+def stalled(what: str, wait_s: float) -> UserError:
+    """The disk hangs, or the processor is not to be had."""
+    return UserError(
+        f"no keys and values of a context have been {what} for {wait_s:g} s: see whether the disk "
+        "of the contexts' directory answers, and try again"
+    )
 
 
 @dataclass
@@ -31,7 +45,11 @@ class Job:
 
 
 class SwapOut:
-    """The thread. `files` gives an app's; `faults` are writes that failed, by their errors."""
+    """The thread. `files` gives an app's; `faults` are writes that failed, by their errors.
+
+    `when` is `ahead` (of need); to compare with, chunks are written as they leave the memory
+    (`pressure`), or `never`.
+    """
 
     def __init__(
         self,
@@ -39,8 +57,16 @@ class SwapOut:
         codec: ChunkCodec,
         files: Callable[[str], ChunkFiles],
         disk: ByteBudget,
+        unbound: UnboundApps | None = None,
+        wait_s: float = STALLED_S,
+        when: When = "ahead",
     ) -> None:
+        self.when = when
+        if when == "pressure":
+            memory.write_back = self._write_back
         self.faults: list[str] = []
+        self.wait_s = wait_s
+        self._unbound, self._steps = unbound, 0
         self._memory, self._codec, self._files, self._disk = memory, codec, files, disk
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._open: list[Job] = []
@@ -56,23 +82,39 @@ class SwapOut:
         self._jobs.put(job)
 
     def settle(self) -> None:
-        """Return when no job needs the cache that it was computed in."""
+        """Return when no job needs the cache that it was computed in. Raises `UserError` where
+        nothing goes on.
+        """
         with self._idle:
             jobs = list(self._open)
         for job in jobs:
-            job.encoded.wait()
+            self._wait(job.encoded.wait)
         self._check()
 
     def drain(self) -> None:
-        """Return when every job is over."""
+        """Return when every job is over. Raises `UserError` where nothing goes on."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._open)
+            self._wait(lambda limit_s: self._idle.wait_for(lambda: not self._open, limit_s))
         self._check()
 
     def close(self) -> None:
-        """Finish what was submitted; idempotent."""
+        """Finish what was submitted; idempotent. Raises `UserError` where nothing goes on."""
         self._jobs.put(None)
-        self._thread.join()
+
+        def ended(limit_s: float) -> bool:
+            self._thread.join(limit_s)
+            return not self._thread.is_alive()
+
+        self._wait(ended)
+
+    def _wait(self, ended: Callable[[float], bool]) -> None:
+        """Until something has ended, for as long as chunks are encoded or written."""
+        steps = -1
+        while steps != self._steps:
+            steps = self._steps
+            if ended(self.wait_s):
+                return
+        raise stalled("encoded or written", self.wait_s)
 
     def _check(self) -> None:
         error, self._broken = self._broken, None
@@ -94,17 +136,26 @@ class SwapOut:
     def _work(self, job: Job) -> None:
         batch: list[Chunk] = []
         try:
+            sizes = (self._codec.nbytes(len(x.tokens), max(x.bits, 8)) for x in job.chunks)
+            self._memory.free(sum(sizes))
             for chunk in job.chunks:
+                self._steps += 1
                 codes = self._encoded(chunk, job.cache, batch)
                 if codes is not None:
-                    with self._memory.lock:
-                        chunk.pins += 1  # until it is written
-                        batch.append(chunk)
+                    if self.when == "ahead":
+                        with self._memory.lock:
+                            chunk.pins += 1  # until it is written
+                            batch.append(chunk)
                     self._memory.keep(chunk, codes)
             job.encoded.set()
             self._write(batch)
         finally:
             self._unpin(batch)
+
+    def _write_back(self, chunks: Sequence[Chunk]) -> None:
+        """Chunks that are about to leave the memory, under its lock."""
+        for app in {chunk.app for chunk in chunks}:
+            self._put([chunk for chunk in chunks if chunk.app == app])
 
     def _unpin(self, batch: list[Chunk]) -> None:
         with self._memory.lock:
@@ -118,7 +169,7 @@ class SwapOut:
             if not chunk.refs or chunk.kept:
                 return None
             bits = chunk.bits if chunk.full else RAW
-        room = self._codec.nbytes(len(chunk.tokens), bits if bits == RAW else 8)
+        room = self._codec.nbytes(len(chunk.tokens), max(bits, 8))
         if not self._memory.claim(room):
             self._write(batch)  # which may leave after that
             if not self._memory.claim(room):
@@ -140,23 +191,31 @@ class SwapOut:
 
     def _write(self, batch: list[Chunk]) -> None:
         """To the disk, where that can be done; what cannot is in memory alone, and goes on so."""
+        if batch:
+            app = batch[0].app
+            self._put(batch)
+            self._steps += 1
+            compact(self._files(app), self._memory, app)
+        self._unpin(batch)
+
+    def _put(self, batch: Sequence[Chunk]) -> None:
+        """Write the chunks of an app in one file."""
         with self._memory.lock:
             entries = [(c, c.codes) for c in batch if c.refs and c.codes is not None]
         pairs = [(chunk, codes) for chunk, codes in entries if codes is not None]
-        if pairs:
-            app = pairs[0][0].app
-            files, keep = self._files(app), {chunk for chunk, _ in pairs}
-            make_room(files.nbytes(pairs), self._memory, self._files, self._free, keep)
-            try:
-                places = files.write(pairs)
-            except OSError as error:
-                self.faults.append(str(error))
-            else:
-                with self._memory.lock:
-                    for (chunk, _), place in zip(pairs, places, strict=True):
-                        if chunk.refs and chunk.place is None:
-                            chunk.place = place
-                        else:
-                            files.drop(place)
-            compact(files, self._memory, app)
-        self._unpin(batch)
+        if not pairs:
+            return
+        files, keep = self._files(pairs[0][0].app), {chunk for chunk, _ in pairs}
+        wanted, others = files.nbytes(pairs), self._unbound
+        make_room(wanted, self._memory, self._files, self._free, keep, others)
+        try:
+            places = files.write(pairs, durable=self.when == "ahead")
+        except OSError as error:
+            self.faults.append(str(error))
+            return
+        with self._memory.lock:
+            for (chunk, _), place in zip(pairs, places, strict=True):
+                if chunk.refs and chunk.place is None:
+                    chunk.place = place
+                else:
+                    files.drop(place)

@@ -14,11 +14,11 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from hetero.backends.host.files import atomic_write, sync_directory
 from hetero.contexts.budget import ByteBudget
@@ -30,36 +30,52 @@ _LONGEST_RECORD: Final = 64 << 20
 _WASTE_BYTES: Final = 1 << 16  # a log that is shorter is not rewritten
 
 
+MakeRoom: TypeAlias = Callable[[int], bool]
+
+
+def no_room(_: int) -> bool:
+    """There is nothing that a text comes before."""
+    return False
+
+
 @dataclass
 class Text:
-    """What a context says. `messages` are those of a chat; `created` in seconds since 1970."""
+    """What a context says. `messages` are those of a chat; `created` in seconds since 1970, `used`
+    the time of its last call as a chunk's.
+    """
 
     system: str = ""
     chat: bool = False
     tokens: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     created: float = 0.0
+    used: int = 0
 
 
 class TextLog:
     """One context's log. Used by one thread at a time.
 
-    Raises `UserError` where the disk, or the contexts' share of it, has no room.
+    `make_room(bytes)` takes away what texts come before: keys and values. Raises `UserError` where
+    the disk, or the contexts' share of it, has no room even so.
     """
 
-    def __init__(self, path: Path, budget: ByteBudget, text: Text, size: int) -> None:
+    def __init__(
+        self, path: Path, budget: ByteBudget, text: Text, size: int, make_room: MakeRoom
+    ) -> None:
         self.path, self.text = path, text
-        self._budget, self._size = budget, size
+        self._budget, self._size, self._make_room = budget, size, make_room
 
     @classmethod
-    def create(cls, path: Path, budget: ByteBudget, text: Text) -> TextLog:
+    def create(
+        cls, path: Path, budget: ByteBudget, text: Text, make_room: MakeRoom = no_room
+    ) -> TextLog:
         """A new log, on the disk."""
-        log = cls(path, budget, text, 0)
+        log = cls(path, budget, text, 0, make_room)
         log._rewrite()
         return log
 
     @classmethod
-    def open(cls, path: Path, budget: ByteBudget) -> TextLog:
+    def open(cls, path: Path, budget: ByteBudget, make_room: MakeRoom = no_room) -> TextLog:
         """A log as it is on the disk, up to its last whole record. Raises `UserError` if it is
         damaged before its end, or of another version.
         """
@@ -75,14 +91,16 @@ class TextLog:
                 f"{path}: is damaged at byte {stop}, or of another version of hetero: restore it, "
                 "or remove it to go on without this context"
             )
-        if not budget.take(stop):
+        if not budget.take(stop) and not (make_room(stop) and budget.take(stop)):
             raise UserError(
                 f"the texts of the contexts alone need more than the {budget.limit} bytes of "
                 "context_disk: give it more"
             )
-        return cls(path, budget, text, stop)
+        return cls(path, budget, text, stop, make_room)
 
-    def append(self, tokens: Sequence[int], messages: Sequence[dict[str, Any]] = ()) -> None:
+    def append(
+        self, tokens: Sequence[int], messages: Sequence[dict[str, Any]] = (), *, used: int = 0
+    ) -> None:
         """The text is now this; it is on the disk when this returns."""
         keep = _common(self.text.tokens, tokens)
         told = _common(self.text.messages, messages)
@@ -92,6 +110,7 @@ class TextLog:
                 "tokens": list(tokens[keep:]),
                 "told": told,
                 "messages": list(messages[told:]),
+                "used": used,
             }
         )
         self._take(len(record))
@@ -107,6 +126,7 @@ class TextLog:
             raise _unwritable(self.path, error) from error
         self._size += len(record)
         self.text.tokens, self.text.messages = list(tokens), list(messages)
+        self.text.used = used
         if self._size > _WASTE_BYTES + 16 * len(tokens):
             with suppress(UserError):  # the turn is on the disk; the next one tries again
                 self._rewrite()
@@ -128,6 +148,7 @@ class TextLog:
             "created": text.created,
         }
         turn = {"keep": 0, "tokens": text.tokens, "told": 0, "messages": text.messages}
+        turn |= {"used": text.used}
         data = _packed(about) + _packed(turn)
         self._take(len(data))
         try:
@@ -139,7 +160,8 @@ class TextLog:
         self._size = len(data)
 
     def _take(self, nbytes: int) -> None:
-        if not self._budget.take(nbytes):
+        take = self._budget.take
+        if not take(nbytes) and not (self._make_room(nbytes) and take(nbytes)):
             raise UserError(
                 f"the {self._budget.limit} bytes of context_disk are used up: delete() a context, "
                 "or give more"
@@ -191,7 +213,7 @@ def _begun(record: dict[str, Any]) -> Text:
 def _continued(text: Text, record: dict[str, Any]) -> Text:
     tokens = [*text.tokens[: record["keep"]], *map(int, record["tokens"])]
     messages = [*text.messages[: record["told"]], *record["messages"]]
-    return replace(text, tokens=tokens, messages=messages)
+    return replace(text, tokens=tokens, messages=messages, used=int(record.get("used", 0)))
 
 
 def _common(before: Sequence[Any], after: Sequence[Any]) -> int:

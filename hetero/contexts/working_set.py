@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any, Final, Protocol, TypeVar
 
+import numpy as np
+
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
@@ -26,7 +28,8 @@ from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
-from hetero.contexts.swap_out import Job, SwapOut
+from hetero.contexts.swap_out import STALLED_S, Job, SwapOut, stalled
+from hetero.errors import UserError
 
 T = TypeVar("T")
 TRIES: Final = 4  # of a call whose chunks cannot be read
@@ -119,11 +122,14 @@ class WorkingSet:
         prefill: Callable[[Sequence[int]], Any],
         rates: Rates,
         recompute: bool = True,
+        wait_s: float = STALLED_S,
     ) -> None:
-        self.rates, self.recompute = rates, recompute
+        self.rates, self.recompute, self.wait_s = rates, recompute, wait_s
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
         self._files, self._prefill = files, prefill
         self._root = b""  # of the text that is in the cache
+        # Tokens whose keys and values there came from codes: encoded again they would drift.
+        self._lossy = np.zeros(active.cache.layout.capacity, np.bool_)
         self._reading: Future[None] | None = None
         self._load: _Load | None = None
         self._clock = 0
@@ -131,8 +137,12 @@ class WorkingSet:
 
     def close(self) -> None:
         """End the thread."""
-        with suppress(LoadError):
-            self._settle_reading()
+        try:
+            with suppress(LoadError):
+                self._settle_reading()
+        except UserError:  # it hangs
+            self._thread.shutdown(wait=False)
+            raise
         self._thread.shutdown()
 
     def answering(
@@ -179,10 +189,18 @@ class WorkingSet:
         """What could not be had is text alone."""
         self.forget()
 
+    def tick(self, after: int = 0) -> int:
+        """The time of a call that has returned: later than any before, those of other processes
+        too (`after`, of one that was kept).
+        """
+        self._clock = max(self._clock + 1, after, time.time_ns() // 1_000_000)
+        return self._clock
+
     def leave(self, held: Held, bits: int) -> list[Chunk]:
-        """The context's text is that of the active one now; its chunks. `swap_out` follows."""
+        """The context's text is that of the active one now, as of the last `tick`; its chunks.
+        `swap_out` follows.
+        """
         active = self._active
-        self._clock += 1
         with self._memory.lock:
             before, cached = held.chunks, active.tokens[: active.cached]
             held.chunks = self._memory.table.refer(held.app, held.root, cached, bits)
@@ -195,9 +213,12 @@ class WorkingSet:
         return held.chunks
 
     def swap_out(self, held: Held) -> None:
-        """Encode and write, behind the caller's back, what lies in the active cache alone."""
+        """Encode and write, behind the caller's back, what lies in the active cache alone. Chunks
+        of which a part came from codes, whose own are gone, stay text: they are computed again.
+        """
+        lossy = self._lossy
         with self._memory.lock:
-            fresh = [chunk for chunk in held.chunks if not chunk.kept]
+            fresh = [c for c in held.chunks if not c.kept and not lossy[c.start : c.stop].any()]
         if fresh:
             self._swap.submit(Job(fresh, self._active.cache))
 
@@ -219,6 +240,7 @@ class WorkingSet:
         if kept < self._active.cached:
             self._swap.settle()
         self._active.adopt(tokens[:kept])
+        self._lossy[kept:] = False
         self._root, switch.reused_tokens = held.root, kept
         wanted = [c for c in chunks if c.stop > kept and c.stop < len(tokens)]
         if wanted:
@@ -268,11 +290,17 @@ class WorkingSet:
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
         """Room for the chunks that are on the disk alone, where there is any."""
         found = {}
+        self._memory.free(
+            sum(
+                self._codec.nbytes(len(chunk.tokens), chunk.place.bits)
+                for chunk in chunks
+                if chunk.codes is None and chunk.place is not None
+            )
+        )
         for chunk in chunks:
             if chunk.codes is None and (place := chunk.place) is not None:
-                bits = (
-                    place.bits if RAW in (place.bits, chunk.bits) else min(place.bits, chunk.bits)
-                )
+                floats = max(place.bits, chunk.bits) > 8
+                bits = place.bits if floats else min(place.bits, chunk.bits)
                 if not self._memory.claim(self._codec.nbytes(len(chunk.tokens), bits)):
                     break
                 found[chunk] = self._codec.empty(len(chunk.tokens), bits)
@@ -288,15 +316,23 @@ class WorkingSet:
     def _planned(
         self, wanted: Sequence[Chunk], claimed: dict[Chunk, Codes], tokens: int, switch: Switch
     ) -> LoadPlan:
+        rates = self.rates
         pieces = []
         for chunk in wanted:
             codes = chunk.codes or claimed.get(chunk)
-            nbytes = 0 if codes is None else codes.nbytes
-            disk = nbytes if chunk in claimed else 0
-            pieces.append(Piece(len(chunk.tokens), nbytes, disk, codes is None))
-        behind = tokens - wanted[-1].stop
-        layers, rates = self._codec.layers, self.rates
-        plan = plan_load(pieces, behind, rates, layers, recompute=self.recompute)
+            if codes is None:
+                pieces.append(Piece(len(chunk.tokens), 0.0, 0, missing=True))
+            else:
+                read = codes.nbytes if chunk in claimed else 0
+                pieces.append(rates.piece(len(chunk.tokens), codes.bits, read))
+        plan = plan_load(
+            pieces,
+            tokens - wanted[-1].stop,
+            rates,
+            self._codec.layers,
+            before=wanted[0].start,
+            recompute=self.recompute,
+        )
         switch.predicted_s = plan.predicted_s
         full = self._codec.nbytes(CHUNK_TOKENS, wanted[0].bits)
         per_token = full / CHUNK_TOKENS
@@ -310,10 +346,13 @@ class WorkingSet:
         """Fill the cache with these: at once what is in memory, by the thread what must be read."""
         items = [(c, c.codes or claimed[c], c in claimed) for c in chunks]
         switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
+        for chunk, codes, _ in items:
+            self._lossy[chunk.start : chunk.stop] = codes.bits != RAW
         cache = self._active.cache
         if not claimed.keys() & set(chunks):
-            for chunk, codes, _ in items:
-                cache.write(chunk.start, self._codec.decode(codes))
+            at = [(chunk.start, codes) for chunk, codes, _ in items]
+            for layer in range(self._codec.layers):
+                self._codec.decode_into(at, layer, *cache.layer(layer))
             return None
         switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
         self._load = _Load(items, LayerGate(self._codec.layers))
@@ -330,14 +369,11 @@ class WorkingSet:
             reader = self._files(from_disk[0][0].app).reader([chunk for chunk, _ in from_disk])
             try:
                 for layer in range(self._codec.layers):
-                    keys, values = cache.layer(layer)
-                    for chunk, codes, read in load.chunks:
+                    for chunk, codes in from_disk:
                         at = chunk
-                        if read:
-                            reader.layer(chunk, layer, codes)
-                        part = self._codec.decode_layer(codes, layer)
-                        keys[:, chunk.start : chunk.stop] = part[0]
-                        values[:, chunk.start : chunk.stop] = part[1]
+                        reader.layer(chunk, layer, codes)
+                    parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
+                    self._codec.decode_into(parts, layer, *cache.layer(layer))
                     load.gate.open()
             finally:
                 reader.close()
@@ -352,11 +388,14 @@ class WorkingSet:
 
     def _settle_reading(self) -> None:
         """Return when the thread is done with the cache."""
-        reading, self._reading = self._reading, None
-        load, self._load = self._load, None  # or what is evicted would stay in memory
+        reading, load = self._reading, self._load
         if reading is None or load is None:
             return
-        reading.result()
+        try:
+            reading.result(self.wait_s)
+        except TimeoutError:
+            raise stalled("read", self.wait_s) from None
+        self._reading, self._load = None, None  # or what is evicted would stay in memory
         if not load.gate.done:  # who asked for it may have ended before a step met that
             self._root = b""
             self._active.adopt(())

@@ -73,9 +73,8 @@ class FakeActive:
                 self.gate.wait(layer)
             for kind, cache in enumerate(self.cache.layer(layer)):
                 found = cache[:, :before]
-                assert np.abs(found - wanted[layer, kind, :, :before]).max(initial=0) <= (
-                    self.tolerance
-                ), f"layer {layer} of {before} tokens"
+                off = np.abs(found - wanted[layer, kind, :, :before]).max(initial=0)
+                assert off <= self.tolerance, f"layer {layer} of {before} tokens: {off}"
                 cache[:, before : len(whole)] = wanted[layer, kind, :, before:]
                 cache[:, len(whole) : len(whole) + 8] = np.nan
         self._tokens, self.gate = whole, None
@@ -110,7 +109,7 @@ class FakeService:
             self.swap,
             files=self.files,
             prefill=self.active.compute,
-            rates=rates or Rates(prefill_s=lambda m: 1.0 + m, read_bytes_per_s=1e9),
+            rates=rates or Rates(prefill_s=lambda m, _: 1.0 + m, read_bytes_per_s=1e9),
             recompute=recompute,
         )
 
@@ -135,6 +134,7 @@ class FakeService:
         for _ in self.working.answering(held, tokens, run):
             for token in answer:
                 self.active.compute([token])
+        self.working.tick()
         self.working.leave(held, self.bits)
         self.working.swap_out(held)
         return switches[-1]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
+    HALF,
     NESTED,
     RAW,
     ChunkCodec,
@@ -87,13 +88,49 @@ def test_fewer_bits_are_the_first_planes(seed: int, size: int, tokens: int) -> N
         assert np.array_equal(codec.decode(lower.lowered(2)), codec.decode(eight.lowered(2)))
 
 
-@given(seed=st.integers(0, 999), tokens=st.integers(1, 16), bits=st.sampled_from([*NESTED, RAW]))
+@given(
+    seed=st.integers(0, 999), tokens=st.integers(1, 16), bits=st.sampled_from([*NESTED, HALF, RAW])
+)
 def test_a_layer_is_that_of_the_whole(seed: int, tokens: int, bits: int) -> None:
     codec, values = made(seed, 64, tokens)
     codes = codec.encode(values, bits)
     whole = codec.decode(codes)
     for layer in range(3):
         assert np.array_equal(codec.decode_layer(codes, layer), whole[layer])
+
+
+@given(
+    seed=st.integers(0, 999),
+    size=st.sampled_from([8, 64]),
+    bits=st.lists(st.sampled_from([*NESTED, HALF, RAW]), min_size=1, max_size=9),
+    last=st.integers(1, 16),
+)
+def test_many_chunks_into_a_cache_are_each_as_alone(
+    seed: int, size: int, bits: list[int], last: int
+) -> None:
+    codec, _ = made(seed, size)
+    codes = []
+    for i, b in enumerate(bits):
+        values = made(seed + i, size, last if i == len(bits) - 1 else 16)[1]
+        codes.append(codec.encode(np.clip(values, -100, 100), b))
+    for layer in range(3):
+        keys, values = (np.full((2, 160, size), np.nan, np.float32) for _ in range(2))
+        codec.decode_into([(16 * i, x) for i, x in enumerate(codes)], layer, keys, values)
+        wanted = np.concatenate([codec.decode_layer(x, layer) for x in codes], axis=2)
+        count = wanted.shape[2]
+        assert np.array_equal(keys[:, :count], wanted[0])
+        assert np.array_equal(values[:, :count], wanted[1])
+        assert np.isnan(keys[:, count:]).all(), "nothing behind them is touched"
+
+
+def test_halves_are_the_nearest_and_halves_come_back_exactly() -> None:
+    codec, values = made(2, 8)
+    found = codec.decode(codec.encode(values, HALF))
+    assert np.array_equal(found, values.astype(np.float16).astype(np.float32))
+    assert np.array_equal(codec.decode(codec.encode(found, HALF)), found)
+    assert codec.nbytes(16, HALF) * 2 == codec.nbytes(16, RAW)
+    with pytest.raises(CodecError):
+        codec.encode(np.full_like(values, 1e6), HALF)
 
 
 def test_raw_is_exact_and_a_copy() -> None:

@@ -87,3 +87,25 @@ def test_compaction_leaves_what_is_read_meanwhile(
     service.call(held, [*longer, 1])
     service.call(held, [*longer, 1, 2])
     assert count[0] >= read
+
+
+def test_what_came_from_codes_is_not_encoded_again(tmp_path: Path) -> None:
+    """Errors would add up: again and again a text's chunks are lost while they are in the cache."""
+    service = FakeService(
+        tmp_path, memory=40 * CHUNK_BYTES, disk=400 * CHUNK_BYTES, bits=4, recompute=False
+    )
+    service.active.tolerance = 1 / 15  # of one encoding: 1/16 of the largest
+    held, text = on_disk(service, TEXT), list(TEXT)
+    for token in [1, 2, 3, 1, 2, 3]:
+        service.call(held, text := [*text, token])  # from codes
+        service.swap.drain()
+        for chunk in held.chunks:
+            place, chunk.place = chunk.place, None
+            if place is not None:
+                service.files("a").drop(place)
+        service.memory.reclaim(service.memory.budget.used)
+        service.call(held, text := [*text, token])  # nothing is kept, all is in the cache
+        service.swap.drain()
+        service.call(service.held("b"), [3] * 40)
+    service.call(held, [*text, 1])
+    service.close()

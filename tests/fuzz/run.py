@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 TARGETS = (
-    "safetensors", "gguf", "config", "tokenizer", "session",
+    "safetensors", "gguf", "config", "tokenizer", "session", "contexts",
     "plan", "profile", "journal", "bundle", "manifest",
 )  # fmt: skip
 INPUT_LIMIT_S = 5

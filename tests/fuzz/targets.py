@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from hetero import LLM
+from hetero import LLM, Service
 from hetero.models import LoadedModel, model_spec, open_model
 from hetero.models.tokenizer import HfTokenizer
 from tests import tiny_files
@@ -164,7 +164,52 @@ class Session(Target):
         self.llm.close()
 
 
+class Contexts(Target):
+    """The folder of a service: what it is of, a context's text, a file of chunks. Whatever opens
+    is gone on with, and any number of tokens is computed again.
+    """
+
+    name = "contexts"
+    json = False
+    dictionary = ("HTKV", '"keep":', '"tokens":', '"told":', '"version":', '"secret":', '"used":')
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        tiny_files.write_directory(folder / "model")
+        self.llm = LLM(str(folder / "model"), device="npu")
+        self.place = folder / "contexts"
+        with self._service() as service:
+            context = service.bind("a").new_context(chat=False)
+            context.call("hi hi hi", max_tokens=3)
+            context.call("hi", max_tokens=3)
+            service.swap.drain()
+        self.parts = [self.place / "service.json", *sorted(self.place.glob("apps/*/*"))]
+        self.sound = [path.read_bytes() for path in self.parts]
+
+    def _service(self) -> Service:
+        return Service(
+            self.llm, directory=self.place, context_memory="2MiB", context_disk="1MiB", kv_bits="8"
+        )
+
+    def seeds(self) -> list[bytes]:
+        return [SEPARATOR.join(self.sound)]
+
+    def use(self, data: bytes) -> None:
+        shutil.rmtree(self.place / "apps")
+        for path, part in zip(self.parts, data.split(SEPARATOR), strict=False):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(part)
+        with self._service() as service:
+            for context in service.bind("a").contexts():
+                context.call("hi", max_tokens=1)
+            service.swap.drain()
+            service.memory.check()
+
+    def close(self) -> None:
+        self.llm.close()
+
+
 DOCUMENTS: tuple[type[Target], ...] = (Plan, Profile, Journal, Bundle, Manifest)
 TARGETS: dict[str, type[Target]] = {
-    x.name: x for x in (Safetensors, Gguf, Config, Tokenizer, Session, *DOCUMENTS)
+    x.name: x for x in (Safetensors, Gguf, Config, Tokenizer, Session, Contexts, *DOCUMENTS)
 }

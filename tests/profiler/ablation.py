@@ -1,16 +1,20 @@
-"""What each correction of the profiler is worth, by the rows that a profile has."""
+"""What each correction of the profiler is worth, by the rows that a profile has.
+
+python -m tests.profiler.ablation
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
 import typer
-from common import finish, table
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Op
@@ -23,6 +27,9 @@ from hetero.profiler.other_ops import BLOCKS, fit_others, reference_ops, sizes_o
 from hetero.profiler.predict import op_name, other_s
 from hetero.profiler.records import DeviceProfile, MatMulRow, OtherRow, Phase, phase_of, typical
 from hetero.profiler.stats import relative_errors
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from common import finish, one_command, table
 from parts.accuracy import GROUPS, predicted, quarter_of
 
 Errors: TypeAlias = dict[tuple[DeviceKind, Phase], float]
@@ -222,3 +229,7 @@ def ablate(
     print("\noperators that are not matmuls: error, and points more without a correction\n")
     table(f"profile|correction||{groups}", others(names))
     finish()
+
+
+if __name__ == "__main__":
+    one_command(ablate)()

@@ -1,0 +1,223 @@
+"""Switching between contexts: LLMS and what its paper compares it with, on the paper's traces.
+
+python bench/contexts.py simulate       # 72 hours on a virtual clock; all of it is simulated
+python bench/contexts.py measure        # 60 calls of the demo model, beside the same on that clock
+python bench/contexts.py trace -c 8 --pattern markov        # as JSON lines; the header says all
+
+Latency is what a call's first token comes later than with the context in place. "Break-even" is the
+speed of a disk from which on reading keys and values is faster than computing them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from common import finish, integers, new_app, table
+
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec
+from hetero.contexts.kv_cache import CacheLayout
+from hetero.contexts.load_plan import Rates
+from hetero.contexts.managers import Manager, contenders
+from hetero.contexts.measured import measure_encoding
+from hetero.contexts.service import AppContext, Service
+from hetero.contexts.simulated import Call, Machine, SimulatedService, most_tokens
+from hetero.generation.llm import LLM
+
+app = new_app(__doc__)
+HOURS, CALLS_PER_HOUR, WINDOW = 72, 12, 4096
+PATTERNS = ("random", "markov", "gaussian")
+# Tokens that a call adds (table 3), in thousands.
+GROWTH = {"AGnews": (0.2, 0.5), "XSum": (1, 2), "SAMSum": (0.1, 0.3), "CNN/DailyMail": (0.5, 1),
+          "WMT17": (0.1, 0.5), "SST-2": (0.01, 0.1)}  # fmt: skip
+ANSWER = 0.25  # of what a call adds
+LLAMA = CacheLayout(layers=16, kv_heads=8, capacity=WINDOW, head_dim=64)  # Llama-3.2-1B
+DISKS = {"phone, 0.735 GB/s": 0.735e9, "NVMe, 2 GB/s": 2e9, "hard disk, 0.1 GB/s": 0.1e9}
+STORIES = Path(__file__).parents[1] / "docs/demo-model/samples.md"
+
+
+def header(pattern: str, contexts: int, window: int, seed: int) -> dict[str, Any]:
+    """Everything that a trace depends on."""
+    return {"pattern": pattern, "contexts": contexts, "window": window, "seed": seed,
+            "hours": HOURS, "calls per hour (Poisson)": CALLS_PER_HOUR, "growth": GROWTH,
+            "growth scaled by": window / WINDOW, "answer": ANSWER,
+            "markov": "p(r-th most recent) ~ 2^-r", "gaussian": "over contexts by growth, sd n/4",
+            "full window": "the context begins anew; that call is not counted"}  # fmt: skip
+
+
+def trace(about: dict[str, Any]) -> Iterator[Call]:
+    """Equation 5: calls in their order."""
+    random, count = np.random.default_rng(about["seed"]), about["contexts"]
+    ranges = [list(GROWTH.values())[i % len(GROWTH)] for i in range(count)]
+    by_growth = sorted(range(count), key=lambda i: sum(ranges[i]))
+    recent, now_s = list(range(count)), 0.0
+    while True:
+        now_s += random.exponential(3600 / CALLS_PER_HOUR)
+        if now_s > 3600 * HOURS:
+            return
+        if about["pattern"] == "markov":
+            shares = 0.5 ** np.arange(1, count + 1)
+            chosen = recent[random.choice(count, p=shares / shares.sum())]
+        elif about["pattern"] == "gaussian":
+            at = random.normal((count - 1) / 2, count / 4)
+            chosen = by_growth[int(np.clip(round(at), 0, count - 1))]
+        else:
+            chosen = int(random.integers(count))
+        recent.remove(chosen)
+        recent.insert(0, chosen)
+        grown = 1000 * random.uniform(*ranges[chosen]) * about["growth scaled by"]
+        answer = max(1, round(ANSWER * grown))
+        yield Call(now_s, chosen, max(1, round(grown) - answer), answer)
+
+
+def bytes_of_all(calls: Sequence[Call], window: int, codec: ChunkCodec) -> int:
+    """Most that keys and values of all contexts take at 16 bits, all at once."""
+    return most_tokens(calls, window) * codec.nbytes(CHUNK_TOKENS, HALF) // CHUNK_TOKENS
+
+
+def shown(latencies: Sequence[float]) -> str:
+    return f"{1e3 * statistics.fmean(latencies):.2f}"
+
+
+@app.command("trace")
+def show_trace(
+    contexts: Annotated[int, typer.Option("-c")] = 8, pattern: str = "markov", seed: int = 0
+) -> None:
+    """A trace as JSON lines, the header first."""
+    about = header(pattern, contexts, WINDOW, seed)
+    print(json.dumps(about))
+    for call in trace(about):
+        print(json.dumps(vars(call)))
+
+
+@app.command("simulate")
+def simulate(
+    contexts: Annotated[str, typer.Option("-c")] = "2,4,6,8,12,16",
+    tokens_per_s: Annotated[float, typer.Option(help="of prompts")] = 600.0,
+    without: str = "aot,lctru,compression,recompute",
+    part: Annotated[float, typer.Option(help="budget, of all contexts' bytes at 16 bits")] = 0.25,
+    hours: float = HOURS,
+    decode: Annotated[float, typer.Option(help="floats into the cache, bytes/s")] = 0.9e9,
+) -> None:
+    """The whole sweep. A prompt takes 20 ms and what its tokens take; reading a chunk 0.1 ms and
+    what its bytes take; writing is half as fast.
+    """
+    codec, rows, everything = ChunkCodec(LLAMA), [], chain.from_iterable
+    raw = codec.nbytes(CHUNK_TOKENS, RAW)
+    removed = [x for x in without.split(",") if x]
+    for disk, speed in DISKS.items():
+        rates = Rates(prefill_s=lambda m, _: 0.02 + m / tokens_per_s, read_bytes_per_s=speed,
+                      read_latency_s=0.01 if speed < 2e8 else 1e-4, read_chunk_s=1e-4,
+                      chunk_s=dict.fromkeys((2, 4, 8, HALF, RAW), raw / decode))  # fmt: skip
+        machine = Machine(rates=rates, write_bytes_per_s=speed / 2, encode_bytes_per_s=0.2e9)
+        for count in integers(contexts):
+            for name, manager in contenders(removed).items():
+                cells = []
+                for pattern in PATTERNS:
+                    about = header(pattern, count, WINDOW, 0)
+                    calls = [x for x in trace(about) if x.at_s < 3600 * hours]
+                    budget = int(part * bytes_of_all(calls, WINDOW, codec))
+                    service = SimulatedService(codec, machine, manager, budget)
+                    cells.append(service.run(calls, WINDOW))
+                even = rates.break_even_bytes_per_s(codec.nbytes(CHUNK_TOKENS, HALF) / CHUNK_TOKENS)
+                rows.append([disk, count, name, *map(shown, cells), shown([*everything(cells)]),
+                             f"{even / 1e6:.0f}"])  # fmt: skip
+    print("simulated, Llama-3.2-1B; mean latency of a call, ms\n")
+    table(f"disk|contexts|manager|{'|'.join(PATTERNS)}|mean|break-even at 16 bits, MB/s", rows)
+    finish()
+
+
+@app.command("measure")
+def measure(
+    count: Annotated[int, typer.Option("-n", help="calls")] = 60,
+    contexts: Annotated[int, typer.Option("-c")] = 8,
+    pattern: str = "random",
+    model: str = "demo",
+    device: str = "npu",
+    without: str = "",
+) -> None:
+    """Calls of a model, minutes apart by assumption (all is written, the files are not in the
+    system's memory), and the same calls on the virtual clock with the rates that were measured.
+    """
+    rows = []
+    with LLM(model, device=device) as llm:
+        about = header(pattern, contexts, llm.max_seq_len - 8, 0)
+        calls = [call for call, _ in zip(trace(about), range(count), strict=False)]
+        for name, manager in contenders([x for x in without.split(",") if x]).items():
+            with tempfile.TemporaryDirectory() as folder:
+                done, found, service = real(llm, calls, about["window"], manager, Path(folder))
+                codec, rates = service._codec, service._working.rates
+                machine = Machine(rates=rates, write_bytes_per_s=rates.read_bytes_per_s,
+                                  encode_bytes_per_s=measure_encoding(codec))  # fmt: skip
+                twin = SimulatedService(codec, machine, manager, service.memory.budget.limit
+                                        - codec.workspace_bytes)  # fmt: skip
+                expected = twin.run(done, about["window"])
+                even = rates.break_even_bytes_per_s(codec.nbytes(CHUNK_TOKENS, 8) / CHUNK_TOKENS)
+            ratio = statistics.fmean(expected) / statistics.fmean(found)
+            rows.append([name, shown(found), shown(expected), f"{ratio:.2f}", f"{even / 1e6:.0f}",
+                         f"{rates.read_bytes_per_s / 1e6:.0f}"])  # fmt: skip
+    print(f"measured and simulated; {model}, {pattern}, {contexts} contexts, {count} calls; ms\n")
+    table("manager|measured|simulated|ratio|break-even at 8 bits, MB/s|disk, MB/s", rows)
+    finish()
+
+
+def real(
+    llm: LLM, calls: Sequence[Call], window: int, manager: Manager, folder: Path
+) -> tuple[list[Call], list[float], Service]:
+    """The calls as they were (answers may end early), and their latencies."""
+    story, contexts, done, found = llm.encode(STORIES.read_text("utf-8")), {}, [], []
+    with Service(llm, directory=folder, contexts_per_app=99, **manager.options()) as service:
+        codec = service._codec
+        service.memory.budget.limit = (
+            codec.workspace_bytes + bytes_of_all(calls, window, codec) // 4
+        )
+        bound, at = service.bind("bench"), 0
+        for call in calls:
+            context: AppContext = contexts.get(call.context) or bound.new_context(chat=False)
+            words = llm.model.tokenizer.decode(story[at : at + call.prompt])
+            at = (at + call.prompt) % (len(story) - window)
+            prompt = llm.encode(words)
+            if len(context) + len(prompt) + call.answer > window:
+                context.delete()
+                context = bound.new_context(chat=False)
+            contexts[call.context], before = context, len(context)
+            service.swap.drain()
+            for path in folder.glob("apps/*/*.kv"):
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            ready_s = in_place_s(llm, context.tokens, prompt)  # and steps of this length are there
+            start_s, first_s = time.perf_counter(), 0.0
+            for _ in context.stream(words, max_tokens=call.answer):
+                first_s = first_s or time.perf_counter() - start_s
+            switch = context.last_switch
+            if before and switch is not None:  # a prompt's own time varies by more than a switch's
+                rode = bool(switch.riding_tokens)
+                found.append(first_s - ready_s if rode else switch.switch_s)
+            answered = len(context) - before - len(prompt)
+            done.append(Call(call.at_s, call.context, len(prompt), answered))
+        return done, found, service
+
+
+def in_place_s(llm: LLM, before: Sequence[int], prompt: Sequence[int]) -> float:
+    """Seconds to the first token of a prompt behind a text that is in the cache."""
+    with llm.new_context() as context:
+        if before:
+            llm.engine.prefill(context, before)
+        start_s = time.perf_counter()
+        with llm.stream([*before, *prompt], context=context, reuse=True, max_tokens=1) as answer:
+            for _ in answer:
+                break
+        return time.perf_counter() - start_s
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,71 @@
+"""Whose turn it is: one call of a service at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from hetero.backends.host import forks
+from hetero.errors import UserError
+
+WAIT_S: Final = 600.0  # for the calls of other threads
+
+
+class Turn:
+    """Taken by each call. Other threads wait, for `wait_s` at most; the same thread is refused.
+
+    Raises `UserError` there, when the service is closed, and in a child that was forked from its
+    process, whose threads are not in the child.
+    """
+
+    def __init__(self, wait_s: float = WAIT_S) -> None:
+        self.wait_s = wait_s
+        self.lost = False
+        self._closed = False
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        forks.in_child(self._forked)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Nobody else's call runs inside the block."""
+        self.check()
+        if self._owner == threading.get_ident():
+            raise UserError(
+                "a stream of this service is unfinished: read it to its end or close() it before "
+                "the next call"
+            )
+        self._acquire()
+        try:
+            self.check()
+            self._owner = threading.get_ident()
+            yield
+        finally:
+            self._owner = None
+            self._lock.release()
+
+    def check(self) -> None:
+        """Raise where no call can be."""
+        if self.lost:
+            raise UserError(f"this service cannot be used here: {forks.REASON}; {forks.REMEDY}")
+        if self._closed:
+            raise UserError("this service was closed: open another one on its directory")
+
+    def end(self) -> None:
+        """No call begins from here on; return when none of another thread runs."""
+        self._closed = True
+        if not self.lost and self._owner != threading.get_ident():
+            self._acquire()
+            self._lock.release()
+
+    def _acquire(self) -> None:
+        if not self._lock.acquire(timeout=self.wait_s):
+            raise UserError(
+                f"another call of this service has not ended within {self.wait_s:g} s: read its "
+                "stream to the end or close() it"
+            )
+
+    def _forked(self) -> None:
+        self.lost = True

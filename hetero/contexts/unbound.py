@@ -1,0 +1,96 @@
+"""Files of applications that nobody has bound yet: their bytes count, and they make room, too.
+
+An application's name is not on the disk, so its chunks cannot be found before it is bound; how many
+bytes they are, and when they were written, can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from hetero.contexts.budget import ByteBudget
+from hetero.errors import UserError
+
+
+class UnboundFile(NamedTuple):
+    """A file of chunks; `written` in milliseconds since 1970, as a chunk's `used`."""
+
+    written: int
+    path: Path
+    nbytes: int
+
+
+class UnboundApps:
+    """What is in the folders of apps that are not bound. Bytes are taken from `budget`; files of
+    chunks that it has no room for go, the oldest first, and so does what a killed writer left.
+
+    Raises `UserError` where the texts alone do not fit. Used by the thread whose turn it is and,
+    for `oldest` and `remove`, by the one that writes; calls of both do not overlap with `bind`,
+    which is made when nothing is being written.
+    """
+
+    def __init__(self, apps: Path, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._texts: dict[Path, int] = {}
+        self._chunks: dict[Path, list[UnboundFile]] = {}
+        for folder in sorted(path for path in apps.iterdir() if path.is_dir()):
+            remove_partials(folder)
+            self._count(folder)
+        found = [_described(path) for folder in self._chunks for path in folder.glob("*.kv")]
+        for file in sorted(found, reverse=True):
+            self._add(file)
+
+    def _count(self, folder: Path) -> None:
+        texts = sum(path.stat().st_size for path in folder.glob("ctx-*.log"))
+        if not self._budget.take(texts):
+            raise UserError(
+                f"the texts of the contexts alone need more than the {self._budget.limit} bytes of "
+                "context_disk: give it more"
+            )
+        self._texts[folder], self._chunks[folder] = texts, []
+
+    def _add(self, file: UnboundFile) -> None:
+        if self._budget.take(file.nbytes):
+            self._chunks[file.path.parent].append(file)
+        else:
+            file.path.unlink(missing_ok=True)
+
+    def unbind(self, folder: Path) -> None:
+        """What is in it counts here again: it could not be bound."""
+        self._count(folder)
+        for path in sorted(folder.glob("*.kv")):
+            self._add(_described(path))
+
+    def bind(self, folder: Path) -> None:
+        """Its files are counted by someone else from here on."""
+        self._budget.give(self._texts.pop(folder, 0))
+        self._budget.give(sum(file.nbytes for file in self._chunks.pop(folder, [])))
+
+    def files(self) -> Iterator[UnboundFile]:
+        """Files of chunks."""
+        for files in list(self._chunks.values()):
+            yield from list(files)
+
+    def remove(self, file: UnboundFile) -> None:
+        """A file goes: its text stays."""
+        with suppress(OSError):
+            file.path.unlink(missing_ok=True)
+        files = self._chunks.get(file.path.parent, [])
+        if file in files:
+            files.remove(file)
+            self._budget.give(file.nbytes)
+
+
+def remove_partials(folder: Path) -> None:
+    """What killed writers left in the folder of an app, which belongs to this process."""
+    for path in folder.glob(".*.partial"):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _described(path: Path) -> UnboundFile:
+    about = path.stat()
+    return UnboundFile(about.st_mtime_ns // 1_000_000, path, about.st_size)
