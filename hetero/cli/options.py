@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError, one_sentence
 from hetero.generation.llm import LLM
 from hetero.solver.plan import NamedStrategy
@@ -50,6 +49,18 @@ class OrderChoice(StrEnum):
     BEST = "best"
 
 
+class WeightsChoice(StrEnum):
+    """Values of --weights."""
+
+    AUTO = "auto"
+    W4A16 = "w4a16"
+    W4A8 = "w4a8"
+    W8A16 = "w8a16"
+    W8A8 = "w8a8"
+    F16 = "f16"
+    F32 = "f32"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A directory, a .gguf file, `demo` or `random:NAME`."),
@@ -60,8 +71,10 @@ DeviceOption = Annotated[
 GpuOption = Annotated[str, typer.Option("--gpu", help="GPU backend.")]
 NpuOption = Annotated[str, typer.Option("--npu", help="NPU backend.")]
 WeightsOption = Annotated[
-    WeightFormat | None,
-    typer.Option("--weights", help="Weights and activations.  [default: MODEL's own, or w4a16]"),
+    WeightsChoice | None,
+    typer.Option(
+        "--weights", help="Weights and activations.  [default: auto: MODEL's own, or w4a16]"
+    ),
 ]
 ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="A profile: a file or a shipped name.")
