@@ -160,8 +160,9 @@ class ModelGraph(BaseModel):
     """Operations of a decoder-only model in the order in which they run, and no weights.
 
     `also` are formats in which its matrices are stored besides; `base`, in a graph of one of these,
-    is the model's own (`in_format`). `max_position` is in tokens. All layers have the same matmuls in the same order; what runs
-    between those may differ (sliding windows). Nodes read what a node before them wrote.
+    is the model's own (`in_format`). `max_position` is in tokens. All layers have the same matmuls
+    in the same order; what runs between those may differ (sliding windows). Nodes read what a node
+    before them wrote.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError, one_sentence
 from hetero.generation.llm import LLM
 from hetero.solver.plan import NamedStrategy
@@ -72,9 +73,7 @@ GpuOption = Annotated[str, typer.Option("--gpu", help="GPU backend.")]
 NpuOption = Annotated[str, typer.Option("--npu", help="NPU backend.")]
 WeightsOption = Annotated[
     WeightsChoice | None,
-    typer.Option(
-        "--weights", help="Weights and activations.  [default: auto: MODEL's own, or w4a16]"
-    ),
+    typer.Option("--weights", help="Weights and activations.  [default: MODEL's own, or w4a16]"),
 ]
 ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="A profile: a file or a shipped name.")
@@ -138,7 +137,7 @@ def open_llm(
     device: DeviceChoice | None,
     gpu: str,
     npu: str,
-    weights: WeightFormat | None,
+    weights: WeightsChoice | WeightFormat | None,
     plan: Path | None,
     max_seq_len: int | None,
     **options: Any,

@@ -123,8 +123,8 @@ def open_model(
 
     `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, by default (or by `auto`)
     `default_weights`; w8a8, being calibrated, is of quantised directories and random models. A
-    quantised directory serves the formats of its storages, all of them together by default; with `verify` its weights are hashed, which reads them all. Raises
-    `ModelError`.
+    quantised directory serves the formats of its storages, all of them together by default; with
+    `verify` its weights are hashed, which reads them all. Raises `ModelError`.
     """
     weights = None if weights == AUTO else weights
     weight_format = _weight_format(default_weights(model) if weights is None else weights)

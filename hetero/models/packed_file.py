@@ -429,7 +429,7 @@ def _other_storage(directory: Path, manifest: Manifest, wanted: WeightFormat) ->
     storages = [x.storage for x in manifest.stored]
     served = [x.value for x in WeightFormat if x.storage in storages]
     return ModelError(
-        f"{directory}: holds {' and '.join(storages)} weights, which serve {' and '.join(served)}, not "
-        f"{wanted}; use --weights {served[0]}, or run hetero quantize on the original model with "
-        f"--weights {wanted}"
+        f"{directory}: holds {' and '.join(storages)} weights, which serve "
+        f"{' and '.join(served)}, not {wanted}; use --weights {served[0]}, or run hetero "
+        f"quantize on the original model with --weights {wanted}"
     )
