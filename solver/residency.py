@@ -179,8 +179,8 @@ class _Builder:
 
     def add_all(self) -> None:
         """Of each program y with one residency for each matmul, then each scenario's flow."""
-        for self.program in self.programs:
-            self.y = {}
+        for program in self.programs:
+            self.program, self.y = program, {}
             self.each.append(self.y)
             self._add_program()
 
