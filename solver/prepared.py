@@ -58,10 +58,10 @@ def prepare_solver(
     one memory budget; formats that the profile does not know are left out.
     """
     request.check()
+    if spec.also:
+        return _fastest_formats(spec, profile, request, cuts)
     planner, notes = planner_for(spec, profile, request, apart=False)
-    if not spec.also:
-        return PreparedSolver(planner, request, cuts=cuts, notes=notes)
-    return _fastest_formats(spec, profile, request, cuts, notes)
+    return PreparedSolver(planner, request, cuts=cuts, notes=notes)
 
 
 def _fastest_formats(
@@ -69,7 +69,6 @@ def _fastest_formats(
     profile: DeviceProfile,
     request: PlanRequest,
     cuts: int,
-    notes: Sequence[str],
 ) -> PreparedSolver:
     """The best of each format alone and of the fastest ones of prompts and of decoding."""
     found: list[PreparedSolver] = []
@@ -78,7 +77,7 @@ def _fastest_formats(
     for weight_format in (spec.weight_format, *spec.also):
         try:
             own = spec.in_format(weight_format)
-            planner, _ = planner_for(own, profile, request, apart=False)
+            planner, notes = planner_for(own, profile, request, apart=False)
             planners.append(planner)
             found.append(PreparedSolver(planner, request, cuts=cuts, notes=notes))
         except (PlanError, ProfileError) as error:
