@@ -11,12 +11,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 GROUP_SIZE: Final = 32  # features along k that share a scale
 
 Granularity: TypeAlias = Literal["group", "token", "tensor"]
 WeightScales: TypeAlias = Literal["none", "group", "row"]
+
+
+class CacheFormat(StrEnum):
+    """Element type of cached keys and values."""
+
+    F32 = "f32"
+    F16 = "f16"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tensors."""
+        return np.dtype(np.float16 if self is CacheFormat.F16 else np.float32)
 
 
 class StorageFormat(StrEnum):

@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
@@ -157,7 +157,8 @@ class Attention:
     """Append this call's keys and values to the caches, then attend causally.
 
     Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache`
-    [G, C, D] float32 (updated in place at positions position … position + m - 1), `out` [m, H·D].
+    [G, C, D] in the format `kv` (updated in place at positions position … position + m - 1, rounded
+    to nearest), `out` [m, H·D]. This call's own keys and values are read back from the caches.
     Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
     `scale` (default D^-0.5) multiplies the scores; with `softcap` > 0 they then become
     softcap · tanh(score / softcap). Cache contents beyond position + m are never read.
@@ -170,6 +171,7 @@ class Attention:
     window: int = 0
     scale: float | None = None
     softcap: float = 0.0
+    kv: CacheFormat = CacheFormat.F32
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
 
     def __post_init__(self) -> None:

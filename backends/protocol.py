@@ -341,7 +341,7 @@ def check_tensors(
         tensor, what = tensors[port], type(op).__name__
         if isinstance(tensor, Panels) and not (reads_panels and takes_panels(op, port)):
             raise ValueError(f"{what} takes {port} as one tensor here, got panels")
-        expected, dtype = port_shape(op, port, m), port_dtype(port)
+        expected, dtype = port_shape(op, port, m), port_dtype(op, port)
         check_shape(what, port, tensor, expected, dtype, fixed=port in FIXED_PORTS)
 
 
@@ -394,8 +394,10 @@ def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
     return {port: whole(operand) for port, operand in operands.items()}
 
 
-def port_dtype(port: str) -> np.dtype[Any]:
+def port_dtype(op: Op, port: str) -> np.dtype[Any]:
     """Element type of a port's tensor."""
+    if isinstance(op, ops.Attention) and port in CACHE_PORTS:
+        return op.kv.dtype
     return np.dtype(np.int32 if port in ("tokens", "position") else np.float32)
 
 

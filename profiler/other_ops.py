@@ -458,7 +458,7 @@ class OtherMeter:
     def _tensor(self, op: Op, port: str, m: int) -> Tensor:
         shape = port_shape(op, port, m)
         if (port, shape) not in self._buffers:
-            dtype = port_dtype(port)
+            dtype = port_dtype(op, port)
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             buffer = self.device.allocate(nbytes, huge=port not in CACHE_PORTS)  # as the runtime
             tensor = Tensor(buffer, shape, dtype)

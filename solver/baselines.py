@@ -11,9 +11,10 @@ import numpy as np
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.errors import PlanError
 from hetero.solver.options import HOST, Objective, Option
 from hetero.solver.pieces import Pieces
-from hetero.solver.plan import PlanError, Strategy
+from hetero.solver.plan import Strategy
 from hetero.solver.planner import Planner, shortest
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetero.solver.errors import PlanError
 from hetero.solver.memory import graph_bytes, limits_of
 from hetero.solver.options import INF
-from hetero.solver.plan import PlanError
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario
 

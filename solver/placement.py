@@ -21,13 +21,13 @@ from hetero.backends.protocol import Capabilities, DeviceKind, prepared_sizes
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.calls import padded_size
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.plan import (
     PHASES,
     OpPlan,
     Phase,
-    PlanError,
     Tile,
     device_of_other,
     entry_at,

@@ -21,6 +21,7 @@ from hetero.backends.ops import Op, OperandOrder, Outliers
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.calls import split
+from hetero.solver.errors import PlanError
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
@@ -40,10 +41,6 @@ Stop = Annotated[int, Field(ge=1, lt=2**31)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
 Quantity = Annotated[float, Field(ge=0, le=1e30)]
-
-
-class PlanError(ValueError):
-    """A plan breaks a rule; the message names the operator, the rule and the value."""
 
 
 class _Record(BaseModel):

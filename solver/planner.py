@@ -15,12 +15,12 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.chain import solve_chain
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
+from hetero.solver.errors import PlanError
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernels import Kernels, Precision
 from hetero.solver.memory import holds_alone
 from hetero.solver.options import INF, Objective, Option, Power
 from hetero.solver.overheads import Overheads
-from hetero.solver.plan import PlanError
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.steps import RestCosts, Rests
 from hetero.solver.tilings import MatMulSpace

@@ -20,11 +20,12 @@ from hetero.solver.build import assemble, entry
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.joint import JointSpace
 from hetero.solver.memory import Held, held_by_op
 from hetero.solver.options import Option
-from hetero.solver.plan import PHASES, Phase, PlanError
+from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
 from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_of

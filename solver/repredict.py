@@ -14,11 +14,12 @@ from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import npu_sequence, online_s
 from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.options import INF, Objective, Option
 from hetero.solver.pieces import Pieces
 from hetero.solver.placement import Placement
-from hetero.solver.plan import PlanError, Tile
+from hetero.solver.plan import Tile
 from hetero.solver.planner import Planner
 from hetero.solver.prompts import call_scenarios, prompt_of
 from hetero.solver.request import PlanRequest

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from hetero.solver.calls import split
+from hetero.solver.errors import PlanError
 from hetero.solver.kernels import Precision
 from hetero.solver.options import INF
-from hetero.solver.plan import PlanError
 from hetero.solver.solution import Scenario
 
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from hetero.profiler.model_graph import OpName, Stage
 from hetero.solver.chooser import Chooser
+from hetero.solver.errors import PlanError
 from hetero.solver.memory import Held, Limits, held_bytes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
-from hetero.solver.plan import PlanError
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.steps import Rests

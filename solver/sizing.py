@@ -9,8 +9,8 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver import graph_sizes as sizes_module
 from hetero.solver.chooser import Rules
+from hetero.solver.errors import PlanError
 from hetero.solver.options import INF
-from hetero.solver.plan import PlanError
 from hetero.solver.planner import Planner, Settings, with_graph_sizes
 from hetero.solver.request import PlanRequest, scenarios_of
 from hetero.solver.together import solve_together

@@ -19,9 +19,9 @@ from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.files import shipped_host
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, EveryCore
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.plan import PlanError
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.report.units import duration

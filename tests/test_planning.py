@@ -11,7 +11,7 @@ import pytest
 import hetero
 from hetero import UserError
 from hetero.placement.planning import parse_lengths
-from hetero.solver.plan import PlanError
+from hetero.solver.errors import PlanError
 from tests.helpers import Command
 
 KEYS = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pyopencl as cl
 
+from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
@@ -59,6 +60,8 @@ def _defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         "WINDOW": op.window,
         "SCALE": op.softmax_scale * math.log2(math.e),
     }
+    if op.kv is CacheFormat.F16:
+        shape["CACHE_HALF"] = 1
     if op.softcap:  # scores are in base 2
         shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:

@@ -16,7 +16,7 @@ MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "REL
 def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """`y = x + residual`: one row of items per token."""
     tuning = device.tuning
-    program = device.programs.get("elementwise.cl", {**tuning.defines, "D": op.d})
+    program = device.programs.get("elementwise.cl", tuning.defines)
 
     def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
         chunk, items = split_floats(tuning, op.d)
@@ -25,6 +25,7 @@ def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue])
             InPanels(tensors["x"]),
             InPanels(tensors["residual"]),
             whole(tensors["y"]),
+            op.d,
             chunk,
         )
         return [Launch(program, "add", (items, m), (tuning.lanes, 1), args)]
@@ -48,13 +49,13 @@ def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKer
     tuning = device.tuning
     program = device.programs.get(
         "elementwise.cl",
-        {**tuning.defines, "F": op.f, "ACTIVATION": MACROS[op.activation]},
+        {**tuning.defines, "ACTIVATION": MACROS[op.activation]},
         before=("activations.cl",),
     )
 
     def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
         chunk, items = split_floats(tuning, op.f)
-        args = (m, InPanels(tensors["x"]), whole(tensors["y"]), chunk)
+        args = (m, InPanels(tensors["x"]), whole(tensors["y"]), op.f, chunk)
         return [Launch(program, kernel, (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)

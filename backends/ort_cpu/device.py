@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
-from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
+from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.host import hugepages
 from hetero.backends.host.processor import cpu_name
 from hetero.backends.memory import HostBuffer
@@ -129,7 +129,7 @@ class OrtCpuDevice(Device):
                 session = self._session(op, graphs.rotate)
                 tables = self._rope_tables.setdefault(op, kernels.rope_inputs(op))
                 return kernels.RopeKernel(self._host, op, session, tables | _vectors(weights))
-            case ops.Attention() if op.head_dim % 8:
+            case ops.Attention() if op.head_dim % 8 or op.kv is not CacheFormat.F32:
                 session = self._session(op, graphs.composed_attention)
                 return kernels.ComposedAttentionKernel(self._host, op, session)
             case ops.Attention():

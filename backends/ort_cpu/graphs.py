@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
+from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.ops import Activation
 from hetero.backends.weights import ROW_BLOCK, padded
@@ -336,7 +336,7 @@ def fused_attention(op: ops.Attention) -> bytes:
 
 
 def composed_attention(op: ops.Attention) -> bytes:
-    """Attention of standard operations, for head sizes that the fused one refuses.
+    """Attention of standard operations, for head sizes and caches that the fused one refuses.
 
     The caller has appended keys and values. Inputs `qkv` [m, width], `k_cache` and `v_cache`
     [G, C, D], `first` int64 [1]; output `out` [m, H · D].
@@ -365,9 +365,11 @@ def composed_attention(op: ops.Attention) -> bytes:
 
 
 def _cached(graph: GraphBuilder, op: ops.Attention, name: str, end: str) -> str:
-    """Positions [0, end) of a cache, [G, 1, end, D]."""
-    cache = graph.input(name, F32, (op.kv_heads, op.capacity, op.head_dim))
+    """Positions [0, end) of a cache in float32, [G, 1, end, D]."""
+    cache = graph.input(name, op.kv.dtype, (op.kv_heads, op.capacity, op.head_dim))
     used = graph.node("Slice", cache, graph.ints(0), end, graph.ints(1))
+    if op.kv is not CacheFormat.F32:
+        used = graph.cast(used, F32)
     return graph.node("Unsqueeze", used, graph.ints(1))
 
 

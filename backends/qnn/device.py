@@ -10,7 +10,7 @@ from pathlib import Path
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.groups import Group
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import Op, describe
@@ -105,14 +105,18 @@ class QnnDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation but outliers, which are there to be computed elsewhere meanwhile, and
-        matmuls of the declared formats.
+        """Every operation but outliers, which are there to be computed elsewhere meanwhile,
+        attention on caches in f32, and matmuls of the declared formats.
         """
         if isinstance(op, ops.Outliers):
             return Acceptance(
                 False,
                 "outliers are floating-point sums for a GPU; use --device hetero, or quantise with "
                 "--outliers none",
+            )
+        if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
+            return Acceptance(
+                False, f"its graphs read keys and values in f32, not {op.kv}; use --kv f32"
             )
         return checks.accept_format(self.capabilities, op)
 

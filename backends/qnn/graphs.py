@@ -36,7 +36,7 @@ def single(op: Op, m: int, weights: Mapping[str, WeightValue], context: int = 0)
     """
     graph = GraphBuilder()
     inputs = {
-        port: graph.input(port, port_dtype(port), port_shape(op, port, m))
+        port: graph.input(port, port_dtype(op, port), port_shape(op, port, m))
         for port in op.ports
         if port not in OUTPUT_PORTS and port not in FIXED_PORTS
     }

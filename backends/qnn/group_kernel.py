@@ -84,12 +84,13 @@ class GroupKernel(QnnKernel):
             raise ValueError(
                 f"{group.name} takes the tensors {sorted(names)}, got {sorted(tensors)}"
             )
+        first = group.steps[0].op
         for slot, shape in group.shapes((*group.inputs, *group.outputs)):
-            check_shape(group.name, slot, tensors[slot], (m, *shape), port_dtype(slot))
+            check_shape(group.name, slot, tensors[slot], (m, *shape), port_dtype(first, slot))
         for port in group.fixed:
             op = next(step.op for step in group.steps if port in dict(step.slots))
             shape = port_shape(op, port, m)
-            check_shape(group.name, port, tensors[port], shape, port_dtype(port), fixed=True)
+            check_shape(group.name, port, tensors[port], shape, port_dtype(op, port), fixed=True)
         return {slot: whole(operand) for slot, operand in tensors.items()}
 
     def _rows(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
+import typer
 
 from hetero.backends import opencl
 from hetero.backends.errors import DeviceError
@@ -14,7 +16,9 @@ from hetero.backends.ops import Add, MatMul
 from hetero.backends.protocol import Device
 from hetero.backends.registry import BACKENDS, Backend, open_device
 from hetero.backends.weights import pack
+from hetero.cli.options import JsonOption
 from hetero.placement import hexagon
+from hetero.terminal import printable
 
 REAL_BACKENDS = ("opencl", "ort-cpu", "qnn")
 TOLERANCE = 1e-3
@@ -156,3 +160,27 @@ def _check_matmul(device: Device) -> str:
     if not error < TOLERANCE:
         return f"a 64×64 4-bit matmul is off by {error:.2g} of its size"
     return ""
+
+
+def devices_command(as_json: JsonOption = False) -> None:
+    """List what can compute here."""
+    _print_findings(list_devices(), as_json, ("found", "missing"))
+
+
+def doctor_command(as_json: JsonOption = False) -> None:
+    """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
+    findings = diagnose()
+    _print_findings(findings, as_json, ("PASS", "FAIL"))
+    if not all(finding.ok for finding in findings if finding.needed):
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: list[Finding], as_json: bool, words: tuple[str, str]) -> None:
+    if as_json:
+        print(json.dumps([vars(finding) for finding in findings]))
+        return
+    for finding in findings:
+        word = words[0] if finding.ok else words[1]
+        print(f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}")
+        if not finding.ok and finding.remedy:
+            print(f"{'':13}remedy: {finding.remedy}")

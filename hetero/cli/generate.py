@@ -18,6 +18,8 @@ from hetero.cli.options import (
     AdaptOption,
     BiasOption,
     BudgetOption,
+    CacheChoice,
+    CacheOption,
     ContextOption,
     DeviceOption,
     FrequencyOption,
@@ -93,6 +95,7 @@ def generate_command(
     memory_budget: BudgetOption = None,
     adapt: AdaptOption = True,
     order: OrderOption = OrderChoice.BEST,
+    kv: CacheOption = CacheChoice.F32,
     trace: TraceOption = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
@@ -132,15 +135,20 @@ def generate_command(
             memory_budget=memory_budget,
             adapt=adapt,
             order=order.value,
+            kv=kv.value,
             first_prompt=prompt,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
-        result = _answer(llm, prompt, options, quiet=as_json)
-        if stats:
-            _print_stats(llm, result)
-        if as_json:
-            print(json.dumps(_result_json(llm, result)), flush=True)
+        _tell(llm, _answer(llm, prompt, options, quiet=as_json), stats=stats, as_json=as_json)
+
+
+def _tell(llm: LLM, result: GenerationResult, *, stats: bool, as_json: bool) -> None:
+    """What was asked for beside the text."""
+    if stats:
+        _print_stats(llm, result)
+    if as_json:
+        print(json.dumps(_result_json(llm, result)), flush=True)
 
 
 def _answer(llm: LLM, prompt: str, options: GenerateOptions, *, quiet: bool) -> GenerationResult:
@@ -254,6 +262,7 @@ def _result_json(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         "adaptations": list(stats.adaptations),
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
+        "kv": llm.kv.value,
         "plan_id": llm.plan.plan_id,
         "numbers": llm.devices.numbers,
         "peak_rss_bytes": peak_rss_bytes(),

@@ -42,6 +42,13 @@ class SyncChoice(StrEnum):
     COPY = "copy"
 
 
+class CacheChoice(StrEnum):
+    """Values of --kv."""
+
+    F32 = "f32"
+    F16 = "f16"
+
+
 class OrderChoice(StrEnum):
     """Values of --order."""
 
@@ -117,6 +124,7 @@ AdaptOption = Annotated[
 OrderOption = Annotated[
     OrderChoice, typer.Option("--order", help="Of a long prompt's chunks on the devices.")
 ]
+CacheOption = Annotated[CacheChoice, typer.Option("--kv", help="How keys and values are cached.")]
 ShareOption = Annotated[
     float,
     typer.Option("--max-gpu-share", help="Most of the time that the GPU is busy, 0 to 1."),

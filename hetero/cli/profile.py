@@ -23,13 +23,7 @@ from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module."""
-    app.command("profile")(profile)
-    app.command("report")(report)
-
-
-def profile(
+def profile_command(
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write (default: this machine's).")
     ] = None,
@@ -84,7 +78,7 @@ def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
     print(path)
 
 
-def report(
+def report_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile or a plan (JSON).")],
     out: Annotated[Path, typer.Option("--out", help="File to write (.html; a plan: .md, .json).")],
 ) -> None:

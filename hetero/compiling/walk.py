@@ -98,7 +98,7 @@ def run_node(node: Node, run: Program, state: Slots) -> None:
     for port, slot in node.slots.items():
         shape = port_shape(node.op, port, m)
         if slot not in state or state[slot].shape != shape:
-            state[slot] = np.zeros(shape, dtype=port_dtype(port))
+            state[slot] = np.zeros(shape, dtype=port_dtype(node.op, port))
         arrays[port] = state[slot]
     run(arrays)
     for port, slot in node.slots.items():

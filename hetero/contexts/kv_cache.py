@@ -1,10 +1,10 @@
 """The memory of one context: keys and values of every layer, which attention works on in place.
 
-Each layer has two tensors, float32 [kv_heads, capacity, head_dim], in buffers of their own: the
-slots `k_cache.i` and `v_cache.i` of a step. A token is one row of every head, so a run of tokens
-can be taken out and put back, whole (`read`, `write`) or layer by layer (`layer`), whatever lies
-before and behind it. Pages are taken from the system when tokens first reach them, and are small:
-each head would take a huge page for the first token.
+Each layer has two tensors [kv_heads, capacity, head_dim], float32 or float16, in buffers of their
+own: the slots `k_cache.i` and `v_cache.i` of a step. A token is one row of every head, so a run of
+tokens can be taken out and put back, whole (`read`, `write`) or layer by layer (`layer`), whatever
+lies before and behind it. Pages are taken from the system when tokens first reach them, and are
+small: each head would take a huge page for the first token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.memory import FLOAT32, PAGE_BYTES, HostBuffer, Tensor
+from hetero.backends.formats import CacheFormat
+from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
 
@@ -32,6 +33,7 @@ class CacheLayout:
     kv_heads: int
     capacity: int
     head_dim: int
+    kv: CacheFormat = CacheFormat.F32
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -46,7 +48,7 @@ class CacheLayout:
     @property
     def slot_bytes(self) -> int:
         """Address space of one tensor: whole pages."""
-        size = self.kv_heads * self.capacity * self.head_dim * FLOAT32.itemsize
+        size = self.kv_heads * self.capacity * self.head_dim * self.kv.dtype.itemsize
         return -(-size // PAGE_BYTES) * PAGE_BYTES
 
     @property
@@ -66,7 +68,8 @@ class KvCache:
         self.layout = layout
         with memory_for(f"a context of {layout.nbytes / 2**20:.1f} MiB"):
             self._slots = {
-                name: Tensor(allocate(layout.slot_bytes), layout.shape) for name in layout.slots
+                name: Tensor(allocate(layout.slot_bytes), layout.shape, layout.kv.dtype)
+                for name in layout.slots
             }
 
     def __getitem__(self, slot: str) -> Tensor:
@@ -83,7 +86,7 @@ class KvCache:
         return keys, values
 
     def read(self, start: int, stop: int) -> Array:
-        """Tokens [start, stop): a copy [layers, 2 (k and v), kv_heads, tokens, head_dim]."""
+        """Tokens [start, stop): a copy as float32 [layers, 2 (k and v), kv_heads, tokens, dim]."""
         self._check(start, stop)
         found = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
         for index in range(self.layout.layers):

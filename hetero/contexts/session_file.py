@@ -80,7 +80,7 @@ def save_session(
     if not cached:
         raise UserError(f"{path}: there is nothing to save yet; generate something first")
     arrays: dict[str, Array] = {"tokens": np.asarray(tokens, dtype=np.int32)}
-    arrays |= {name: np.ascontiguousarray(part) for name, part in _caches(cache, cached)}
+    arrays |= {name: np.ascontiguousarray(x, np.float32) for name, x in _caches(cache, cached)}
     metadata = identity.metadata | {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,

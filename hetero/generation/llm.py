@@ -23,7 +23,9 @@ from hetero.arguments import (
     check_prompt,
 )
 from hetero.backends.errors import KernelBuildError
+from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import is_replaceable
+from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
 from hetero.compiling.bundle import find_bundle
 from hetero.contexts.context import Context
@@ -64,7 +66,8 @@ class LLM:
     measured speeds, unless `adapt` is off: answers may then differ in the last bits of their
     logits. Calls of a long prompt are in flight together, in an `order` that a profile predicts to
     be shorter (`best`), by mllm-NPU's greedy rule (`paper`), or one after another (`fifo`); the
-    answer does not depend on it.
+    answer does not depend on it. `kv` is how keys and values are cached: f32, or f16, which halves
+    the memory of a context and what decoding reads of it.
 
     A prompt is answered on a context: the model's own (`context`), from the start unless `reuse`,
     or one of `new_context`, which the prompt goes on from. Answers on different contexts take turns
@@ -94,9 +97,12 @@ class LLM:
         memory_budget: str | int | None = None,
         adapt: bool = True,
         order: Order = "best",
+        kv: str = "f32",
         progress: Progress | None = None,
     ) -> None:
         check_one_of("order", order, get_args(Order))
+        check_one_of("kv", kv, [*CacheFormat])
+        self.kv = CacheFormat(kv)
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
@@ -157,6 +163,7 @@ class LLM:
     ) -> tuple[Engine, Context]:
         """The engine of the plan on the devices that are open, and the model's own context."""
         devices = self.devices.devices
+        self._check_caches(spec)
         self.plan = plan_on(self.choice, spec, devices)
         engine = Engine(
             self._loaded.weights,
@@ -168,9 +175,21 @@ class LLM:
             cost=self.choice.cost if self.choice.plan_on(devices) is not None else None,
             adapt=adapt and self.devices.numbers == "measured",
             fingerprint=self._loaded.fingerprint,
+            kv=self.kv,
             **options,
         )
         return engine, engine.new_context(waits=True)
+
+    def _check_caches(self, spec: ModelGraph) -> None:
+        """Attention is the GPU's where there is one. Raises `ModelError` if the NPU alone cannot
+        read caches of this format.
+        """
+        if len(self.devices.devices) > 1 or "npu" not in self.devices.devices:
+            return
+        for op in {node.op for node in spec.nodes if isinstance(node.op, Attention)}:
+            accepted = self.devices.devices["npu"].accepts(replace(op, kv=self.kv))
+            if not accepted:
+                raise ModelError(f"{self.devices.name('npu')}: {accepted.reason}")
 
     @property
     def engine(self) -> Engine:
@@ -424,7 +443,9 @@ class LLM:
             return None
         loaded = self._loaded
         shadows = loaded.weights.outliers()
-        return max(budget - pool_bytes(loaded.config, self.max_seq_len, STEP_TOKENS, shadows), 1)
+        return max(
+            budget - pool_bytes(loaded.config, self.max_seq_len, STEP_TOKENS, shadows, self.kv), 1
+        )
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position

@@ -108,6 +108,7 @@ class BenchOptions:
     gpu: str = "auto"
     npu: str = "auto"
     weights: str = "w4a16"
+    kv: str = "f32"
 
 
 class Contender(NamedTuple):
@@ -219,6 +220,7 @@ def _open(model: str, who: Contender, options: BenchOptions) -> LLM:
         sync=who.sync,
         strategy=who.strategy,
         profile=options.profile,
+        kv=options.kv,
         prompt_lengths=(options.prompt_tokens,),
     )
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
     Act,
     Add,
@@ -52,12 +52,13 @@ def model_graph(
     *,
     capacity: int | None = None,
     shadows: Shadows | None = None,
+    kv: CacheFormat = CacheFormat.F32,
 ) -> ModelGraph:
     """The graph of a model, from token ids in slot `tokens` to `logits`, with KV caches of
-    `capacity` tokens (None: of all positions).
+    `capacity` tokens (None: of all positions) in the format `kv`.
     """
     stored = WeightFormat(weight_format)
-    decoder = _Decoder(config, stored, capacity or config.max_position, shadows or {})
+    decoder = _Decoder(config, stored, capacity or config.max_position, shadows or {}, kv=kv)
     return ModelGraph(
         name=name or config.architecture,
         architecture=config.architecture,
@@ -102,9 +103,10 @@ class _Decoder:
         capacity: int,
         shadows: Shadows,
         layers: int | None = None,
+        kv: CacheFormat = CacheFormat.F32,
     ) -> None:
         self.config, self.weight_format, self.capacity = config, weight_format, capacity
-        self.shadows = shadows
+        self.shadows, self.kv = shadows, kv
         self.shadowed: str | None = None  # the residual stream with shadows added to it
         self.layers = layers or config.num_layers
         self.matmuls = {matmul.name: matmul for matmul in config.matmuls()}
@@ -172,6 +174,7 @@ class _Decoder:
             window=config.windows[layer],
             scale=config.attention_scale,
             softcap=config.attention_softcap,
+            kv=self.kv,
         )
         self._add(
             "attention",

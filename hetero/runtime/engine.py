@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
@@ -61,23 +61,30 @@ WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("
 
 
 def pool_bytes(
-    config: ModelConfig, max_seq_len: int, longest: int, shadows: Shadows | None = None
+    config: ModelConfig,
+    max_seq_len: int,
+    longest: int,
+    shadows: Shadows | None = None,
+    kv: CacheFormat = CacheFormat.F32,
 ) -> int:
     """At most what the pool and one context take, for calls of up to `longest` tokens, padded to
     twice as many.
     """
     slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE, shadows=shadows)
-    cache = cache_layout(config, max_seq_len + 2 * longest)
+    cache = cache_layout(config, max_seq_len + 2 * longest, kv)
     return sum(nbytes_of(shape) for shape in slots.values()) + cache.nbytes
 
 
-def cache_layout(config: ModelConfig, capacity: int) -> CacheLayout:
+def cache_layout(
+    config: ModelConfig, capacity: int, kv: CacheFormat = CacheFormat.F32
+) -> CacheLayout:
     """The caches of a model, for so many tokens."""
     return CacheLayout(
         layers=config.num_layers,
         kv_heads=config.kv_heads,
         capacity=capacity,
         head_dim=config.head_dim,
+        kv=kv,
     )
 
 
@@ -90,12 +97,13 @@ def place(
     max_seq_len: int,
     source: PlanSource | None = None,
     shadows: Shadows | None = None,
+    kv: CacheFormat = CacheFormat.F32,
 ) -> Placement:
     """A plan on devices with these capabilities, with caches as long as its calls need them."""
     fitting = fitted(plan, capabilities, solved=source is not None)
     # A padded last piece writes rows behind the last token; they lie beyond every context.
     capacity = max_seq_len + reach(fitting, capabilities)
-    graph = model_graph(config, weight_format, capacity=capacity, shadows=shadows)
+    graph = model_graph(config, weight_format, capacity=capacity, shadows=shadows, kv=kv)
     return Placement(fitting, graph, capabilities, source=source)
 
 
@@ -169,6 +177,7 @@ class Engine:
         memory_budget_bytes: int | None = None,
         max_gpu_share: float = 1.0,
         fingerprint: str = "",
+        kv: CacheFormat = CacheFormat.F32,
         order: Order = "fifo",
         cost: CostModel | None = None,
     ) -> None:
@@ -176,6 +185,7 @@ class Engine:
         self.config = config
         self.devices = dict(devices)
         self.max_seq_len = max_seq_len
+        self.kv = kv
         self.lock = StepLock()
         identity = Identity(
             model=fingerprint, weights=str(weights.weight_format), vocabulary=config.vocab_size
@@ -242,7 +252,7 @@ class Engine:
         them need.
         """
         longest, written = self.placement.longest, self.placement.written
-        layout = cache_layout(self.config, self.max_seq_len + written)
+        layout = cache_layout(self.config, self.max_seq_len + written, self.kv)
         gathered = gathered_slots(self.placement, self.devices)
         for window in range(self._longest_window(), 0, -1):
             slots = slot_shapes(
@@ -281,6 +291,7 @@ class Engine:
             max_seq_len=self.max_seq_len,
             source=source,
             shadows=self._weights.outliers(),
+            kv=self.kv,
         )
 
     def _warm_steps(self) -> list[tuple[Phase, int]]:

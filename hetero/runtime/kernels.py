@@ -23,9 +23,9 @@ from hetero.errors import memory_for
 from hetero.models.graph import SHADOW
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
+from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Part, Placement, Segment
-from hetero.solver.plan import PlanError
 
 Devices = Mapping[DeviceKind, Device]
 Progress = Callable[[int, int], None]

@@ -40,9 +40,10 @@ from hetero.runtime.schedule import Cost, Orders, in_order
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Item, Placed, Step
 from hetero.runtime.waits import Synchroniser
+from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Part, Placement, Span
-from hetero.solver.plan import Phase, PlanError
+from hetero.solver.plan import Phase
 
 CHUNKS_KEPT: Final = 32
 

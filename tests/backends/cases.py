@@ -208,7 +208,7 @@ def make_tensors(
 
 
 def _new(op: Op, port: str, m: int, device: Device | None) -> Tensor:
-    shape, dtype = port_shape(op, port, m), port_dtype(port)
+    shape, dtype = port_shape(op, port, m), port_dtype(op, port)
     offset = 64
     nbytes = offset + int(np.prod(shape)) * dtype.itemsize
     buffer = HostBuffer(nbytes) if device is None else device.allocate(nbytes)

@@ -10,7 +10,7 @@ import pytest
 
 from hetero.backends import checks, ops
 from hetero.backends.errors import DeviceLostError
-from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Op, RopeScaling
@@ -254,6 +254,20 @@ ATTENTION_HEADS = [(4, 2, 8), (3, 1, 12), (4, 4, 80), (8, 2, 64), (6, 2, 16), (1
 def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
     """First prompt, later pieces and decoding; the cache holds NaN wherever nothing is written."""
     op = replace(ATTENTION, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
+    kernel = device.prepare(op, {})
+    for m, position in ((1, 0), (7, 0), (33, 0), (1, 9), (1, 69), (2, 5), (31, 32), (33, 37)):
+        rng = np.random.default_rng(m)
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        check_call(device, kernel, {}, tensors, m)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
+def test_attention_on_caches_of_halves(
+    device: Device, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Keys and values are rounded to nearest when they are appended, and read as they lie."""
+    op = replace(ATTENTION, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv=CacheFormat.F16)
+    require(device, op)
     kernel = device.prepare(op, {})
     for m, position in ((1, 0), (7, 0), (33, 0), (1, 9), (1, 69), (2, 5), (31, 32), (33, 37)):
         rng = np.random.default_rng(m)

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 from hetero.backends.errors import DeviceError
 from hetero.errors import UserError
 from hetero.profiler.errors import ProfileError
-from hetero.solver.plan import PlanError
+from hetero.solver.errors import PlanError
 from tests.fuzz.json_edits import edited
 
 # What the command line says as one sentence; a device's error names its own remedy.

@@ -18,9 +18,9 @@ from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.runtime import executor
 from hetero.runtime.engine import ContextFullError, Engine
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import PlanError
 from tests.checkpoints import relative_error
 from tests.runtime.models import context_of, tiny_model
 

@@ -18,9 +18,9 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import OnlineCall
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.plan import PlanError
 from tests.checkpoints import Case, make_checkpoint, relative_error
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import STRATEGIES, random_plan

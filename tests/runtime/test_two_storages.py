@@ -15,9 +15,10 @@ from hetero.models import open_model, quantized
 from hetero.models.packed_file import OtherStorage
 from hetero.models.weights import ModelWeights
 from hetero.runtime.engine import Engine
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
-from hetero.solver.plan import Phase, PlanError
+from hetero.solver.plan import Phase
 from tests.helpers import Command
 from tests.runtime.models import context_of
 from tests.runtime.test_split import devices_of

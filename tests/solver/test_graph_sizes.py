@@ -13,10 +13,10 @@ from hetero.backends.protocol import PerGraphSize
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile, PreparationPredictor
 from hetero.solver.build import make_plan
+from hetero.solver.errors import PlanError
 from hetero.solver.graph_sizes import Budgets, SizeProgram
 from hetero.solver.memory import graph_bytes
 from hetero.solver.options import INF
-from hetero.solver.plan import PlanError
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario

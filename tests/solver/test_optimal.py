@@ -11,10 +11,11 @@ import pytest
 from hetero.backends.protocol import PerGraphSize
 from hetero.solver.chain import solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.errors import PlanError
 from hetero.solver.memory import Limits, weight_memory
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.place import tiles_of
-from hetero.solver.plan import OpPlan, PlanError
+from hetero.solver.plan import OpPlan
 from hetero.solver.residency import solve as solve_residency
 from hetero.solver.solution import Scenario
 from tests.solver.instances import (

@@ -13,9 +13,10 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Capabilities
 from hetero.models import open_model
 from hetero.profiler.model_graph import ModelGraph, Node
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement
-from hetero.solver.plan import OpPlan, Phase, PlanError, Rest
+from hetero.solver.plan import OpPlan, Phase, Rest
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan, tiles_of
 

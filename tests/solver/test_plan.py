@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.formats import WeightFormat
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import Candidate, OpPlan, PlanError, Rest, Tile, check_cover
+from hetero.solver.plan import (
+    Candidate,
+    OpPlan,
+    Rest,
+    Tile,
+    check_cover,
+)
 
 
 def op(**changes: Any) -> OpPlan:

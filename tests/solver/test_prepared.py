@@ -8,8 +8,9 @@ import pytest
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.chooser import Chooser
+from hetero.solver.errors import PlanError
 from hetero.solver.options import Objective
-from hetero.solver.plan import PlanError, check_cover
+from hetero.solver.plan import check_cover
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.request import PlanRequest

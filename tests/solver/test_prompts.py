@@ -12,9 +12,10 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import longest_step
 from hetero.solver.build import make_plan
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import NamedStrategy, PlanError, check_cover
+from hetero.solver.plan import NamedStrategy, check_cover
 from hetero.solver.planner import Planner, Settings
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.prompts import call_scenarios, prompt_alone, solve_prompt

@@ -13,8 +13,9 @@ import pytest
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import OpPlan, PlanError, Rest, Tile
+from hetero.solver.plan import OpPlan, Rest, Tile
 from hetero.solver.report import content
 from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest

@@ -9,8 +9,9 @@ import pytest
 from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import NamedStrategy, OpPlan, PlanError, check_cover
+from hetero.solver.plan import NamedStrategy, OpPlan, check_cover
 from hetero.solver.strategy_plans import strategy_plan
 
 PROMPTS = (64, 135, 300, 600, 1000)

@@ -8,7 +8,8 @@ from hetero.backends.formats import WeightFormat
 from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.plan import PHASES, PlanError
+from hetero.solver.errors import PlanError
+from hetero.solver.plan import PHASES
 from hetero.solver.prepared import PreparedSolver, prepare_solver
 from hetero.solver.request import PlanRequest
 

@@ -7,6 +7,7 @@
 // row = token * GROUP + head. Scores are in base 2: SCALE includes log2(e).
 // Decode: `attend_few` appends and attends token by token; a vector holds HV dimensions of one key.
 //
+// Caches are read as they lie: floats, or with CACHE_HALF halves, widened in registers.
 // HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE come from the record; TOKENS (per tile) and
 // KEYS (per block) from tuning; HV divides HEAD_DIM.
 
@@ -27,6 +28,40 @@
 
 #define CHUNKS (HEAD_DIM / HV)
 
+#ifndef CACHE_HALF
+typedef float cache_t;
+#define CLOAD(p) HLOAD(p)
+#define CSTORE(v, p) HSTORE(v, p)
+#else
+typedef half cache_t;
+#if HV == 1
+#define CLOAD(p) vload_half(0, p)
+#define CSTORE(v, p) vstore_half_rte(v, 0, p)
+#elif HV == 16 && defined(__AVX512F__)
+// PoCL's vload_half and vstore_half are a call per element.
+typedef short halves_t __attribute__((ext_vector_type(16), aligned(2)));
+INLINE hfloat CLOAD(__global const half *p) {
+  const short16 bits = *(__global const halves_t *)p;
+  return __builtin_ia32_vcvtph2ps512_mask(bits, (float16)(0.0f), (ushort)-1, 4);
+}
+INLINE void CSTORE(const hfloat v, __global half *p) {
+  *(__global halves_t *)p = __builtin_ia32_vcvtps2ph512_mask(v, 0, (short16)(0), (ushort)-1);
+}
+#elif HV == 8 && defined(__F16C__)
+typedef short halves_t __attribute__((ext_vector_type(8), aligned(2)));
+INLINE hfloat CLOAD(__global const half *p) {
+  return __builtin_ia32_vcvtph2ps256(as_short8(*(__global const halves_t *)p));
+}
+INLINE void CSTORE(const hfloat v, __global half *p) {
+  *(__global halves_t *)p = __builtin_ia32_vcvtps2ph256(v, 0);
+}
+#else
+#define CLOAD(p) CAT(vload_half, HV)(0, p)
+#define CSTORE(v, p) CAT(CAT(vstore_half, HV), _rte)(v, 0, p)
+#endif
+#endif
+#define LINE (64 / (int)sizeof(cache_t))
+
 // The soft cap on scores (activations.cl), if there is one.
 #ifdef CAP
 #define CAPPED(v) activate(v)
@@ -39,13 +74,13 @@
 // First position that a token at `last` - 1 sees.
 INLINE int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
-INLINE void copy_row(__global const float *from, __global float *to) {
-  for (int c = 0; c < CHUNKS; c++) HSTORE(HLOAD(from + c * HV), to + c * HV);
+INLINE void copy_row(__global const float *from, __global cache_t *to) {
+  for (int c = 0; c < CHUNKS; c++) CSTORE(HLOAD(from + c * HV), to + c * HV);
 }
 
 // Work-item (g, block of KT keys). `count` is m.
 __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                        ARRAY(float, k_cache), ARRAY(float, v_cache),
+                        ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache),
                         __global float *restrict packed) {
   const int g = get_global_id(0), block = get_global_id(1);
   if (count == 0) return;
@@ -63,7 +98,16 @@ __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const in
     copy_row(from, k_cache + (size_t)key * HEAD_DIM);
     copy_row(from + KV_HEADS * HEAD_DIM, v_cache + (size_t)key * HEAD_DIM);
   }
-  __global const float *k = k_cache + (size_t)key0 * HEAD_DIM;
+  __global const cache_t *k = k_cache + (size_t)key0 * HEAD_DIM;
+#ifdef CACHE_HALF
+  for (int i = 0; i < KT; i++) {
+    for (int c = 0; c < CHUNKS; c++) {
+      float part[HV];
+      HSTORE(i < keys ? CLOAD(k + i * HEAD_DIM + c * HV) : (hfloat)(0.0f), part);
+      for (int j = 0; j < HV; j++) packed[(c * HV + j) * KT + i] = part[j];
+    }
+  }
+#else
   if (keys == KT) {
     for (int d = 0; d < HEAD_DIM; d++) {
       for (int i = 0; i < KT; i++) packed[d * KT + i] = k[i * HEAD_DIM + d];
@@ -73,6 +117,7 @@ __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const in
       for (int i = 0; i < KT; i++) packed[d * KT + i] = i < keys ? k[i * HEAD_DIM + d] : 0.0f;
     }
   }
+#endif
 }
 
 // ROWS × KT scores of one packed block of keys.
@@ -92,13 +137,13 @@ INLINE void scores(const float *restrict q, __global const float *restrict k, fl
 }
 
 // o[r][0 .. 2 HV) = alpha[r] * o + p · v
-INLINE void values2(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void values2(const float *restrict p, __global const cache_t *restrict v, const int keys,
                     const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = alpha[r] * HLOAD(o + r * HEAD_DIM), \
                           b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV);
   EACH_ROW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = HLOAD(v + key * HEAD_DIM), v1 = HLOAD(v + key * HEAD_DIM + HV);
+    const hfloat v0 = CLOAD(v + key * HEAD_DIM), v1 = CLOAD(v + key * HEAD_DIM + HV);
 #define STEP(r) { const float x = p[r * KEYS + key]; a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
     EACH_ROW(STEP)
   }
@@ -109,12 +154,12 @@ INLINE void values2(const float *restrict p, __global const float *restrict v, c
 #undef KEEP
 }
 
-INLINE void values1(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void values1(const float *restrict p, __global const cache_t *restrict v, const int keys,
                     const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
   EACH_ROW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = HLOAD(v + key * HEAD_DIM);
+    const hfloat v0 = CLOAD(v + key * HEAD_DIM);
 #define STEP(r) a##r = p[r * KEYS + key] * v0 + a##r;
     EACH_ROW(STEP)
   }
@@ -164,7 +209,7 @@ INLINE void mask(float *restrict s, const int keys, const int low, const int hig
 
 // Work-item (g, tile of TOKENS tokens). `count` is m.
 __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                          ARRAY(const float, v_cache), ARRAY(float, out),
+                          ARRAY(const cache_t, v_cache), ARRAY(float, out),
                           __global const float *restrict packed) {
 #define SLABS ((TOKENS * GROUP + ROWS - 1) / ROWS)
   const int g = get_global_id(0), t0 = get_global_id(1) * TOKENS;
@@ -193,7 +238,7 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
   const int first = window_start(start + t0 + 1) / KT * KT;
   const int end = start + t0 + (rows - 1) / GROUP + 1;
   for (int key0 = first; key0 < end; key0 += KEYS) {
-    __global const float *v = v_cache + (size_t)key0 * HEAD_DIM;
+    __global const cache_t *v = v_cache + (size_t)key0 * HEAD_DIM;
     for (int slab = 0; slab < slabs; slab++) {
       const int row0 = slab * ROWS, row1 = min(row0 + ROWS, rows) - 1;
       const int early = start + t0 + row0 / GROUP + 1, late = start + t0 + row1 / GROUP + 1;
@@ -234,23 +279,23 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
   }
 }
 
-INLINE float dot1(const float *restrict q, __global const float *restrict k) {
-  hfloat x = HLOAD(q) * HLOAD(k);
-  for (int c = 1; c < CHUNKS; c++) x = HLOAD(q + c * HV) * HLOAD(k + c * HV) + x;
+INLINE float dot1(const float *restrict q, __global const cache_t *restrict k) {
+  hfloat x = HLOAD(q) * CLOAD(k);
+  for (int c = 1; c < CHUNKS; c++) x = HLOAD(q + c * HV) * CLOAD(k + c * HV) + x;
   return HSUM(x);
 }
 
 // Number i of a decode step's VEC scores at once: row i % FEW of key i / FEW.
 #define Q_OF(i) (q + (i) % FEW * HEAD_DIM)
 #define K_OF(i) (k + (i) / FEW * HEAD_DIM)
-#define START(i) hfloat d##i = HLOAD(Q_OF(i)) * HLOAD(K_OF(i));
-#define DIMENSIONS(i) d##i = HLOAD(Q_OF(i) + c * HV) * HLOAD(K_OF(i) + c * HV) + d##i;
+#define START(i) hfloat d##i = HLOAD(Q_OF(i)) * CLOAD(K_OF(i));
+#define DIMENSIONS(i) d##i = HLOAD(Q_OF(i) + c * HV) * CLOAD(K_OF(i) + c * HV) + d##i;
 #define HALVES(a, b) ((vfloat)(a.lo + a.hi, b.lo + b.hi))
 
 // VEC scores of FEW rows and VEC / FEW neighbouring keys: a vector of keys is loaded once for all
 // rows. The sums over a vector's lanes are a tree that keeps vectors full, halving the lanes per
 // score while joining scores.
-INLINE vfloat dots(const float *restrict q, __global const float *restrict k) {
+INLINE vfloat dots(const float *restrict q, __global const cache_t *restrict k) {
 #if HV == 16 && VEC == 16
 #define QUARTERS(a, b) \
   ((float16)(a.s0123 + a.s4567, a.s89ab + a.scdef, b.s0123 + b.s4567, b.s89ab + b.scdef))
@@ -288,13 +333,13 @@ INLINE vfloat dots(const float *restrict q, __global const float *restrict k) {
 #define LIVE(r) if (r < FEW)
 
 // As values2 and values1, for FEW rows whose weights lie side by side, key by key.
-INLINE void few_values2(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void few_values2(const float *restrict p, __global const cache_t *restrict v, const int keys,
                         const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = 0, b##r = 0; LIVE(r) { a##r = alpha[r] * HLOAD(o + r * HEAD_DIM); \
                                                 b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV); }
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = HLOAD(v + key * HEAD_DIM), v1 = HLOAD(v + key * HEAD_DIM + HV);
+    const hfloat v0 = CLOAD(v + key * HEAD_DIM), v1 = CLOAD(v + key * HEAD_DIM + HV);
 #define STEP(r) LIVE(r) { const float x = p[key * FEW + r]; \
                           a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
     EACH_FEW(STEP)
@@ -306,12 +351,12 @@ INLINE void few_values2(const float *restrict p, __global const float *restrict 
 #undef KEEP
 }
 
-INLINE void few_values1(const float *restrict p, __global const float *restrict v, const int keys,
+INLINE void few_values1(const float *restrict p, __global const cache_t *restrict v, const int keys,
                         const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = 0; LIVE(r) a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = HLOAD(v + key * HEAD_DIM);
+    const hfloat v0 = CLOAD(v + key * HEAD_DIM);
 #define STEP(r) LIVE(r) a##r = p[key * FEW + r] * v0 + a##r;
     EACH_FEW(STEP)
   }
@@ -343,7 +388,7 @@ INLINE void few_soften(float *restrict s, const int count, float *restrict top,
 
 // Work-item (g): appends all tokens of the call, then attends one after the other. `count` is m.
 __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                         ARRAY(float, k_cache), ARRAY(float, v_cache), ARRAY(float, out)) {
+                         ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), ARRAY(float, out)) {
   const int g = get_global_id(0);
   if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
@@ -369,13 +414,13 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
     const int end = start + t + 1;
     for (int key0 = window_start(end); key0 < end; key0 += KEYS) {
       const int keys = min(KEYS, end - key0), padded = (keys * FEW + VEC - 1) / VEC * VEC;
-      __global const float *k = k_cache + (size_t)key0 * HEAD_DIM;
-      __global const float *v = v_cache + (size_t)key0 * HEAD_DIM;
+      __global const cache_t *k = k_cache + (size_t)key0 * HEAD_DIM;
+      __global const cache_t *v = v_cache + (size_t)key0 * HEAD_DIM;
       for (int r = 0; r < PADDED_GROUP; r += FEW) {
         int key = 0;
         for (; key + VEC / FEW <= keys; key += VEC / FEW) {
           if (r == 0) {
-            for (int i = 0; i < VEC / FEW * HEAD_DIM; i += 16) {
+            for (int i = 0; i < VEC / FEW * HEAD_DIM; i += LINE) {
               __builtin_prefetch(k + (key + AHEAD) * HEAD_DIM + i);
               __builtin_prefetch(v + key * HEAD_DIM + i);
             }

@@ -13,33 +13,47 @@
 #define DIMS ((HEAD_DIM + LANES - 1) / LANES)
 #define RECORD (HEAD_DIM + 2)
 
+#ifdef CACHE_HALF
+typedef half cache_t;
+#define CLOAD(p) vload_half(0, p)
+#define CSTORE(x, p) vstore_half_rte(x, 0, p)
+#define CLOAD2(p) vload_half2(0, p)
+#define CLOAD4(p) vload_half4(0, p)
+#else
+typedef float cache_t;
+#define CLOAD(p) (*(p))
+#define CSTORE(x, p) (*(p) = (x))
+#define CLOAD2(p) vload2(0, p)
+#define CLOAD4(p) vload4(0, p)
+#endif
+
 inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
 // One float of k and of v per work-item. `count` is m · KV_HEADS · HEAD_DIM.
 __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                     ARRAY(float, k_cache), ARRAY(float, v_cache)) {
+                     ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache)) {
   const int i = get_global_id(0);
   if (i >= count) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
   const int token = i / (KV_HEADS * HEAD_DIM), g = i / HEAD_DIM % KV_HEADS, d = i % HEAD_DIM;
   const size_t to = ((size_t)g * CAPACITY + position[0] + token) * HEAD_DIM + d;
   qkv += (size_t)token * WIDTH + (HEADS + g) * HEAD_DIM + d;
-  k_cache[to] = qkv[0];
-  v_cache[to] = qkv[KV_HEADS * HEAD_DIM];
+  CSTORE(qkv[0], k_cache + to);
+  CSTORE(qkv[KV_HEADS * HEAD_DIM], v_cache + to);
 }
 
 #if HV == 1
-#define PRODUCT(a, b) (*(a) * *(b))
+#define PRODUCT(a, b) (CLOAD(a) * *(b))
 #elif HV == 2
-#define PRODUCT(a, b) dot(vload2(0, a), vload2(0, b))
+#define PRODUCT(a, b) dot(CLOAD2(a), vload2(0, b))
 #else
-#define PRODUCT(a, b) dot(vload4(0, a), vload4(0, b))
+#define PRODUCT(a, b) dot(CLOAD4(a), vload4(0, b))
 #endif
 
 // Work-group (block of rows, g, split). `count` is m; with 0 there are no rows (no early return:
 // PoCL 3.0 miscompiles one in front of a barrier).
 __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                           ARRAY(const float, k_cache), ARRAY(const float, v_cache),
+                           ARRAY(const cache_t, k_cache), ARRAY(const cache_t, v_cache),
                            ARRAY(float, out), __global float *restrict partial,
                            const int splits) {
   __local float q[ROWS * HEAD_DIM], p[ROWS * LANES], red[ROWS * LANES];
@@ -109,7 +123,7 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
       const int d = c * LANES + LANE;
       if (d < HEAD_DIM) {
         for (int i = 0; i < keys; i++) {
-          const float v = v_cache[(size_t)(key0 + i) * HEAD_DIM + d];
+          const float v = CLOAD(v_cache + (size_t)(key0 + i) * HEAD_DIM + d);
           for (int r = 0; r < ROWS; r++) acc[r][c] += p[r * LANES + i] * v;
         }
       }

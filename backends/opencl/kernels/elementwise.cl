@@ -1,5 +1,5 @@
 // Add, GatedAct and Act. Work-item (chunk of columns, token): a whole row on a CPU, a vector on a GPU.
-// `count` is m.
+// `count` is m, `width` columns of y. Widths are arguments: one program serves every model.
 
 // Calls BODY(i, stop) for runs of columns [i, stop) in which no panel of a or b ends; column i of a
 // goes with column i + SHIFT of b.
@@ -13,7 +13,7 @@
     BODY                                                                                 \
   }
 
-#ifdef D
+#ifndef ACTIVATION
 // y = x + residual
 #define ADD_RUN                                                                          \
   int j = i;                                                                             \
@@ -21,32 +21,30 @@
   for (; j < stop; j++) y[j] = from_a[j] + from_b[j];
 
 __kernel void add(const int count, PANELS(const float, x), PANELS(const float, residual),
-                  ARRAY(float, y), const int chunk) {
+                  ARRAY(float, y), const int width, const int chunk) {
   const int token = get_global_id(1);
   if (token >= count) return;
-  y += y_at + (size_t)token * D;
+  y += y_at + (size_t)token * width;
   const int start = (int)get_global_id(0) * chunk;
-  const int end = min(D, start + chunk);
+  const int end = min(width, start + chunk);
   EACH_RUN(x, residual, 0, start, end, ADD_RUN)
 }
-#endif
-
-#ifdef ACTIVATION
+#else
 #define GATED_RUN                                                                        \
   int j = i;                                                                             \
   for (; j + VEC <= stop; j += VEC)                                                      \
     VSTORE(activate(VLOAD(from_a + j)) * VLOAD(from_b + j), y + j);                      \
   for (; j < stop; j++) y[j] = activate_scalar(from_a[j]) * from_b[j];
 
-// y = act(x[:F]) · x[F:]
+// y = act(x[:width]) · x[width:]
 __kernel void gated_act(const int count, PANELS(const float, x), ARRAY(float, y),
-                        const int chunk) {
+                        const int width, const int chunk) {
   const int token = get_global_id(1);
   if (token >= count) return;
-  y += y_at + (size_t)token * F;
+  y += y_at + (size_t)token * width;
   const int start = (int)get_global_id(0) * chunk;
-  const int end = min(F, start + chunk);
-  EACH_RUN(x, x, F, start, end, GATED_RUN)
+  const int end = min(width, start + chunk);
+  EACH_RUN(x, x, width, start, end, GATED_RUN)
 }
 
 #define ACT_RUN                                                                          \
@@ -55,12 +53,13 @@ __kernel void gated_act(const int count, PANELS(const float, x), ARRAY(float, y)
   for (; j < stop; j++) y[j] = activate_scalar(from_a[j]);
 
 // y = act(x)
-__kernel void act(const int count, PANELS(const float, x), ARRAY(float, y), const int chunk) {
+__kernel void act(const int count, PANELS(const float, x), ARRAY(float, y), const int width,
+                  const int chunk) {
   const int token = get_global_id(1);
   if (token >= count) return;
-  y += y_at + (size_t)token * F;
+  y += y_at + (size_t)token * width;
   const int start = (int)get_global_id(0) * chunk;
-  const int end = min(F, start + chunk);
+  const int end = min(width, start + chunk);
   EACH_RUN(x, x, 0, start, end, ACT_RUN)
 }
 #endif

@@ -29,10 +29,10 @@ def tensors_for(
         fixed = port in ("position", "k_cache", "v_cache")
         lead = 0 if fixed else 3
         whole = new_tensor(
-            (shape[0] + lead + extra_rows * (not fixed), *shape[1:]), port_dtype(port)
+            (shape[0] + lead + extra_rows * (not fixed), *shape[1:]), port_dtype(op, port)
         )
         tensor = whole if fixed else whole.rows(lead, whole.shape[0])
-        if tensor.dtype == np.float32:
+        if tensor.dtype.kind == "f":
             tensor.array[:] = rng.standard_normal(tensor.shape)
         if port in ("y", "sum", "out"):
             tensor.array[:] = np.nan
@@ -86,9 +86,11 @@ def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
     position = int(inputs["position"][0])
     heads = _wide(inputs, "qkv", m).reshape(m, -1, op.head_dim)
     new_k, new_v = heads[:, op.heads : op.heads + op.kv_heads], heads[:, op.heads + op.kv_heads :]
-    k, v = inputs["k_cache"].astype(np.float64), inputs["v_cache"].astype(np.float64)
+    caches = {"k_cache": inputs["k_cache"].copy(), "v_cache": inputs["v_cache"].copy()}
     end = position + m
-    k[:, position:end], v[:, position:end] = new_k.swapaxes(0, 1), new_v.swapaxes(0, 1)
+    for cache, new in zip(caches.values(), (new_k, new_v), strict=True):
+        cache[:, position:end] = new.swapaxes(0, 1)  # rounded to its type
+    k, v = (cache.astype(np.float64) for cache in caches.values())
     at, key = position + np.arange(m)[:, None], np.arange(end)[None]
     seen = (key <= at) & ((key > at - op.window) if op.window else True)
     out = np.zeros((m, op.heads, op.head_dim))
@@ -99,7 +101,7 @@ def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
         scores = np.where(seen, scores, -np.inf)
         weight = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[:, head] = weight / weight.sum(axis=1, keepdims=True) @ v[group, :end]
-    return {"out": out.reshape(m, -1), "k_cache": k, "v_cache": v}
+    return {"out": out.reshape(m, -1), **caches}
 
 
 def relative_error(got: Array, want: Array) -> float:

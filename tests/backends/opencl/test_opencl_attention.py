@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.ops import Attention
@@ -24,6 +27,11 @@ OPS = {
     "odd": Attention(heads=3, kv_heads=1, head_dim=7, capacity=101),
     "capped": Attention(heads=4, kv_heads=2, head_dim=32, capacity=150, softcap=20.0),
     "wide": Attention(heads=2, kv_heads=1, head_dim=128, capacity=150),
+    "halves": replace(LLAMA, kv=CacheFormat.F16),
+    "odd_halves": Attention(heads=3, kv_heads=1, head_dim=7, capacity=101, kv=CacheFormat.F16),
+    "twelve_halves": Attention(
+        heads=6, kv_heads=2, head_dim=12, capacity=200, window=40, kv=CacheFormat.F16
+    ),
 }
 CALLS = [(0, 1), (0, 70), (17, 2), (60, 1), (64, 33), (95, 5)]
 
@@ -35,7 +43,7 @@ def run_and_compare(
     wanted = expected(op, before, {}, m)
     device.prepare(op, {}).bind(tensors, m).run()
     for cache in ("k_cache", "v_cache"):  # appended bit for bit, NaN beyond
-        np.testing.assert_array_equal(tensors[cache].array, wanted[cache].astype(np.float32))
+        np.testing.assert_array_equal(tensors[cache].array, wanted[cache])
     error = relative_error(tensors["out"].array, wanted["out"])
     assert error <= TOLERANCE, f"{op} m={m}: relative error {error:.2e}"
 
@@ -43,8 +51,8 @@ def run_and_compare(
 # Every shape compiles its own kernels, about a second each: few of them on the forced variants.
 PAIRS = [
     *(("default", name) for name in OPS),
-    *(("lanes", name) for name in ("llama", "window", "odd", "capped")),
-    *(("narrow", name) for name in ("llama", "twelve", "capped")),
+    *(("lanes", name) for name in ("llama", "window", "odd", "capped", "halves", "odd_halves")),
+    *(("narrow", name) for name in ("llama", "twelve", "capped", "halves")),
     ("copies", "llama"),
     ("mapped", "llama"),
 ]

@@ -1,0 +1,105 @@
+"""`hetero bench` and `hetero sync-bench`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from hetero.cli.options import (
+    CacheChoice,
+    CacheOption,
+    DeviceChoice,
+    GpuOption,
+    JsonOption,
+    ModelArgument,
+    NpuOption,
+    ProfileOption,
+    SyncChoice,
+    WeightsChoice,
+    WeightsOption,
+    parse_strategy,
+    stderr,
+)
+from hetero.measuring.benchmark import BenchOptions, run_benchmark
+from hetero.measuring.sync_bench import MOST_ROUNDS, run_sync_bench
+from hetero.models import default_weights
+from hetero.placement.device_set import DeviceMode
+from hetero.solver.request import MOST_TOKENS
+from hetero.terminal import printable
+
+
+class OutputFormat(StrEnum):
+    """Values of bench -o."""
+
+    MD = "md"
+    JSON = "json"
+    CSV = "csv"
+
+
+def bench_command(
+    model: ModelArgument,
+    prompt_tokens: Annotated[
+        int, typer.Option("-p", min=1, max=MOST_TOKENS, help="Prompt tokens.")
+    ] = 256,
+    decode_tokens: Annotated[
+        int, typer.Option("-n", min=0, max=MOST_TOKENS, help="Decoded tokens.")
+    ] = 64,
+    rounds: Annotated[int, typer.Option("-r", min=1, max=1000, help="Rounds.")] = 5,
+    device: Annotated[
+        list[DeviceChoice] | None, typer.Option("--device", help="Repeat to compare.")
+    ] = None,
+    gpu: GpuOption = "auto",
+    npu: NpuOption = "auto",
+    weights: WeightsOption = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option("--strategy", help="Force one; repeat to compare.")
+    ] = None,
+    sync: Annotated[
+        list[SyncChoice] | None, typer.Option("--sync", help="How to wait; repeat to compare.")
+    ] = None,
+    profile: ProfileOption = None,
+    kv: CacheOption = CacheChoice.F32,
+    output: Annotated[OutputFormat, typer.Option("-o", help="Format.")] = OutputFormat.MD,
+) -> None:
+    """Measure prefill (pp) and decode (tg) speed; several --device take turns in one run."""
+    modes: tuple[DeviceMode, ...] = tuple(d.value for d in device or [DeviceChoice.HETERO])
+    options = BenchOptions(
+        prompt_tokens=prompt_tokens,
+        decode_tokens=decode_tokens,
+        rounds=rounds,
+        devices=tuple(dict.fromkeys(modes)),
+        gpu=gpu,
+        npu=npu,
+        weights=default_weights(model) if weights in (None, WeightsChoice.AUTO) else weights.value,
+        strategies=tuple(parse_strategy(name) for name in dict.fromkeys(strategy or ())),
+        syncs=tuple(dict.fromkeys(s.value for s in sync or [SyncChoice.FAST])),
+        profile=profile,
+        kv=kv.value,
+    )
+    with stderr.status("loading") as status:
+        report = run_benchmark(model, options, note=status.update)
+    match output:
+        case OutputFormat.MD:
+            print(printable(report.to_markdown()))
+        case OutputFormat.JSON:
+            print(report.to_json())
+        case OutputFormat.CSV:
+            print(printable(report.to_csv()))
+
+
+def sync_bench_command(
+    gpu: GpuOption = "auto",
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "-r", min=5, max=MOST_ROUNDS, help="Waits of each kind (default: a second of each)."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a wait costs here: each method's added latency and CPU time."""
+    with stderr.status("measuring"):
+        report = run_sync_bench(gpu=gpu, rounds=rounds)
+    print(report.to_json() if as_json else printable(report.to_markdown()))

@@ -1,0 +1,7 @@
+"""What goes wrong with plans, in sentences for people."""
+
+from __future__ import annotations
+
+
+class PlanError(ValueError):
+    """A plan breaks a rule; the message names the operator, the rule and the value."""

@@ -1,0 +1,46 @@
+"""The list of commands: names without modules, and the modules behind the names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hetero.cli.commands import COMMANDS
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_each_name_has_its_command(name: str) -> None:
+    command = COMMANDS[name].load()
+    assert command.name == name
+    assert command.help.strip()
+    assert len(COMMANDS[name].summary) <= 62  # a line of an 80-column terminal
+
+
+def test_the_list_of_commands_loads_none_of_them() -> None:
+    code = (
+        "import sys; from hetero.cli.app import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as ended:\n    assert not ended.code\n"
+        "heavy = {'numpy', 'pydantic', 'pyopencl', 'onnxruntime', 'hetero.generation.llm'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+def test_a_generation_loads_no_compiler_and_no_profiler_run() -> None:
+    code = (
+        "import sys; from hetero.cli.commands import COMMANDS\n"
+        "COMMANDS['generate'].load()\n"
+        "others = {'hetero.compiling.graphs', 'hetero.measuring.profiling', 'hetero.cli.plan'}\n"
+        "assert not others & set(sys.modules), others & set(sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
