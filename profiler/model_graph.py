@@ -159,8 +159,10 @@ class Stage(NamedTuple):
 class ModelGraph(BaseModel):
     """Operations of a decoder-only model in the order in which they run, and no weights.
 
-    `max_position` is in tokens. All layers have the same matmuls in the same order; what runs
-    between those may differ (sliding windows). Nodes read what a node before them wrote.
+    `also` are formats in which its matrices are stored besides; `base`, in a graph of one of these,
+    is the model's own (`in_format`). `max_position` is in tokens. All layers have the same matmuls
+    in the same order; what runs between those may differ (sliding windows). Nodes read what a node
+    before them wrote.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -171,6 +173,8 @@ class ModelGraph(BaseModel):
     max_position: int = Field(ge=1, le=LARGEST)
     weight_format: WeightFormat
     nodes: tuple[Node, ...] = Field(min_length=1, max_length=MOST_NODES)
+    also: tuple[WeightFormat, ...] = ()
+    base: WeightFormat | None = None
 
     @model_validator(mode="after")
     def _sound(self) -> Self:
@@ -215,6 +219,16 @@ class ModelGraph(BaseModel):
 
         nodes = tuple(_with_op(x, fit(x.op)) for x in self.nodes)
         return self.model_copy(update={"nodes": nodes, "weight_format": weight_format})
+
+    def in_format(self, weight_format: WeightFormat) -> Self:
+        """The same on matrices that are stored in another of its formats: what is planned for it
+        says so of every tile.
+        """
+        if weight_format is self.weight_format:
+            return self
+        others = tuple(x for x in (self.weight_format, *self.also) if x is not weight_format)
+        found = self.with_weight_format(weight_format)
+        return found.model_copy(update={"also": others, "base": self.base or self.weight_format})
 
     @cached_property
     def layers(self) -> int:

@@ -105,10 +105,14 @@ class _Own:
     def __init__(self, profile: DeviceProfile, factors: Factors) -> None:
         self._factors = factors
         self._first = {p.device: p.weight_format for p in reversed(profile.predictors)}
+        self._measured = {row.kind for row in profile.matmuls}
 
     def matmul(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Of a format."""
-        return self._factors.get((device, phase, weight_format), 1.0)
+        """Of a format; one that the profile has derived from others has that of the first."""
+        factor = self._factors.get((device, phase, weight_format))
+        if factor is None and (device, phase, weight_format) not in self._measured:
+            factor = self._factors.get((device, phase, self._first.get(device, weight_format)))
+        return 1.0 if factor is None else factor
 
     def rest(self, device: DeviceKind, phase: Phase) -> float:
         """Of what has no format."""

@@ -23,7 +23,7 @@ from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.steps import seconds_by_kind
-from hetero.solver.together import cuts_of, solve_together
+from hetero.solver.together import cuts_of, memory_of, solve_together
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
 Clock = Callable[[], float]
@@ -59,12 +59,21 @@ def assemble(
     *,
     strategy: NamedStrategy = "auto",
     longest: int | None = None,
+    decoder: Planner | None = None,
 ) -> ExecutionPlan:
     """The document of solutions for the request's prompts, which run in calls of at most `longest`
-    tokens (None: of the planner's).
+    tokens (None: of the planner's). A `decoder` of its own decodes, and has the output head.
     """
     spec, profile = planner.spec, planner.profile
-    memory = weight_memory(planner, solutions)
+    apart = decoder is not None and decoder is not planner
+    decoder = decoder if decoder is not None and apart else planner
+    prompts = [s for s in solutions if s.scenario.phase == "prefill"]
+    others = [s for s in solutions if s.scenario.phase == "decode"]
+    memory = (
+        memory_of([(planner, prompts), (decoder, others)])
+        if apart
+        else weight_memory(planner, solutions)
+    )
     candidates, pipe = request.explain and strategy == "auto", strategy == "pipe"
     return ExecutionPlan(
         model=spec.name,
@@ -72,16 +81,20 @@ def assemble(
         step_tokens=max(s.scenario.m for s in solutions if s.scenario.phase == "prefill"),
         profile=profile.name,
         objective=request.objective,
-        ops=tuple(entries(planner, solutions, with_candidates=candidates, pipe=pipe)),
+        ops=tuple(
+            entries(planner, solutions, with_candidates=candidates, pipe=pipe, decoder=decoder)
+        ),
         rest=rest_of(solutions),
-        totals=totals_of(planner, solutions, request.seq_lens, longest or planner.step_tokens),
+        totals=totals_of(
+            planner, solutions, request.seq_lens, longest or planner.step_tokens, decoder
+        ),
         graph_sizes=planner.sizes,
         memory_bytes=memory.total_bytes,
         memory=memory.model_copy(update={"budget_bytes": request.memory_budget_bytes}),
         residency=residency_of(planner, solutions),
         numbers=numbers_of(profile),
         precision=request.precision,
-        weight_format=spec.weight_format,
+        weight_format=spec.base or spec.weight_format,
         layers=spec.layers,
         max_gpu_share=request.max_gpu_share,
         margin=request.margin,
@@ -122,16 +135,19 @@ def entries(
     *,
     with_candidates: bool = True,
     pipe: bool = False,
+    decoder: Planner | None = None,
 ) -> Iterable[OpPlan]:
     """The plan's entries: one for each matmul and scenario; the output head once per phase."""
     heads: set[str] = set()
+    decoder = decoder or planner
     for solution in solutions:
         scenario = solution.scenario
         for name, option in solution.options.items():
             if name == "lm_head" and scenario.phase in heads:
                 continue
             heads.update([scenario.phase] if name == "lm_head" else [])
-            yield entry(planner, scenario, name, option, with_candidates=with_candidates, pipe=pipe)
+            own = decoder if name == "lm_head" or scenario.phase == "decode" else planner
+            yield entry(own, scenario, name, option, with_candidates=with_candidates, pipe=pipe)
 
 
 def entry(
@@ -167,7 +183,11 @@ def entry(
 
 
 def totals_of(
-    planner: Planner, solutions: Iterable[Solution], prompts: Iterable[int], longest: int | None
+    planner: Planner,
+    solutions: Iterable[Solution],
+    prompts: Iterable[int],
+    longest: int | None,
+    decoder: Planner | None = None,
 ) -> tuple[Total, ...]:
     """Prompts of these lengths, rising, in calls that are solved; then decoding."""
     solved = {s.scenario: s for s in solutions}
@@ -177,7 +197,7 @@ def totals_of(
         for tokens in sorted(set(prompts))
     ]
     decode = [s for s in solved.values() if s.scenario.phase == "decode"]
-    return (*found, *(_decode_total(planner, s) for s in decode))
+    return (*found, *(_decode_total(decoder or planner, s) for s in decode))
 
 
 def _prompt_total(

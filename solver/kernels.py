@@ -45,12 +45,19 @@ class Table(NamedTuple):
 
 
 class Kernels:
-    """Times of both devices under one rule of precision. Immutable."""
+    """Times of both devices under one rule of precision. Immutable. `base` is the format of tiles
+    that name none.
+    """
 
     def __init__(
-        self, cost: CostModel, weight_format: WeightFormat, precision: Precision = "auto"
+        self,
+        cost: CostModel,
+        weight_format: WeightFormat,
+        precision: Precision = "auto",
+        base: WeightFormat | None = None,
     ) -> None:
         self.cost, self.weight_format, self.precision = cost, weight_format, precision
+        self.base = base or weight_format
         self._quarantined = {entry.device for entry in cost.profile.quarantined}
         self.options: dict[DeviceKind, tuple[KernelOption, ...]] = {
             kind: self._options(kind) for kind in KINDS

@@ -52,7 +52,7 @@ def _tile(
 ) -> Tile:
     count = size or tokens[1] - tokens[0]
     chosen = space.kernels.choice(device, count, rows[1] - rows[0], space.k)
-    own = chosen.weight_format is space.kernels.weight_format
+    own = chosen.weight_format is space.kernels.base
     return Tile(
         device=device,
         tokens=tokens,

@@ -136,7 +136,7 @@ class Placement:
         self._source = source
         self._entries = _by_name(plan.ops)
         self._prepared = self  # whose kernels there are
-        self._edges: dict[tuple[OpName, DeviceKind], frozenset[int]] = {}
+        self._edges: dict[tuple[OpName, DeviceKind, StorageFormat], frozenset[int]] = {}
         self._tiled: dict[_Call, tuple[Part, ...]] = {}
         self._parts: dict[_Call, tuple[Part, ...]] = {}
         self._check_graphs()
@@ -288,23 +288,28 @@ class Placement:
         for _, tile, shift in self._listed(node):
             if tile.device == kind:
                 spans.setdefault((tile.order, tile.precision), set()).add(_rows(tile, shift))
-        edges = self._edges_of(node, kind)
         return tuple(
-            Segment(rows, *how) for how, found in spans.items() for rows in _runs(found, edges)
+            Segment(rows, *how)
+            for how, found in spans.items()
+            for rows in _runs(found, self._edges_of(node, kind, _storage(node, how[1])))
         )
 
-    def _edges_of(self, node: Node, kind: DeviceKind) -> frozenset[int]:
+    def _edges_of(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
         """Rows where a device's kernels of a matmul end: at the edges of every tile that it ever
         computes beside (its own, the other device's), so that all parts of a call meet in rows.
+        Kernels of another storage, where phases have different ones, are not cut for these.
         """
         if self._prepared is not self:
-            return self._prepared._edges_of(node, kind)
+            return self._prepared._edges_of(node, kind, storage)
         assert node.plan_op is not None
-        key = (node.plan_op, kind)
+        key = (node.plan_op, kind, storage)
         if key not in self._edges:
-            found = set(self._later_cuts(node))
+            found: set[int] = set()
             for entry, _, shift in self._listed(node):
-                if any(tile.device == kind for tile in entry.tiles):
+                tiles = [x for x in entry.tiles if _storage(node, x.precision) is storage]
+                if tiles and entry.phase == "prefill":
+                    found.update(self._later_cuts(node))
+                if any(tile.device == kind for tile in tiles):
                     found.update(edge + shift for tile in entry.tiles for edge in tile.rows)
             self._edges[key] = frozenset(found)
         return self._edges[key]
@@ -322,7 +327,7 @@ class Placement:
         """
         found = {
             kind: sum(
-                self.rows_bytes(node, segment.rows, kind) * self._copies(node, kind)
+                self.rows_bytes(node, segment, kind) * self._copies(node, kind)
                 for node in self.graph.nodes
                 if node.plan_op is not None
                 for segment in self.segments(node, kind)
@@ -334,13 +339,13 @@ class Placement:
                 found[kind] += outlier_bytes(node.op)
         return found
 
-    def rows_bytes(self, node: Node, rows: Span, kind: DeviceKind) -> int:
+    def rows_bytes(self, node: Node, segment: Segment, kind: DeviceKind) -> int:
         """Bytes of a run of rows on a device: as stored, or as it says of its own layout."""
         assert isinstance(node.op, MatMul)
-        count, own = rows[1] - rows[0], self._capabilities[kind].weight_bytes
-        if node.op.weight_format in own:
-            return math.ceil(own[node.op.weight_format] * count * node.op.k)
-        return packed_bytes(node.op.weight_format.storage, count, node.op.k)
+        op, own = segment.op(node.op), self._capabilities[kind].weight_bytes
+        if op.weight_format in own:
+            return math.ceil(own[op.weight_format] * op.n * op.k)
+        return packed_bytes(op.weight_format.storage, op.n, op.k)
 
     def _copies(self, node: Node, kind: DeviceKind) -> int:
         """How often a device may come to hold the weights of a matmul: prompts of other lengths
@@ -455,7 +460,8 @@ class Placement:
             edges.update(part.rows)
             if self._is_static(part.kind) and not part.online:
                 start, stop = part.rows
-                edges.update(e for e in self._edges_of(node, part.kind) if start < e < stop)
+                known = self._edges_of(node, part.kind, _storage(node, part.precision))
+                edges.update(e for e in known if start < e < stop)
         found: list[Part] = []
         for part in parts:
             inside = sorted(e for e in edges if part.rows[0] <= e <= part.rows[1])
@@ -563,6 +569,12 @@ def _no_graph(name: str, size: int, kind: DeviceKind, able: Capabilities) -> Pla
         f"{', '.join(map(str, able.graph_sizes)) or 'none'}: make a plan with --graph-sizes of "
         "these, or with a profile of this device"
     )
+
+
+def _storage(node: Node, precision: WeightFormat | None) -> StorageFormat:
+    """How the weights are stored that a tile or part computes with."""
+    assert isinstance(node.op, MatMul)
+    return (precision or node.op.weight_format).storage
 
 
 def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:

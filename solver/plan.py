@@ -352,7 +352,7 @@ class Plan(_Record):
         Names are not compared: a quantised copy of a model may be called otherwise.
         """
         shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}
-        stored = spec.weight_format.storage
+        stored = {x.storage for x in (spec.weight_format, *spec.also)}
         for op in self.ops:
             if shapes.get(op.op, (op.n, op.k)) != (op.n, op.k):
                 n, k = shapes[op.op]
@@ -361,11 +361,12 @@ class Plan(_Record):
                     f"it is {n}×{k}: make a plan for this model"
                 )
             for tile in op.tiles:
-                if tile.precision is not None and tile.precision.storage is not stored:
+                if tile.precision is not None and tile.precision.storage not in stored:
                     raise PlanError(
                         f"the plan computes {op.op} in {tile.precision}, which takes "
-                        f"{tile.precision.storage} weights; those of {spec.name} are {stored} "
-                        f"({spec.weight_format}): make a plan for these --weights"
+                        f"{tile.precision.storage} weights; those of {spec.name} are "
+                        f"{' and '.join(sorted(stored))} ({spec.weight_format}): make a plan for "
+                        "these --weights"
                     )
 
     def save(self, path: str | os.PathLike[str]) -> None:

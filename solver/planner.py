@@ -65,7 +65,7 @@ class Planner:
         self.rows = dict(rows or {})
         self.spec, self.profile, self.settings = spec, profile, settings
         self.cost = cost or CostModel(profile)
-        self.kernels = Kernels(self.cost, spec.weight_format, settings.precision)
+        self.kernels = Kernels(self.cost, spec.weight_format, settings.precision, spec.base)
         self.overheads = overheads or HostQueue.of(self.cost)
         self.power = Power.of(self.cost)
         record = profile.devices.get("npu")
@@ -269,7 +269,8 @@ class Planner:
     @cached_property
     def model_fingerprint(self) -> str:
         """Twelve hexadecimal digits of the shapes."""
-        return hashlib.sha256(self.spec.model_dump_json().encode()).hexdigest()[:12]
+        text = self.spec.model_dump_json(exclude=None if self.spec.also else {"also", "base"})
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def names(self, *, apart: bool | None = None) -> Iterable[OpName]:
         """Matmuls that may be part of a plan: with `apart` also the members of fused groups (by

@@ -9,26 +9,30 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
+from hetero.backends.formats import WeightFormat
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.solver.build import assemble, entry
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.joint import JointSpace
 from hetero.solver.memory import Held, held_by_op
 from hetero.solver.options import Option
-from hetero.solver.plan import Phase
+from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
 from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.together import solve_within
+from hetero.solver.together import solve_apart, solve_within
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs
@@ -50,10 +54,56 @@ def prepare_solver(
 ) -> PreparedSolver:
     """A solver for any prompt length, with at most `cuts` row cuts of each matmul, chosen for the
     lengths of the request. Raises `PlanError` or `ProfileError`.
+
+    Of a model that is stored in several formats prompts and decoding take the fastest each, within
+    one memory budget; formats that the profile does not know are left out.
     """
     request.check()
+    if spec.also:
+        return _fastest_formats(spec, profile, request, cuts)
     planner, notes = planner_for(spec, profile, request, apart=False)
     return PreparedSolver(planner, request, cuts=cuts, notes=notes)
+
+
+def _fastest_formats(
+    spec: ModelGraph,
+    profile: DeviceProfile,
+    request: PlanRequest,
+    cuts: int,
+) -> PreparedSolver:
+    """The best of each format alone and of the fastest ones of prompts and of decoding."""
+    found: list[PreparedSolver] = []
+    planners: list[Planner] = []
+    failed: list[PlanError | ProfileError] = []
+    for weight_format in (spec.weight_format, *spec.also):
+        try:
+            own = spec.in_format(weight_format)
+            planner, notes = planner_for(own, profile, request, apart=False)
+            planners.append(planner)
+            found.append(PreparedSolver(planner, request, cuts=cuts, notes=notes))
+        except (PlanError, ProfileError) as error:
+            failed.append(error)
+    if len(planners) > 1:
+        free = replace(request, memory_budget_bytes=None)
+        if request.memory_budget_bytes is None:
+            each = found
+        else:
+            each = [PreparedSolver(planner, free, cuts=cuts) for planner in planners]
+        prompts, answers = (
+            min(range(len(each)), key=[x.expected_s(free, phase) for x in each].__getitem__)
+            for phase in PHASES
+        )
+        if prompts != answers:
+            first, decoder = planners[prompts], planners[answers]
+            try:
+                found.append(
+                    PreparedSolver(first, request, cuts=cuts, notes=notes, decoder=decoder)
+                )
+            except PlanError as error:
+                failed.append(error)
+    if not found:
+        raise failed[0]
+    return min(found, key=lambda x: sum(x.expected_s(request, phase) for phase in PHASES))
 
 
 class PreparedSolver:
@@ -71,17 +121,36 @@ class PreparedSolver:
         *,
         cuts: int = CUTS,
         notes: Sequence[str] = (),
+        decoder: Planner | None = None,
     ) -> None:
         said = list(notes)
         calls = request.in_calls(planner.step_tokens)
         scenarios = scenarios_of(calls.seq_lens)
         self._objective = planner.objective(*request.weights)
         names: list[OpName] = [x.name for x in planner.spec.matmuls]
-        rows = {x: row_cuts(planner, x, scenarios, self._objective, cuts) for x in names}
+        prompts = scenarios if decoder is None else scenarios[:-1]
+        rows = {x: row_cuts(planner, x, prompts, self._objective, cuts) for x in names}
         self.rows = rows
         self._planner = planner.with_rows(rows)
-        solutions = solve_within(self._planner, scenarios, self._objective, calls, said)
-        self.held = held_by_op(self._planner, solutions)
+        self._decoder = self._planner
+        if decoder is None:
+            solutions = solve_within(self._planner, scenarios, self._objective, calls, said)
+            self.held = held_by_op(self._planner, solutions)
+        else:
+            few = {x: row_cuts(decoder, x, [DECODE], self._objective, cuts) for x in names}
+            self._decoder = decoder.with_rows(few)
+            parts = [(self._planner, prompts), (self._decoder, [DECODE])]
+            before, (decoding,) = solve_apart(parts, self._objective, calls, said)
+            head = decoding.options["lm_head"].open()
+            before = [
+                self._planner.evaluate(
+                    s.scenario, {**s.options, "lm_head": head}, s.rests.device, self._objective
+                )
+                for s in before
+            ]
+            solutions = [*before, decoding]
+            self.held = held_by_op(self._planner, [s.without_head() for s in before])
+        self._decoding = solutions[-1]
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
         self._rest = {s.scenario.phase: s.rests.device for s in solutions}
         self._block: list[OpName] = [name for name in names if name != "lm_head"]
@@ -90,9 +159,23 @@ class PreparedSolver:
         self._heads = {phase: x and x.open() for phase, x in heads.items()}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(planner.step_tokens, planner.longest_with(self._rest["prefill"]))
-        found = assemble(self._planner, solutions, request, said)
+        found = assemble(self._planner, solutions, request, said, decoder=self._decoder)
         self.plan = found.model_copy(update={"step_tokens": longest, "step_sizes": ()})
         self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
+
+    @property
+    def formats(self) -> tuple[WeightFormat, WeightFormat]:
+        """Of prompts, and of decoding."""
+        return self._planner.spec.weight_format, self._decoder.spec.weight_format
+
+    def expected_s(self, request: PlanRequest, phase: Phase) -> float:
+        """Seconds of the request's prompts, as often as each comes, or of the tokens decoded for
+        one of each.
+        """
+        totals = [x for x in self.plan.totals if x.phase == phase]
+        if phase == "decode":
+            return len(request.distribution) * request.weight(DECODE) * totals[0].predicted_s
+        return sum(request.distribution[x.m] * x.predicted_s for x in totals)
 
     def plan_for(self, m: int, phase: Phase = "prefill") -> ExecutionPlan:
         """The plan of one call of m tokens, in at most 2 ms (Llama-3-8B, one core of a PC).
@@ -124,14 +207,16 @@ class PreparedSolver:
             for name, held in self.held.items()
         }
         found._planner = self._planner.drifted(factors)
+        apart = self._decoder is not self._planner
+        found._decoder = self._decoder.drifted(factors) if apart else found._planner
         found._joint = found._join()
         found._plans = {}
-        found._heads = {}
+        found._heads = dict(self._heads) if apart else {}
         options = found.solution_for(DECODE).options
         if (head := options.get("lm_head")) is not None:
             found._heads = dict.fromkeys(self._heads, head.open())
             found._head_entries = tuple(
-                entry(found._planner, Scenario(op.phase, 1), "lm_head", head, with_candidates=False)
+                entry(found._decoder, Scenario(op.phase, 1), "lm_head", head, with_candidates=False)
                 for op in self._head_entries
             )
         first = min(op.m for op in self.plan.ops if op.phase == "prefill" and op.m is not None)
@@ -144,8 +229,9 @@ class PreparedSolver:
 
     def _solve(self, scenario: Scenario) -> ExecutionPlan:
         options = self.solution_for(scenario).options
+        planner = self._decoder if scenario.phase == "decode" else self._planner
         ops = [
-            entry(self._planner, scenario, name, options[name], with_candidates=False)
+            entry(planner, scenario, name, options[name], with_candidates=False)
             for name in self._block
         ]
         return self.plan.model_copy(update={"ops": (*ops, *self._head_entries), "totals": ()})
@@ -156,6 +242,11 @@ class PreparedSolver:
 
     def solution_for(self, scenario: Scenario) -> Solution:
         """The best options of one call and its predicted seconds."""
+        if scenario.phase == "decode" and self._decoder is not self._planner:
+            known = self._decoding
+            return self._decoder.evaluate(
+                scenario, known.options, known.rests.device, self._objective
+            )
         if self._joint is not None and scenario.m <= self._joint.longest:
             options = self._joint.options(scenario.m, self._chooser)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from hetero.solver.tilings import Grid
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 STATES = (GPU, HOST)
+Part: TypeAlias = tuple[Planner, Sequence[Scenario]]
 
 
 def solve(
@@ -33,17 +35,64 @@ def solve(
     """Best plans of all scenarios together within the limits; `weight` is how much a step counts.
     Raises `PlanError` if none fits.
     """
-    wanted: list[OpName] = [x.name for x in planner.spec.matmuls]
-    weights = [weight(scenario) for scenario in scenarios]
-    program = _Program(planner, scenarios, weights, objective, wanted, places)
-    held = program.minimise(limits)
+    (found,) = solve_parts([(planner, scenarios)], objective, limits, weight, places=places)
+    return found
+
+
+def solve_parts(
+    parts: Sequence[Part],
+    objective: Objective,
+    limits: Limits,
+    weight: Callable[[Scenario], float],
+    *,
+    places: int = GRID_ROWS,
+) -> list[list[Solution]]:
+    """As `solve`, of planners whose weights are stored apart but lie in the same memory; the output
+    head is the last one's alone.
+    """
+    programs = []
+    for planner, scenarios in parts:
+        head = planner is parts[-1][0]
+        wanted: list[OpName] = [x.name for x in planner.spec.matmuls if head or x.name != "lm_head"]
+        weights = [weight(scenario) for scenario in scenarios]
+        programs.append(_Program(planner, scenarios, weights, objective, wanted, places))
     solved = []
-    for scenario in scenarios:
-        options: dict[OpName, list[Option]] = {
-            name: program.options(scenario, name, held[name]) for name in wanted
-        }
-        solved.append(planner.solve(scenario, objective, options=options))
+    for program, held in zip(programs, _minimise(programs, limits), strict=True):
+        found = []
+        for scenario in program.scenarios:
+            options: dict[OpName, list[Option]] = {
+                name: program.options(scenario, name, held[name]) for name in program.names
+            }
+            found.append(program.planner.solve(scenario, objective, options=options))
+        solved.append(found)
     return solved
+
+
+def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName, Held]]:
+    """Solve the programs as one; the rows of every matmul."""
+    builder = _Builder(programs)
+    builder.add_all()
+    result = builder.solve(limits)
+    if result is not None:
+        return result
+    name = programs[-1].planner.spec.name
+    least = sum(program.least_bytes() for program in programs)
+    if least > limits.together:
+        raise PlanError(
+            f"no plan of {name} fits {limits.together / 2**30:.2f} GiB of weights: they take "
+            f"{least / 2**30:.2f} GiB at least; raise --memory-budget or choose a smaller "
+            "format with --weights"
+        )
+    devices = " and ".join(
+        f"the {kind.upper()} {limit / 2**30:.2f} GiB"
+        for kind, limit in (("gpu", limits.gpu), ("npu", limits.npu))
+        if limit < np.inf
+    )
+    raise PlanError(
+        f"no plan of {name} fits its devices: its weights take {least / 2**30:.2f} GiB, and "
+        f"{devices} can be held at most; choose fewer --graph-sizes or a smaller format with "
+        "--weights"
+    )
 
 
 class _Program:
@@ -77,33 +126,7 @@ class _Program:
             )
         return self._options[key]
 
-    def minimise(self, limits: Limits) -> dict[OpName, Held]:
-        """Solve the program; the rows of every matmul."""
-        builder = _Builder(self)
-        builder.add_all()
-        result = builder.solve(limits)
-        if result is not None:
-            return result
-        name = self.planner.spec.name
-        least = self._least_bytes()
-        if least > limits.together:
-            raise PlanError(
-                f"no plan of {name} fits {limits.together / 2**30:.2f} GiB of weights: they take "
-                f"{least / 2**30:.2f} GiB at least; raise --memory-budget or choose a smaller "
-                "format with --weights"
-            )
-        devices = " and ".join(
-            f"the {kind.upper()} {limit / 2**30:.2f} GiB"
-            for kind, limit in (("gpu", limits.gpu), ("npu", limits.npu))
-            if limit < np.inf
-        )
-        raise PlanError(
-            f"no plan of {name} fits its devices: its weights take {least / 2**30:.2f} GiB, and "
-            f"{devices} can be held at most; choose fewer --graph-sizes or a smaller format with "
-            "--weights"
-        )
-
-    def _least_bytes(self) -> float:
+    def least_bytes(self) -> float:
         """Of all weights, each row where it takes least."""
         return sum(
             min(sum(held_bytes(self.planner, name, held)) for held in self.choices[name])
@@ -142,18 +165,26 @@ def mask_of(grid: Grid, held: Held, m: int, n: int) -> npt.NDArray[np.bool_]:
 
 
 class _Builder:
-    """Collects columns and rows of the program."""
+    """Collects columns and rows of programs that share their limits."""
 
-    def __init__(self, program: _Program) -> None:
-        self.program = program
+    def __init__(self, programs: Sequence[_Program]) -> None:
+        self.programs = programs
+        self.program = programs[0]  # whose columns are being added
         self.cost: list[float] = []
         self.entries: list[tuple[int, int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
         self.y: dict[tuple[OpName, Held], int] = {}
+        self.each: list[dict[tuple[OpName, Held], int]] = []
 
     def add_all(self) -> None:
-        """y with one residency for each matmul, then each scenario's flow."""
+        """Of each program y with one residency for each matmul, then each scenario's flow."""
+        for program in self.programs:
+            self.program, self.y = program, {}
+            self.each.append(self.y)
+            self._add_program()
+
+    def _add_program(self) -> None:
         for name in self.program.names:
             row = self._row(1, 1)
             for held in self.program.choices[name]:
@@ -162,7 +193,7 @@ class _Builder:
         for scenario, weight in zip(self.program.scenarios, self.program.weights, strict=True):
             self._add_scenario(scenario, weight)
 
-    def solve(self, limits: Limits) -> dict[OpName, Held] | None:
+    def solve(self, limits: Limits) -> list[dict[OpName, Held]] | None:
         """Run `milp`; None if infeasible."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
         from scipy.sparse import coo_matrix
@@ -172,7 +203,7 @@ class _Builder:
         matrix = coo_matrix((v, (i, j)), shape=(len(self.low), len(self.cost))).tocsr()
         price = np.asarray(self.cost)
         whole = np.zeros(len(price))
-        whole[list(self.y.values())] = 1
+        whole[[column for y in self.each for column in y.values()]] = 1
         result = milp(
             price / max(price.max(initial=0.0), 1e-30),
             constraints=LinearConstraint(matrix, self.low, self.high),
@@ -182,16 +213,19 @@ class _Builder:
         )
         if result.x is None:
             return None
-        return {name: held for (name, held), c in self.y.items() if result.x[c] > 0.5}
+        return [
+            {name: held for (name, held), c in y.items() if result.x[c] > 0.5} for y in self.each
+        ]
 
     def _add_limits(self, limits: Limits) -> None:
         """A row for each limit that there is, in parts of it."""
         rows = [self._row(-np.inf, 1.0) if limit < np.inf else None for limit in limits]
-        for (name, held), column in self.y.items():
-            gpu, npu = held_bytes(self.program.planner, name, held)
-            for row, nbytes, limit in zip(rows, (gpu + npu, gpu, npu), limits, strict=True):
-                if row is not None:
-                    self.entries.append((row, column, nbytes / limit))
+        for program, y in zip(self.programs, self.each, strict=True):
+            for (name, held), column in y.items():
+                gpu, npu = held_bytes(program.planner, name, held)
+                for row, nbytes, limit in zip(rows, (gpu + npu, gpu, npu), limits, strict=True):
+                    if row is not None:
+                        self.entries.append((row, column, nbytes / limit))
 
     def _row(self, low: float, high: float) -> int:
         self.low.append(low)
@@ -223,7 +257,8 @@ class _Builder:
         used: dict[tuple[OpName, Held], list[int]],
     ) -> None:
         program, graph = self.program, self.program.planner.spec
-        block, tail = _stages(graph.block, rests), _stages(graph.tail, rests)
+        named = [stage for stage in graph.tail if stage.name in program.names]
+        block, tail = _stages(graph.block, rests), _stages(named, rests)
         head = rests.head
         entered = {state: self._row(0, 0) for state in STATES}
         begin = self._column(weight * program.objective.cost(head, GPU))

@@ -89,6 +89,35 @@ def solve_within(
     return agree(planner, within, objective)
 
 
+def solve_apart(
+    parts: Sequence[residency.Part],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> list[list[Solution]]:
+    """As `solve_within`, of planners whose weights are stored apart: within one budget."""
+    found = [solve_free(planner, scenarios, objective) for planner, scenarios in parts]
+    (planner, _), *_ = parts
+    limits = limits_of(planner.profile, request.memory_budget_bytes)
+    memory = memory_of([(x, s) for (x, _), s in zip(parts, found, strict=True)])
+    if limits.hold(memory):
+        return found
+    notes += _limit_notes(planner, memory, limits)
+    within = residency.solve_parts(parts, objective, limits, request.weight)
+    return [agree(x, s, objective) for (x, _), s in zip(parts, within, strict=True)]
+
+
+def memory_of(parts: Iterable[tuple[Planner, Sequence[Solution]]]) -> Memory:
+    """Bytes of weights of planners whose weights are stored apart; the output head is the last
+    one's alone.
+    """
+    *others, (last, solutions) = parts
+    each = [weight_memory(x, [s.without_head() for s in found]) for x, found in others]
+    each.append(weight_memory(last, solutions))
+    fields = ("gpu_bytes", "npu_bytes", "twice_bytes", "graphs_bytes")
+    return Memory(**{name: sum(getattr(x, name) for x in each) for name in fields})
+
+
 def solve_free(
     planner: Planner, scenarios: Sequence[Scenario], objective: Objective
 ) -> list[Solution]:

@@ -54,8 +54,4 @@ hetero quantize ./my-model --out small --calibrate text.txt    # 4 bits, chosen 
 hetero bench demo --device gpu --device npu --device hetero
 hetero bench random:llama-3.2-1b -p 512 -n 128 -o json
 """,
-    "models": """
-hetero models
-hetero models ~/checkpoints
-""",
 }

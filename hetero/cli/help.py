@@ -29,10 +29,7 @@ NAME_WIDTH: Final = 26  # of the column with the options' names
 METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 ELSEWHERE: Final = {
     "run": "use `hetero generate MODEL PROMPT` for one answer, `hetero chat MODEL` to talk",
-    "pull": "name the model where it is used, `hetero generate hf:OWNER/NAME PROMPT`; it is "
-    "downloaded once",
-    "list": "use `hetero models`",
-    "ls": "use `hetero models`",
+    "pull": "download it with `hf download OWNER/NAME --local-dir DIR`, and name DIR as the model",
     "complete": "use `hetero generate MODEL PROMPT --raw`",
     "perplexity": "use `hetero eval MODEL --text FILE`",
     "convert": "use `hetero quantize MODEL --out DIR`",

@@ -58,13 +58,25 @@ class OrderChoice(StrEnum):
     BEST = "best"
 
 
+class WeightsChoice(StrEnum):
+    """Values of --weights."""
+
+    AUTO = "auto"
+    W4A16 = "w4a16"
+    W4A8 = "w4a8"
+    W8A16 = "w8a16"
+    W8A8 = "w8a8"
+    F16 = "f16"
+    F32 = "f32"
+
+
 # Panels of the help.
 SAMPLING, DEVICES, OUTPUT = "Sampling", "Devices and plans", "Output"
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A directory, a .gguf file, demo, random:NAME, or hf:OWNER/NAME[:FILE].",
+        help="A directory, a .gguf file, demo or random:NAME.",
     ),
 ]
 DeviceOption = Annotated[
@@ -94,7 +106,7 @@ NpuOption = Annotated[
     ),
 ]
 WeightsOption = Annotated[
-    WeightFormat | None,
+    WeightsChoice | None,
     typer.Option(
         "--weights",
         help="Weights and activations.",
@@ -309,7 +321,7 @@ def open_llm(
     device: DeviceChoice,
     gpu: str,
     npu: str,
-    weights: WeightFormat | None,
+    weights: WeightsChoice | WeightFormat | None,
     plan: Path | None,
     max_seq_len: int | None,
     **options: Any,

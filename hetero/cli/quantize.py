@@ -9,7 +9,7 @@ import typer
 
 from hetero.backends.formats import WeightFormat
 from hetero.cli.options import ModelArgument, progress_bar
-from hetero.compiling.calibration import calibrated
+from hetero.compiling.calibration import calibrated_together
 from hetero.errors import UserError
 from hetero.models import open_model
 from hetero.models.calibration_record import DEFAULT_OUTLIERS, Calibration, OutlierChoice
@@ -22,8 +22,8 @@ def quantize_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", help="Directory to write.")],
     weights: Annotated[
-        WeightFormat, typer.Option("--weights", help="What to store.")
-    ] = WeightFormat.W4A16,
+        str, typer.Option("--weights", help="What to store; several: w8a8,w4a16.")
+    ] = WeightFormat.W4A16.value,
     calibrate: Annotated[
         Path | None,
         typer.Option("--calibrate", help="A text like those of the model's use: 4 bits, w8a8."),
@@ -45,35 +45,50 @@ def quantize_command(
     ] = False,
 ) -> None:
     """Quantise MODEL once, into a directory that loads by memory mapping."""
+    first, *others = _stored(weights)
     if outliers is not None:
         OutlierChoice.parse(outliers)
-        if calibrate is None or weights is not WeightFormat.W8A8:
+        if calibrate is None or first is not WeightFormat.W8A8:
             raise UserError(
                 "--outliers is for activations with static scales; give --weights w8a8 and "
                 "--calibrate TEXT too"
             )
-    static = calibrate is not None and weights.activations.static
-    loaded = open_model(model, weights="f32" if static else weights.value)
-    source = loaded.weights
+    static = calibrate is not None and first.activations.static
+    loaded = open_model(model, weights="f32" if static else first.value)
+    source, also = loaded.weights, [open_model(model, weights=x.value).weights for x in others]
     if calibrate is not None:
         check_destination(Path(out).expanduser().resolve(), overwrite=overwrite)
+        asked = (model, calibrate, calibration_tokens)
         with progress_bar("calibrating") as advance:
-            source = calibrated(
-                model,
-                weights.value,
-                calibrate,
-                calibration_tokens,
-                advance,
-                outliers=outliers or DEFAULT_OUTLIERS,
+            source, also = calibrated_together(
+                [first, *others], *asked, advance, outliers=outliers or DEFAULT_OUTLIERS
             )
     with progress_bar("quantising") as advance:
-        save_quantized(source, out, name=loaded.name, progress=advance, overwrite=overwrite)
+        save_quantized(
+            source, out, name=loaded.name, progress=advance, overwrite=overwrite, also=also
+        )
     size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: {printable(loaded.name)} as {weights.value}, {size / 2**20:.1f} MiB")
+    stored = " and ".join([first, *others])
+    print(f"{out}: {printable(loaded.name)} as {stored}, {size / 2**20:.1f} MiB")
     if source.calibration is not None:
         print(_shadows(source.calibration))
     for kind, error in loaded.weights.requantised().items():
         print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
+
+
+def _stored(asked: str) -> list[WeightFormat]:
+    """The formats of --weights, the one with static scales first. Raises `UserError`."""
+    names = [name.strip() for name in asked.split(",")]
+    if unknown := [name for name in names if name not in list(WeightFormat)]:
+        raise UserError(
+            f"--weights {unknown[0]!r} is not a format; choose of: {', '.join(WeightFormat)}"
+        )
+    found = sorted(map(WeightFormat, names), key=lambda x: not x.activations.static)
+    if len({x.storage for x in found}) < len(found):
+        raise UserError(
+            f"--weights {asked} names weights that are stored in one way twice; name each once"
+        )
+    return found
 
 
 def _shadows(found: Calibration) -> str:

@@ -22,12 +22,14 @@ from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.host.files import LONGEST_TEXT_BYTES
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack, pack_q4, padded
-from hetero.compiling.static_scales import StaticWeights, static_weights
+from hetero.compiling.static_scales import NO_CHANNELS, Channels, StaticWeights, static_weights
 from hetero.compiling.walk import Progress, Site, walk
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.calibration_record import DEFAULT_OUTLIERS
 from hetero.models.fields import read_text
+from hetero.models.layout import block_matrices
+from hetero.models.packing import SourceTensor, pack_rows
 from hetero.models.weights import BlockWeights, ModelWeights
 
 DAMPING: Final = 0.01  # of the mean diagonal of H, as in the paper
@@ -37,10 +39,56 @@ _CHOICES: Final = "choose w4a16 or w4a8 (GPTQ), or w8a8 (static scales)"
 Float64Array = npt.NDArray[np.float64]
 
 
+class RoundedWeights(ModelWeights):
+    """The matrices of `exact` (f32) rounded to a format, without the columns of `hot` channels."""
+
+    def __init__(
+        self, exact: ModelWeights, weight_format: WeightFormat, hot: Mapping[str, Channels]
+    ) -> None:
+        super().__init__(exact.config, weight_format)
+        self.source, self._exact, self._hot = exact.source, exact, dict(hot)
+
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks, as it was."""
+        return self._exact.end_vector(name)
+
+    def release(self, index: int) -> None:
+        """Forget a block here and in the source."""
+        super().release(index)
+        self._exact.release(index)
+
+    def _load_block(self, index: int) -> BlockWeights:
+        exact = self._exact.block(index)
+        packed = {
+            x.name: self._pack(exact.matrix(x.name), f"blocks.{index}.{x.name}")
+            for x in block_matrices(self.config)
+        }
+        vectors = {x.name: getattr(exact, x.name) for x in self.vectors()}
+        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        return self._pack(self._exact.embed() if name == "embed" else self._exact.lm_head(), name)
+
+    def _pack(self, weight: PackedWeight, name: str) -> PackedWeight:
+        cold, _ = split_hot(weight.dequantize(), self._hot.get(name, NO_CHANNELS))
+        return pack_rows([SourceTensor(name, cold)], self.weight_format.storage)
+
+
+def split_hot(weight: Float32Array, hot: Channels) -> tuple[Float32Array, Float32Array]:
+    """A weight [n, k] with zeros in hot columns, and these as a slab [n, h] holds them."""
+    slab: Float32Array = weight[:, hot].astype(np.float16).astype(np.float32)
+    if not len(hot):
+        return weight, slab
+    cold = weight.copy()
+    cold[:, hot] = 0
+    return cold, slab
+
+
 class CalibratedWeights(ModelWeights):
     """4-bit weights of `exact` (f32), chosen on calibration tokens.
 
     `sequences` are token ids, each of which fits the model's context. All blocks are made at once.
+    Columns of `hot` channels, by block and matmul, are floats beside them, and are not in them.
     """
 
     def __init__(
@@ -49,8 +97,10 @@ class CalibratedWeights(ModelWeights):
         weight_format: WeightFormat,
         sequences: Sequence[Sequence[int]],
         progress: Progress | None = None,
+        hot: Mapping[str, Channels] | None = None,
     ) -> None:
         super().__init__(exact.config, weight_format)
+        self._hot = dict(hot or {})
         if weight_format.storage is not StorageFormat.Q4 or exact.weight_format != "f32":
             raise UserError(f"GPTQ makes 4-bit weights of f32 ones: {_CHOICES}")
         self.source = exact.source
@@ -79,9 +129,12 @@ class CalibratedWeights(ModelWeights):
         def quantise(site: Site) -> Mapping[str, WeightValue]:
             if site.role == "lm_head" and self.config.tie_word_embeddings:
                 return site.values
-            chosen[site.role] = gptq(site.dense(), hessian(site.inputs))
-            exact = pack(chosen[site.role].dequantize(), StorageFormat.F32)
-            return {**site.values, "weight": exact}
+            hot = self._hot.get(f"blocks.{site.node.layer}.{site.role}", NO_CHANNELS)
+            cold, slab = split_hot(site.dense(), hot)
+            chosen[site.role] = gptq(cold, hessian(site.inputs))
+            goes_on = chosen[site.role].dequantize()
+            goes_on[:, hot] += slab
+            return {**site.values, "weight": pack(goes_on, StorageFormat.F32)}
 
         walk(
             self._exact,
@@ -180,6 +233,50 @@ def calibrated(
             loaded.weights, sequences, outliers=outliers, text=words, progress=progress
         )
     return CalibratedWeights(loaded.weights, weight_format, sequences, progress)
+
+
+def calibrated_together(
+    formats: Sequence[WeightFormat],
+    model: str,
+    text: Path,
+    limit: int,
+    progress: Progress | None = None,
+    *,
+    outliers: str = DEFAULT_OUTLIERS,
+) -> tuple[ModelWeights, list[ModelWeights]]:
+    """Weights of a MODEL in the first of some formats (`calibrated`), and in the others, which are
+    stored beside them. Raises `UserError`, also where a format has nothing to choose.
+    """
+    first, *others = formats
+    source = calibrated(model, first.value, text, limit, progress, outliers=outliers)
+    if not isinstance(source, StaticWeights):
+        return source, [calibrated(model, x.value, text, limit, progress) for x in others]
+    return source, [besides(source, x, model, text, limit, progress) for x in others]
+
+
+def besides(
+    first: StaticWeights,
+    weight_format: WeightFormat,
+    model: str,
+    text: Path,
+    limit: int,
+    progress: Progress | None = None,
+) -> ModelWeights:
+    """The matrices of a MODEL in another format, to be stored beside those of w8a8 that the same
+    text gave: their shadows are its as well, so hot columns are in neither. 4 bits by GPTQ.
+
+    Raises `UserError` where the shadow is what w8a8's codes cut off, which other formats do not.
+    """
+    if first.calibration is not None and first.calibration.excess and first.calibration.shadowed:
+        raise UserError(
+            f"--outliers paper adds what the codes of w8a8 cut off, which {weight_format} does "
+            "not: store one format, or choose other --outliers"
+        )
+    loaded, _, sequences = calibration_sequences(model, text, limit)
+    hot = {name: scale.hot for name, scale in first.chosen.items() if not scale.excess}
+    if weight_format.storage is StorageFormat.Q4:
+        return CalibratedWeights(loaded.weights, weight_format, sequences, progress, hot)
+    return RoundedWeights(loaded.weights, weight_format, hot)
 
 
 def calibration_sequences(

@@ -31,7 +31,7 @@ from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.engine import place
-from hetero.runtime.kernels import cut_weights, node_weights
+from hetero.runtime.kernels import cut_weights, node_weights, stored_for
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
 from hetero.solver.placement import Placement
@@ -253,9 +253,12 @@ def _graphs(
         each = [node_weights(node, block, weights) for node in job.group.nodes]
         digest = catalog.group_digest(each)
         return catalog.all_group_graphs(job.group.group, job.sizes, each, digest), False
-    values: Mapping[str, WeightValue] = node_weights(job.node, block, weights)
+    values: Mapping[str, WeightValue] = node_weights(job.node, block, weights, besides=True)
     if job.segment is not None:
-        values = cut_weights(values, *job.segment.rows)
+        assert isinstance(job.op, MatMul)
+        assert isinstance(job.node.op, MatMul)
+        own = stored_for(job.op, job.node.op, values)
+        values = cut_weights(own, *job.segment.rows)
     digest = catalog.constants_digest(job.op, values)
     return catalog.all_graphs(job.op, job.sizes, values, digest), bool(digest)
 

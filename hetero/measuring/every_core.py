@@ -119,6 +119,13 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
+def _small(weight_format: WeightFormat) -> ModelWeights:
+    """The demo; with random weights where its own have no static scales."""
+    if weight_format.activations.static:
+        return RandomWeights(open_model(SMALL).config, weight_format)
+    return open_model(SMALL, weights=weight_format).weights
+
+
 def _large(weight_format: WeightFormat) -> ModelWeights:
     whole = known_config(LARGE)
     config = replace(
@@ -133,7 +140,7 @@ def _large(weight_format: WeightFormat) -> ModelWeights:
 
 def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
     """Median seconds of the prompts and the decoding steps of both models, in this process."""
-    models = {"small": open_model(SMALL, weights=weight_format).weights}
+    models = {"small": _small(weight_format)}
     models["large"] = _large(weight_format)
     found: dict[str, float] = {}
     for size, weights in models.items():

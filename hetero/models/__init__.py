@@ -21,7 +21,7 @@ from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
-from hetero.models.manifest import MANIFEST_FILE, is_quantised, read_manifest
+from hetero.models.manifest import MANIFEST_FILE, Manifest, is_quantised, read_manifest
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import ModelGraph
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
+AUTO = "auto"  # of `weights`: what is stored
 LONGEST_NAME = 255  # characters, of every common file system
 
 
@@ -93,12 +94,14 @@ class LoadedModel:
 
     def spec(self) -> ModelGraph:
         """Shapes only, for the solver."""
-        return model_graph(
+        found = model_graph(
             self.config,
             self.weights.weight_format,
             self.name,
             shadows=self.weights.outliers(),
         )
+        also = self.weights.also
+        return found.model_copy(update={"also": also}) if also else found
 
 
 def default_weights(model: str | Path) -> str:
@@ -118,11 +121,12 @@ def open_model(
 ) -> LoadedModel:
     """Open a MODEL. Weights are read (or drawn from `seed`) block by block, when asked for.
 
-    `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, by default `default_weights`; w8a8,
-    being calibrated, is of quantised directories and random models. A quantised directory serves
-    the formats of its storage; with `verify` its weights are hashed, which reads them all. Raises
-    `ModelError`.
+    `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, by default (or by `auto`)
+    `default_weights`; w8a8, being calibrated, is of quantised directories and random models. A
+    quantised directory serves the formats of its storages, all of them together by default; with
+    `verify` its weights are hashed, which reads them all. Raises `ModelError`.
     """
+    weights = None if weights == AUTO else weights
     weight_format = _weight_format(default_weights(model) if weights is None else weights)
     if str(model).startswith(random_models.PREFIX):
         return _open_random(str(model), weight_format, seed)
@@ -130,7 +134,7 @@ def open_model(
     if path.is_file():
         return _open_gguf(path, weight_format)
     if is_quantised(path):
-        return _open_quantised(path, weight_format, verify=verify)
+        return _open_quantised(path, weight_format, verify=verify, besides=weights is None)
     return _open_checkpoint(path, weight_format)
 
 
@@ -223,20 +227,37 @@ def gguf_config(path: Path) -> ModelConfig:
     return read_config(GgufFile(path))
 
 
-def _open_quantised(path: Path, weight_format: WeightFormat, *, verify: bool) -> LoadedModel:
-    converts = path == DEMO_DIRECTORY  # of which there is no original to quantise again
-    if converts:
-        _refuse_uncalibrated(path, weight_format)
-    manifest, stored = quantized.open_directory(
-        path, None if converts else weight_format, verify=verify
+def _open_quantised(
+    path: Path, weight_format: WeightFormat, *, verify: bool, besides: bool
+) -> LoadedModel:
+    if path == DEMO_DIRECTORY:
+        return _open_demo(path, weight_format, verify)
+    manifest, weights = quantized.open_directory(
+        path, weight_format, verify=verify, besides=besides
     )
+    identity = (path / MANIFEST_FILE).read_bytes()
+    if weights.weight_format.storage is not manifest.storage:
+        identity += weights.weight_format.storage.encode()
+    return _quantised_model(path, manifest, weights, identity)
+
+
+def _open_demo(path: Path, weight_format: WeightFormat, verify: bool) -> LoadedModel:
+    """In any format: there is no original to quantise again."""
+    _refuse_uncalibrated(path, weight_format)
+    manifest, stored = quantized.open_directory(path, verify=verify)
     weights: ModelWeights = stored
     identity = (path / MANIFEST_FILE).read_bytes()
-    if converts and weight_format.storage is not manifest.storage:
+    if weight_format.storage is not manifest.storage:
         weights = ConvertedWeights(stored, weight_format)
         identity += weight_format.storage.encode()
-    elif converts:
+    else:
         stored.weight_format = weight_format
+    return _quantised_model(path, manifest, weights, identity)
+
+
+def _quantised_model(
+    path: Path, manifest: Manifest, weights: ModelWeights, identity: bytes
+) -> LoadedModel:
     return LoadedModel(
         name=manifest.name,
         config=weights.config,

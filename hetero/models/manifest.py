@@ -15,8 +15,8 @@ from hetero.models.fields import read_json_object
 
 MANIFEST_FILE = "hetero.json"
 WEIGHTS_FILE = "weights.safetensors"
-SCHEMA_VERSION: Final = 2  # 1: without `calibration`
-READS: Final = (1, 2)
+SCHEMA_VERSION: Final = 3  # 1: without `calibration`; 2: without `also`
+READS: Final = (1, 2, 3)
 KIND: Final = "hetero-quantized"
 
 _HASH_PIECE_BYTES = 1 << 22
@@ -32,18 +32,33 @@ class FileRecord(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
+class AlsoStored(BaseModel):
+    """All matrices in another format, in a weight file of their own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weight_format: WeightFormat
+    header_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    @property
+    def file(self) -> str:
+        """Its name in the directory."""
+        return f"weights-{self.weight_format.storage.value}.safetensors"
+
+
 class Manifest(BaseModel):
     """Contents of `hetero.json`. `files` are all others of the directory, by relative path.
 
     `header_sha256` is of the weight file's header, which is checked at every opening; `tokenizer`
     says whether text becomes ids by the tokenizer files or byte by byte. `calibration` is there
-    where activations have static scales that come from a text.
+    where activations have static scales that come from a text; `also` are the matrices in other
+    formats.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["hetero-quantized"] = KIND
-    schema_version: Literal[1, 2] = SCHEMA_VERSION
+    schema_version: Literal[1, 2, 3] = SCHEMA_VERSION
     name: str
     weight_format: WeightFormat
     storage: StorageFormat
@@ -53,6 +68,24 @@ class Manifest(BaseModel):
     source: str = ""
     hetero_version: str = ""
     calibration: Calibration | None = None
+    also: tuple[AlsoStored, ...] = ()
+
+    @property
+    def stored(self) -> tuple[WeightFormat, ...]:
+        """Formats that the weights were stored for, the model's own first."""
+        return (self.weight_format, *(x.weight_format for x in self.also))
+
+    @model_validator(mode="after")
+    def _also_differs(self) -> Self:
+        storages = [x.storage for x in self.stored]
+        if len(set(storages)) < len(storages) or (self.also and self.schema_version < 3):
+            raise ValueError(
+                f"also must name other storages than {self.storage}, each once, in a manifest of "
+                f"version 3, got {', '.join(self.stored)} in version {self.schema_version}"
+            )
+        if any(x.weight_format.activations.static for x in self.also):
+            raise ValueError("also cannot have static scales: these are of the first format")
+        return self
 
     @model_validator(mode="after")
     def _calibration_belongs(self) -> Self:
@@ -96,9 +129,10 @@ def check_files(directory: Path, manifest: Manifest, *, verify: bool) -> None:
 
     Raises `ModelError` that names the first file that differs.
     """
-    if WEIGHTS_FILE not in manifest.files or "config.json" not in manifest.files:
+    weights = (WEIGHTS_FILE, *(x.file for x in manifest.also))
+    if not manifest.files.keys() >= {*weights, "config.json"}:
         raise ModelError(
-            f"{directory / MANIFEST_FILE}: files must list {WEIGHTS_FILE} and config.json; "
+            f"{directory / MANIFEST_FILE}: files must list {', '.join(weights)} and config.json; "
             f"{_REMEDY}"
         )
     for name, record in manifest.files.items():
@@ -111,7 +145,7 @@ def check_files(directory: Path, manifest: Manifest, *, verify: bool) -> None:
                 f"{path}: must have {record.size_bytes} bytes by {MANIFEST_FILE}, got {size}; "
                 f"{_REMEDY}"
             )
-        if (verify or name != WEIGHTS_FILE) and file_sha256(path) != record.sha256:
+        if (verify or name not in weights) and file_sha256(path) != record.sha256:
             raise ModelError(
                 f"{path}: does not have the SHA-256 that {MANIFEST_FILE} names; {_REMEDY}"
             )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,14 @@ from hetero.models.layout import (
     page_padded,
     scaled_inputs,
 )
-from hetero.models.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, check_files, read_manifest
+from hetero.models.manifest import (
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    AlsoStored,
+    Manifest,
+    check_files,
+    read_manifest,
+)
 from hetero.models.safetensors_file import SafetensorsFile
 from hetero.models.weights import BlockWeights, ModelWeights, Shadow
 
@@ -76,6 +83,7 @@ class QuantizedWeights(ModelWeights):
         config: ModelConfig,
         weight_format: WeightFormat,
         calibration: Calibration | None = None,
+        also: Sequence[AlsoStored] = (),
     ) -> None:
         super().__init__(config, weight_format)
         self.calibration = calibration
@@ -83,6 +91,10 @@ class QuantizedWeights(ModelWeights):
         self.file = SafetensorsFile(directory / WEIGHTS_FILE)
         _check_plan(self.file, weight_plan(config, weight_format.storage, calibration))
         self._check_scales()
+        self.also = tuple(x.weight_format for x in also)
+        self.besides = {
+            x.weight_format.storage: StoredMatrices(directory / x.file, config, x) for x in also
+        }
 
     def end_vector(self, name: str) -> Float32Array:
         """A vector outside of the blocks."""
@@ -94,11 +106,19 @@ class QuantizedWeights(ModelWeights):
         self.file.forget(
             [x.name for x in block_plan(self.config, self._storage, index, self.calibration)]
         )
+        for one in self.besides.values():
+            one.release(index)
 
     def release_ends(self) -> None:
         """Forget embeddings and output head; their pages leave memory."""
         super().release_ends()
         self.file.forget([x.name for x in end_plan(self.config, self._storage)])
+        for one in self.besides.values():
+            one.release(None)
+
+    def head_in(self, storage: StorageFormat) -> PackedWeight:
+        """The output head as it is stored besides."""
+        return self.besides[storage].end("embed" if self.config.tie_word_embeddings else "lm_head")
 
     @property
     def _storage(self) -> StorageFormat:
@@ -110,7 +130,8 @@ class QuantizedWeights(ModelWeights):
         vectors = {x.name: self.file.array(prefix + x.name) for x in self.vectors()}
         shadows = {x.name: self._shadow(prefix + x.name, x.k) for x in block_matrices(self.config)}
         found = {name: shadow for name, shadow in shadows.items() if shadow is not None}
-        return BlockWeights(**packed, **vectors, shadows=found)  # type: ignore[arg-type]
+        also = {storage: one.block(index) for storage, one in self.besides.items()}
+        return BlockWeights(**packed, **vectors, shadows=found, also=also)  # type: ignore[arg-type]
 
     def _shadow(self, name: str, k: int) -> Shadow | None:
         if self.calibration is None or not self.calibration.hot(name):
@@ -148,34 +169,114 @@ class QuantizedWeights(ModelWeights):
         return self._packed("", next(x for x in end_matrices(self.config) if x.name == name))
 
     def _packed(self, prefix: str, shape: MatrixShape) -> PackedWeight:
-        name = prefix + shape.name
-        scales = self.file.array(f"{name}.scales") if self._storage.quantised else None
-        data = self.file.array(f"{name}.data")
-        return PackedWeight(self._storage, shape.n, shape.k, data, scales)
+        return _packed(self.file, self._storage, prefix, shape)
+
+
+class StoredMatrices:
+    """A model's matrices in another storage, mapped from a file of their own. Raises `ModelError`
+    for another file than the manifest names.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, record: AlsoStored) -> None:
+        self.config, self.storage = config, record.weight_format.storage
+        self.file = SafetensorsFile(path)
+        _check_plan(self.file, matrices_plan(config, self.storage))
+        _check_header(self.file, record.header_sha256)
+
+    def block(self, index: int) -> dict[str, PackedWeight]:
+        """The matrices of a block, by name."""
+        prefix = f"blocks.{index}."
+        shapes = block_matrices(self.config)
+        return {x.name: _packed(self.file, self.storage, prefix, x) for x in shapes}
+
+    def end(self, name: str) -> PackedWeight:
+        """`embed` or `lm_head`."""
+        shape = next(x for x in end_matrices(self.config) if x.name == name)
+        return _packed(self.file, self.storage, "", shape)
+
+    def release(self, index: int | None) -> None:
+        """Pages of a block leave memory until something reads them again; None: of the ends."""
+        prefix = "" if index is None else f"blocks.{index}."
+        shapes = end_matrices(self.config) if index is None else block_matrices(self.config)
+        self.file.forget([y.name for x in shapes for y in _matrix_plan(prefix, x, self.storage)])
+
+
+class OtherStorage(ModelWeights):
+    """A quantised directory by matrices that it holds besides; all else is `inner`'s."""
+
+    source: Path
+
+    def __init__(self, inner: QuantizedWeights, weight_format: WeightFormat) -> None:
+        super().__init__(inner.config, weight_format)
+        self.calibration, self.source = inner.calibration, inner.source
+        self._inner, self._stored = inner, inner.besides[weight_format.storage]
+
+    def end_vector(self, name: str) -> Float32Array:
+        """A vector outside of the blocks."""
+        return self._inner.end_vector(name)
+
+    def release(self, index: int) -> None:
+        """Forget a block here and in the files."""
+        super().release(index)
+        self._inner.release(index)
+
+    def release_ends(self) -> None:
+        """Forget embeddings and output head here and in the files."""
+        super().release_ends()
+        self._inner.release_ends()
+
+    def _load_block(self, index: int) -> BlockWeights:
+        whole = self._inner.block(index)
+        vectors = {x.name: getattr(whole, x.name) for x in self.vectors()}
+        stored = self._stored.block(index)
+        return BlockWeights(**stored, **vectors, shadows=whole.shadows)  # type: ignore[arg-type]
+
+    def _load_matrix(self, name: str) -> PackedWeight:
+        return self._stored.end(name)
+
+
+def _packed(
+    file: SafetensorsFile, storage: StorageFormat, prefix: str, shape: MatrixShape
+) -> PackedWeight:
+    name = prefix + shape.name
+    scales = file.array(f"{name}.scales") if storage.quantised else None
+    return PackedWeight(storage, shape.n, shape.k, file.array(f"{name}.data"), scales)
 
 
 def open_directory(
-    directory: Path, weight_format: WeightFormat | None = None, *, verify: bool = False
-) -> tuple[Manifest, QuantizedWeights]:
+    directory: Path,
+    weight_format: WeightFormat | None = None,
+    *,
+    verify: bool = False,
+    besides: bool = False,
+) -> tuple[Manifest, QuantizedWeights | OtherStorage]:
     """Open what `hetero.models.quantized.save` wrote.
 
-    `weight_format` defaults to the one it was saved for. Checks sizes, schema, header and the small
+    `weight_format` defaults to the one it was saved for; with `besides` what is stored besides is
+    there as well. Checks sizes, schema, header and the small
     files' hashes; with `verify` the weights' hash too. Raises `ModelError`.
     """
     manifest = read_manifest(directory)
     wanted = weight_format or manifest.weight_format
-    if wanted.storage is not manifest.storage:
+    if wanted.storage not in {x.storage for x in manifest.stored}:
         raise _other_storage(directory, manifest, wanted)
     check_files(directory, manifest, verify=verify)
     config = ModelConfig.from_directory(directory)
     _check_calibration(directory, manifest, config)
-    weights = QuantizedWeights(directory, config, wanted, manifest.calibration)
-    if hashlib.sha256(weights.file.header()).hexdigest() != manifest.header_sha256:
+    other = wanted.storage is not manifest.storage
+    also = manifest.also if other or besides else ()
+    own = manifest.weight_format if other else wanted
+    weights = QuantizedWeights(directory, config, own, manifest.calibration, also)
+    _check_header(weights.file, manifest.header_sha256)
+    return manifest, OtherStorage(weights, wanted) if other else weights
+
+
+def _check_header(file: SafetensorsFile, sha256: str) -> None:
+    if hashlib.sha256(file.header()).hexdigest() != sha256:
         raise ModelError(
-            f"{directory / WEIGHTS_FILE}: header does not have the SHA-256 that hetero.json names; "
+            f"{file.path}: header does not have the SHA-256 that hetero.json names; "
             "run hetero quantize again"
         )
-    return manifest, weights
 
 
 def weight_plan(
@@ -186,6 +287,13 @@ def weight_plan(
     for index in range(config.num_layers):
         plan += block_plan(config, storage, index, calibration)
     return plan + end_plan(config, storage)
+
+
+def matrices_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
+    """Tensors of a weight file that has matrices alone, in file order."""
+    places = [(f"blocks.{i}.", x) for i in range(config.num_layers) for x in block_matrices(config)]
+    places += [("", shape) for shape in end_matrices(config)]
+    return [tensor for prefix, x in places for tensor in _matrix_plan(prefix, x, storage)]
 
 
 def block_plan(
@@ -318,9 +426,10 @@ def _check_calibration(directory: Path, manifest: Manifest, config: ModelConfig)
 
 
 def _other_storage(directory: Path, manifest: Manifest, wanted: WeightFormat) -> ModelError:
-    served = [x.value for x in WeightFormat if x.storage is manifest.storage]
+    storages = [x.storage for x in manifest.stored]
+    served = [x.value for x in WeightFormat if x.storage in storages]
     return ModelError(
-        f"{directory}: holds {manifest.storage} weights, which serve {' and '.join(served)}, not "
-        f"{wanted}; use --weights {served[0]}, or run hetero quantize on the original model with "
-        f"--weights {wanted}"
+        f"{directory}: holds {' and '.join(storages)} weights, which serve "
+        f"{' and '.join(served)}, not {wanted}; use --weights {served[0]}, or run hetero "
+        f"quantize on the original model with --weights {wanted}"
     )

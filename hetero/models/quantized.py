@@ -10,13 +10,14 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.formats import StorageFormat
 from hetero.backends.host.files import (
     remove_partials,
     replace_directory,
@@ -24,10 +25,11 @@ from hetero.backends.host.files import (
     sync_directory,
 )
 from hetero.errors import ModelError
-from hetero.models.layout import end_vectors, page_padded
+from hetero.models.layout import block_matrices, end_matrices, end_vectors, page_padded
 from hetero.models.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
+    AlsoStored,
     FileRecord,
     Manifest,
     file_sha256,
@@ -35,8 +37,10 @@ from hetero.models.manifest import (
     read_manifest,
 )
 from hetero.models.packed_file import (
+    PlannedTensor,
     block_arrays,
     file_header,
+    matrices_plan,
     matrix_arrays,
     open_directory,
     weight_plan,
@@ -67,8 +71,10 @@ def save(
     name: str | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
+    also: Sequence[ModelWeights] = (),
 ) -> Path:
-    """Write `weights`, their configuration and their tokenizer's files to `out_dir`.
+    """Write `weights`, their configuration and their tokenizer's files to `out_dir`; of `also`,
+    the same model in formats of other storages, the matrices.
 
     `progress(done_bytes, total_bytes)` is called after every block. At most one block and the
     output head are in memory beyond what the weights keep; every block is released once written.
@@ -78,10 +84,11 @@ def save(
     out = Path(out_dir).expanduser().resolve()
     remove_partials(out)  # they take room
     check_destination(out, overwrite=overwrite)
-    _check_space(out, weights)
+    _check_space(out, weights, also)
     try:
         with scratch_directory(out) as temporary:
-            _write_directory(weights, temporary, name or _default_name(weights, out), progress)
+            named = name or _default_name(weights, out)
+            _write_directory(weights, also, temporary, named, progress)
             replace_directory(temporary, out)
     except OSError as error:
         raise ModelError(
@@ -123,8 +130,10 @@ def _refuse_foreign_files(out: Path) -> None:
         )
 
 
-def _check_space(out: Path, weights: ModelWeights) -> None:
+def _check_space(out: Path, weights: ModelWeights, also: Sequence[ModelWeights]) -> None:
     plan = weight_plan(weights.config, weights.weight_format.storage, weights.calibration)
+    for one in also:
+        plan += matrices_plan(one.config, one.weight_format.storage)
     needed = sum(page_padded(tensor.nbytes) for tensor in plan) + _SPARE_BYTES
     free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -139,9 +148,22 @@ def _default_name(weights: ModelWeights, out: Path) -> str:
 
 
 def _write_directory(
-    weights: ModelWeights, directory: Path, name: str, progress: Progress | None
+    weights: ModelWeights,
+    also: Sequence[ModelWeights],
+    directory: Path,
+    name: str,
+    progress: Progress | None,
 ) -> None:
-    header_sha256, record = _write_weights(weights, directory / WEIGHTS_FILE, progress)
+    storage = weights.weight_format.storage
+    plan = weight_plan(weights.config, storage, weights.calibration)
+    header_sha256, record = _write_weights(
+        plan, storage, _parts(weights), directory / WEIGHTS_FILE, progress
+    )
+    records, besides = {WEIGHTS_FILE: record}, []
+    for one in also:
+        found, record = _write_also(one, directory, progress)
+        besides.append(found)
+        records[found.file] = record
     _write_text(directory / "config.json", json.dumps(weights.config.to_dict(), indent=2) + "\n")
     if weights.source is not None and weights.source.is_file():
         from hetero.models.gguf import GgufFile, read_tokenizer  # the library behind it is heavy
@@ -150,39 +172,55 @@ def _write_directory(
             _sync_file(path)
     elif weights.source is not None:
         _copy_tokenizer(weights.source, directory)
-    others = [x for x in directory.rglob("*") if x.is_file() and x.name != WEIGHTS_FILE]
+    others = [x for x in directory.rglob("*") if x.is_file() and x.name not in records]
     files = {x.relative_to(directory).as_posix(): _record(x) for x in sorted(others)}
     manifest = Manifest(
         name=name,
-        schema_version=1 if weights.calibration is None else 2,
+        schema_version=3 if besides else 1 if weights.calibration is None else 2,
         weight_format=weights.weight_format,
         storage=weights.weight_format.storage,
         tokenizer="bytes" if _has_byte_tokenizer(weights) else "files",
         header_sha256=header_sha256,
-        files={WEIGHTS_FILE: record, **files},
+        files={**records, **files},
         source="" if weights.source is None else weights.source.resolve().name,
         hetero_version=_version(),
         calibration=weights.calibration,
+        also=tuple(besides),
     )
-    left_out = {"calibration"} if weights.calibration is None else None
+    left_out = {x for x in ("calibration", "also") if not getattr(manifest, x)}
     text = manifest.model_dump_json(indent=2, exclude=left_out)
     _write_text(directory / MANIFEST_FILE, text + "\n")
     sync_directory(directory)
 
 
-def _write_weights(
-    weights: ModelWeights, path: Path, progress: Progress | None
-) -> tuple[str, FileRecord]:
-    """The weight file; returns the hash of its header and the file's record."""
+def _write_also(
+    weights: ModelWeights, directory: Path, progress: Progress | None
+) -> tuple[AlsoStored, FileRecord]:
+    """The matrices in a file of their own."""
+    found = AlsoStored(weight_format=weights.weight_format, header_sha256="0" * 64)
     storage = weights.weight_format.storage
+    plan = matrices_plan(weights.config, storage)
+    header_sha256, record = _write_weights(
+        plan, storage, _matrices(weights), directory / found.file, progress
+    )
+    return found.model_copy(update={"header_sha256": header_sha256}), record
+
+
+def _write_weights(
+    plan: list[PlannedTensor],
+    storage: StorageFormat,
+    parts: Iterator[Iterator[npt.NDArray[Any]]],
+    path: Path,
+    progress: Progress | None,
+) -> tuple[str, FileRecord]:
+    """A weight file; returns the hash of its header and the file's record."""
     metadata = {"format": f"hetero-{storage.value}", "schema_version": "1"}
-    plan = weight_plan(weights.config, storage, weights.calibration)
     header = file_header(plan, metadata)
     total = len(header) + sum(page_padded(tensor.nbytes) for tensor in plan)
     with path.open("wb") as file:
         writer = _HashingWriter(file)
         writer.write(header)
-        for arrays in _parts(weights):
+        for arrays in parts:
             for array in arrays:
                 writer.write_padded(array)
             if progress is not None:
@@ -193,6 +231,18 @@ def _write_weights(
     return hashlib.sha256(header[8:]).hexdigest(), FileRecord(
         size_bytes=total, sha256=writer.digest.hexdigest()
     )
+
+
+def _matrices(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
+    """Arrays in the order of `matrices_plan`; each part is released as those of `_parts` are."""
+    for index in range(weights.config.num_layers):
+        block = weights.block(index)
+        for shape in block_matrices(weights.config):
+            yield matrix_arrays(block.matrix(shape.name))
+        weights.release(index)
+    for shape in end_matrices(weights.config):
+        yield matrix_arrays(weights.embed() if shape.name == "embed" else weights.lm_head())
+    weights.release_ends()
 
 
 def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.ops import Outliers
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.calibration_record import Calibration, hot_bytes
@@ -38,7 +38,8 @@ class BlockWeights:
     Norms and biases are float32 vectors, None where the model has none: `post_norm` is the norm
     before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names. An
     `x_scale` [1] is the step of the codes of that matmul's input, where the format has one;
-    `shadows` are hot channels by matmul, where calibration found some.
+    `shadows` are hot channels by matmul, where calibration found some; their columns are zero in
+    every storage. `also` are the matrices as they are stored besides, by name.
     """
 
     qkv: PackedWeight
@@ -62,6 +63,12 @@ class BlockWeights:
     q_norm: Float32Array | None = None
     k_norm: Float32Array | None = None
     shadows: Mapping[str, Shadow] = field(default_factory=dict)
+    also: Mapping[StorageFormat, Mapping[str, PackedWeight]] = field(default_factory=dict)
+
+    def matrix(self, name: str, storage: StorageFormat | None = None) -> PackedWeight:
+        """A matrix as the model stores it, or as it does besides."""
+        found: PackedWeight = getattr(self, name) if storage is None else self.also[storage][name]
+        return found
 
 
 class ModelWeights(ABC):
@@ -72,7 +79,8 @@ class ModelWeights(ABC):
     `lm_head()` is the same object as `embed()`. Data and scales of packed weights are page-aligned;
     all arrays are read-only by contract and live as long as anything refers to them. One thread at
     a time. `source` is the directory that the weights come from, None if they were generated;
-    `calibration` says where static scales of activations come from, if from a text.
+    `calibration` says where static scales of activations come from, if from a text; `also` are
+    formats in which all matrices are stored besides.
 
     Reading a block raises `ModelError` when its tensors hold values that are not finite.
     """
@@ -81,6 +89,7 @@ class ModelWeights(ABC):
     weight_format: WeightFormat
     source: Path | None = None
     calibration: Calibration | None = None
+    also: tuple[WeightFormat, ...] = ()
 
     def __init__(self, config: ModelConfig, weight_format: WeightFormat) -> None:
         self.config = config
@@ -138,6 +147,10 @@ class ModelWeights(ABC):
         if name == "weight" and role in ("embed", "lm_head"):
             return self.embed() if role == "embed" else self.lm_head()
         return self.end_vector(f"{role}_{name}" if name in ("bias", "x_scale") else role)
+
+    def head_in(self, storage: StorageFormat) -> PackedWeight:
+        """The output head as it is stored besides. Raises `KeyError` where it is not."""
+        raise KeyError(storage)
 
     def final_norm(self) -> Float32Array:
         """Weight [d] of the norm before the output head."""

@@ -162,7 +162,9 @@ def _choose_by(
     promised = wishes.mode == "hetero" and wishes.max_gpu_share >= 1
     solver = prepare_solver(spec, profile, replace(request, shared=promised))
     plan = solver.plan
-    reason = f"hetero: {TENSOR_LEVEL} (profile {profile.name})"
+    prompts, answers = solver.formats
+    formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
+    reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name})"
     both = Choice("hetero", plan, notes=notes, solver=solver, reason=reason)
     if wishes.mode == "auto":
         return _fastest(Planner(spec, profile), both, wishes)

@@ -181,7 +181,8 @@ class KernelSet:
         assert isinstance(node.op, MatMul)
         (start, stop), op = segment.rows, segment.op(node.op)
         _check_rows(node, start, stop)
-        return _prepare(self._devices[kind], node, op, cut_weights(values, start, stop), graph)
+        own = stored_for(op, node.op, values)
+        return _prepare(self._devices[kind], node, op, cut_weights(own, start, stop), graph)
 
     def _maps(self, kind: DeviceKind) -> bool:
         """Whether a device computes with the packed weights where they lie."""
@@ -192,6 +193,24 @@ class KernelSet:
         accepted = self._devices[kind].accepts(node.op)
         if not accepted:
             raise _refused(self._devices[kind], node, accepted.reason)
+
+
+def stored_for(
+    op: MatMul, whole: MatMul, values: Mapping[str, WeightValue]
+) -> dict[str, WeightValue]:
+    """Of a node's weights those that an operation on its rows takes: a format of another storage
+    than the `whole` node's has the weight that is stored besides.
+    """
+    storage = op.weight_format.storage
+    besides = "" if storage is whole.weight_format.storage else _besides(storage)
+    return {
+        name: values[besides if besides and name == "weight" else name] for name in weight_names(op)
+    }
+
+
+def _besides(storage: StorageFormat) -> str:
+    """The name of a weight that is stored besides."""
+    return f"weight:{storage.value}"
 
 
 def cut_weights(values: Mapping[str, WeightValue], start: int, stop: int) -> dict[str, WeightValue]:
@@ -226,7 +245,8 @@ def prepare_kernels(
         with memory_for("the embeddings" if layer is None else f"the weights of layer {layer}"):
             block = None if layer is None else weights.block(layer)
             for node in members:
-                kernels.add(node, node_weights(node, block, weights), placement)
+                values = node_weights(node, block, weights, besides=True)
+                kernels.add(node, values, placement)
                 if (group := placement.groups.get(node.name)) is not None:
                     kernels.add_group(group, [node_weights(n, block, weights) for n in group.nodes])
         if layer is not None:
@@ -238,14 +258,19 @@ def prepare_kernels(
 
 
 def node_weights(
-    node: Node, block: BlockWeights | None, weights: ModelWeights
+    node: Node, block: BlockWeights | None, weights: ModelWeights, *, besides: bool = False
 ) -> dict[str, WeightValue]:
-    """Weights of a node by the names of `ops.weight_names`."""
+    """Weights of a node by the names of `ops.weight_names`; with `besides` those of a matmul that
+    are stored in another way as well, for `stored_for`.
+    """
     role = node.name.rsplit(".", maxsplit=1)[-1]
     names = weight_names(node.op)
+    also = [x.storage for x in weights.also] if besides and isinstance(node.op, MatMul) else []
     if block is not None:
-        return {name: _block_weight(block, role, name) for name in names}
-    return {name: weights.end(role, name) for name in names}
+        found = {name: _block_weight(block, role, name) for name in names}
+        return found | {_besides(x): block.matrix(role, x) for x in also}
+    found = {name: weights.end(role, name) for name in names}
+    return found | {_besides(x): weights.head_in(x) for x in also}
 
 
 def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import CACHE_PORTS, DeviceKind
 from hetero.profiler.cost import CostModel
@@ -22,7 +23,7 @@ class LaunchCosts:
     """
 
     def __init__(self, cost: CostModel, placement: Placement) -> None:
-        self.cost = cost
+        self.cost, self._placement = cost, placement
         groups = placement.groups.values()
         self._members: dict[str, tuple[Node, ...]] = {
             node.name: (node,) for node in placement.graph.nodes
@@ -64,10 +65,18 @@ class LaunchCosts:
             self._known[key] = self._asked(kind, node, m, n, seen)
         return self._known[key]
 
+    def _format(self, node: Node, op: MatMul, m: int) -> WeightFormat:
+        """What a prompt's matmul computes with: all parts have weights of one storage."""
+        if node.plan_op is None:
+            return op.weight_format
+        part, *_ = self._placement.parts(node, "prefill", m)
+        return part.precision or op.weight_format
+
     def _asked(self, kind: DeviceKind, node: Node, m: int, n: int | None, context: int) -> float:
         op = node.op
         if isinstance(op, MatMul):
-            found = self.cost.matmul_s(kind, op.weight_format, m, n or op.n, op.k)
+            stored = self._format(node, op, m)
+            found = self.cost.matmul_s(kind, stored, m, n or op.n, op.k)
         else:
             found = self.cost.other_s(kind, op, m, context)
         return float(found.seconds)

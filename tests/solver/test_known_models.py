@@ -25,6 +25,7 @@ from hetero.solver.planner import Planner, Settings
 from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
+from hetero.solver.strategy_plans import strategy_plan
 from tests.helpers import Command
 
 PROFILES = ("host", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")
@@ -168,3 +169,14 @@ def test_the_command_line_says_what_was_not_measured(command: Command) -> None:
     assert done.returncode == 0, done.stderr
     text = " ".join((done.stdout + done.stderr).split())
     assert "LayerNorm was not measured: predicted from RMSNorm by its bytes" in text
+
+
+def test_integers_of_the_simulated_chip_are_those_of_the_paper() -> None:
+    """mllm-NPU, section 3.4: the NPU works for 315 ms on 256 tokens of Qwen1.5-1.8B."""
+    graph = model_spec("qwen1.5-1.8b").with_weight_format("w8a8")
+    cost = CostModel(DeviceProfile.load("snapdragon-8-gen-3"))
+    block = [x for x in graph.matmuls if x.name != "lm_head"]
+    npu_s = sum(float(cost.matmul_s("npu", "w8a8", 256, x.n, x.k).seconds) for x in block)
+    assert graph.layers * npu_s == pytest.approx(0.315, rel=1e-3)
+    plan = strategy_plan(graph, cost.profile, "auto", [256])
+    assert plan.devices() == {"gpu", "npu"}
