@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetero.backends.errors import DeviceError
     from hetero.contexts.context import Context
     from hetero.contexts.service import Service
     from hetero.errors import ModelError, UserError
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from hetero.generation.sampling import SamplingParams
     from hetero.measuring.profiling import profile_device
     from hetero.placement.planning import plan
+    from hetero.profiler.errors import ProfileError
     from hetero.profiler.records import DeviceProfile
+    from hetero.solver.errors import PlanError
     from hetero.solver.execution_plan import ExecutionPlan
 
 __version__ = "0.1.0"
@@ -25,11 +28,14 @@ __version__ = "0.1.0"
 _LAZY = {
     "LLM": "hetero.generation.llm",
     "Context": "hetero.contexts.context",
+    "DeviceError": "hetero.backends.errors",
     "DeviceProfile": "hetero.profiler.records",
     "ExecutionPlan": "hetero.solver.execution_plan",
     "GenerationResult": "hetero.generation.loop",
     "ModelError": "hetero.errors",
     "Piece": "hetero.generation.loop",
+    "PlanError": "hetero.solver.errors",
+    "ProfileError": "hetero.profiler.errors",
     "SamplingParams": "hetero.generation.sampling",
     "Service": "hetero.contexts.service",
     "Stats": "hetero.generation.loop",
@@ -41,11 +47,14 @@ _LAZY = {
 __all__ = [
     "LLM",
     "Context",
+    "DeviceError",
     "DeviceProfile",
     "ExecutionPlan",
     "GenerationResult",
     "ModelError",
     "Piece",
+    "PlanError",
+    "ProfileError",
     "SamplingParams",
     "Service",
     "Stats",

@@ -275,6 +275,7 @@ def _result_json(llm: LLM, result: GenerationResult, options: GenerateOptions) -
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
         "kv": llm.kv.value,
+        "weights": ",".join((llm.model.weights.weight_format, *llm.model.weights.also)),
         "plan_id": llm.plan.plan_id,
         "numbers": llm.devices.numbers,
         "peak_rss_bytes": peak_rss_bytes(),

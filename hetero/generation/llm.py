@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack, get_args
+from typing import Any, Self, Unpack, cast, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from hetero.errors import ModelError, UserError
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import Asked, GenerateOptions, read_options
 from hetero.models import LoadedModel, open_model
+from hetero.models.tokenizer import Tokenizer
 from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
@@ -234,17 +235,40 @@ class LLM:
             raise ModelError("the prompt is empty: give some text to go on from")
         return self._loaded.encode(prompt)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, which may end in the middle of a character."""
+        return self.tokenizer.decode(check_ids(tokens))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to token ids and back."""
+        return self._loaded.tokenizer
+
+    @overload
     def generate(
         self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> GenerationResult:
-        """The answer to a prompt (text or token ids), greedy unless a temperature is given.
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self, prompt: list[str], **options: Unpack[GenerateOptions]
+    ) -> list[GenerationResult]: ...
+
+    def generate(
+        self, prompt: str | Sequence[int] | list[str], **options: Unpack[GenerateOptions]
+    ) -> GenerationResult | list[GenerationResult]:
+        """The answer to a prompt (text or token ids), greedy unless a temperature is given; to a
+        list of texts a list of answers, each as if it had been asked alone.
 
         With `chat` a text goes through the chat template first; ids are taken as they are, and the
         answer is a text of its own instead of going on from the prompt. Equal seeds give equal
         answers on one machine and plan. `speculative` tokens are guessed ahead from the text so
         far (`hetero.generation.speculative`), which changes no answer.
         """
-        with self.stream(prompt, **options) as generation:
+        if isinstance(prompt, list) and prompt and all(isinstance(x, str) for x in prompt):
+            texts = cast("list[str]", prompt)
+            return [self.generate(text, **options) for text in texts]
+        with self.stream(cast("str | Sequence[int]", prompt), **options) as generation:
             return _finish(generation)
 
     def generate_many(

@@ -43,6 +43,7 @@ class GenerateOptions(SamplingOptions, total=False):
     logprobs     keep every token's log-probability, and those of this many alternatives
     echo         the prompt is part of the result's text (and of its log-probabilities)
     constraint   which tokens an answer may go on with (`hetero.generation.sampling.Constraint`)
+    sampling     a `SamplingParams`, in place of its fields one by one
     speculative  tokens that are guessed ahead from the text so far; changes no answer
     """
 
@@ -55,6 +56,7 @@ class GenerateOptions(SamplingOptions, total=False):
     speculative: int
     echo: bool
     constraint: Constraint | None
+    sampling: SamplingParams | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +92,22 @@ def read_options(options: GenerateOptions) -> Asked:
         speculative=check_count("speculative", given.pop("speculative", 0), 0),
         echo=bool(given.pop("echo", False)),
         constraint=constraint,
-        sampling=_sampling(given),
+        sampling=_sampling(given, given.pop("sampling", None)),
     )
 
 
-def _sampling(options: dict[str, Any]) -> SamplingParams:
+def _sampling(options: dict[str, Any], whole: object) -> SamplingParams:
     """Sampling parameters; an unknown name is told the nearest."""
+    if whole is not None and not isinstance(whole, SamplingParams):
+        raise UserError(f"sampling must be a hetero.SamplingParams, got {type(whole).__name__}")
     known = SamplingParams.__dataclass_fields__
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "max_tokens", "stop", "chat"], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"{name!r} is not an option of generate{hint}")
-    return SamplingParams(**options)
+    if whole is None:
+        return SamplingParams(**options)
+    if options:
+        raise UserError(f"{next(iter(options))!r} is given beside sampling: give it there")
+    return whole
