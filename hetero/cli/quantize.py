@@ -81,7 +81,8 @@ def _stored(asked: str) -> list[WeightFormat]:
     names = [name.strip() for name in asked.split(",")]
     if unknown := [name for name in names if name not in list(WeightFormat)]:
         raise UserError(
-            f"--weights {unknown[0]!r} is not a format; choose of: {', '.join(WeightFormat)}"
+            f"--weights {unknown[0]!r} is not a format; choose one or two of "
+            f"{', '.join(WeightFormat)}"
         )
     found = sorted(map(WeightFormat, names), key=lambda x: not x.activations.static)
     if len({x.storage for x in found}) < len(found):

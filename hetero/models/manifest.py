@@ -112,9 +112,9 @@ def read_manifest(directory: Path) -> Manifest:
     if raw.get("kind") != KIND:
         raise ModelError(f"{path}: kind must be {KIND!r}, got {raw.get('kind')!r}; {_REMEDY}")
     if version not in READS:
+        known = f"{', '.join(map(str, READS[:-1]))} or {READS[-1]}"
         raise ModelError(
-            f"{path}: schema_version must be {' or '.join(map(str, READS))}, got {version!r}; "
-            f"upgrade hetero, or {_REMEDY}"
+            f"{path}: schema_version must be {known}, got {version!r}; upgrade hetero, or {_REMEDY}"
         )
     try:
         return Manifest.model_validate_json(path.read_bytes())

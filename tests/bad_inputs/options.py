@@ -67,7 +67,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--temprature", "1"), "--temprature"),
 )
 COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("no prompt", ("generate", "{dir}"), "PROMPT"),
+    ("two prompts", ("generate", "{dir}", "hi", "--file", "{dir}/config.json"), "not both"),
     ("no such command", ("genrate", "{dir}", "hi"), "genrate"),
     ("an empty prompt", ("generate", "{dir}", ""), "the prompt is empty: give some text"),
     ("an empty prompt for chat", ("generate", "{dir}", LONG, "--chat", "--device", "npu"),
@@ -147,7 +147,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("quantize: over other files", ("quantize", "{dir}", "--out", "{mixed}", "--overwrite"),
      "which hetero quantize did not write"),
     ("quantize: formats", ("quantize", "{dir}", "--out", "{work}/o", "--weights", "w2"),
-     "'--weights'"),
+     "--weights 'w2' is not a format; choose one or two of w4a16"),
     ("quantize: calibration without text",
      ("quantize", "{dir}", "--out", "{work}/o", "--calibrate", "{work}/none"), "cannot be read"),
     ("quantize: calibration with too little",

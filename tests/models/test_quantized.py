@@ -351,7 +351,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "newer": (
         lambda path: change_manifest(path, schema_version=4),
-        f"hetero.json: schema_version must be 1 or 2 or 3, got 4; upgrade hetero, or {AGAIN}",
+        f"hetero.json: schema_version must be 1, 2 or 3, got 4; upgrade hetero, or {AGAIN}",
     ),
     "other kind": (
         lambda path: change_manifest(path, kind="plan"),
