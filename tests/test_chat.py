@@ -19,6 +19,8 @@ pytest.importorskip("termios")  # a terminal of POSIX
 from tests.terminals import Terminal
 
 CHAT = ("chat", "demo", "--device", "npu", "--max-tokens", "30", "--temperature", "0")
+READY = "\x1b[?2004h"  # bracketed paste is on: the editor takes keys
+CLOSED = "\x1b[?2004l"  # and off again: a line was taken
 GREEDY: GenerateOptions = {"max_tokens": 30, "temperature": 0.0}
 
 
@@ -36,17 +38,28 @@ def said(one: Talk) -> list[str]:
     return [str(message["content"]) for message in one.conversation.messages]
 
 
+def press(terminal: Terminal, keys: str) -> None:
+    """Keys, then what comes of them, up to when the editor takes keys again: earlier ones are the
+    terminal's own.
+    """
+    closed = terminal.text.count(CLOSED)
+    terminal.type(keys)
+    terminal.wait_for(CLOSED, times=closed + 1)
+    end = terminal.text.rindex(CLOSED)
+    while READY not in terminal.text[end:]:
+        terminal.wait_for(READY, times=terminal.text.count(READY) + 1)
+
+
 def test_lines_are_edited_and_remembered_in_a_terminal(tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path)}
     with Terminal(*CHAT, env=env) as terminal:
-        terminal.wait_for("\x1b[?2004h")  # bracketed paste: the editor is ready
+        terminal.wait_for(READY)
         terminal.type("/nonsens\x1b[D\x1b[D")  # two to the left: the letter goes before "ns"
-        terminal.type("e\r")
-        terminal.wait_for("/nonseens is no command")
-        terminal.type("\x1b[A\r")  # up: the same again
-        terminal.wait_for("is no command", times=2)
-        terminal.type("\x03")
-        terminal.wait_for("Ctrl-C again, too")
+        press(terminal, "e\r")
+        assert "/nonseens is no command" in terminal.text
+        press(terminal, "\x1b[A\r")  # up: the same again
+        press(terminal, "\x03")
+        assert "Ctrl-C again, too" in terminal.text
         terminal.type("\x04")
         assert terminal.end() == 0
     assert "Traceback" not in terminal.text

@@ -259,6 +259,10 @@ def _piped() -> Iterator[str]:
         yield line.strip()
 
 
+class _StoppedError(Exception):
+    """Ctrl-C while a line was typed."""
+
+
 def _typed() -> Iterator[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -279,7 +283,11 @@ def _typed() -> Iterator[str]:
         history = FileHistory(str(folder / HISTORY_FILE))
     # Answers go to stdout, which may be a file; what is typed belongs to the terminal.
     session: PromptSession[str] = PromptSession(
-        history=history, key_bindings=keys, output=create_output(stdout=sys.stderr)
+        history=history,
+        key_bindings=keys,
+        output=create_output(stdout=sys.stderr),
+        # A KeyboardInterrupt out of its event loop would leave that unfinished.
+        interrupt_exception=_StoppedError,
     )
     warned = False
     while True:
@@ -287,9 +295,9 @@ def _typed() -> Iterator[str]:
             line = session.prompt("> ").strip()
         except EOFError:
             return
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, _StoppedError):
             if warned:
-                raise
+                raise KeyboardInterrupt from None
             warned = True
             _note("(Ctrl-D or /exit ends; Ctrl-C again, too)")
             continue
