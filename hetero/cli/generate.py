@@ -271,6 +271,7 @@ def _result_json(llm: LLM, result: GenerationResult, options: GenerateOptions) -
         "notes": list(llm.choice.notes),
         "gpu_share": stats.gpu_share,
         "npu_idle_share": stats.npu_idle_share,
+        "prompt_form": stats.prompt_form,
         "adaptations": list(stats.adaptations),
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
@@ -306,10 +307,10 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
         table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
     if stats.npu_idle_share is not None:
         table.add_row("NPU idle", f"{stats.npu_idle_share:.1%} of the prefill")
-    for reason in stats.adaptations:
-        table.add_row("adapted", shown(reason))
-    if stats.choice:
-        table.add_row("chosen", shown(stats.choice))
+    said = [("adapted", reason) for reason in stats.adaptations]
+    for what, text in [("prompt's calls", stats.prompt_form), *said, ("chosen", stats.choice)]:
+        if text:
+            table.add_row(what, shown(text))
     for note in llm.choice.notes:
         if note != stats.choice:
             table.add_row("note", shown(note))

@@ -19,10 +19,10 @@ from hetero.placement.planning import (
     parse_lengths,
     parse_size,
     parse_tokens,
+    planned,
 )
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.report import content, units
 from hetero.solver.report.content import TableData
@@ -119,7 +119,7 @@ def plan_command(
     )
     spec, measured = model_spec(model, weights), find_profile(profile)
     with stderr.status("solving"):
-        found = make_plan(spec, measured, request)
+        found = planned(spec, measured, request)
     others = [] if compare is None else [_other(compare, spec, request)]
     if out is not None:
         found.save(out)
@@ -148,7 +148,7 @@ def _show(
 def _other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
     found = load_either(name)
     if isinstance(found, DeviceProfile):
-        return make_plan(spec, found, request)
+        return planned(spec, found, request)
     return found
 
 
@@ -164,8 +164,8 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
             f"solved in {units.duration(plan.solve_s)}"
         )
     )
-    tables = [content.gains(plan), content.operators(plan), content.what_if(plan, others)]
-    for table in (*tables, content.memory(plan)):
+    tables = [content.gains(plan), content.forms(plan), content.operators(plan)]
+    for table in (*tables, content.what_if(plan, others), content.memory(plan)):
         if table is not None:
             _print(console, table)
     for note in plan.notes:

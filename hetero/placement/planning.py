@@ -14,7 +14,9 @@ from typing import Literal, TypeAlias
 from hetero.errors import UserError, one_sentence
 from hetero.measuring.first_start import scaled_here
 from hetero.models import model_spec
+from hetero.placement.in_flight import with_forms
 from hetero.profiler import files
+from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -67,7 +69,12 @@ def plan(
         margin=margin,
         curves=curves,
     )
-    return make_plan(spec, find_profile(profile), request)
+    return planned(spec, find_profile(profile), request)
+
+
+def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:
+    """The plan of a request and the forms of its prompts. Raises `PlanError` or `ProfileError`."""
+    return with_forms(make_plan(spec, profile, request), spec, CostModel(profile))
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:

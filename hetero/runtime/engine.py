@@ -34,6 +34,7 @@ from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite
+from hetero.runtime.forms import Forms
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.launch_costs import LaunchCosts
@@ -47,10 +48,11 @@ from hetero.runtime.step_lock import StepLock
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser, SyncMethod
+from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Able, Placement, PlanSource, fitted, reach
-from hetero.solver.plan import Phase
+from hetero.solver.plan import Form, Phase
 
 SCORING_PIECE = 32
 LONGEST_VERIFIED = 8
@@ -117,6 +119,7 @@ class _Key(NamedTuple):
     gates: bool
     position: int = 0
     taps: bool = False
+    form: Form = "cut"
 
 
 def _bound(step: Step, context: Context) -> Step:
@@ -278,11 +281,16 @@ class Engine:
         apart = self.order == "fifo" or len(self.devices) < 2 or self.gpu_share is not None
         if apart or self.placement.online or self._sync in ("copy", "finish"):
             return 1
-        return min(WINDOW, -(-self.max_seq_len // self.placement.longest))
+        chunk = self.placement.longest
+        if self.plan.in_flight:
+            chunk = min(chunk, CHUNK_TOKENS)
+        return min(WINDOW, -(-self.max_seq_len // chunk))
 
     def _place(self, plan: ExecutionPlan, source: Solver | None) -> Placement:
         """The plan on the devices that are open."""
         able = {kind: device.capabilities for kind, device in self.devices.items()}
+        if self.order == "fifo" and plan.in_flight:
+            plan = plan.model_copy(update={"in_flight": ()})
         return place(
             plan,
             self.config,
@@ -324,6 +332,17 @@ class Engine:
             self.placement, self.kernels, self.pool, self.devices, self.synchroniser
         )
         self._launch_costs = None if self._cost is None else LaunchCosts(self._cost, self.placement)
+        self.forms: Forms | None = None
+        if self._launch_costs is not None and self.plan.in_flight:
+            queued = (k for k, d in self.devices.items() if d.capabilities.asynchronous)
+            self.forms = Forms(
+                self.placement,
+                self._launch_costs,
+                self.order,
+                window=self.window,
+                asynchronous=frozenset(queued),
+                submit_s=self._launch_costs.submit_s(self.devices),
+            )
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
@@ -398,10 +417,11 @@ class Engine:
         logit_rows: int = 1,
         *,
         taps: bool = False,
+        form: Form = "cut",
     ) -> Step:
         """As `step`, for chunks of a prompt (tokens of each) that are in flight together."""
-        position = _rounded(context.cached)
-        key = _Key("prefill", tuple(chunks), logit_rows, gates=False, position=position, taps=taps)
+        at = _rounded(context.cached)
+        key = _Key("prefill", tuple(chunks), logit_rows, False, at, taps, form)
         return _bound(self._kept(key), context)
 
     def _lowered(
@@ -448,10 +468,11 @@ class Engine:
         return self._lowering.lower_chunks(
             key.chunks,
             key.logit_rows,
-            cost=self._launch_costs.at(key.position, key.chunks),
+            cost=self._launch_costs.at(key.position, key.chunks, key.form),
             submit_s=self._launch_costs.submit_s(self.devices),
             orders=self._orders,
             taps=key.taps,
+            form=key.form,
         )
 
     @property
@@ -524,15 +545,20 @@ class Engine:
         """
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
+        form: Form = "cut"
         start = 0
         while start < len(tokens):
             if self.plan is not plan:
-                plan, steps = self.plan, windows(self.plan.steps(len(tokens) - start), self.window)
+                plan, calls = self.plan, self.plan.steps(len(tokens) - start)
+                if self.forms is not None:
+                    found = self.forms.of(len(tokens) - start, context.cached)
+                    form, calls, context.work.form = found.form, found.calls, str(found)
+                steps = windows(calls, self.window)
             self._check_open()  # since the last call another thread may have closed it
             chunks = steps.pop(0)
             part = tokens[start : start + sum(chunks)]
             start += len(part)
-            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks)
+            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks, form)
             if start < len(tokens):
                 self._check_stream(context, step)
             yield step, start == len(tokens)
@@ -544,11 +570,12 @@ class Engine:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int] = (),
+        form: Form = "cut",
     ) -> Step:
         """A step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
         try:
-            step = self._attempt(context, phase, tokens, logit_rows, chunks)
+            step = self._attempt(context, phase, tokens, logit_rows, chunks, form)
         except DeviceError as error:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.
@@ -574,6 +601,7 @@ class Engine:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int],
+        form: Form = "cut",
     ) -> Step:
         rows: list[int] = []
         if context.mass is not None:
@@ -581,7 +609,7 @@ class Engine:
             rows = [first + row for row in rows_of(phase, first, len(tokens))]
         taps = bool(rows)
         if len(chunks) > 1:
-            step = self.window_step(context, chunks, logit_rows, taps=taps)
+            step = self.window_step(context, chunks, logit_rows, taps=taps, form=form)
         else:
             gates = self.synchroniser.gates_now()
             step = self.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)

@@ -43,7 +43,7 @@ from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Part, Placement, Span
-from hetero.solver.plan import Phase
+from hetero.solver.plan import Form, Phase
 
 CHUNKS_KEPT: Final = 32
 
@@ -108,6 +108,7 @@ class Lowering:
         submit_s: float = 0.0,
         orders: Orders | None = None,
         taps: bool = False,
+        form: Form = "cut",
     ) -> Step:
         """One program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
@@ -121,22 +122,27 @@ class Lowering:
             raise ValueError(
                 f"{len(chunks)} chunks do not fit a pool with slots for {self.pool.chunks}"
             )
-        placed = self.place("prefill", tuple(chunks), logit_rows, taps=taps)
+        placed = self.place("prefill", tuple(chunks), logit_rows, taps=taps, form=form)
         eager = self.synchroniser.eager
-        graph = placed.graph()
         if cost is None or not eager:
-            return placed.bound(in_order(graph, eager=eager), {})
+            return placed.bound(in_order(placed.graph(), eager=eager), {})
         orders = orders or Orders("best")
-        return placed.bound(orders.schedule(graph, cost, submit_s=submit_s), {})
+        return placed.bound(orders.schedule(placed.specs, cost, submit_s=submit_s), {})
 
     def place(
-        self, phase: Phase, chunks: tuple[int, ...], logit_rows: int, *, taps: bool = False
+        self,
+        phase: Phase,
+        chunks: tuple[int, ...],
+        logit_rows: int,
+        *,
+        taps: bool = False,
+        form: Form = "cut",
     ) -> Placed:
         """The launches of a step's chunks; `taps`: and what adds up `mass` behind attention."""
         placed = Placed(phase, chunks, self.pool, self.devices, self.synchroniser, self.handover())
         for i, m in enumerate(chunks):
             rows = logit_rows if i == len(chunks) - 1 else 0
-            self._chunk(_ChunkKey(phase, m, rows, i, taps), placed.handover).place(placed)
+            self._chunk(_ChunkKey(phase, m, rows, i, taps, form), placed.handover).place(placed)
         return placed
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
@@ -161,6 +167,7 @@ class _ChunkKey(NamedTuple):
     logit_rows: int
     chunk: int
     taps: bool
+    form: Form = "cut"
 
 
 class _Chunk:
@@ -170,7 +177,7 @@ class _Chunk:
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         self.lowering, self.handover = lowering, handover
-        self.phase, self.m, self.logit_rows, self.chunk, self.taps = key
+        self.phase, self.m, self.logit_rows, self.chunk, self.taps, self.form = key
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
         self.stages: list[tuple[str, Sequence[Item]]] = []
@@ -188,7 +195,7 @@ class _Chunk:
 
     def _bind(self) -> None:
         for node, kind, graph, parts, group in self.lowering.placement.at(
-            self.phase, self.m, self.logit_rows
+            self.phase, self.m, self.logit_rows, form=self.form
         ):
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
