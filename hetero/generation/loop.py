@@ -241,7 +241,7 @@ class Generation(Iterator[Piece]):
         """Give the context up, which holds what was read so far; idempotent."""
         if self._held:
             self._end_text()
-            self._held = False
+            self._held, self._calls = False, None
             self.context.release()
 
     def __del__(self) -> None:
@@ -308,6 +308,7 @@ class Generation(Iterator[Piece]):
         logits = next(self._calls)
         if logits is None:
             return None
+        self._calls = None  # it knows this object: a circle
         if self._keeps:
             self._kept.logits, self._kept.length = logits.copy(), self.context.cached
         token = self._choose(logits)

@@ -504,6 +504,7 @@ class Engine:
         """Release the devices; idempotent."""
         self._closed = True
         self._steps.clear()
+        self.synchroniser.close()
         for device in self.devices.values():
             device.close()
 

@@ -169,7 +169,13 @@ class _Chunk:
     """
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
-        self.lowering, self.handover = lowering, handover
+        # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
+        self.placement, self.kernels, self.mass = (
+            lowering.placement,
+            lowering.kernels,
+            lowering.mass,
+        )
+        self.handover = handover
         self.phase, self.m, self.logit_rows, self.chunk, self.taps = key
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
@@ -187,7 +193,7 @@ class _Chunk:
             placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
 
     def _bind(self) -> None:
-        for node, kind, graph, parts, group in self.lowering.placement.at(
+        for node, kind, graph, parts, group in self.placement.at(
             self.phase, self.m, self.logit_rows
         ):
             if group is not None:
@@ -232,7 +238,7 @@ class _Chunk:
             if port in OUTPUT_PORTS:
                 self.layout.pop(slot, None)
             operands[port] = operand
-        kernel = self.lowering.kernels.other(node, kind)
+        kernel = self.kernels.other(node, kind)
         own, name = self._own(kind, operands), describe(node.op)
         call = CacheCall(name, kernel, own, caches, graph) if caches else kernel.bind(own, graph)
         return Item(kind, call, reads, writes, (0, self.m), None, operands)
@@ -241,7 +247,7 @@ class _Chunk:
         qkv, position = self._operand(node.slots["qkv"]), self._tensor("position")
         if isinstance(qkv, Panels) or self.handover is not None:
             return
-        kernel = AttentionTap(op, self.lowering.mass, EVERY[self.phase])
+        kernel = AttentionTap(op, self.mass, EVERY[self.phase])
         caches = {"k_cache": node.slots["k_cache"]}
         operands: dict[str, Operand] = {"qkv": qkv, "position": position}
         call = CacheCall(f"{node.name} mass", kernel, operands, caches, self.m)
@@ -264,7 +270,7 @@ class _Chunk:
             handed[port] = operands.setdefault(slot, self._tensor(slot))
         caches = {port: slot for port, slot in group.fixed.items() if port in CACHE_PORTS}
         operands |= {p: self._tensor(slot) for p, slot in group.fixed.items() if p not in caches}
-        kernel = self.lowering.kernels.group(group)
+        kernel = self.kernels.group(group)
         name, bind = group.name, kernel.bind
         call = CacheCall(name, kernel, operands, caches, graph) if caches else bind(operands, graph)
         writes = frozenset(map(self._ref, (*caches.values(), *group.group.outputs)))
@@ -293,7 +299,7 @@ class _Chunk:
             x = source.rows(first + start, first + part.stop)
             y = panels[part.rows].rows(start, part.stop)
             operands = {"x": x, "y": y}
-            kernel = self.lowering.kernels.matmul(node, part)
+            kernel = self.kernels.matmul(node, part)
             call = kernel.bind(self._own(part.kind, operands), part.graph)
             reads, writes = self._slots(node, part.kind)
             if gathered:
@@ -312,7 +318,7 @@ class _Chunk:
             return {spans[0]: tensor}
         tokens = max(part.stop for part in parts)
         if node.name != "lm_head":  # a padded graph reads rows behind the last token, too
-            tokens = max(tokens, self.lowering.placement.padded(self.phase, self.m))
+            tokens = max(tokens, self.placement.padded(self.phase, self.m))
         panels = {
             (a, b): Tensor(
                 tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a
