@@ -303,6 +303,17 @@ BudgetOption = Annotated[
         rich_help_panel=DEVICES,
     ),
 ]
+ShiftOption = Annotated[
+    bool,
+    typer.Option(
+        "--context-shift",
+        help="Forget half where the context is full.",
+    ),
+]
+KeepOption = Annotated[
+    int,
+    typer.Option("--keep", min=0, help="First tokens that --context-shift leaves."),
+]
 TraceOption = Annotated[
     Path | None,
     typer.Option(

@@ -26,7 +26,7 @@ from hetero.contexts.session_file import Identity
 from hetero.contexts.store import ContextStore
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.config import ModelConfig
-from hetero.models.graph import Shadows, model_graph
+from hetero.models.graph import Shadows, model_graph, rope_of
 from hetero.models.weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
@@ -55,6 +55,7 @@ from hetero.solver.plan import Phase
 SCORING_PIECE = 32
 LONGEST_VERIFIED = 8
 STEPS_KEPT = 24
+SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 WINDOW = 4  # chunks of a prompt that are in flight together, at most
 # Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
@@ -190,7 +191,8 @@ class Engine:
         identity = Identity(
             model=fingerprint, weights=str(weights.weight_format), vocabulary=config.vocab_size
         )
-        self.contexts = ContextStore(self.lock, identity, max_seq_len)
+        rope = None if config.positions else rope_of(config)
+        self.contexts = ContextStore(self.lock, identity, max_seq_len, rope)
         self.fallback = ""
         self.copied_bytes = 0
         self.trace: Trace | None = None
@@ -239,6 +241,7 @@ class Engine:
                 self.devices,
                 self._sync,
                 deadline_s=self._deadline_s,
+                token_s=2 * sum(x.n * x.k * x.count for x in self.config.matmuls()) / SLOWEST_FLOPS,
                 gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
             )
         self._lower()
