@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hetero.backends.checks import vector
 from hetero.backends.formats import CacheFormat
 from hetero.backends.opencl.attention import head_vector
-from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import DecodeChunks
@@ -35,7 +35,6 @@ def prepare_decode_chunks(
         "HV": head_vector(op.head_dim, max(LEAST, tuning.vector if lanes == 1 else LEAST)),
         "KV_HEADS": op.kv_heads,
         "HEAD_DIM": op.head_dim,
-        "CAPACITY": op.capacity,
         "TOKENS": op.tokens,
         "BY_TOKEN": int(op.by_token),
     }
@@ -48,6 +47,7 @@ def prepare_decode_chunks(
     def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
         tensors = tensors_of(operands)
         ports = (tensors[port] for port in ("table", "codes", "k_cache", "v_cache"))
-        return [Launch(program, "decode_chunks", size, (lanes, 1), (m, *ports, channels))]
+        args: tuple[Argument, ...] = (m, *ports, channels, op.capacity)
+        return [Launch(program, "decode_chunks", size, (lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)

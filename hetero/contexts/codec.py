@@ -83,7 +83,7 @@ class ChunkCodec:
         if scales.shape != shape or not (np.isfinite(scales) & (scales > 0)).all():
             raise ValueError(f"channels must be positive numbers of the shape {shape}")
         self.channels = scales
-        self._by_token = self.size >= TOKEN_AMPLITUDES_FROM
+        self.by_token = self.size >= TOKEN_AMPLITUDES_FROM
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Bytes of a layer in each plane."""
@@ -124,7 +124,7 @@ class ChunkCodec:
         scaled = values.astype(np.float32)
         scaled[:, 0] /= self.channels[:, :, None, :]
         amplitudes = self._measured(scaled)
-        divisors = spread(amplitudes, self.heads, tokens, by_token=self._by_token)
+        divisors = spread(amplitudes, self.heads, tokens, by_token=self.by_token)
         scaled /= np.where(divisors > 0, divisors, np.float32(1))
         codes = np.clip(np.floor((scaled + 1) * 128), 0, 255).astype(np.uint8)
         flat = codes.reshape(self.layers, -1)
@@ -175,18 +175,18 @@ class ChunkCodec:
         if bits == HALF:
             return planes[0].reshape(-1).view(np.float16).astype(np.float32).reshape(shape)
         heads = self.heads, tokens, self.size
-        return decoded(bits, planes, heads, self.channels[layers], by_token=self._by_token)
+        return decoded(bits, planes, heads, self.channels[layers], by_token=self.by_token)
 
     # --- amplitudes -------------------------------------------------------------------------
 
     def _amplitudes(self, tokens: int) -> int:
         """Of a layer: of the keys, then of the values."""
-        return self.heads * (1 + (tokens if self._by_token else 1))
+        return self.heads * (1 + (tokens if self.by_token else 1))
 
     def _measured(self, values: Array) -> Array:
         """Largest magnitudes [L, amplitudes], fp16 rounded up, as float32. Raises `CodecError`."""
         keys = np.abs(values[:, 0]).max(axis=(2, 3))
-        others = np.abs(values[:, 1]).max(axis=3 if self._by_token else (2, 3))
+        others = np.abs(values[:, 1]).max(axis=3 if self.by_token else (2, 3))
         exact = np.concatenate([keys, others.reshape(self.layers, -1)], axis=1)
         if not (exact < 65504).all():  # nor NaN
             raise CodecError("keys or values are not finite, or too large for codes")

@@ -3,7 +3,7 @@
 // A chunk's keys, or values, of a head are TOKENS rows of HEAD_DIM: one run both of codes and of the
 // cache. HV codes at a time become floats: WORDS words of four bytes, a code in each byte.
 //
-// KV_HEADS, HEAD_DIM, CAPACITY, TOKENS, BY_TOKEN come from the record; HV is 4, 8 or 16 and divides
+// KV_HEADS, HEAD_DIM, TOKENS, BY_TOKEN come from the record; HV is 4, 8 or 16 and divides
 // HEAD_DIM.
 
 #define BLOCK (TOKENS * HEAD_DIM)
@@ -85,7 +85,7 @@ INLINE void decode_run(const int bits, bytes_t chunk, const int at, const int am
 // Work-group (i of n, part): every n-th chunk's keys, or values, of a head. `count` is m.
 __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(const uchar, codes),
                             ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache),
-                            __global const float *restrict channels) {
+                            __global const float *restrict channels, const int capacity) {
   const int part = get_global_id(1), is_value = part >= KV_HEADS, g = part % KV_HEADS;
   AT(table); AT(codes); AT(k_cache); AT(v_cache);
   const int amplitude = is_value ? KV_HEADS + g * VALUE_ROWS : g;
@@ -93,7 +93,7 @@ __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(cons
     const int bits = table[3 * i + 1];
     bytes_t chunk = codes + table[3 * i + 2];
     __global cache_t *to = is_value ? v_cache : k_cache;
-    to += ((size_t)g * CAPACITY + table[3 * i]) * HEAD_DIM;
+    to += ((size_t)g * capacity + table[3 * i]) * HEAD_DIM;
     if (bits == 16) {
       __global const half *from = (__global const half *)chunk + part * BLOCK;
       for (int v = LANE * HV; v < BLOCK; v += LANES * HV) CSTORE(HALF_LOAD(from + v), to + v);
