@@ -168,8 +168,7 @@ def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
     def read() -> None:
         reader = files.reader(chunks)
         for layer in range(codec.layers):
-            for chunk in chunks:
-                reader.layer(chunk, layer, codes)
+            reader.layer(layer, [codes] * count)
         reader.close()
 
     return _least_s(read)

@@ -13,14 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
-from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
@@ -363,20 +363,22 @@ class WorkingSet:
         """The thread: layer by layer; what was read whole stays in memory."""
         from_disk = [(chunk, codes) for chunk, codes, read in load.chunks if read]
         parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
-        at: Chunk | None = from_disk[0][0] if from_disk else None
+        reader: Reader | None = None
         try:
             with ExitStack() as opened:
-                if at is not None:
-                    reader = self._files(at.app).reader([chunk for chunk, _ in from_disk])
-                    opened.callback(reader.close)
+                if from_disk:
+                    chunks = [chunk for chunk, _ in from_disk]
+                    reader = opened.enter_context(
+                        closing(self._files(chunks[0].app).reader(chunks))
+                    )
                 for layer in range(self._codec.layers):
-                    for chunk, codes in from_disk:
-                        at = chunk
-                        reader.layer(chunk, layer, codes)
+                    if reader is not None:
+                        reader.layer(layer, [codes for _, codes in from_disk])
                     self._decoder.decode(parts, layer, cache)
                     load.gate.open()
         except BaseException as error:  # or a step would wait for its deadline
-            load.failed = at
+            at = 0 if reader is None else reader.at
+            load.failed = from_disk[at][0] if from_disk else None
             for _, codes in from_disk:
                 self._unclaim(codes)
             load.gate.fail(error)
