@@ -587,7 +587,8 @@ class Engine:
         if len(chunks) > 1:
             step = self.window_step(context, chunks, logit_rows, taps=taps)
         else:
-            gates = self.synchroniser.gates_now()
+            # Behind a closed gate the GPU would not decode the layers that the host waits for.
+            gates = self.synchroniser.gates_now() and context.gate is None
             step = self.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
