@@ -39,9 +39,10 @@ from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.model_graph import ModelGraph
-from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
+from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kernels import Progress
 from hetero.runtime.schedule import Order
+from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import STEP_TOKENS, NamedStrategy
