@@ -20,8 +20,7 @@ from hetero.backends.errors import DeviceError
 from hetero.cli import examples
 from hetero.cli.commands import Commands
 from hetero.errors import FallbackWarning, UserError, one_sentence
-from hetero.profiler.errors import ProfileError, ProfileWarning
-from hetero.solver.errors import PlanError
+from hetero.profiler.errors import ProfileWarning
 
 app = typer.Typer(
     name="hetero",
@@ -124,7 +123,7 @@ def _main(arguments: list[str] | None) -> None:
             raise
         _silence_stdout()
         code = 0 if ended.code == 1 else ended.code
-    except (UserError, PlanError, ProfileError, DeviceError, OSError) as error:
+    except (UserError, DeviceError, OSError) as error:
         if _State.debug:
             raise
         print(f"hetero: {one_sentence(str(error))}", file=sys.stderr)

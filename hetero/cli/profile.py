@@ -13,11 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from hetero.cli.options import shown, stderr
-from hetero.errors import UserError
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import parse_budget, profile_device
 from hetero.placement.planning import load_either
-from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import cached_profile_path
 from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
@@ -49,12 +47,12 @@ def profile_command(
     """Measure this device once; the solver and the runtime predict from it."""
     path = out or cached_profile_path()
     if soc is not None and is_compiled_for(soc):
-        with _as_user_error(), _progress() as show:
+        with _progress() as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
         _report(taken, out or Path(f"{soc}.json"), as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
-    with _as_user_error(), _progress() as show:
+    with _progress() as show:
         taken = profile_device(
             path,
             quick=quick,
@@ -83,14 +81,13 @@ def report_command(
     out: Annotated[Path, typer.Option("--out", help="File to write (.html; a plan: .md, .json).")],
 ) -> None:
     """Draw a saved profile or plan as one self-contained page."""
-    with _as_user_error():
-        loaded = load_either(str(file))
-        if isinstance(loaded, DeviceProfile):
-            from hetero.profiler.report import write_report  # matplotlib takes a second
+    loaded = load_either(str(file))
+    if isinstance(loaded, DeviceProfile):
+        from hetero.profiler.report import write_report  # matplotlib takes a second
 
-            write_report(loaded, out)
-        else:
-            loaded.report(out)
+        write_report(loaded, out)
+    else:
+        loaded.report(out)
     print(out)
 
 
@@ -143,15 +140,6 @@ def _print_summary(profile: DeviceProfile) -> None:
         stderr.print(shown(f"quarantined on {bad.device}: {bad.detail}"), style="red")
     for note in profile.notes:
         stderr.print(shown(note), style="dim")
-
-
-@contextmanager
-def _as_user_error() -> Iterator[None]:
-    """A `ProfileError` is something that the user can mend."""
-    try:
-        yield
-    except ProfileError as error:
-        raise UserError(str(error)) from error
 
 
 @contextmanager
