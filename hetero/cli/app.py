@@ -16,6 +16,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from hetero import notices
 from hetero.backends.errors import DeviceError
 from hetero.cli import examples
 from hetero.cli.commands import Commands
@@ -49,6 +50,9 @@ def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks, and what compilers say.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No notices (also: HETERO_NOTICES=off).")
+    ] = False,
     _version: Annotated[
         bool,
         typer.Option(
@@ -58,6 +62,8 @@ def options(
 ) -> None:
     """Options before the command."""
     _State.debug = debug
+    if quiet:
+        notices.quiet()
     if debug:  # what compilers say, and other details, on standard error
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
         logging.getLogger("hetero").setLevel(logging.DEBUG)

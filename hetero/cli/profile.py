@@ -16,7 +16,7 @@ from hetero.cli.options import shown, stderr
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import parse_budget, profile_device
 from hetero.placement.planning import load_either
-from hetero.profiler.files import cached_profile_path
+from hetero.profiler.files import own_profile_path
 from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
 
@@ -45,7 +45,7 @@ def profile_command(
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
-    path = out or cached_profile_path()
+    path = out or own_profile_path()
     if soc is not None and is_compiled_for(soc):
         with _progress() as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
