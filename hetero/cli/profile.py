@@ -10,15 +10,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from hetero.cli.options import shown, stderr
+from hetero.cli.tables import show
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import parse_budget, profile_device
 from hetero.placement.planning import load_either
 from hetero.profiler.files import own_profile_path
 from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.tables import TableData
 
 
 def profile_command(
@@ -72,7 +73,7 @@ def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
         return
-    _print_summary(taken)
+    print_summary(taken)
     print(path)
 
 
@@ -113,31 +114,25 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
     }
 
 
-def _print_summary(profile: DeviceProfile) -> None:
+def print_summary(profile: DeviceProfile) -> None:
+    """What was measured, on stderr."""
     coverage = profile.coverage
-    table = Table(
-        title=f"measured {coverage.measured_tasks} of {coverage.grid_tasks} matmuls "
-        f"in {coverage.spent_s:.0f} s"
-    )
-    for column in ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic"):
-        table.add_column(column)
+    head = ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic")
+    rows = []
     for predictor in profile.predictors:
         regimes = predictor.regimes
         speed = f"{regimes.bytes_per_s / 1e9:.1f} GB/s" if regimes.bytes_per_s else ""
         flops = f"{regimes.flops_per_s / 1e9:.0f} GFLOP/s" if regimes.flops_per_s else ""
         for entry in predictor.validation:
-            table.add_row(
-                predictor.device,
-                predictor.weight_format.value,
-                entry.phase,
-                f"{entry.mape:.1%}",
-                f"{entry.p95:.1%}",
-                speed,
-                flops,
-            )
-    stderr.print(table)
+            names = (predictor.device, predictor.weight_format.value, entry.phase)
+            rows.append((*names, f"{entry.mape:.1%}", f"{entry.p95:.1%}", speed, flops))
+    title = (
+        f"measured {coverage.measured_tasks} of {coverage.grid_tasks} matmuls in "
+        f"{coverage.spent_s:.0f} s"
+    )
+    show(TableData(title, head, tuple(rows), lead=3, numbers=head[3:]), stderr)
     for bad in profile.quarantined:
-        stderr.print(shown(f"quarantined on {bad.device}: {bad.detail}"), style="red")
+        stderr.print(shown(f"wrong results on {bad.device}, not used: {bad.detail}"), style="red")
     for note in profile.notes:
         stderr.print(shown(note), style="dim")
 

@@ -171,5 +171,5 @@ def test_shapes_need_only_a_name(name: str, prefix: str) -> None:
 
 
 def test_shapes_of_an_unknown_name() -> None:
-    with pytest.raises(ModelError, match=r"for benchmarks there is 'random:qwen3-0\.6b'"):
+    with pytest.raises(ModelError, match=r"did you mean 'qwen3-0\.6b'"):
         model_spec("qwen3-0.6")
