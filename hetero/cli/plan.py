@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from hetero.cli.options import shown, stderr
+from hetero.cli.tables import show
 from hetero.errors import UserError
-from hetero.models import model_spec
 from hetero.placement.planning import (
     find_profile,
     load_either,
@@ -20,12 +20,13 @@ from hetero.placement.planning import (
     parse_size,
     parse_tokens,
     planned,
+    spec_of,
 )
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.report import content, units
-from hetero.solver.report.content import TableData
+from hetero.profiler.tables import TableData
+from hetero.solver.execution_plan import ExecutionPlan, report_ending
+from hetero.solver.report import brief, conclusion, content, units
 from hetero.solver.request import GraphSizes, PlanRequest
 from hetero.terminal import json_line
 
@@ -87,7 +88,14 @@ def plan_command(
     margin: Annotated[
         float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
     ] = 0.03,
-    weights: Annotated[str, typer.Option("--weights", help="Weights and activations.")] = "w4a16",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights",
+            help="Weights and activations.",
+            show_default="w4a16, or all that a quantised directory holds",
+        ),
+    ] = None,
     compare: Annotated[
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,
@@ -101,6 +109,8 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
+    if report is not None:
+        report_ending(report)  # before anything is solved
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         seq_lens=lengths,
@@ -117,7 +127,7 @@ def plan_command(
         margin=margin,
         curves=report is not None,
     )
-    spec, measured = model_spec(model, weights), find_profile(profile)
+    spec, measured = spec_of(model, weights), find_profile(profile)
     with stderr.status("solving"):
         found = planned(spec, measured, request)
     others = [] if compare is None else [_other(compare, spec, request)]
@@ -125,6 +135,7 @@ def plan_command(
         found.save(out)
     if report is not None:
         found.report(report, compare=others)
+        print(f"hetero: {report} is written: open it in a browser", file=sys.stderr)
     _show(found, others, explain, as_json=as_json)
 
 
@@ -153,10 +164,10 @@ def _other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
 
 
 def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
-    console = Console(width=max(Console().width, 110))
+    console = Console()
     if explain is not None:
         for title, candidates in _matching(plan, explain):
-            _print(console, candidates._replace(title=title))
+            show(candidates._replace(title=title), console)
         return
     console.print(
         shown(
@@ -164,10 +175,12 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
             f"solved in {units.duration(plan.solve_s)}"
         )
     )
-    tables = [content.gains(plan), content.forms(plan), content.operators(plan)]
+    for sentence in conclusion.sentences(plan):
+        console.print(shown(sentence))
+    tables = [brief.gains(plan), content.forms(plan), brief.operators(plan)]
     for table in (*tables, content.what_if(plan, others), content.memory(plan)):
         if table is not None:
-            _print(console, table)
+            show(table, console)
     for note in plan.notes:
         console.print(shown(f"note: {note}"))
 
@@ -182,14 +195,3 @@ def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, Table
     tables = list(content.alternatives(plan))
     named = [op for op in plan.ops if op.candidates]
     return [(t.title, t) for op, t in zip(named, tables, strict=True) if op.op == explain]
-
-
-def _print(console: Console, data: TableData) -> None:
-    caption = shown(data.note) if data.note else None
-    table = Table(title=shown(data.title), title_justify="left", caption=caption)
-    table.caption_justify = "left"
-    for column in data.head:
-        table.add_column(shown(column))
-    for row in data.rows:
-        table.add_row(*map(shown, row))
-    console.print(table)

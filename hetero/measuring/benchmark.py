@@ -21,6 +21,7 @@ from hetero.backends.host.processor import cpu_name
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.placement.device_set import DeviceMode
+from hetero.profiler.tables import TableData
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.plan import NamedStrategy
 
@@ -74,16 +75,15 @@ class BenchReport:
         writer.writerows(asdict(row) for row in self.rows)
         return out.getvalue().rstrip("\n")
 
-    def to_markdown(self) -> str:
-        """A table and a line on the machine."""
-        lines = [
-            f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}",
-            "",
-            f"| {' | '.join(self.HEAD)} |",
-            "|---|---|---|---|---:|---:|---:|---:|---:|",
-            *(f"| {' | '.join(_cells(row))} |" for row in self.rows),
-        ]
-        return "\n".join([*lines, "", *self.remarks()])
+    def table(self) -> TableData:
+        """A line for each row."""
+        numbers = ("cores", "tokens/s", "min", "max", "copied B/token")
+        return TableData("", self.HEAD, tuple(map(_cells, self.rows)), lead=4, numbers=numbers)
+
+    @property
+    def title(self) -> str:
+        """Model and machine."""
+        return f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}"
 
     def remarks(self) -> list[str]:
         """Lines under the table: the winners, loading and memory, what each contender was."""
@@ -127,7 +127,7 @@ class BenchOptions:
     profile: str | None = None
     gpu: str = "auto"
     npu: str = "auto"
-    weights: str = "w4a16"
+    weights: str | None = None
     kv: str = "f32"
 
 
@@ -189,7 +189,7 @@ def run_benchmark(
         load_warm_s=load_warm_s,
         peak_rss_bytes=peak_rss_bytes(),
         environment=environment(models[first])
-        | {"weights": options.weights, "numbers": _numbers(models.values())},
+        | {"weights": _weights(models.values()), "numbers": _numbers(models.values())},
         choices={str(who): llm.choice.reason for who, llm in models.items()},
     )
 
@@ -198,6 +198,14 @@ def _numbers(models: Iterable[LLM]) -> str:
     """`emulated` if any device's times are those of an emulator."""
     kinds = {model.devices.numbers for model in models}
     return "emulated" if "emulated" in kinds else "measured"
+
+
+def _weights(models: Iterable[LLM]) -> str:
+    """The formats that a model is stored in: `generate` computes prompts and answers in those that
+    its plan says.
+    """
+    stored = next(iter(models)).model.weights
+    return ",".join((stored.weight_format, *stored.also))
 
 
 def peak_rss_bytes() -> int:

@@ -8,9 +8,8 @@ from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.records import CapabilityRecord
-from hetero.runtime.engine import WINDOW
-from hetero.runtime.forms import Forms
+from hetero.profiler.records import DeviceProfile
+from hetero.runtime.forms import WINDOW, Forms
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement, PlanSource
@@ -30,20 +29,9 @@ def with_forms(
     """
     if not plan.in_flight:
         return plan
-    able = {
-        kind: _capabilities(kind, device.capabilities)
-        for kind, device in cost.profile.devices.items()
-    }
+    able = {kind: capabilities_of(kind, cost.profile) for kind in cost.profile.devices}
     placement = Placement(plan, spec, able, source=source)
-    costs = LaunchCosts(cost, placement)
-    forms = Forms(
-        placement,
-        costs,
-        "best",
-        window=WINDOW,
-        asynchronous=frozenset(kind for kind, x in able.items() if x.asynchronous),
-        submit_s=costs.submit_s(able),
-    )
+    forms = Forms(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
     prompts = [total.m for total in plan.totals if total.phase == "prefill"]
     try:
         taken = {m: forms.of(m) for m in lengths or prompts}
@@ -59,6 +47,8 @@ def with_forms(
     return plan.model_copy(update={"totals": totals, "in_flight": kept})
 
 
-def _capabilities(kind: DeviceKind, record: CapabilityRecord) -> Capabilities:
+def capabilities_of(kind: DeviceKind, profile: DeviceProfile) -> Capabilities:
+    """What a profile's device can do, as placements ask it."""
+    record = profile.devices[kind].capabilities
     fields = {name: getattr(record, name) for name in type(record).model_fields}
     return Capabilities(kind=kind, **fields)

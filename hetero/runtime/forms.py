@@ -22,13 +22,29 @@ from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.calls import split
-from hetero.solver.placement import Placement
+from hetero.solver.placement import Able, Placement
 from hetero.solver.plan import Form
 from hetero.solver.report.content import FORMS
 from hetero.solver.report.units import duration
 
+WINDOW: Final = 4  # calls of a prompt that are in flight together, at most
+WHOLE_QUEUES: Final = ("copy", "finish")  # ways to wait that are for whole queues
 SAME: Final = 64  # tokens: what is decided for a length holds for those so little shorter
 SAMPLED: Final = (2, 3)  # layers that are scheduled
+
+
+def most_in_flight(placement: Placement, max_seq_len: int, order: Order) -> int:
+    """Calls of a prompt that may be in flight together in a context of so many tokens."""
+    if order == "fifo" or placement.online:
+        return 1
+    longest = placement.longest
+    chunk = min(longest, CHUNK_TOKENS) if placement.plan.in_flight else longest
+    return min(WINDOW, -(-max_seq_len // chunk))
+
+
+def rounded(position: int) -> int:
+    """The power of two below: orders hardly depend on it, and each is another step."""
+    return 1 << (position.bit_length() - 1) if position else 0
 
 
 class FormOf(NamedTuple):
@@ -49,28 +65,29 @@ class FormOf(NamedTuple):
 class Forms:
     """Decides for prompts of one placement, `window` calls of which may be in flight together.
 
-    `asynchronous`: the devices that have a queue; `submit_s` is what a submission costs the control
-    thread. The form of prompts that need no decision is `cut`. Control thread only.
+    `able` are the capabilities of the devices. The form of prompts that need no decision is `cut`,
+    as it is of all where a plan has no other, or nothing is known of `costs`. Control thread only.
     """
 
     def __init__(
         self,
         placement: Placement,
-        costs: LaunchCosts,
+        costs: LaunchCosts | None,
         order: Order,
+        able: Able,
         *,
         window: int,
-        asynchronous: frozenset[DeviceKind],
-        submit_s: float,
     ) -> None:
         self._placement, self._costs, self._orders = placement, costs, Orders(order)
-        self._window, self._asynchronous, self._submit_s = window, asynchronous, submit_s
+        self._window = window
+        self._asynchronous = {kind for kind, x in able.items() if x.asynchronous}
         self._forms: list[Form] = []
-        if placement.plan.in_flight and order != "fifo" and window > 1:
+        if placement.plan.in_flight and costs is not None and order != "fifo" and window > 1:
             self._forms = ["cut", *(flight.form for flight in placement.plan.in_flight)]
+        self._submit_s = 0.0 if costs is None else costs.submit_s(able)
+        self._specs_known: dict[tuple[Form, int, int, int], Sequence[LaunchSpec]] = {}
         self._chunk = min(CHUNK_TOKENS, placement.longest)
         self._known: dict[tuple[int, int], tuple[Form, Mapping[Form, float]]] = {}
-        self._specs_known: dict[tuple[Form, int, int, int], Sequence[LaunchSpec]] = {}
 
     def of(self, tokens: int, position: int = 0) -> FormOf:
         """The form of a prompt behind `position` tokens that is predicted to be fastest."""
@@ -118,6 +135,7 @@ class Forms:
         self, form: Form, chunks: Sequence[int], position: int, logit_rows: int, layers: int
     ) -> float:
         launches = self._specs(form, chunks, logit_rows, layers)
+        assert self._costs is not None
         behind, costs_s = tuple(accumulate(chunks, initial=position)), []
         for launch in launches:
             m = chunks[launch.chunk]

@@ -47,10 +47,7 @@ def solved(request: pytest.FixtureRequest) -> tuple[ModelGraph, CostModel, Prepa
 def forms_of(spec: ModelGraph, cost: CostModel, solver: PreparedSolver, order: Any) -> Forms:
     able: Any = {kind: device.capabilities for kind, device in cost.profile.devices.items()}
     placement = Placement(solver.plan, spec, able, source=solver)
-    queued = frozenset(kind for kind, x in able.items() if x.asynchronous)
-    costs = LaunchCosts(cost, placement)
-    submit_s = costs.submit_s(able)
-    return Forms(placement, costs, order, window=4, asynchronous=queued, submit_s=submit_s)
+    return Forms(placement, LaunchCosts(cost, placement), order, able, window=4)
 
 
 def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
@@ -67,7 +64,7 @@ def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
         for m in steps:
             last = int(start + m == rounded)
             graph = LaunchGraph.of(forms._launches("cut", (m,), last, spec.layers))
-            price = forms._costs.at(start, (m,))
+            price = LaunchCosts(cost, forms._placement).at(start, (m,))
             cut_s += seconds_of(graph, in_order(graph), price, submit_s=forms._submit_s)
             start += m
         assert found.seconds[found.form] <= min(cut_s, found.seconds["whole"]) * (1 + 1e-9)
@@ -215,7 +212,6 @@ def test_every_form_gives_the_same_answer(engine: Engine) -> None:
 def test_a_prompt_runs_in_the_form_that_is_decided(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.forms is not None
     prompt = np.random.default_rng().integers(3, 1000, 600).tolist()
     for form in get_args(Form):
         decided = forms_module.FormOf(form, engine.forms.calls(form, 600), {form: 1.0})
