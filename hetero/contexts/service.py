@@ -413,7 +413,7 @@ class AppContext:
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
     ) -> Iterator[Piece]:
-        for name in ("context", "reuse", "chat", "echo"):
+        for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
         service, text = self.app.service, self._log.text

@@ -46,6 +46,7 @@ class Stats:
     devices work.
     `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
+    `shifted_tokens` are those that a full context forgot, with `context_shift`.
     """
 
     prompt_tokens: int
@@ -60,6 +61,7 @@ class Stats:
     npu_idle_share: float | None = None
     adaptations: tuple[str, ...] = ()
     choice: str = ""
+    shifted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,6 @@ class Generation(Iterator[Piece]):
         self._keeps, self._kept = keep_prompt, _Kept()
         self._fallback, self._choice, self._clock = fallback, choice, clock
         self._todo = [*context.pending, *self._prompt[reused:]]
-        self._base = context.cached  # tokens that are not computed here
         self._seen = [*context.tokens, *self._prompt[reused:]]
         self._sampler = Sampler(asked.sampling)
         continues = not asked.chat
@@ -196,6 +197,7 @@ class Generation(Iterator[Piece]):
         self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
         self._next: int | None = None  # the token that was chosen last
         self._decode_steps = 0
+        self._shifted = 0  # tokens that the context forgot
         self._before = context.work.copy()
         self._work: Work | None = None  # of this answer, once it has ended
         self._times: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -241,7 +243,7 @@ class Generation(Iterator[Piece]):
         """Give the context up, which holds what was read so far; idempotent."""
         if self._held:
             self._end_text()
-            self._held = False
+            self._held, self._calls = False, None
             self.context.release()
 
     def __del__(self) -> None:
@@ -308,6 +310,7 @@ class Generation(Iterator[Piece]):
         logits = next(self._calls)
         if logits is None:
             return None
+        self._calls = None  # it knows this object: a circle
         if self._keeps:
             self._kept.logits, self._kept.length = logits.copy(), self.context.cached
         token = self._choose(logits)
@@ -343,6 +346,8 @@ class Generation(Iterator[Piece]):
 
     def _decode_step(self) -> int:
         assert self._next is not None
+        if len(self._seen) >= self._engine.max_seq_len:
+            self._shift()
         if self._lookup is None:
             logits = self._engine.decode(self.context, self._next)
         else:
@@ -351,6 +356,14 @@ class Generation(Iterator[Piece]):
         token = self._choose(logits)
         self._times = (*self._times[:2], self._clock())
         return token
+
+    def _shift(self) -> None:
+        """Make room in the context: half of what is behind the first tokens goes."""
+        keep = self._asked.keep
+        drop = max(1, (self.context.cached - keep) // 2)
+        self.context.forget(keep, drop)
+        del self._seen[keep : keep + drop]
+        self._shifted += drop
 
     def _choose(self, logits: Logits) -> int:
         constraint = self._asked.constraint
@@ -373,7 +386,7 @@ class Generation(Iterator[Piece]):
             text = self._decoder.push(token)
             if len(self._tokens) >= self._asked.max_tokens:
                 self._reason = "length"
-            elif len(self._seen) >= self._engine.max_seq_len:
+            elif len(self._seen) >= self._engine.max_seq_len and not self._asked.context_shift:
                 self._reason = "context"
             if self._reason is not None:
                 text += self._decoder.finish()
@@ -422,6 +435,7 @@ class Generation(Iterator[Piece]):
             gpu_share=work.gpu_busy_s / work.wall_s if shared else None,
             npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
             choice=self._choice,
+            shifted_tokens=self._shifted,
         )
 
 

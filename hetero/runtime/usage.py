@@ -49,6 +49,11 @@ class StepRun(NamedTuple):
         """From its start to the end of its last action."""
         return self.stamps[-1] - self.stamps[0]
 
+    def of_row(self, row: int, rows: int) -> StepRun:
+        """What one of its rows is counted with: of several contexts, each an equal part."""
+        counts = {kind: n * (row + 1) // rows - n * row // rows for kind, n in self.counts.items()}
+        return self._replace(counts=counts, busy=[busy_s / rows for busy_s in self.busy])
+
     def idle_share(self, kind: DeviceKind) -> float:
         """The part of its time that a device had nothing to do."""
         return max(1 - self.usage.get(kind, Usage()).busy_s / self.wall_s, 0.0)
