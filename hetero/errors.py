@@ -45,6 +45,14 @@ def one_sentence(message: str) -> str:
     return f"{line[: LONGEST_SENTENCE - 300]} … {line[-300:]}"
 
 
+class QuotaError(UserError):
+    """An application has all that it may have."""
+
+
+class DiskFullError(UserError):
+    """What is to be kept finds no room under its budget."""
+
+
 class ModelError(UserError):
     """A model, its files or the name it was asked by cannot be used."""
 

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 
+from hetero.backends.errors import DeviceError
 from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.generation.options import Asked
@@ -195,6 +196,7 @@ class Generation(Iterator[Piece]):
         self._lookup: LookupDecoder | None = None
         self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
         self._next: int | None = None  # the token that was chosen last
+        self._given: Logits | None = None  # those behind it, computed with other answers'
         self._decode_steps = 0
         self._before = context.work.copy()
         self._work: Work | None = None  # of this answer, once it has ended
@@ -237,11 +239,23 @@ class Generation(Iterator[Piece]):
                 self.close()
         return piece
 
+    @property
+    def wanted(self) -> int | None:
+        """The token whose logits the next `step` computes, if `give` may give them: not while the
+        prompt is read, nor where tokens are guessed.
+        """
+        free = not self.finished and self._lookup is None and self._given is None
+        return self._next if free else None
+
+    def give(self, logits: Logits) -> None:
+        """The logits [vocab] behind the token that was `wanted`: it is in the context already."""
+        self._given = logits
+
     def close(self) -> None:
         """Give the context up, which holds what was read so far; idempotent."""
         if self._held:
             self._end_text()
-            self._held = False
+            self._held, self._calls = False, None
             self.context.release()
 
     def __del__(self) -> None:
@@ -308,6 +322,7 @@ class Generation(Iterator[Piece]):
         logits = next(self._calls)
         if logits is None:
             return None
+        self._calls = None  # it knows this object: a circle
         if self._keeps:
             self._kept.logits, self._kept.length = logits.copy(), self.context.cached
         token = self._choose(logits)
@@ -343,7 +358,9 @@ class Generation(Iterator[Piece]):
 
     def _decode_step(self) -> int:
         assert self._next is not None
-        if self._lookup is None:
+        if self._given is not None:
+            logits, self._given = self._given, None
+        elif self._lookup is None:
             logits = self._engine.decode(self.context, self._next)
         else:
             logits = self._lookup.decode(self._next)
@@ -423,6 +440,28 @@ class Generation(Iterator[Piece]):
             npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
             choice=self._choice,
         )
+
+
+def decode_together(engine: Engine, answers: Sequence[Generation]) -> None:
+    """Compute what the next step of each answer wants, several in one step of the devices. Answers
+    that are left out (their prompt is being read, they are one too many, or it failed) compute it
+    themselves, and raise what there is to be raised.
+    """
+    waiting = [answer for answer in answers if answer.wanted is not None]
+    count = -(-len(waiting) // engine.most_rows)
+    for first in range(count):
+        part = waiting[first::count]
+        rows = [(x.context, x.wanted) for x in part if x.wanted is not None]
+        if len(rows) < 2:
+            continue
+        try:
+            with engine.lock:
+                found = engine.decode_rows(rows)
+        except (DeviceError, UserError):  # which of them it is for, each will learn
+            continue
+        for answer, logits in zip(part, found, strict=True):
+            if logits is not None:
+                answer.give(logits)
 
 
 @dataclass

@@ -23,12 +23,16 @@ class Site:
     def __init__(self, owner: SharedWaits, key: SiteKey, kind: DeviceKind, name: str) -> None:
         self.owner, self.key, self.kind, self.name = owner, key, kind, name
         self.prediction = Prediction(owner.policy)
-        self.wait: Callable[[Completion], float] = {
+
+    @property
+    def wait(self) -> Callable[[Completion], float]:
+        """See the class. Not kept: an object that keeps a method of its own is a circle."""
+        return {
             "fast": self._fast,
             "event": self._event,
             "finish": self._finish,
             "copy": self._finish,
-        }[owner.method]
+        }[self.owner.method]
 
     def _fast(self, completion: Completion) -> float:
         if completion.done():

@@ -65,3 +65,7 @@ class Synchroniser(SharedWaits):
         if (key, kind) not in self._sites:
             self._sites[key, kind] = Site(self, key, kind, name)
         return self._sites[key, kind]
+
+    def close(self) -> None:
+        """Let go of the sites, which know this object; idempotent."""
+        self._sites.clear()
