@@ -9,6 +9,7 @@ from typing import Any
 
 from hetero.profiler import files
 from hetero.profiler.charts import Chart, all_charts
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
 
 CSS = """
@@ -37,7 +38,9 @@ details summary { cursor: pointer; padding: 4px 0 }
 
 
 def write_report(profile: DeviceProfile, path: str | Path) -> None:
-    """Write the page. Raises `ProfileError` if the file cannot be written."""
+    """Write the page. Raises `ProfileError` if the file cannot be written, or is to be no page."""
+    if Path(path).suffix.lower() not in (".html", ".htm", ""):
+        raise ProfileError(f"the report of a profile is a page ({path}): choose .html")
     files.write_atomically(path, to_html(profile))
 
 

@@ -31,6 +31,12 @@ def one_core_of_opencl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
 
 
+@pytest.fixture(autouse=True)
+def notices_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was said on this machine today."""
+    monkeypatch.setenv("HETERO_NOTICES", "always")
+
+
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """The real model for checks; skips where it is not at hand."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from hetero.cli.options import shown, stderr
+from hetero.cli.tables import show
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.placement.planning import (
@@ -22,10 +23,10 @@ from hetero.placement.planning import (
 )
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.tables import TableData
 from hetero.solver.build import make_plan
-from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.report import content, units
-from hetero.solver.report.content import TableData
+from hetero.solver.execution_plan import ExecutionPlan, report_ending
+from hetero.solver.report import brief, conclusion, content, units
 from hetero.solver.request import GraphSizes, PlanRequest
 from hetero.terminal import json_line
 
@@ -101,6 +102,8 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
+    if report is not None:
+        report_ending(report)  # before anything is solved
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         seq_lens=lengths,
@@ -125,6 +128,7 @@ def plan_command(
         found.save(out)
     if report is not None:
         found.report(report, compare=others)
+        print(f"hetero: {report} is written: open it in a browser", file=sys.stderr)
     _show(found, others, explain, as_json=as_json)
 
 
@@ -153,10 +157,10 @@ def _other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
 
 
 def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
-    console = Console(width=max(Console().width, 110))
+    console = Console()
     if explain is not None:
         for title, candidates in _matching(plan, explain):
-            _print(console, candidates._replace(title=title))
+            show(candidates._replace(title=title), console)
         return
     console.print(
         shown(
@@ -164,10 +168,12 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
             f"solved in {units.duration(plan.solve_s)}"
         )
     )
-    tables = [content.gains(plan), content.operators(plan), content.what_if(plan, others)]
+    for sentence in conclusion.sentences(plan):
+        console.print(shown(sentence))
+    tables = [brief.gains(plan), brief.operators(plan), content.what_if(plan, others)]
     for table in (*tables, content.memory(plan)):
         if table is not None:
-            _print(console, table)
+            show(table, console)
     for note in plan.notes:
         console.print(shown(f"note: {note}"))
 
@@ -182,14 +188,3 @@ def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, Table
     tables = list(content.alternatives(plan))
     named = [op for op in plan.ops if op.candidates]
     return [(t.title, t) for op, t in zip(named, tables, strict=True) if op.op == explain]
-
-
-def _print(console: Console, data: TableData) -> None:
-    caption = shown(data.note) if data.note else None
-    table = Table(title=shown(data.title), title_justify="left", caption=caption)
-    table.caption_justify = "left"
-    for column in data.head:
-        table.add_column(shown(column))
-    for row in data.rows:
-        table.add_row(*map(shown, row))
-    console.print(table)

@@ -29,6 +29,7 @@ from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
 from hetero.contexts.context import Context
 from hetero.contexts.conversation import Conversation
+from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.eviction import Policy
@@ -113,7 +114,7 @@ class Service:
                 Path(directory), self.llm.engine.contexts.identity, self._active.cache.layout
             )
             self._closers.callback(self._directory.close)
-            codec = self._measured()
+            codec, decoder = self._measured()
             memory = ByteBudget(parse_size(context_memory), "context_memory")
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
@@ -130,7 +131,7 @@ class Service:
                 self.memory, codec, self._files, self.disk, self._unbound, when=swap
             )
             self._closers.callback(self.swap.close)
-            self._codec, times = codec, CallTimes()
+            self._codec, times, shared = codec, CallTimes(), SharedDecoder(decoder)
 
             def lane(active: Context) -> Lane:
                 if kv_bits == "mixed":
@@ -144,6 +145,7 @@ class Service:
                     prefill=partial(self._prefill, active=active),
                     rates=rates,
                     recompute=recompute,
+                    decoder=shared,
                     times=times,
                 )
                 return Lane(active, working)
@@ -256,8 +258,8 @@ class Service:
                 self._turn.check()
         results.append(answer.result())
 
-    def _measured(self) -> ChunkCodec:
-        """The model's codec; everything else that is measured is kept in the folder."""
+    def _measured(self) -> tuple[ChunkCodec, Decoder]:
+        """The model's codec and who decodes; what is measured beside is kept in the folder."""
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
         if not {"channels", "errors"} <= about.keys():
@@ -266,16 +268,19 @@ class Service:
         codec = directory.read(
             lambda facts: ChunkCodec(layout, np.array(facts["channels"], np.float32).reshape(shape))
         )
-        devices = ", ".join(d.info.name for d in self.llm.devices.devices.values())
-        measured_on = [MEASURES, devices, self.llm.plan.plan_id]
+        engine = self.llm.engine
+        able = {} if engine.gpu_share is not None else engine.devices
+        known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
+        names = ", ".join(device.info.name for device in engine.devices.values())
+        measured_on = [MEASURES, names, self.llm.plan.plan_id, sorted(known)]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                **measure_chunks(self._active, codec, directory.path),
+                **measure_chunks(self._active, codec, directory.path, known.values()),
                 **measure_disk(directory.path),
             )
-        return codec
+        return codec, directory.read(lambda facts: known[facts["decodes"]])
 
 
 class App:
@@ -462,7 +467,7 @@ class AppContext:
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
     ) -> Iterator[Piece | None]:
-        for name in ("context", "reuse", "chat", "echo"):
+        for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
         service, text = self.app.service, self._log.text

@@ -13,17 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
-from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
+from hetero.contexts.decoding import Decoder, HostDecoder
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
@@ -122,7 +123,8 @@ class _Load:
 
 class WorkingSet:
     """Owned by the thread whose turn it is. `prefill` computes tokens on the active context;
-    `files` gives an app's chunks on the disk.
+    `files` gives an app's chunks on the disk; `decoder` (default: the host's) works on the thread
+    that loads.
     """
 
     def __init__(
@@ -136,9 +138,11 @@ class WorkingSet:
         prefill: Callable[[Sequence[int]], Any],
         rates: Rates,
         recompute: bool = True,
+        decoder: Decoder | None = None,
         wait_s: float = STALLED_S,
         times: CallTimes | None = None,
     ) -> None:
+        self._decoder = decoder or HostDecoder(codec)
         self.rates, self.recompute, self.wait_s = rates, recompute, wait_s
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
         self._files, self._prefill = files, prefill
@@ -354,21 +358,15 @@ class WorkingSet:
 
     def _start(
         self, chunks: Sequence[Chunk], claimed: dict[Chunk, Codes], switch: Switch
-    ) -> LayerGate | None:
-        """Fill the cache with these: at once what is in memory, by the thread what must be read."""
+    ) -> LayerGate:
+        """Let the thread fill the cache with these, layer by layer."""
         items = [(c, c.codes or claimed[c], c in claimed) for c in chunks]
         switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
         for chunk, codes, _ in items:
             self._lossy[chunk.start : chunk.stop] = codes.bits != RAW
-        cache = self._active.cache
-        if not claimed.keys() & set(chunks):
-            at = [(chunk.start, codes) for chunk, codes, _ in items]
-            for layer in range(self._codec.layers):
-                self._codec.decode_into(at, layer, *cache.layer(layer))
-            return None
         switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
         self._load = _Load(items, LayerGate(self._codec.layers))
-        self._reading = self._thread.submit(self._read, self._load, cache)
+        self._reading = self._thread.submit(self._read, self._load, self._active.cache)
         for chunk in chunks:  # the thread's from here on
             claimed.pop(chunk, None)
         return self._load.gate
@@ -376,21 +374,23 @@ class WorkingSet:
     def _read(self, load: _Load, cache: KvCache) -> None:
         """The thread: layer by layer; what was read whole stays in memory."""
         from_disk = [(chunk, codes) for chunk, codes, read in load.chunks if read]
-        at: Chunk | None = from_disk[0][0]
+        parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
+        reader: Reader | None = None
         try:
-            reader = self._files(from_disk[0][0].app).reader([chunk for chunk, _ in from_disk])
-            try:
+            with ExitStack() as opened:
+                if from_disk:
+                    chunks = [chunk for chunk, _ in from_disk]
+                    reader = opened.enter_context(
+                        closing(self._files(chunks[0].app).reader(chunks))
+                    )
                 for layer in range(self._codec.layers):
-                    for chunk, codes in from_disk:
-                        at = chunk
-                        reader.layer(chunk, layer, codes)
-                    parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
-                    self._codec.decode_into(parts, layer, *cache.layer(layer))
+                    if reader is not None:
+                        reader.layer(layer, [codes for _, codes in from_disk])
+                    self._decoder.decode(parts, layer, cache)
                     load.gate.open()
-            finally:
-                reader.close()
         except BaseException as error:  # or a step would wait for its deadline
-            load.failed = at
+            at = 0 if reader is None else reader.at
+            load.failed = from_disk[at][0] if from_disk else None
             for _, codes in from_disk:
                 self._unclaim(codes)
             load.gate.fail(error)

@@ -25,7 +25,7 @@ from hetero.contexts.kv_cache import CacheLayout
 from hetero.contexts.session_file import Identity
 from hetero.contexts.store import ContextStore
 from hetero.errors import FallbackWarning, UserError, memory_for
-from hetero.models.graph import model_graph
+from hetero.models.graph import model_graph, rope_of
 from hetero.models.weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
@@ -53,6 +53,7 @@ from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase
 
 STEPS_KEPT = 40
+SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 WINDOW = 4  # chunks of a prompt that are in flight together, at most
 # Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
@@ -142,7 +143,8 @@ class Engine:
         identity = Identity(
             model=fingerprint, weights=str(weights.weight_format), vocabulary=config.vocab_size
         )
-        self.contexts = ContextStore(self.lock, identity, max_seq_len)
+        rope = None if config.positions else rope_of(config)
+        self.contexts = ContextStore(self.lock, identity, max_seq_len, rope)
         self.fallback = ""
         self.copied_bytes = 0
         self.trace: Trace | None = None
@@ -191,6 +193,7 @@ class Engine:
                 self.devices,
                 self._sync,
                 deadline_s=self._deadline_s,
+                token_s=2 * sum(x.n * x.k * x.count for x in self.config.matmuls()) / SLOWEST_FLOPS,
                 gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
             )
         self._lower()
@@ -584,7 +587,8 @@ class Engine:
         if len(chunks) > 1:
             step = self.window_step(context, chunks, logit_rows, taps=taps)
         else:
-            gates = self.synchroniser.gates_now()
+            # Behind a closed gate the GPU would not decode the layers that the host waits for.
+            gates = self.synchroniser.gates_now() and context.gate is None
             step = self.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))

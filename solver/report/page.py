@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from hetero.profiler.tables import TableData
 from hetero.solver.plan import Plan, Total
 from hetero.solver.report import content, drawings, units
-from hetero.solver.report.content import TableData
 
 STYLE = """
 :root { --gpu: #d9763c; --npu: #2f6f9f; --rest: #a9a196; --ink: #22252a; --pale: #f4f2ee;
@@ -92,7 +92,7 @@ def _header(plan: Plan) -> str:
 def _cards(plan: Plan) -> str:
     cards = "".join(
         f'<div class="card"><span>{escape(content.label(t))}</span>'
-        f"<b>{t.tokens_per_s:.4g} tokens/s</b>"
+        f"<b>{units.rate(t.tokens_per_s)} tokens/s</b>"
         f"<span>{units.gain(t.predicted_s, t.best_single_device_s)} over the best single device"
         f"</span></div>"
         for t in plan.totals
