@@ -54,6 +54,12 @@ def _ending(report: Path | None) -> Path | None:
     return report
 
 
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
+]
+
+
 def plan_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A MODEL, or a known name.")],
     profile: Annotated[
@@ -100,10 +106,7 @@ def plan_command(
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
-    ] = None,
+    report: ReportOption = None,
     explain: Annotated[
         str | None, typer.Option("--explain", help="Every candidate of one matmul.")
     ] = None,
