@@ -16,7 +16,6 @@ from hetero.errors import UserError
 from hetero.measuring.first_start import scaled_here
 from hetero.models import AUTO, LONGEST_NAME, model_spec, open_model
 from hetero.models.manifest import is_quantised
-from hetero.notices import NO_PROFILE, tell
 from hetero.placement.in_flight import with_forms
 from hetero.profiler import files
 from hetero.profiler.cost import CostModel
@@ -28,6 +27,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernels import Precision
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import GraphSizes, PlanRequest
+from hetero.terminal.notices import NO_PROFILE, tell
 
 ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
 

@@ -153,7 +153,7 @@ def test_plan_and_bench_use_what_generate_uses(stored: Path, command: Command) -
     }
     assert tiles == wanted
     done = command("bench", str(stored), "-p", "16", "-n", "1", "-r", "1", "-o", "json")
-    assert json.loads(done.stdout)["weights"] == "w8a8,w4a16"
+    assert json.loads(done.stdout)["environment"]["weights"] == "w8a8,w4a16"
 
 
 def test_names_of_formats(tmp_path: Path, command: Command) -> None:
