@@ -44,8 +44,8 @@ class LaunchCosts:
         return lambda launch: self._seconds(launch, behind[launch.chunk])
 
     def _seconds(self, launch: LaunchSpec, context: int) -> float:
-        if launch.kind is None or launch.name != launch.node:  # gathered, or copied
-            return 0.0
+        if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
+            return 0.0  # gathered, copied, or columns' mass
         key = (launch.node, launch.kind, launch.tokens, launch.rows, context)
         found = self._launches.get(key)
         if found is None:

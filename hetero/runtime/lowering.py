@@ -26,16 +26,17 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, describe
+from hetero.backends.ops import OUTPUT_PORTS, Attention, ColumnMass, MatMul, describe
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
     DeviceKind,
+    Kernel,
     Operand,
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
-from hetero.runtime.attention_tap import EVERY, AttentionTap, StepMass
+from hetero.runtime.attention_tap import EVERY, AttentionTap, MassReader, StepMass
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
@@ -84,6 +85,7 @@ class Lowering:
         self.devices = devices
         self.synchroniser = synchroniser
         self.masses: list[StepMass] = []  # of a step's rows; a step on one context has the first
+        self._mass_kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
@@ -95,6 +97,14 @@ class Lowering:
             columns = max((op.capacity for op in attentions), default=0)
             self.masses.append(StepMass(columns, len(attentions)))
         return self.masses[row]
+
+    def mass_kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
+        """What adds up columns on a device, where it can."""
+        key = kind, op
+        if key not in self._mass_kernels:
+            device = self.devices[kind]
+            self._mass_kernels[key] = device.prepare(op, {}) if device.accepts(op) else None
+        return self._mass_kernels[key]
 
     def handover(self) -> Handover | None:
         """How slots are handed over where that is by copying: `--sync copy`."""
@@ -206,6 +216,7 @@ class _Chunk:
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
         self.stages: list[tuple[str, Sequence[Item]]] = []
+        self._added: dict[Tensor, int] = {}  # where devices add up columns: of how many layers
         self.gathered_bytes = 0
         self._bind()
         del self.lowering  # which keeps chunks: a circle would outlive the model's end
@@ -230,9 +241,13 @@ class _Chunk:
                 items = self._row_items if apart else self._other_items
                 self._place(node.name, items(node, kind, graph))
                 if self.taps and isinstance(node.op, Attention):
-                    self._place_tap(node, node.op)
+                    self._place_tap(node, node.op, kind)
             else:
                 self._place(node.name, self._matmul_items(node, parts))
+        for tensor, layers in self._added.items():
+            call = MassReader(self.lowering.mass(), tensor, layers, self.m)
+            slots = frozenset({SlotRef("mass")})
+            self._place("mass", [Item(None, call, slots, slots, (0, self.m), None)])
 
     def _place(self, node: str, items: Sequence[Item]) -> None:
         self.stages.append((node, items))
@@ -307,13 +322,24 @@ class _Chunk:
             operands[port] = operand
         return operands, reads, writes
 
-    def _place_tap(self, node: Node, op: Attention) -> None:
+    def _place_tap(self, node: Node, op: Attention, kind: DeviceKind) -> None:
         qkv, position = self._operand(node.slots["qkv"]), self._tensor("position")
         if isinstance(qkv, Panels) or self.handover is not None:
             return
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], "position", node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
+        added = ColumnMass(attention=op, every=EVERY[self.phase])
+        own = None if self.rows else self.lowering.mass_kernel(kind, added)
+        if own is not None:
+            device, mass = self.devices[kind], self.lowering.mass()
+            tensor = mass.on(kind, device, op.kv_heads)
+            self._added[tensor] = self._added.get(tensor, 0) + 1
+            given: dict[str, Operand] = {"qkv": qkv, "position": position, "mass": tensor}
+            call = CacheCall(f"{node.name} mass", own, given, caches, self.m)
+            item = Item(kind, call, reads | writes, writes, (0, self.m), None)
+            self._place(f"{node.name} mass", [item])
+            return
         count = self.m if self.rows else 1
         name, m, items = f"{node.name} mass", self.m // count, []
         for row in range(count):
