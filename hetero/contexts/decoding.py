@@ -6,6 +6,7 @@ copied to (a quarter of the floats' bytes, or less), as many chunks of a layer a
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
@@ -43,6 +44,19 @@ class HostDecoder:
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
         """See `Decoder.decode`."""
         self._codec.decode_into(chunks, layer, *cache.layer(layer))
+
+
+class SharedDecoder:
+    """Another one, for several threads: each waits for its turn, of a layer at a time."""
+
+    def __init__(self, inner: Decoder) -> None:
+        self.name = inner.name
+        self._inner, self._lock = inner, threading.Lock()
+
+    def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
+        """See `Decoder.decode`."""
+        with self._lock:
+            self._inner.decode(chunks, layer, cache)
 
 
 class DeviceDecoder:

@@ -97,6 +97,20 @@ class Switch:
         return self.ready_s + self.waited_s
 
 
+class CallTimes:
+    """When calls were, for all lanes of a service. `last`: of the one that returned last."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def tick(self, after: int = 0) -> int:
+        """The time of a call that has returned: later than any before, those of other processes
+        too (`after`, of one that was kept).
+        """
+        self.last = max(self.last + 1, after, time.time_ns() // 1_000_000)
+        return self.last
+
+
 @dataclass
 class _Load:
     """A load under way: chunks with the codes that they are read into (None: in memory)."""
@@ -126,6 +140,7 @@ class WorkingSet:
         recompute: bool = True,
         decoder: Decoder | None = None,
         wait_s: float = STALLED_S,
+        times: CallTimes | None = None,
     ) -> None:
         self._decoder = decoder or HostDecoder(codec)
         self.rates, self.recompute, self.wait_s = rates, recompute, wait_s
@@ -136,7 +151,7 @@ class WorkingSet:
         self._lossy = np.zeros(active.cache.layout.capacity, np.bool_)
         self._reading: Future[None] | None = None
         self._load: _Load | None = None
-        self._clock = 0
+        self._times = times or CallTimes()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero load")
 
     def close(self) -> None:
@@ -187,18 +202,24 @@ class WorkingSet:
             self._settle_reading()
         self._root = b""
         self._active.adopt(())
-        self._swap.settle()
+        self._swap.settle(self._active.cache)
 
     def _fault(self) -> None:
         """What could not be had is text alone."""
         self.forget()
 
     def tick(self, after: int = 0) -> int:
-        """The time of a call that has returned: later than any before, those of other processes
-        too (`after`, of one that was kept).
-        """
-        self._clock = max(self._clock + 1, after, time.time_ns() // 1_000_000)
-        return self._clock
+        """See `CallTimes.tick`."""
+        return self._times.tick(after)
+
+    def shared(self, root: bytes, tokens: Sequence[int]) -> int:
+        """Tokens at the beginning of a text of this root that the cache holds."""
+        if self._root != root:
+            return 0
+        active = self._active
+        pairs = zip(active.tokens[: active.cached], tokens, strict=False)
+        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        return min(active.cached, len(tokens) - 1) if differing is None else differing
 
     def leave(self, held: Held, bits: int) -> list[Chunk]:
         """The context's text is that of the active one now, as of the last `tick`; its chunks.
@@ -209,7 +230,7 @@ class WorkingSet:
             before, cached = held.chunks, active.tokens[: active.cached]
             held.chunks = self._memory.table.refer(held.app, held.root, cached, bits)
             for chunk in held.chunks:
-                chunk.used = self._clock
+                chunk.used = self._times.last
             if active.mass is not None:
                 active.mass.give(held.chunks)
         held.tokens = list(active.tokens)
@@ -240,9 +261,9 @@ class WorkingSet:
         if self._active.mass is not None:
             self._active.mass.reset()
         switch = Switch(bits=self._memory.histogram(chunks))
-        kept = self._shared(held, tokens)
+        kept = self.shared(held.root, tokens)
         if kept < self._active.cached:
-            self._swap.settle()
+            self._swap.settle(self._active.cache)
         self._active.adopt(tokens[:kept])
         self._lossy[kept:] = False
         self._root, switch.reused_tokens = held.root, kept
@@ -281,15 +302,6 @@ class WorkingSet:
         if plan.stop < len(wanted):
             switch.riding_tokens = wanted[-1].stop - wanted[plan.stop].start
             switch.recomputed_tokens += switch.riding_tokens
-
-    def _shared(self, held: Held, tokens: Sequence[int]) -> int:
-        """Tokens at the beginning that the cache holds, of the same root."""
-        if self._root != held.root:
-            return 0
-        active = self._active
-        pairs = zip(active.tokens[: active.cached], tokens, strict=False)
-        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        return min(active.cached, len(tokens) - 1) if differing is None else differing
 
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
         """Room for the chunks that are on the disk alone, where there is any."""

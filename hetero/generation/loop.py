@@ -12,6 +12,7 @@ from typing import Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 
+from hetero.backends.errors import DeviceError
 from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.generation.options import Asked
@@ -196,6 +197,7 @@ class Generation(Iterator[Piece]):
         self._lookup: LookupDecoder | None = None
         self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
         self._next: int | None = None  # the token that was chosen last
+        self._given: Logits | None = None  # those behind it
         self._decode_steps = 0
         self._shifted = 0  # tokens that the context forgot
         self._before = context.work.copy()
@@ -238,6 +240,18 @@ class Generation(Iterator[Piece]):
             if not self._keeps:
                 self.close()
         return piece
+
+    @property
+    def wanted(self) -> int | None:
+        """The token whose logits the next `step` computes, if `give` may give them: not while the
+        prompt is read, nor where tokens are guessed, or some must be forgotten first.
+        """
+        free = not (self.finished or self._lookup or self._given is not None or self._is_full())
+        return self._next if free else None
+
+    def give(self, logits: Logits) -> None:
+        """The logits [vocab] behind the token that was `wanted`: it is in the context already."""
+        self._given = logits
 
     def close(self) -> None:
         """Give the context up, which holds what was read so far; idempotent."""
@@ -346,16 +360,26 @@ class Generation(Iterator[Piece]):
 
     def _decode_step(self) -> int:
         assert self._next is not None
-        if len(self._seen) >= self._engine.max_seq_len:
-            self._shift()
-        if self._lookup is None:
-            logits = self._engine.decode(self.context, self._next)
-        else:
-            logits = self._lookup.decode(self._next)
+        if self._given is None:
+            self._compute(self._next)
+        assert self._given is not None
+        logits, self._given = self._given, None
         self._decode_steps += 1
         token = self._choose(logits)
         self._times = (*self._times[:2], self._clock())
         return token
+
+    def _compute(self, token: int) -> None:
+        """The logits behind a token."""
+        if self._is_full():
+            self._shift()
+        if self._lookup is None:
+            self._given = self._engine.decode(self.context, token)
+        else:
+            self._given = self._lookup.decode(token)
+
+    def _is_full(self) -> bool:
+        return len(self._seen) >= self._engine.max_seq_len
 
     def _shift(self) -> None:
         """Make room in the context: half of what is behind the first tokens goes."""
@@ -437,6 +461,28 @@ class Generation(Iterator[Piece]):
             choice=self._choice,
             shifted_tokens=self._shifted,
         )
+
+
+def decode_together(engine: Engine, answers: Sequence[Generation]) -> None:
+    """Compute what the next step of each answer wants, several in one step of the devices. Answers
+    that are left out (their prompt is being read, they are one too many, or it failed) compute it
+    themselves, and raise what there is to be raised.
+    """
+    waiting = [answer for answer in answers if answer.wanted is not None]
+    count = -(-len(waiting) // engine.most_rows)
+    for first in range(count):
+        part = waiting[first::count]
+        rows = [(x.context, x.wanted) for x in part if x.wanted is not None]
+        if len(rows) < 2:
+            continue
+        try:
+            with engine.lock:
+                found = engine.decode_rows(rows)
+        except (DeviceError, UserError):  # which of them it is for, each will learn
+            continue
+        for answer, logits in zip(part, found, strict=True):
+            if logits is not None:
+                answer.give(logits)
 
 
 @dataclass

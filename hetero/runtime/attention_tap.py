@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import Attention
+from hetero.backends.ops import Attention, ColumnMass
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, Operand
 from hetero.contexts.density import DECODE_EVERY, PROMPT_EVERY, column_mass, sampled
 from hetero.solver.plan import Phase
@@ -71,6 +71,36 @@ class MassReader(BoundCall):
         """Add the layers' mass, and begin anew."""
         self._mass.add(self._tensor.array.sum(axis=0), self._layers)
         self._tensor.array[:] = 0
+
+
+class RowMasses:
+    """Those of a step's rows, of several contexts; a step on one context has the first alone. And
+    the devices' kernels that add some up.
+    """
+
+    def __init__(self, columns: int, layers: int, devices: Mapping[DeviceKind, Device]) -> None:
+        self._columns, self._layers, self._devices = columns, layers, devices
+        self._masses: list[StepMass] = []
+        self._kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
+
+    def kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
+        """What adds up columns on a device, where it can."""
+        key = kind, op
+        if key not in self._kernels:
+            device = self._devices[kind]
+            self._kernels[key] = device.prepare(op, {}) if device.accepts(op) else None
+        return self._kernels[key]
+
+    def of(self, row: int) -> StepMass:
+        """Of one row."""
+        while row >= len(self._masses):
+            self._masses.append(StepMass(self._columns, self._layers))
+        return self._masses[row]
+
+    def begin(self) -> None:
+        """A step begins."""
+        for mass in self._masses:
+            mass.begin()
 
 
 class AttentionTap(Kernel):

@@ -602,7 +602,7 @@ class Engine:
         if timed and self._adapter is not None:
             self._adapter.observe(step, run.stamps)
         if rows and context.mass is not None:
-            sums = self._lowering.mass().end(len(chunks))
+            sums = self._lowering.masses.of(0).end(len(chunks))
             if sums is not None:
                 context.mass.add(sums, rows)
         context.work.add(run, len(tokens), phase)
@@ -624,7 +624,7 @@ class Engine:
         run = self._execute(step)
         for row, context in enumerate(contexts):
             context.work.add(run.of_row(row, count), 1, "decode")
-            sums = self._lowering.mass(row).end(1) if sampled[row] else None
+            sums = self._lowering.masses.of(row).end(1) if sampled[row] else None
             if sums is not None and context.mass is not None:
                 context.mass.add(sums, [context.cached])
         if self.gpu_share is not None:
@@ -634,8 +634,7 @@ class Engine:
     def _execute(self, step: Step) -> StepRun:
         """Run a step that is fed."""
         with self._control():
-            for mass in self._lowering.masses:
-                mass.begin()
+            self._lowering.masses.begin()
             self._last_run = run = self.executor.run(step)
         self._last = weakref.ref(step)
         self.copied_bytes += step.copied_bytes

@@ -31,12 +31,11 @@ from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
     DeviceKind,
-    Kernel,
     Operand,
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
-from hetero.runtime.attention_tap import EVERY, AttentionTap, MassReader, StepMass
+from hetero.runtime.attention_tap import EVERY, AttentionTap, MassReader, RowMasses
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
@@ -84,27 +83,11 @@ class Lowering:
         self.pool = pool
         self.devices = devices
         self.synchroniser = synchroniser
-        self.masses: list[StepMass] = []  # of a step's rows; a step on one context has the first
-        self._mass_kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
+        attentions = [x.op for x in placement.graph.nodes if isinstance(x.op, Attention)]
+        columns = max((op.capacity for op in attentions), default=0)
+        self.masses = RowMasses(columns, len(attentions), devices)
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
-
-    def mass(self, row: int = 0) -> StepMass:
-        """What sampled tokens of a step attend to; of the context of one of its rows."""
-        while row >= len(self.masses):
-            nodes = self.placement.graph.nodes
-            attentions = [node.op for node in nodes if isinstance(node.op, Attention)]
-            columns = max((op.capacity for op in attentions), default=0)
-            self.masses.append(StepMass(columns, len(attentions)))
-        return self.masses[row]
-
-    def mass_kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
-        """What adds up columns on a device, where it can."""
-        key = kind, op
-        if key not in self._mass_kernels:
-            device = self.devices[kind]
-            self._mass_kernels[key] = device.prepare(op, {}) if device.accepts(op) else None
-        return self._mass_kernels[key]
 
     def handover(self) -> Handover | None:
         """How slots are handed over where that is by copying: `--sync copy`."""
@@ -211,7 +194,13 @@ class _Chunk:
     """
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
-        self.lowering, self.handover = lowering, handover
+        # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
+        self.placement, self.kernels, self.masses = (
+            lowering.placement,
+            lowering.kernels,
+            lowering.masses,
+        )
+        self.handover = handover
         self.phase, self.m, self.logit_rows, self.chunk, self.taps, self.rows = key
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
@@ -219,7 +208,6 @@ class _Chunk:
         self._added: dict[Tensor, int] = {}  # where devices add up columns: of how many layers
         self.gathered_bytes = 0
         self._bind()
-        del self.lowering  # which keeps chunks: a circle would outlive the model's end
 
     def place(self, placed: Placed) -> None:
         """Append all launches to a step, then what the host reads."""
@@ -231,7 +219,7 @@ class _Chunk:
             placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
 
     def _bind(self) -> None:
-        for node, kind, graph, parts, group in self.lowering.placement.at(
+        for node, kind, graph, parts, group in self.placement.at(
             self.phase, self.m, self.logit_rows
         ):
             if group is not None:
@@ -245,7 +233,7 @@ class _Chunk:
             else:
                 self._place(node.name, self._matmul_items(node, parts))
         for tensor, layers in self._added.items():
-            call = MassReader(self.lowering.mass(), tensor, layers, self.m)
+            call = MassReader(self.masses.of(0), tensor, layers, self.m)
             slots = frozenset({SlotRef("mass")})
             self._place("mass", [Item(None, call, slots, slots, (0, self.m), None)])
 
@@ -274,7 +262,7 @@ class _Chunk:
         which those after it write again.
         """
         operands, reads, writes = self._operands(node, kind)
-        graph, items = self.lowering.placement.row_graph, []
+        graph, items = self.placement.row_graph, []
         for row in range(self.m):
             own = {
                 port: operand.rows(row, row + graph)
@@ -295,7 +283,7 @@ class _Chunk:
         row: int = 0,
     ) -> BoundCall:
         caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
-        kernel, own = self.lowering.kernels.other(node, kind), self._own(kind, operands)
+        kernel, own = self.kernels.other(node, kind), self._own(kind, operands)
         if not caches:
             return kernel.bind(own, graph)
         return CacheCall(describe(node.op), kernel, own, caches, graph, row)
@@ -330,9 +318,9 @@ class _Chunk:
         reads = frozenset(map(self._ref, (node.slots["qkv"], "position", node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
         added = ColumnMass(attention=op, every=EVERY[self.phase])
-        own = None if self.rows else self.lowering.mass_kernel(kind, added)
+        own = None if self.rows else self.masses.kernel(kind, added)
         if own is not None:
-            device, mass = self.devices[kind], self.lowering.mass()
+            device, mass = self.devices[kind], self.masses.of(0)
             tensor = mass.on(kind, device, op.kv_heads)
             self._added[tensor] = self._added.get(tensor, 0) + 1
             given: dict[str, Operand] = {"qkv": qkv, "position": position, "mass": tensor}
@@ -343,7 +331,7 @@ class _Chunk:
         count = self.m if self.rows else 1
         name, m, items = f"{node.name} mass", self.m // count, []
         for row in range(count):
-            kernel = AttentionTap(op, self.lowering.mass(row), EVERY[self.phase])
+            kernel = AttentionTap(op, self.masses.of(row), EVERY[self.phase])
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
             if self.rows:
                 operands["position"] = self.pool[position_of(row)]
@@ -366,7 +354,7 @@ class _Chunk:
             handed[port] = operands.setdefault(slot, self._tensor(slot))
         caches = {port: slot for port, slot in group.fixed.items() if port in CACHE_PORTS}
         operands |= {p: self._tensor(slot) for p, slot in group.fixed.items() if p not in caches}
-        kernel = self.lowering.kernels.group(group)
+        kernel = self.kernels.group(group)
         name, bind = group.name, kernel.bind
         call = CacheCall(name, kernel, operands, caches, graph) if caches else bind(operands, graph)
         writes = frozenset(map(self._ref, (*caches.values(), *group.group.outputs)))
@@ -395,7 +383,7 @@ class _Chunk:
             x = source.rows(first + start, first + part.stop)
             y = panels[part.rows].rows(start, part.stop)
             operands = {"x": x, "y": y}
-            kernel = self.lowering.kernels.matmul(node, part)
+            kernel = self.kernels.matmul(node, part)
             call = kernel.bind(self._own(part.kind, operands), part.graph)
             reads, writes = self._slots(node, part.kind)
             if gathered:
@@ -414,9 +402,9 @@ class _Chunk:
             return {spans[0]: tensor}
         tokens = max(part.stop for part in parts)
         if node.name != "lm_head":  # a padded graph reads rows behind the last token, too
-            tokens = max(tokens, self.lowering.placement.padded(self.phase, self.m))
+            tokens = max(tokens, self.placement.padded(self.phase, self.m))
             if self.rows:
-                tokens = max(tokens, self.m - 1 + self.lowering.placement.row_graph)
+                tokens = max(tokens, self.m - 1 + self.placement.row_graph)
         panels = {
             (a, b): Tensor(
                 tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +88,18 @@ class Work:
             total.ops += ops
             total.busy_s += run.busy[run.kinds.index(kind)]
 
+    def include(self, other: Work) -> None:
+        """Another context's steps are counted here, too."""
+        for kind, use in other.devices.items():
+            own = self.devices.setdefault(kind, Usage())
+            own.ops += use.ops
+            own.busy_s += use.busy_s
+        self.tokens += other.tokens
+        self.gpu_busy_s += other.gpu_busy_s
+        self.wall_s += other.wall_s
+        self.prompt_s += other.prompt_s
+        self.prompt_busy_s.update(other.prompt_busy_s)
+
     def copy(self) -> Work:
         """As it is now."""
         devices = {kind: Usage(use.ops, use.busy_s) for kind, use in self.devices.items()}
@@ -113,3 +125,11 @@ class Work:
             self.prompt_s - before.prompt_s,
             self.prompt_busy_s - before.prompt_busy_s,
         )
+
+
+def total(works: Iterable[Work]) -> Work:
+    """What the steps of several contexts were."""
+    found = Work()
+    for work in works:
+        found.include(work)
+    return found
