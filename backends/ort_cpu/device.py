@@ -86,6 +86,8 @@ class OrtCpuDevice(Device):
         """Everything that is in `graphs`; integer sums only where they are exact."""
         if isinstance(op, ops.MatMul | ops.Embed) and op.weight_format.activations.static:
             return integers.acceptance()
+        if isinstance(op, ops.ColumnMass):
+            return Acceptance(False, "columns of attention are added up by the caller (numpy)")
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -116,7 +118,7 @@ class OrtCpuDevice(Device):
         self._sessions.clear()
         self._rope_tables.clear()
 
-    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.OrtKernel:  # noqa: PLR0911
+    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.OrtKernel:  # noqa: PLR0911, PLR0912
         match op:
             case ops.MatMul():
                 return self._prepare_matmul(op, weights)
@@ -136,6 +138,8 @@ class OrtCpuDevice(Device):
             case ops.Attention():
                 session = self._session(op, graphs.fused_attention)
                 return kernels.FusedAttentionKernel(self._host, op, session)
+            case ops.ColumnMass():
+                raise ValueError(f"{describe(op)}: {self.accepts(op).reason}")
             case ops.DecodeChunks():
                 return kernels.DecodeChunksKernel(
                     self._host, op, checks.vector(weights, "channels")

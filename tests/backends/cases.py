@@ -16,7 +16,7 @@ from hetero.backends import ops
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.kv_codes import random_channels, random_chunks
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Op, describe, weight_names
+from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS, Op, describe, weight_names
 from hetero.backends.protocol import (
     FIXED_PORTS,
     BoundCall,
@@ -89,7 +89,7 @@ def _processor_tolerance(op: Op) -> float:
             return _processor_matmul_tolerance(op.weight_format)
         case ops.Embed():
             return 2e-7  # nothing is added up
-        case ops.Attention():
+        case ops.Attention() | ops.ColumnMass():
             return PROCESSOR_ATTENTION_TOLERANCE
         case _:
             return PROCESSOR_TOLERANCE
@@ -201,8 +201,11 @@ def make_tensors(
             assert isinstance(op, ops.Embed)
             array[:] = rng.integers(0, op.vocab, len(array))
         elif port in CACHES:
+            known = position + (m if isinstance(op, ops.ColumnMass) else 0)
             array[:] = np.nan
-            array[:, :position] = rng.standard_normal(array[:, :position].shape)
+            array[:, :known] = rng.standard_normal(array[:, :known].shape)
+        elif port in ADDED_PORTS:
+            array[:] = rng.random(array.shape)
         elif port not in ("codes", "table"):
             array[:] = np.nan
             if port not in OUTPUT_PORTS:
@@ -276,6 +279,8 @@ def check_run(
             actual, limit = tensor.array[:m], tolerance(op, device)
             assert_close(actual, wanted[port][:m], limit, what, floor=floor(op, device))
             np.testing.assert_array_equal(tensor.array[m:], before[port][m:], f"{what} rows ≥ m")
+        elif port in ADDED_PORTS:
+            assert_close(tensor.array, wanted[port], tolerance(op, device), what)
         else:
             np.testing.assert_array_equal(tensor.array, wanted[port], what)
 
