@@ -50,7 +50,8 @@ class OrtCpuDevice(Device):
         self._w4a16 = w4a16
         self._sizes = tuple(sorted(graph_sizes))
         exact = bool(integers.acceptance())
-        formats = tuple(x for x in WeightFormat if exact or not x.activations.static)
+        known = (x for x in WeightFormat if not x.of_file)
+        formats = tuple(x for x in known if exact or not x.activations.static)
         self.info = DeviceInfo(
             backend=BACKEND,
             name=cpu_name(),

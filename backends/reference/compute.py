@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hetero.backends import checks, ops, rope
 from hetero.backends.checks import packed, vector
-from hetero.backends.formats import GROUP_SIZE, INT8_STATIC
+from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
 from hetero.backends.ops import Activation, Op, describe
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import PackedWeight, padded
@@ -65,16 +65,28 @@ def matmul(op: ops.MatMul, weight: PackedWeight, weights: Weights) -> tuple[Prog
         return _static_matmul(op, weight, vector(weights, "x_scale"), bias)
     if activations.static or activations.granularity not in (None, "group"):
         raise ValueError(f"the reference does not round activations as {op.weight_format} asks")
-    transposed = np.ascontiguousarray(weight.dequantize().T, dtype=np.float64)  # [k, n]
+    parts = [
+        (np.ascontiguousarray(part.dequantize().T, dtype=np.float64), _rounds(op, part))  # [k, n]
+        for _, part in weight.spans()
+    ]
 
     def run(arrays: Arrays) -> None:
         x = arrays["x"]
-        if activations.granularity == "group":
-            x = quantized_activations(x, activations.largest)
-        product = x.astype(np.float64) @ transposed
+        seen = {False: x.astype(np.float64)}
+        if any(rounds for _, rounds in parts):
+            seen[True] = quantized_activations(x, activations.largest)
+        product = np.concatenate([seen[rounds] @ part for part, rounds in parts], axis=1)
         arrays["y"][:] = softcapped(product if bias is None else product + bias, op.softcap)
 
-    return run, transposed.nbytes
+    return run, sum(part.nbytes for part, _ in parts)
+
+
+def _rounds(op: ops.MatMul, part: PackedWeight) -> bool:
+    """Whether a part meets rounded activations."""
+    activations = op.weight_format.activations
+    if op.weight_format.of_file:
+        activations = activations_of(activations, part.storage)
+    return not activations.are_floats
 
 
 def _static_matmul(

@@ -18,9 +18,9 @@ from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.options import SamplingOptions
-from hetero.notices import tell
 from hetero.solver.plan import NamedStrategy
 from hetero.terminal import printable
+from hetero.terminal.notices import tell
 
 stderr = Console(stderr=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +28,7 @@ from hetero.solver.execution_plan import ExecutionPlan, report_ending
 from hetero.solver.report import brief, conclusion, content, units
 from hetero.solver.request import GraphSizes, PlanRequest
 from hetero.terminal import json_line
+from hetero.terminal.notices import tell
 
 
 class ObjectiveChoice(StrEnum):
@@ -45,6 +45,19 @@ class PrecisionChoice(StrEnum):
     A16 = "a16"
     A8 = "a8"
     ANY = "any"
+
+
+def _ending(report: Path | None) -> Path | None:
+    """Refuse a report that could not be written before anything is solved."""
+    if report is not None:
+        report_ending(report)
+    return report
+
+
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
+]
 
 
 def plan_command(
@@ -93,17 +106,13 @@ def plan_command(
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", help="Write a report (.html, .md, .json).")
-    ] = None,
+    report: ReportOption = None,
     explain: Annotated[
         str | None, typer.Option("--explain", help="Every candidate of one matmul.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
-    if report is not None:
-        report_ending(report)  # before anything is solved
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         seq_lens=lengths,
@@ -128,7 +137,7 @@ def plan_command(
         found.save(out)
     if report is not None:
         found.report(report, compare=others)
-        print(f"hetero: {report} is written: open it in a browser", file=sys.stderr)
+        tell(f"{report} is written: open it in a browser")
     _show(found, others, explain, as_json=as_json)
 
 

@@ -362,7 +362,12 @@ class Reader:
                 file = self._stack.enter_context(self._files._open(place.file))
                 self._open[place.file] = file
             run = list(zip(self._places[start:stop], codes[start:stop], strict=True))
-            self.nbytes += self._files.read_run(self._open[place.file], run, layer, self._buffer)
+            try:
+                read = self._files.read_run(self._open[place.file], run, layer, self._buffer)
+            except ChunkError as error:
+                self.at += error.nth
+                raise
+            self.nbytes += read
 
     def close(self) -> None:
         """Close the files."""

@@ -119,12 +119,7 @@ class Service:
             memory = ByteBudget(parse_size(context_memory), "context_memory")
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
-            workspace = codec.workspace_bytes
-            if not memory.take(workspace):
-                raise UserError(
-                    f"context_memory must be more than the {workspace} bytes that work on one "
-                    f"chunk takes, got {memory.limit}"
-                )
+            _take_workspace(memory, codec.workspace_bytes)
             self.memory = ChunkMemory(memory, eviction)
             errors, rates = self._directory.read(lambda facts: (errors_of(facts), rates_of(facts)))
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
@@ -573,3 +568,12 @@ class AppContext:
                 "a stream of this context is unfinished: read it to its end or close() it before "
                 "the next call"
             )
+
+
+def _take_workspace(memory: ByteBudget, nbytes: int) -> None:
+    """Memory of the work on one chunk. Raises `UserError` where the budget is none beyond it."""
+    if not memory.take(nbytes):
+        raise UserError(
+            f"context_memory must be more than the {nbytes} bytes that work on one chunk takes, "
+            f"got {memory.limit}"
+        )

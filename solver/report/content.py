@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hetero.backends.protocol import KINDS
 from hetero.profiler.tables import TableData
 from hetero.solver.plan import OpPlan, Plan, Total
 from hetero.solver.report import units
@@ -142,13 +143,35 @@ def memory(plan: Plan) -> TableData | None:
 def alternatives(plan: Plan) -> Iterator[TableData]:
     """Why the others lost, for each matmul."""
     for op in plan.ops:
-        rows = tuple(
-            (c.strategy, units.duration(c.predicted_s), c.detail, c.reason) for c in op.candidates
-        )
-        if rows:
-            yield TableData(
-                f"{where(op)}: {op.op}", ("strategy", "time", "tiling", "verdict"), rows
-            )
+        if op.candidates:
+            yield candidates_of(op)
+
+
+def candidates_of(op: OpPlan) -> TableData:
+    """Why the others lost, for one."""
+    rows = tuple(
+        (c.strategy, units.duration(c.predicted_s), c.detail, c.reason) for c in op.candidates
+    )
+    return TableData(f"{where(op)}: {op.op}", ("strategy", "time", "tiling", "verdict"), rows)
+
+
+def reason(op: OpPlan) -> str:
+    """Why a matmul is cut as it is: the times of the devices alone, and what came next."""
+    if not op.candidates:
+        return ""
+    times: dict[str, float | None] = {c.strategy: c.predicted_s for c in op.candidates}
+    alone = [
+        f"the {kind.upper()} alone would take {units.duration(seconds)}"
+        for kind in KINDS
+        if (seconds := times.get(f"{kind}-only")) is not None and op.strategy != f"{kind}-only"
+    ]
+    others = [c for c in op.candidates if c.strategy != op.strategy and c.predicted_s is not None]
+    said = list(alone)
+    if others:
+        said.append(f"next is {others[0].strategy}: {others[0].reason}")
+    if not said:
+        return f"nothing else can run ({op.candidates[-1].reason})"
+    return "Why: " + "; ".join(said)
 
 
 def curves(plan: Plan) -> TableData | None:
