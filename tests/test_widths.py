@@ -25,6 +25,7 @@ SHOWN = {
     "generate": ("generate", "demo", "Once", *NPU, "--max-tokens", "2", "--stats"),
     "plan": (*PLAN, "--compare", "snapdragon-8-gen-3-strong-npu"),
     "plan --explain": (*PLAN, "--explain", "qkv"),
+    "models": ("models",),
     "report": ("report", "plan.json", "--out", "plan.md"),
 }  # fmt: skip
 RECORDS = {"profile", "sync-bench", "bench", "eval", "doctor", "devices"}  # print what was measured

@@ -54,6 +54,7 @@ COMMANDS: Final = {
         Command("generate", "generate", USE, "Go on from PROMPT; the text streams to stdout."),
         Command("chat", "chat", USE, "Talk with MODEL in the terminal."),
         Command("serve", "serve", USE, "Serve MODEL over HTTP, with contexts that persist."),
+        Command("models", "models", PREPARE, "List models that can be opened without a network."),
         Command("profile", "profile", DECIDE, "Measure this device once, for plans."),
         Command("plan", "plan", DECIDE, "Find the best cut of every matmul between GPU and NPU."),
         Command("report", "profile", DECIDE, "Draw a saved profile or plan as one page."),

@@ -77,7 +77,7 @@ def profile_device(
         weight_formats=formats,
         gpu_core=assign_cores().gpu,
         control_core=assign_cores().control,
-        keep_budget=True,
+        keep_budget=budget_s is not None,  # the default one may take longer
         **of_model,
     )
     with _alone(out):
