@@ -18,7 +18,7 @@ import numpy as np
 GROUP_SIZE: Final = 32  # features along k that share a scale
 
 Granularity: TypeAlias = Literal["group", "token", "tensor"]
-WeightScales: TypeAlias = Literal["none", "group", "row"]
+WeightScales: TypeAlias = Literal["none", "group", "row", "block", "parts"]
 
 
 class CacheFormat(StrEnum):
@@ -34,13 +34,24 @@ class CacheFormat(StrEnum):
 
 
 class StorageFormat(StrEnum):
-    """How weights are stored (see `hetero.backends.weights.PackedWeight`)."""
+    """How weights are stored (see `hetero.backends.weights.PackedWeight`).
+
+    `q4_1` to `q6_k` hold what GGUF calls so, exactly (`hetero.backends.blocks`). `mixed`: rows in
+    parts, each of another storage, as the tensors of a file are.
+    """
 
     Q4 = "q4"
     Q8 = "q8"
     Q8R = "q8r"
     F16 = "f16"
     F32 = "f32"
+    Q4_1 = "q4_1"
+    Q4_K = "q4_k"
+    Q5_0 = "q5_0"
+    Q5_1 = "q5_1"
+    Q5_K = "q5_k"
+    Q6_K = "q6_k"
+    MIXED = "mixed"
 
     @property
     def bits(self) -> int:
@@ -50,9 +61,17 @@ class StorageFormat(StrEnum):
     @property
     def scales(self) -> WeightScales:
         """What shares a scale: a `group` of `GROUP_SIZE` weights along k (fp16), a whole `row`
-        (fp32); `none`: floating point.
+        (fp32), as its `blocks` say, as the `parts` have it; `none`: floating point.
         """
         return _STORAGE[self].scales
+
+    @property
+    def blocks(self) -> Blocks:
+        """How blocks are made up. Raises `ValueError` for a storage without them."""
+        found = _STORAGE[self].blocks
+        if found is None:
+            raise ValueError(f"{self} weights are not stored in blocks")
+        return found
 
     @property
     def quantised(self) -> bool:
@@ -62,17 +81,73 @@ class StorageFormat(StrEnum):
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of a weight, its part of a group's scale included; padding and scales of rows,
-        which are 4 bytes for k weights, not.
+        which are 4 bytes for k weights, not. Of parts: what they come to in a usual file (Q4_K_M).
         """
+        if self is StorageFormat.MIXED:
+            return 21 / 32
+        if self.scales == "block":
+            blocks = self.blocks
+            return blocks.bits / 8 + blocks.scale_bytes / (blocks.features * ROWS_OF_BLOCK)
         return self.bits / 8 + (2 / GROUP_SIZE if self.scales == "group" else 0.0)
+
+
+ROWS_OF_BLOCK: Final = 16  # of the packed layout
+
+
+class Blocks(NamedTuple):
+    """Integer codes from 0 on, with scales of two levels.
+
+    A weight is d · s · (code - zero), or with `minimum` d · s · code - e · t: d and e are fp16, of
+    `groups` groups of 32 features of a row; s and t are int8, s of a group or, with 2 `halves`, of
+    16 features, t of a group.
+    """
+
+    bits: int
+    groups: int
+    minimum: bool = False
+    halves: int = 1
+    zero: int = 0
+
+    @property
+    def features(self) -> int:
+        """That share d."""
+        return GROUP_SIZE * self.groups
+
+    @property
+    def words(self) -> int:
+        """32-bit words of the codes of a group of a row."""
+        return self.bits
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of d and e of 16 rows."""
+        return (2 + 2 * self.minimum) * ROWS_OF_BLOCK
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of all scales of `features` features of 16 rows."""
+        return self.float_bytes + (self.halves + self.minimum) * self.groups * ROWS_OF_BLOCK
 
 
 class _Storage(NamedTuple):
     bits: int
     scales: WeightScales
+    blocks: Blocks | None = None
 
 
+def _blocks(blocks: Blocks) -> _Storage:
+    return _Storage(blocks.bits, "block", blocks)
+
+
+# Five bits are stored as six: one kernel for both. Q5_0's and Q6_K's zeros are the code 32.
 _STORAGE: Final = {
+    StorageFormat.Q4_1: _blocks(Blocks(bits=4, groups=1, minimum=True)),
+    StorageFormat.Q4_K: _blocks(Blocks(bits=4, groups=8, minimum=True)),
+    StorageFormat.Q5_0: _blocks(Blocks(bits=6, groups=1, zero=32)),
+    StorageFormat.Q5_1: _blocks(Blocks(bits=6, groups=1, minimum=True)),
+    StorageFormat.Q5_K: _blocks(Blocks(bits=6, groups=8, minimum=True)),
+    StorageFormat.Q6_K: _blocks(Blocks(bits=6, groups=8, halves=2, zero=32)),
+    StorageFormat.MIXED: _Storage(bits=4, scales="parts"),
     StorageFormat.Q4: _Storage(bits=4, scales="group"),
     StorageFormat.Q8: _Storage(bits=8, scales="group"),
     StorageFormat.Q8R: _Storage(bits=8, scales="row"),
@@ -119,6 +194,8 @@ class WeightFormat(StrEnum):
     `a8`: activations quantised to int8 per token and block of 32 on the fly, as llama.cpp does.
     `w8a8`: 8-bit weights with one fp32 scale a row, int8 activations with one static scale a
     tensor: sums of integers over all of k (mllm-NPU, section 3.3).
+    `gguf`: every tensor as the GGUF file stores it. Its `a8` rounds activations where codes have
+    at most 6 bits; 8-bit codes and floats are multiplied with floats.
     """
 
     W4A16 = "w4a16"
@@ -127,11 +204,18 @@ class WeightFormat(StrEnum):
     W8A8 = "w8a8"
     F16 = "f16"
     F32 = "f32"
+    GGUF_A16 = "gguf-a16"
+    GGUF_A8 = "gguf-a8"
 
     @property
     def storage(self) -> StorageFormat:
         """How the weights lie in memory, whatever the activations are."""
         return _FORMATS[self].storage
+
+    @property
+    def of_file(self) -> bool:
+        """Whether its weights are those of a GGUF file and cannot be made of others."""
+        return self.storage is StorageFormat.MIXED
 
     @property
     def activations(self) -> Activations:
@@ -151,6 +235,14 @@ class WeightFormat(StrEnum):
         return self.activations.are_floats and self.storage is not StorageFormat.F32
 
 
+def activations_of(activations: Activations, storage: StorageFormat) -> Activations:
+    """How the input of a part is rounded: not for codes of 8 bits and floats, of which sums of
+    integers have no kernels.
+    """
+    rounded = storage is StorageFormat.Q4 or storage.scales == "block"
+    return activations if rounded else FLOATS
+
+
 class _Format(NamedTuple):
     storage: StorageFormat
     activations: Activations
@@ -164,4 +256,6 @@ _FORMATS: Final = {
     WeightFormat.W8A8: _Format(StorageFormat.Q8R, INT8_STATIC, 3e-2),
     WeightFormat.F16: _Format(StorageFormat.F16, FLOATS, 2e-3),
     WeightFormat.F32: _Format(StorageFormat.F32, FLOATS, 1e-4),
+    WeightFormat.GGUF_A16: _Format(StorageFormat.MIXED, FLOATS, 2e-3),
+    WeightFormat.GGUF_A8: _Format(StorageFormat.MIXED, INT8_GROUPS, 2e-2),
 }

@@ -25,6 +25,14 @@ def memory_for(what: str) -> Iterator[None]:
         ) from None
 
 
+class QuotaError(UserError):
+    """An application has all that it may have."""
+
+
+class DiskFullError(UserError):
+    """What is to be kept finds no room under its budget."""
+
+
 class ModelError(UserError):
     """A model, its files or the name it was asked by cannot be used."""
 

@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from hetero.backends.host.processor import cpu_name
+from hetero.backends.host.processor import cpu_name, memory_bytes
 from hetero.profiler.records import Environment
 from hetero.profiler.timing import last_level_cache_bytes
 
@@ -69,14 +69,6 @@ def temperature_c() -> float | None:
     readings = [_text(path) for path in THERMAL.glob("thermal_zone*/temp")]
     values = [float(text) / 1000 for text in readings if text and text.lstrip("-").isdigit()]
     return max(values, default=None)
-
-
-def memory_bytes() -> int | None:
-    """Memory of this machine, None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _text(path: Path) -> str | None:

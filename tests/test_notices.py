@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hetero import notices
 from hetero.errors import UserError
-from hetero.notices import DAY_S, NO_PROFILE, tell
 from hetero.placement.planning import locate_profile
 from hetero.profiler import files
+from hetero.terminal import notices
+from hetero.terminal.notices import DAY_S, NO_PROFILE, tell
 from tests.helpers import Command
 
 

@@ -1,7 +1,8 @@
-"""The host's processor, as Linux tells it."""
+"""The host's processor and memory, as the system tells them."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -16,6 +17,14 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     """Processor name for people."""
     return _first("model name", cpuinfo) or platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """Memory of this machine, None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _first(key: str, cpuinfo: Path) -> str | None:

@@ -50,7 +50,8 @@ class OrtCpuDevice(Device):
         self._w4a16 = w4a16
         self._sizes = tuple(sorted(graph_sizes))
         exact = bool(integers.acceptance())
-        formats = tuple(x for x in WeightFormat if exact or not x.activations.static)
+        known = (x for x in WeightFormat if not x.of_file)
+        formats = tuple(x for x in known if exact or not x.activations.static)
         self.info = DeviceInfo(
             backend=BACKEND,
             name=cpu_name(),
@@ -135,6 +136,10 @@ class OrtCpuDevice(Device):
             case ops.Attention():
                 session = self._session(op, graphs.fused_attention)
                 return kernels.FusedAttentionKernel(self._host, op, session)
+            case ops.DecodeChunks():
+                return kernels.DecodeChunksKernel(
+                    self._host, op, checks.vector(weights, "channels")
+                )
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.GraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)

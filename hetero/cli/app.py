@@ -16,12 +16,12 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from hetero import notices
 from hetero.backends.errors import DeviceError
 from hetero.cli import examples
 from hetero.cli.commands import Commands
 from hetero.errors import FallbackWarning, UserError, one_sentence
 from hetero.profiler.errors import ProfileWarning
+from hetero.terminal import notices
 
 app = typer.Typer(
     name="hetero",

@@ -18,9 +18,9 @@ from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.options import SamplingOptions
-from hetero.notices import tell
 from hetero.solver.plan import NamedStrategy
 from hetero.terminal import printable
+from hetero.terminal.notices import tell
 
 stderr = Console(stderr=True)
 
@@ -302,6 +302,17 @@ BudgetOption = Annotated[
         help="For weights, activations and caches, such as 4GiB.",
         rich_help_panel=DEVICES,
     ),
+]
+ShiftOption = Annotated[
+    bool,
+    typer.Option(
+        "--context-shift",
+        help="Forget half where the context is full.",
+    ),
+]
+KeepOption = Annotated[
+    int,
+    typer.Option("--keep", min=0, help="First tokens that --context-shift leaves."),
 ]
 TraceOption = Annotated[
     Path | None,

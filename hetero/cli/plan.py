@@ -13,7 +13,6 @@ from hetero.cli.options import shown, stderr
 from hetero.cli.tables import show
 from hetero.errors import UserError
 from hetero.models import model_spec
-from hetero.notices import tell
 from hetero.placement.planning import (
     find_profile,
     load_either,
@@ -29,6 +28,7 @@ from hetero.solver.execution_plan import ExecutionPlan, report_ending
 from hetero.solver.report import brief, conclusion, content, units
 from hetero.solver.request import GraphSizes, PlanRequest
 from hetero.terminal import json_line
+from hetero.terminal.notices import tell
 
 
 class ObjectiveChoice(StrEnum):

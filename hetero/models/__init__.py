@@ -105,11 +105,16 @@ class LoadedModel:
 
 
 def default_weights(model: str | Path) -> str:
-    """The format of a MODEL where none is asked for: a quantised directory's own, else w4a16.
+    """The format of a MODEL where none is asked for: what a quantised directory or GGUF file
+    holds, w4a16 of floats.
 
-    Raises `ModelError` for a broken quantised directory.
+    Raises `ModelError` for a broken quantised directory or file.
     """
     path = Path(model).expanduser()
+    if len(path.name) <= LONGEST_NAME and path.suffix.lower() == ".gguf" and path.is_file():
+        from hetero.models.gguf import GgufFile, default_format
+
+        return default_format(GgufFile.opened(path)).value
     if len(path.name) > LONGEST_NAME or not is_quantised(path):
         return WeightFormat.W4A16.value
     storage = read_manifest(path).storage
@@ -121,18 +126,21 @@ def open_model(
 ) -> LoadedModel:
     """Open a MODEL. Weights are read (or drawn from `seed`) block by block, when asked for.
 
-    `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, by default (or by `auto`)
-    `default_weights`; w8a8, being calibrated, is of quantised directories and random models. A
+    `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, gguf-a16, gguf-a8, by default (or by
+    `auto`) `default_weights`; w8a8, being calibrated, is of quantised directories and random
+    models, gguf-a16 and gguf-a8 are of GGUF files. A
     quantised directory serves the formats of its storages, all of them together by default; with
     `verify` its weights are hashed, which reads them all. Raises `ModelError`.
     """
     weights = None if weights == AUTO else weights
     weight_format = _weight_format(default_weights(model) if weights is None else weights)
     if str(model).startswith(random_models.PREFIX):
+        _refuse_of_file(str(model), weight_format)
         return _open_random(str(model), weight_format, seed)
     path = _path(str(model))
     if path.is_file():
         return _open_gguf(path, weight_format)
+    _refuse_of_file(str(model), weight_format)
     if is_quantised(path):
         return _open_quantised(path, weight_format, verify=verify, besides=weights is None)
     return _open_checkpoint(path, weight_format)
@@ -173,6 +181,14 @@ def _open_random(model: str, weight_format: WeightFormat, seed: int) -> LoadedMo
         weights=random_models.RandomWeights(config, weight_format, seed),
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
     )
+
+
+def _refuse_of_file(model: str, weight_format: WeightFormat) -> None:
+    if weight_format.of_file:
+        raise ModelError(
+            f"{model}: {weight_format} is what a GGUF file stores; give a .gguf file, or choose "
+            "--weights w4a16"
+        )
 
 
 def _refuse_uncalibrated(path: Path, weight_format: WeightFormat) -> None:
@@ -217,14 +233,14 @@ def gguf_tokenizer(path: Path) -> HfTokenizer:
     """The tokenizer of a GGUF file. Raises `ModelError`."""
     from hetero.models.gguf import GgufFile, read_tokenizer
 
-    return read_tokenizer(GgufFile(path))
+    return read_tokenizer(GgufFile.opened(path))
 
 
 def gguf_config(path: Path) -> ModelConfig:
     """The configuration of a GGUF file. Raises `ModelError`."""
     from hetero.models.gguf import GgufFile, read_config
 
-    return read_config(GgufFile(path))
+    return read_config(GgufFile.opened(path))
 
 
 def _open_quantised(

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.blocks import BlockParts
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import Arena
 from hetero.backends.weights import (
@@ -24,6 +25,7 @@ from hetero.backends.weights import (
     data_dtype,
     data_shape,
     pack,
+    pack_blocks,
     pack_q4,
     pack_q8,
     scales_dtype,
@@ -40,7 +42,7 @@ _ARENA = Arena()
 _LIMITS = {"q4": 65504.0 * 8, "q8": 65504.0 * 127, "q8r": math.inf, "f16": 65504.0, "f32": math.inf}
 
 
-Codes: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[np.float16]]
+Codes: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[np.float16]] | BlockParts
 Watch: TypeAlias = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], None]
 
 
@@ -174,8 +176,9 @@ def _pack_piece(
 
 def _pack_codes(coded: Sequence[Codes], k: int, storage: StorageFormat) -> PackedWeight:
     """Lay out codes as they are, with rows up to a whole block."""
-    codes = np.concatenate([x for x, _ in coded])
-    scales = np.concatenate([x for _, x in coded])
+    if storage.scales == "block":
+        return _pack_blocks([x for x in coded if isinstance(x, BlockParts)], k, storage)
+    codes, scales = (np.concatenate(arrays) for arrays in zip(*coded, strict=True))
     n = len(codes)
     missing = -n % ROW_BLOCK
     if missing:
@@ -183,6 +186,23 @@ def _pack_codes(coded: Sequence[Codes], k: int, storage: StorageFormat) -> Packe
         codes = np.pad(codes, ((0, missing), (0, 0), (0, 0)), constant_values=empty)
         scales = np.pad(scales, ((0, missing), (0, 0)))
     return (pack_q4 if storage is StorageFormat.Q4 else pack_q8)(codes, scales, n, k)
+
+
+def _pack_blocks(coded: Sequence[BlockParts], k: int, storage: StorageFormat) -> PackedWeight:
+    n = sum(len(parts.codes) for parts in coded)
+
+    def whole(arrays: Sequence[npt.NDArray[Any] | None]) -> Any:
+        found = [array for array in arrays if array is not None]
+        if not found:
+            return None
+        joined = found[0] if len(found) == 1 else np.concatenate(found)
+        missing = -n % ROW_BLOCK
+        if not missing:
+            return joined
+        return np.pad(joined, ((0, missing), *((0, 0),) * (joined.ndim - 1)))
+
+    parts = BlockParts(*(whole(arrays) for arrays in zip(*coded, strict=True)))
+    return pack_blocks(parts, storage, n, k)
 
 
 def _tell(

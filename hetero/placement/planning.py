@@ -13,7 +13,6 @@ from typing import Literal, TypeAlias
 from hetero.errors import UserError
 from hetero.measuring.first_start import scaled_here
 from hetero.models import model_spec
-from hetero.notices import NO_PROFILE, tell
 from hetero.profiler import files
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
@@ -22,6 +21,7 @@ from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernels import Precision
 from hetero.solver.request import GraphSizes, PlanRequest
+from hetero.terminal.notices import NO_PROFILE, tell
 
 ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
 

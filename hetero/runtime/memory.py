@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hetero.backends.host.processor import memory_bytes
 from hetero.backends.ops import OUTPUT_PORTS, MatMul
 from hetero.backends.protocol import Device, DeviceKind, takes_panels
 from hetero.contexts.kv_cache import CacheLayout
 from hetero.errors import UserError
-from hetero.profiler.environment import memory_bytes
 from hetero.runtime.pool import Shape, nbytes_of
 from hetero.runtime.slots import SlotRef
 from hetero.solver.placement import Placement

@@ -20,11 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("storage", StorageFormat)
 def test_bytes_per_weight_are_those_of_whole_blocks(storage: StorageFormat) -> None:
     of_rows = 4 * 64 if storage.scales == "row" else 0
-    assert storage.bytes_per_weight * 64 * 96 + of_rows == packed_bytes(storage, 64, 96)
+    assert storage.bytes_per_weight * 64 * 512 + of_rows == packed_bytes(storage, 64, 512)
 
 
 def test_fp16_is_enough_for_floats_of_16_bits_and_for_codes_times_floats() -> None:
-    assert {x.value for x in WeightFormat if x.half_is_enough} == {"w4a16", "w8a16", "f16"}
+    assert {x.value for x in WeightFormat if x.half_is_enough} == {
+        "w4a16",
+        "w8a16",
+        "f16",
+        "gguf-a16",
+    }
     assert FLOATS.are_floats
     assert WeightFormat.W4A8.activations.largest == 127
 

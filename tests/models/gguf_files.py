@@ -258,3 +258,87 @@ def write_large(path: Path, *, layers: int = 8) -> Path:
         size = -(-file.seek(0, os.SEEK_END) // 32) * 32 + total
         file.truncate(size)
     return path
+
+
+# Where the fp16 numbers of a block lie, in bytes.
+FLOATS_OF = {
+    GGMLQuantizationType.Q4_0: (0,), GGMLQuantizationType.Q8_0: (0,),
+    GGMLQuantizationType.IQ4_NL: (0,), GGMLQuantizationType.Q4_1: (0, 2),
+    GGMLQuantizationType.Q5_0: (0,), GGMLQuantizationType.Q5_1: (0, 2),
+    GGMLQuantizationType.Q3_K: (108,), GGMLQuantizationType.Q4_K: (0, 2),
+    GGMLQuantizationType.Q5_K: (0, 2), GGMLQuantizationType.Q6_K: (208,),
+}  # fmt: skip
+MIXED_KINDS = tuple(FLOATS_OF)
+
+
+def random_blocks(
+    rng: np.random.Generator, kind: GGMLQuantizationType, n: int, k: int, size: float = 0.0
+) -> Array:
+    """Rows [n, bytes] of random blocks whose weights are about `size` (0: of any size)."""
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (n, k // elements, nbytes), dtype=np.uint8)
+    floats = [rng.normal(0, 0.01, blocks.shape[:2]) for _ in FLOATS_OF[kind]]
+    if size:
+        unscaled = blocks.copy()
+        for at in FLOATS_OF[kind]:
+            ones = np.ones((*blocks.shape[:2], 1), np.float16)
+            unscaled[..., at : at + 2] = ones.view(np.uint8)
+        values = gguf.quants.dequantize(unscaled.reshape(n, -1), kind)
+        step = size / float(np.std(values))
+        signs = rng.choice([-1.0, 1.0], blocks.shape[:2])
+        floats = [signs * step * rng.uniform(0.7, 1.4, blocks.shape[:2]) for _ in floats]
+    for at, values in zip(FLOATS_OF[kind], floats, strict=True):
+        blocks[..., at : at + 2] = values.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
+def write_mixed(
+    path: Path,
+    rng: np.random.Generator,
+    kinds: tuple[GGMLQuantizationType, ...] = MIXED_KINDS,
+    *,
+    hidden: int = 256,
+    head_dim: int = 64,
+    kv: int = 2,
+    vocabulary: int = 301,
+) -> Path:
+    """A Llama of two layers whose matrices have these types in turn; its tokens are letters."""
+    heads, wide = 4, 2 * hidden
+    entries = {
+        "llama.embedding_length": hidden, "llama.block_count": 2,
+        "llama.feed_forward_length": wide, "llama.attention.head_count": heads,
+        "llama.attention.head_count_kv": kv, "llama.attention.key_length": head_dim,
+        "llama.attention.value_length": head_dim, "llama.context_length": 128,
+        "llama.rope.dimension_count": head_dim, "llama.vocab_size": vocabulary,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.tokens": [chr(0x100 + i) for i in range(vocabulary)],
+        "tokenizer.ggml.pre": "gpt-2",
+    }  # fmt: skip
+    q, keys = heads * head_dim, kv * head_dim
+    block = {
+        "attn_q": (q, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
+        "attn_output": (hidden, q), "ffn_gate": (wide, hidden), "ffn_up": (wide, hidden),
+        "ffn_down": (hidden, wide),
+    }  # fmt: skip
+    matrices = {"token_embd.weight": (vocabulary, hidden), "output.weight": (vocabulary, hidden)}
+    vectors = ["output_norm.weight"]
+    for layer in range(2):
+        matrices |= {f"blk.{layer}.{name}.weight": shape for name, shape in block.items()}
+        vectors += [f"blk.{layer}.{name}.weight" for name in ("attn_norm", "ffn_norm")]
+    writer = GGUFWriter(path, "llama")
+    for key, value in entries.items():
+        add_entry(writer, key, value)
+    for index, (name, (n, k)) in enumerate(matrices.items()):
+        kind = kinds[index % len(kinds)]
+        if kind in FLOATS:
+            values = rng.normal(0, k**-0.5, (n, k))
+            writer.add_tensor(name, values.astype(FLOATS[kind]))
+            continue
+        if k % gguf.GGML_QUANT_SIZES[kind][0]:
+            kind = GGMLQuantizationType.Q5_0  # as llama.cpp does where k has no whole blocks
+        writer.add_tensor(name, random_blocks(rng, kind, n, k, k**-0.5), raw_dtype=kind)
+    for name in vectors:
+        writer.add_tensor(name, rng.uniform(0.8, 1.2, hidden).astype(np.float32))
+    finish(writer)
+    return path

@@ -13,8 +13,8 @@ from hetero.backends.formats import WeightFormat
 from hetero.models.checkpoint import expected_tensors
 from hetero.models.config import ModelConfig
 
-# Formats that any checkpoint has; the others need a calibration text.
-UNCALIBRATED = [x for x in WeightFormat if not x.activations.static]
+# Formats that any checkpoint has; the others need a calibration text or a GGUF file.
+UNCALIBRATED = [x for x in WeightFormat if not x.activations.static and not x.of_file]
 
 CORPUS = [
     "Once upon a time there was a little café, and the naïve fox said: “hello 😀 world”.",

@@ -138,11 +138,14 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
         )  # the logits, for the host
 
 
+FORMATS = [x for x in WeightFormat if not (x.activations.static or x.of_file)]
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),
     tokens=st.integers(1, 100),
-    weights=st.sampled_from([x for x in WeightFormat if not x.activations.static]),
+    weights=st.sampled_from(FORMATS),
     pair=st.sampled_from(list(PAIRS)),
     rest=st.sampled_from(["gpu", "npu"]),
 )

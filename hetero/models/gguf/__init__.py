@@ -10,13 +10,21 @@ from pathlib import Path
 from hetero.backends.formats import WeightFormat
 from hetero.models.gguf.config import read_config
 from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.tensors import default_format
 from hetero.models.gguf.tokenizer import read_tokenizer
 from hetero.models.gguf.weights import GgufWeights
 
-__all__ = ["GgufFile", "GgufWeights", "open_weights", "read_config", "read_tokenizer"]
+__all__ = [
+    "GgufFile",
+    "GgufWeights",
+    "default_format",
+    "open_weights",
+    "read_config",
+    "read_tokenizer",
+]
 
 
 def open_weights(path: Path, weight_format: WeightFormat) -> GgufWeights:
     """Open a file; no tensor is read. Raises `ModelError`."""
-    file = GgufFile(path)
+    file = GgufFile.opened(path)
     return GgufWeights(file, read_config(file), weight_format)

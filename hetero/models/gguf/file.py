@@ -32,6 +32,7 @@ _SCALARS: Final = {
     11: "<i8", 12: "<f8",
 }  # fmt: skip
 _AGAIN: Final = "download the file again"
+_LAST: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,21 @@ class GgufFile:
         reader = _Reader(path, self._map, self.nbytes)
         self.metadata, self.tensors, self.header_bytes = reader.read()
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+
+    @classmethod
+    def opened(cls, path: Path) -> GgufFile:
+        """The file; the last one is remembered as long as it is the same on disk, so that those who
+        want its metadata, its tokenizer and its weights read one header.
+        """
+        try:
+            found = path.stat()
+        except OSError:
+            return cls(path)
+        key = (path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if _LAST.get("key") != key:
+            _LAST.update(key=key, file=cls(path))
+        file: GgufFile = _LAST["file"]
+        return file
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, a view of the mapped file."""

@@ -1,8 +1,9 @@
-"""Rows of GGUF tensors: as floats for any type, as codes where the type is one of ours.
+"""Rows of GGUF tensors: as floats for any type, as codes where the type is one that we store.
 
-Q4_0 and Q8_0 are exactly `w4` and `w8` (groups of 32, one fp16 scale each), so their codes are laid
-out anew and nothing is rounded. The other types are dequantised by the `gguf` library and quantised
-again; how much that costs is measured on the way (`Loss`).
+In the formats of files (`gguf-a16`, `gguf-a8`) every type but Q2_K keeps its numbers
+(`hetero.models.gguf.blocks`). In the others Q4_0 and Q8_0 are exactly `w4` and `w8`; the rest is
+dequantised by the `gguf` library and quantised again; how much that costs is measured on the way
+(`Loss`).
 """
 
 from __future__ import annotations
@@ -18,32 +19,39 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from hetero.backends.formats import GROUP_SIZE, StorageFormat
+from hetero.backends.blocks import BlockParts
+from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.errors import ModelError
+from hetero.models.gguf import blocks
 from hetero.models.gguf.file import GgufFile, TensorInfo
 
-EXACT: Final = {
-    GGMLQuantizationType.Q4_0: StorageFormat.Q4,
-    GGMLQuantizationType.Q8_0: StorageFormat.Q8,
-}
 FLOATS: Final[dict[GGMLQuantizationType, np.dtype[Any]]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 # What the library dequantises and people use; the others would be a guess.
-REQUANTISED: Final = (
-    GGMLQuantizationType.Q4_0,
-    GGMLQuantizationType.Q4_1,
-    GGMLQuantizationType.Q5_0,
-    GGMLQuantizationType.Q5_1,
-    GGMLQuantizationType.Q8_0,
-    GGMLQuantizationType.Q2_K,
-    GGMLQuantizationType.Q3_K,
-    GGMLQuantizationType.Q4_K,
-    GGMLQuantizationType.Q5_K,
-    GGMLQuantizationType.Q6_K,
-)
+QUANTISED: Final = (*blocks.STORED, GGMLQuantizationType.Q2_K)
+
+
+def stored_as(kind: GGMLQuantizationType) -> StorageFormat:
+    """The storage of a tensor in the formats of files; Q2_K is quantised again, to 8 bits."""
+    if kind in FLOATS:
+        half = kind is GGMLQuantizationType.F16
+        return StorageFormat.F16 if half else StorageFormat.F32
+    return blocks.STORED.get(kind, StorageFormat.Q8)
+
+
+def default_format(file: GgufFile) -> WeightFormat:
+    """The format that keeps a file's numbers: that of its one type of matrices, where it has one of
+    ours; w4a16 of floats.
+    """
+    kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
+    if kinds == {GGMLQuantizationType.Q8_0}:
+        return WeightFormat.W8A16
+    if kinds == {GGMLQuantizationType.Q4_0} or kinds <= FLOATS.keys():
+        return WeightFormat.W4A16
+    return WeightFormat.W4A16  # until every backend computes GGUF_A16
 
 
 @dataclass
@@ -73,8 +81,8 @@ class Loss:
 
 def check_kind(where: str, name: str, info: TensorInfo) -> None:
     """Raise `ModelError` for a type that is not supported."""
-    if info.kind not in FLOATS and info.kind not in REQUANTISED:
-        names = [x.name for x in (*FLOATS, *REQUANTISED)]
+    if info.kind not in FLOATS and info.kind not in QUANTISED:
+        names = [x.name for x in (*FLOATS, *QUANTISED)]
         raise ModelError(
             f"{where}: tensor {name} has the type {info.kind.name}, supported are "
             f"{', '.join(names)}; download another quantisation of this model"
@@ -113,23 +121,35 @@ class GgufTensor:
 
     def codes(
         self, start: int, stop: int, storage: StorageFormat
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16]] | None:
-        """Codes [rows, k / 32, 32] and scales [rows, k / 32], None where floats must do.
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16]] | BlockParts | None:
+        """Codes [rows, k / 32, 32] and scales [rows, k / 32], or the parts of blocks; None where
+        floats must do.
 
         Raises `ModelError` for a scale that is not finite.
         """
-        if EXACT.get(self.kind) is not storage:
+        if blocks.STORED.get(self.kind) is not storage:
             return None
-        blocks = self._chosen(start, stop).reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
-        scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+        rows = self._chosen(start, stop)
+        if storage.scales == "block":
+            parts = blocks.block_parts(self.kind, rows)
+            self._check_scales(parts.d if parts.e is None else np.stack([parts.d, parts.e]))
+            return parts
+        found = rows.reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
+        scales = np.ascontiguousarray(found[..., :2]).view(np.float16)[..., 0]
+        self._check_scales(scales)
+        values = found[..., 2:]
+        if self.kind is GGMLQuantizationType.Q8_0:
+            return np.ascontiguousarray(values).view(np.int8), scales
+        codes = blocks.nibbles(values)
+        if self.kind is GGMLQuantizationType.IQ4_NL:
+            return blocks.IQ4_NL_VALUES[codes], scales
+        return codes, scales
+
+    def _check_scales(self, scales: npt.NDArray[np.float16]) -> None:
         if not np.isfinite(scales).all():
             raise ModelError(
                 f"tensor {self.name} holds a value that is not finite; download the model again"
             )
-        values = blocks[..., 2:]
-        if storage is StorageFormat.Q8:
-            return np.ascontiguousarray(values).view(np.int8), scales
-        return np.concatenate([values & 15, values >> 4], axis=-1), scales
 
     @property
     def watch(self) -> Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], None] | None:

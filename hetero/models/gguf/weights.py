@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import WeightFormat
-from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes, stacked
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
 from hetero.models.gguf.config import ROTATED_IN_PAIRS
 from hetero.models.gguf.file import GgufFile, TensorInfo
-from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind
+from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
 from hetero.models.layout import block_matrices, end_matrices, end_vectors
 from hetero.models.packing import check_finite, pack_rows
 from hetero.models.weights import BlockWeights, ModelWeights
@@ -57,6 +58,19 @@ class GgufWeights(ModelWeights):
         module, suffix = _named(_ENDS, name)
         return self._vector(f"{module}.{suffix}")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packed weights, norms and biases."""
+        if not self.weight_format.of_file:
+            return super().nbytes
+        total = 0
+        for info in self.file.tensors.values():
+            if len(info.shape) > 1:
+                total += packed_bytes(stored_as(info.kind), *info.shape)
+            else:
+                total += 4 * info.shape[0]
+        return total
+
     def requantised(self) -> dict[str, float]:
         """See `Loss`."""
         return self.loss.by_kind()
@@ -95,7 +109,21 @@ class GgufWeights(ModelWeights):
             for name in names:
                 self.file.forget(name)
 
+        if self.weight_format.of_file:
+            return self._stacked(sources, forget)
         return pack_rows(sources, self.weight_format.storage, after_batch=forget)
+
+    def _stacked(self, sources: Sequence[GgufTensor], forget: Callable[[], None]) -> PackedWeight:
+        """Neighbours of one storage as a part; all as float32 where a part would not start at a
+        block of rows.
+        """
+        runs = [
+            (storage, list(members))
+            for storage, members in itertools.groupby(sources, lambda x: stored_as(x.kind))
+        ]
+        if any(sum(x.shape[0] for x in members) % ROW_BLOCK for _, members in runs[:-1]):
+            runs = [(StorageFormat.F32, list(sources))]
+        return stacked([pack_rows(members, kind, after_batch=forget) for kind, members in runs])
 
     def _modules(self, prefix: str, name: str) -> tuple[str, ...]:
         """The tensors that hold a weight; the first spelling where none is complete."""

@@ -1,4 +1,7 @@
-"""What files and models say, made safe to show: nothing of theirs commands a terminal."""
+"""What files and models say, made safe to show: nothing of theirs commands a terminal.
+
+`hetero.terminal.notices` has what is worth a line on standard error.
+"""
 
 from __future__ import annotations
 

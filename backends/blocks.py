@@ -1,0 +1,206 @@
+"""Weights in blocks: integer codes from 0 on and scales of two levels (`hetero.backends.formats`).
+
+They hold the block types of GGUF (ggml's `ggml-common.h`) bit by bit: nothing is rounded. Layout,
+with rows in blocks of 16 (lane = row), K = k rounded up to 32, N = n rounded up to 16, S the number
+of blocks of a row, the last of which may be cut:
+
+    data    uint32 [N/16, K/32, 4 or 6, 16]   words 0 to 3: nibble i of word w is the low half of
+                                              the code of feature 32·g + 8·w + i
+                                              words 4 and 5 (6 bits), h = 0, 1: of each byte b bits
+                                              0-1, 2-3, 4-5, 6-7 are the upper bits of the features
+                                              16·h + 2·b + 0, 1, 8, 9 of the group
+    scales  uint8  [N/16, S, bytes]           d float16 [16], e float16 [16] (with a minimum),
+                                              s int8 [groups · halves, 16], t int8 [groups, 16]
+                                              (with a minimum)
+
+What is padded has d = e = s = t = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.formats import GROUP_SIZE, ROWS_OF_BLOCK, Blocks, StorageFormat
+
+BLOCK_STORAGES: Final = tuple(x for x in StorageFormat if x.scales == "block")
+
+Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.float16]
+Small = npt.NDArray[np.int8]
+Float32Array = npt.NDArray[np.float32]
+
+
+class BlockParts(NamedTuple):
+    """Rows of a weight taken apart: `codes` [rows, G, 32] (G groups), `d` [rows, S], `s`
+    [rows, G · halves]; with a minimum `e` [rows, S] and `t` [rows, G], else None.
+    """
+
+    codes: Bytes
+    d: Halves
+    s: Small
+    e: Halves | None = None
+    t: Small | None = None
+
+
+def block_count(blocks: Blocks, groups: int) -> int:
+    """S, the number of blocks of a row of so many groups."""
+    return -(-groups // blocks.groups)
+
+
+def interleaved(blocks: Blocks, parts: BlockParts) -> tuple[npt.NDArray[np.uint32], Bytes]:
+    """`data` and `scales` of rows whose number is a multiple of 16."""
+    return _interleaved_codes(blocks, parts.codes), _interleaved_scales(blocks, parts)
+
+
+def taken_apart(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]) -> BlockParts:
+    """The reverse of `interleaved`."""
+    count, groups = data.shape[:2]
+    rows = count * ROWS_OF_BLOCK
+    words = np.ascontiguousarray(data[:, :, :4].transpose(0, 3, 1, 2)).view(np.uint8)
+    codes = np.empty((rows, groups, GROUP_SIZE // 2, 2), np.uint8)
+    low = words.reshape(rows, groups, GROUP_SIZE // 2)
+    codes[..., 0], codes[..., 1] = low & 15, low >> 4
+    if blocks.bits > 4:
+        upper = np.ascontiguousarray(data[:, :, 4:].transpose(0, 3, 1, 2)).view(np.uint8)
+        upper = upper.reshape(rows, groups, 2, 1, 4, 1)
+        shifts = np.array([[0, 2], [4, 6]], np.uint8).reshape(1, 1, 1, 2, 1, 2)
+        codes |= ((upper >> shifts & 3) << 4).reshape(codes.shape)
+    return BlockParts(codes.reshape(rows, groups, GROUP_SIZE), *_scales_of(blocks, scales, groups))
+
+
+def values_of(blocks: Blocks, parts: BlockParts) -> Float32Array:
+    """The weights as float32 [rows, G, 32]; d · s and e · t are exact in it."""
+    groups = parts.codes.shape[1]
+    scale = _of_groups(blocks, parts.d, groups)[..., None] * parts.s.astype(np.float32).reshape(
+        len(parts.s), groups, blocks.halves
+    )
+    codes = parts.codes.astype(np.float32) - np.float32(blocks.zero)
+    found = codes * np.repeat(scale, GROUP_SIZE // blocks.halves, axis=-1)
+    if parts.e is not None and parts.t is not None:
+        found -= (_of_groups(blocks, parts.e, groups) * parts.t.astype(np.float32))[..., None]
+    return np.asarray(found, np.float32)
+
+
+def group_scales(blocks: Blocks, parts: BlockParts) -> tuple[Float32Array, Float32Array | None]:
+    """d · s as [rows, G · halves] and e · t as [rows, G], for kernels with one level of scales."""
+    groups = parts.codes.shape[1]
+    by_half = np.repeat(_of_groups(blocks, parts.d, groups), blocks.halves, axis=1)
+    scale = by_half * parts.s.astype(np.float32)
+    if parts.e is None or parts.t is None:
+        return scale, None
+    return scale, _of_groups(blocks, parts.e, groups) * parts.t.astype(np.float32)
+
+
+def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
+    """Quantise [rows, G, 32] values, each group (or half) by its range: what random weights and
+    tests need; files bring better codes.
+    """
+    rows, groups = values.shape[:2]
+    count, span = block_count(blocks, groups), GROUP_SIZE // blocks.halves
+    most = (1 << blocks.bits) - 1
+    parts = values.reshape(rows, -1, span)
+    low = parts.min(axis=-1).clip(max=0)
+    if blocks.minimum:
+        step = (parts.max(axis=-1).clip(min=0) - low) / most
+    else:
+        step = np.abs(parts).max(axis=-1) / (most - blocks.zero)
+    d, s = _two_levels(step, count, blocks.groups * blocks.halves)
+    scale = np.repeat(d.astype(np.float32), blocks.groups * blocks.halves, axis=1)[:, : s.shape[1]]
+    scale = scale * s
+    e = t = None
+    shift = np.float32(blocks.zero)
+    if blocks.minimum:
+        e, t = _two_levels(-low, count, blocks.groups)
+        parts = parts + (_of_groups(blocks, e, groups) * t.astype(np.float32))[..., None]
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.rint(parts * inverse[..., None] + shift).clip(0, most).astype(np.uint8)
+    return BlockParts(codes.reshape(values.shape), d, s, e, t)
+
+
+def _two_levels(wanted: Float32Array, count: int, inside: int) -> tuple[Halves, Small]:
+    """fp16 [rows, S] and int8 0…63 [rows, S · inside cut], whose products are near `wanted`; one
+    factor of a block of one group is 1.
+    """
+    rows, width = wanted.shape
+    full = np.zeros((rows, count * inside), np.float32)
+    full[:, :width] = wanted
+    blocks = full.reshape(rows, count, inside)
+    most = 63 if inside > 1 else 1
+    d = (blocks.max(axis=-1) / most).astype(np.float16)
+    wide = d.astype(np.float32)[..., None]
+    s = np.rint(np.divide(blocks, wide, out=np.zeros_like(blocks), where=wide != 0)).clip(0, most)
+    return d, s.reshape(rows, -1)[:, :width].astype(np.int8)
+
+
+def _of_groups(blocks: Blocks, floats: Halves, groups: int) -> Float32Array:
+    return np.repeat(floats.astype(np.float32), blocks.groups, axis=1)[:, :groups]
+
+
+def _interleaved_codes(blocks: Blocks, codes: Bytes) -> npt.NDArray[np.uint32]:
+    rows, groups, _ = codes.shape
+    packed = np.empty((rows, groups, 4 * blocks.words), np.uint8)
+    pairs = codes.reshape(rows, groups, GROUP_SIZE // 2, 2)
+    np.bitwise_or(pairs[..., 0] & 15, pairs[..., 1] << 4, out=packed[..., :16])
+    if blocks.bits > 4:
+        upper = (codes >> 4).reshape(rows, groups, 2, 2, 4, 2)
+        found = upper[..., 0, :, 0] | upper[..., 0, :, 1] << 2
+        found |= upper[..., 1, :, 0] << 4 | upper[..., 1, :, 1] << 6
+        packed[..., 16:] = found.reshape(rows, groups, 8)
+    words = packed.view(np.uint32).reshape(-1, ROWS_OF_BLOCK, groups, blocks.words)
+    return np.ascontiguousarray(words.transpose(0, 2, 3, 1))
+
+
+def _interleaved_scales(blocks: Blocks, parts: BlockParts) -> Bytes:
+    rows, count = parts.d.shape
+    found = np.zeros((rows // ROWS_OF_BLOCK, count, blocks.scale_bytes), np.uint8)
+    floats = found[..., : blocks.float_bytes].view(np.float16)
+    floats[..., :ROWS_OF_BLOCK] = _by_block(parts.d)
+    small = found[..., blocks.float_bytes :].view(np.int8)
+    inside = blocks.groups * blocks.halves
+    _set_small(small[..., : inside * ROWS_OF_BLOCK], parts.s, inside)
+    if parts.e is not None and parts.t is not None:
+        floats[..., ROWS_OF_BLOCK:] = _by_block(parts.e)
+        _set_small(small[..., inside * ROWS_OF_BLOCK :], parts.t, blocks.groups)
+    return found
+
+
+def _by_block(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[N, S] to [N/16, S, 16]."""
+    return values.reshape(-1, ROWS_OF_BLOCK, values.shape[1]).transpose(0, 2, 1)
+
+
+def _set_small(target: npt.NDArray[Any], values: Small, inside: int) -> None:
+    """[N, width] into [N/16, S, inside · 16]; the last block may be cut."""
+    blocks, count, _ = target.shape
+    full = np.zeros((len(values), count * inside), np.int8)
+    full[:, : values.shape[1]] = values
+    by_block = full.reshape(blocks, ROWS_OF_BLOCK, count, inside).transpose(0, 2, 3, 1)
+    target[...] = by_block.reshape(blocks, count, -1)
+
+
+def _scales_of(
+    blocks: Blocks, scales: npt.NDArray[Any], groups: int
+) -> tuple[Halves, Small, Halves | None, Small | None]:
+    """d, s, e and t of `BlockParts`."""
+    floats = np.ascontiguousarray(scales[..., : blocks.float_bytes]).view(np.float16)
+    small = np.ascontiguousarray(scales[..., blocks.float_bytes :]).view(np.int8)
+    inside = blocks.groups * blocks.halves
+    s = _small_of(small[..., : inside * ROWS_OF_BLOCK], inside)[:, : groups * blocks.halves]
+    d = _by_row(floats[..., :ROWS_OF_BLOCK])
+    if not blocks.minimum:
+        return d, s, None, None
+    t = _small_of(small[..., inside * ROWS_OF_BLOCK :], blocks.groups)[:, :groups]
+    return d, s, _by_row(floats[..., ROWS_OF_BLOCK:]), t
+
+
+def _by_row(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(values.transpose(0, 2, 1)).reshape(-1, values.shape[1])
+
+
+def _small_of(values: npt.NDArray[Any], inside: int) -> Small:
+    blocks, count, _ = values.shape
+    split = values.reshape(blocks, count, inside, ROWS_OF_BLOCK).transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(split).reshape(blocks * ROWS_OF_BLOCK, count * inside)

@@ -1,0 +1,152 @@
+"""The block types of GGUF as codes and scales, bit by bit (ggml's `ggml-common.h` and
+`dequantize_row_*` of `ggml-quants.c`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from hetero.backends.blocks import BlockParts
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Kind: TypeAlias = GGMLQuantizationType
+
+# Values of the codes of IQ4_NL (`kvalues_iq4nl`).
+IQ4_NL_VALUES: Final = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+STORED: Final = {
+    Kind.Q4_0: StorageFormat.Q4,
+    Kind.Q8_0: StorageFormat.Q8,
+    Kind.IQ4_NL: StorageFormat.Q8,
+    Kind.Q4_1: StorageFormat.Q4_1,
+    Kind.Q5_0: StorageFormat.Q5_0,
+    Kind.Q5_1: StorageFormat.Q5_1,
+    Kind.Q3_K: StorageFormat.Q6_K,
+    Kind.Q4_K: StorageFormat.Q4_K,
+    Kind.Q5_K: StorageFormat.Q5_K,
+    Kind.Q6_K: StorageFormat.Q6_K,
+}
+
+
+def block_parts(kind: Kind, rows: Bytes) -> BlockParts:
+    """Rows [n, bytes] of a block type of `STORED` that is stored in blocks."""
+    _, size = GGML_QUANT_SIZES[kind]
+    return _READERS[kind](np.ascontiguousarray(rows).reshape(len(rows), -1, size))
+
+
+def nibbles(values: Bytes) -> Bytes:
+    """[…, 16] bytes to [n, G, 32] codes: the low halves come first."""
+    return np.concatenate([values & 15, values >> 4], axis=-1)
+
+
+def _half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
+    """The fp16 number at a byte of each block, [n, S]."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
+
+
+def _ones(n: int, width: int, value: int = 1) -> npt.NDArray[np.int8]:
+    return np.full((n, width), value, np.int8)
+
+
+def _q4_1(blocks: Bytes) -> BlockParts:
+    n, groups, _ = blocks.shape
+    ones = _ones(n, groups)
+    return BlockParts(nibbles(blocks[..., 4:]), _half(blocks, 0), ones, -_half(blocks, 2), ones)
+
+
+def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
+    """Bit i of a 32-bit word as bit 4 of code i, [n, G, 32]."""
+    bits = np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little")
+    return bits << np.uint8(4)
+
+
+def _q5_0(blocks: Bytes) -> BlockParts:
+    n, groups, _ = blocks.shape
+    codes = nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+    return BlockParts(codes + np.uint8(16), _half(blocks, 0), _ones(n, groups))
+
+
+def _q5_1(blocks: Bytes) -> BlockParts:
+    n, groups, _ = blocks.shape
+    codes, ones = nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), _ones(n, groups)
+    return BlockParts(codes, _half(blocks, 0), ones, -_half(blocks, 2), ones)
+
+
+def _scales_and_minima(packed: Bytes) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    """Eight of each, 6 bits wide, from 12 bytes (`get_scale_min_k4`); [n, 8 S]."""
+    low, high = packed[..., :4], packed[..., 4:8]
+    last = packed[..., 8:12]
+    scales = np.concatenate([low & 63, last & 15 | low >> 6 << 4], axis=-1)
+    minima = np.concatenate([high & 63, last >> 4 | high >> 6 << 4], axis=-1)
+    n = len(packed)
+    return scales.reshape(n, -1).view(np.int8), minima.reshape(n, -1).view(np.int8)
+
+
+def _chunks(values: Bytes) -> Bytes:
+    """128 bytes of a block to codes [n, 8 S, 32]: low halves of 32 bytes, then the high ones."""
+    n, count, _ = values.shape
+    parts = values.reshape(n, count, 4, 1, GROUP_SIZE)
+    both = np.empty((n, count, 4, 2, GROUP_SIZE), np.uint8)
+    np.bitwise_and(parts[..., 0, :], 15, out=both[..., 0, :])
+    np.right_shift(parts[..., 0, :], 4, out=both[..., 1, :])
+    return both.reshape(n, -1, GROUP_SIZE)
+
+
+def _q4_k(blocks: Bytes) -> BlockParts:
+    s, t = _scales_and_minima(blocks[..., 4:16])
+    return BlockParts(_chunks(blocks[..., 16:]), _half(blocks, 0), s, _half(blocks, 2), t)
+
+
+def _q5_k(blocks: Bytes) -> BlockParts:
+    n = len(blocks)
+    s, t = _scales_and_minima(blocks[..., 4:16])
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    fifth: Bytes = (blocks[..., None, 16:48] >> shifts & np.uint8(1)) << np.uint8(4)
+    codes = _chunks(blocks[..., 48:]) | fifth.reshape(n, -1, GROUP_SIZE)
+    return BlockParts(codes, _half(blocks, 0), s, _half(blocks, 2), t)
+
+
+_PAIRS: Final = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of 2 bits in a byte
+
+
+def _q6_k(blocks: Bytes) -> BlockParts:
+    n, count, _ = blocks.shape
+    low = blocks[..., :128].reshape(n, count, 2, 1, 2, GROUP_SIZE)
+    codes = np.empty((n, count, 2, 2, 2, GROUP_SIZE), np.uint8)
+    codes[..., 0, :, :], codes[..., 1, :, :] = low[..., 0, :, :] & 15, low[..., 0, :, :] >> 4
+    upper = blocks[..., 128:192].reshape(n, count, 2, 1, GROUP_SIZE) >> _PAIRS & 3
+    codes |= upper.reshape(codes.shape) << 4
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(n, -1)
+    return BlockParts(codes.reshape(n, -1, GROUP_SIZE), _half(blocks, 208), scales)
+
+
+def _q3_k(blocks: Bytes) -> BlockParts:
+    """Two bits and a third in a mask; codes -4…3 and signed scales of 16, as Q6_K's."""
+    n, count, _ = blocks.shape
+    low = blocks[..., 32:96].reshape(n, count, 2, 1, GROUP_SIZE) >> _PAIRS & 3
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    third = blocks[..., None, :32] >> shifts & 1
+    codes = low.reshape(n, -1, GROUP_SIZE) + (third << 2).reshape(n, -1, GROUP_SIZE)
+    packed = blocks[..., 96:108]
+    four = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
+    two = packed[..., None, 8:12] >> _PAIRS & 3
+    scales = (four | two.reshape(n, count, 16) << 4).view(np.int8) - np.int8(32)
+    return BlockParts(codes + np.uint8(28), _half(blocks, 108), scales.reshape(n, -1))
+
+
+_READERS: Final[dict[Kind, Callable[[Any], BlockParts]]] = {
+    Kind.Q4_1: _q4_1,
+    Kind.Q5_0: _q5_0,
+    Kind.Q5_1: _q5_1,
+    Kind.Q3_K: _q3_k,
+    Kind.Q4_K: _q4_k,
+    Kind.Q5_K: _q5_k,
+    Kind.Q6_K: _q6_k,
+}
