@@ -77,6 +77,7 @@ COMMANDS: Final = {
             DECIDE,
             "Measure prefill and decode speed, devices in turns.",
         ),
+        Command("reproduce", "reproduce", DECIDE, "HeteroLLM's claims beside a simulated chip."),
         Command("serve-key", "serve", PREPARE, "Make a key of an application for --keys."),
         Command("sync-bench", "bench", HERE, "What a wait costs here: latency and CPU time."),
         Command("devices", "doctor", HERE, "List what can compute here."),

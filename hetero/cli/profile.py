@@ -18,7 +18,6 @@ from hetero.cli.options import shown, stderr
 from hetero.cli.tables import show
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import parse_budget, profile_device
-from hetero.notices import tell
 from hetero.placement.planning import load_either
 from hetero.profiler.files import cached_profile_path, own_profile_path
 from hetero.profiler.journal import journal_path
@@ -27,6 +26,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.profiler.surroundings import STRETCHES
 from hetero.profiler.tables import TableData
 from hetero.profiler.verdict import judge
+from hetero.terminal.notices import tell
 
 
 def profile_command(
