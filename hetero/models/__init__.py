@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hetero.backends.formats import WeightFormat
 from hetero.errors import ModelError
-from hetero.models import quantized, random_models
+from hetero.models import hub, quantized, random_models
 from hetero.models.chat_template import Message
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
@@ -304,10 +304,12 @@ def _path(model: str, *, shapes: bool = False) -> Path:
         raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
     if path.exists() and model:
         raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
+    if (named := hub.hub_name(model)) is not None:
+        return hub.fetch(named)
     kind = "file" if path.suffix.lower() == ".gguf" else "directory"
     raise ModelError(
         f"{model!r}: there is no such {kind}; {_hint(model, shapes)}MODEL is a Hugging Face "
-        "directory, a .gguf file, demo, or random:NAME"
+        "directory, a .gguf file, OWNER/NAME of the hub, demo, or random:NAME"
     )
 
 
