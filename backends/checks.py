@@ -171,6 +171,8 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
             length = op.d
         case ops.AddPositions():
             length = op.rows * op.d
+        case ops.DecodeChunks():
+            length = op.kv_heads * op.head_dim
         case _:
             raise ValueError(f"{describe(op)} has no weight {name}")
     if not isinstance(value, np.ndarray) or value.shape != (length,) or value.dtype != np.float32:

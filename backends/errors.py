@@ -1,8 +1,20 @@
-"""Errors of devices, with the code's name, the operation and the remedy."""
+"""Errors that users can mend, and those of devices: the code's name, the operation, the remedy."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from hetero.backends.sentences import one_sentence
+
+
+class UserError(ValueError):
+    """Something that the user can mend; the message is one sentence for people.
+
+    What a file or a library says at length is put on one line and cut in the middle.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_sentence(message))
 
 
 class DeviceError(RuntimeError):
@@ -35,7 +47,7 @@ class KernelBuildError(DeviceError):
     """
 
 
-class DeviceOptionError(DeviceError):
+class DeviceOptionError(DeviceError, UserError):
     """Something that the user asked for by name does not exist or cannot be used here: no other
     device stands in for it.
     """

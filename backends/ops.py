@@ -193,6 +193,58 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeChunks:
+    """Codes of m chunks of keys and values of one layer, written into the caches as floats (LLMS,
+    arXiv 2403.11805, section 3.2).
+
+    A chunk is `tokens` tokens T, and lies in `codes` as n = 2·G·T·D codes, keys before values, each
+    [G, T, D]. With 16 bits they are float16. With 8, 4 or 2 bits fp16 amplitudes come first: one
+    for each head of the keys, then one for each head of the values, or with `by_token` for each of
+    its tokens. Then come the upper two bits of all codes, four in a byte, the first in the lowest
+    bits (n/4 bytes); with 4 bits and more the next two in the same way; with 8 the lower four, two
+    in a byte (n/2 bytes). A code c of b bits stands for
+
+        (c + 1/2 - 2^(b-1)) · s,  s = amplitude · 2^(1-b) (· channels[g, d], for keys)
+
+    where s and the product are rounded to float32, then to the caches' format.
+
+    Ports: `codes` uint8 [room]; `table` int32 [m, 3]: first position, bits (16, 8, 4, 2, or 0: the
+    row is no chunk) and first byte, which is even; `k_cache` and `v_cache` [G, C, D] in the format
+    `kv`, of which nothing but the chunks' positions is touched. Weights: `channels` [G·D] float32.
+    Positions and bytes beyond the tensors, and other bits, are undefined behaviour.
+    """
+
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    room: int
+    tokens: int = 16
+    by_token: bool = False
+    kv: CacheFormat = CacheFormat.F32
+    ports: ClassVar[tuple[str, ...]] = ("codes", "table", "k_cache", "v_cache")
+
+    def __post_init__(self) -> None:
+        if self.head_dim * self.tokens % 4:
+            raise ValueError(
+                f"{self.tokens} tokens of {self.head_dim} values do not fill bytes of four codes"
+            )
+
+    @property
+    def values(self) -> int:
+        """Of a chunk: keys and values."""
+        return 2 * self.kv_heads * self.tokens * self.head_dim
+
+    @property
+    def amplitudes(self) -> int:
+        """Of a chunk."""
+        return self.kv_heads * (1 + (self.tokens if self.by_token else 1))
+
+    def chunk_bytes(self, bits: int) -> int:
+        """That a chunk takes in `codes`."""
+        return bits * self.values // 8 + (0 if bits > 8 else 2 * self.amplitudes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedAct:
     """`y = act(x[:, :f]) · x[:, f:]`. Ports: `x` [m, 2f] (gate, then up), `y` [m, f]."""
 
@@ -267,6 +319,7 @@ Op: TypeAlias = (
     | LayerNorm
     | Rope
     | Attention
+    | DecodeChunks
     | GatedAct
     | Act
     | AddPositions
@@ -293,6 +346,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
         case AddPositions():
             return ("table",)
+        case DecodeChunks():
+            return ("channels",)
         case Outliers():
             slab = ("hot", "hot_weight") if op.hot else ()
             return (*slab, *(("weight", "x_scale") if op.excess else ()))
@@ -300,13 +355,15 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             return ()
 
 
-def describe(op: Op) -> str:
+def describe(op: Op) -> str:  # noqa: PLR0911
     """Short name for messages and traces, such as `MatMul(n=2048, k=8192, w4a16)`."""
     match op:
         case MatMul():
             return f"MatMul(n={op.n}, k={op.k}, {op.weight_format})"
         case Embed():
             return f"Embed(vocab={op.vocab}, d={op.d}, {op.weight_format})"
+        case DecodeChunks():
+            return f"DecodeChunks(kv_heads={op.kv_heads}, head_dim={op.head_dim}, {op.kv})"
         case Rope() | Attention():
             kind = type(op).__name__
             return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"

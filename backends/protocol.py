@@ -301,6 +301,12 @@ class Device(ABC):
         """
         return None
 
+    def beside(self) -> Device | None:
+        """This device for another thread, which prepares kernels of its own there: their calls come
+        in no order with those of this one. None where calls run on the calling thread.
+        """
+        return None
+
     def set_timing(self, on: bool) -> None:  # noqa: B027
         """Let completions know when they ran (`Completion.span`), where the device can tell."""
 
@@ -363,7 +369,8 @@ def check_shape(
 
 
 CACHE_PORTS = ("k_cache", "v_cache")
-FIXED_PORTS = frozenset({"position", *CACHE_PORTS})
+FIXED_PORTS = frozenset({"position", "codes", *CACHE_PORTS})
+_INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
 def takes_panels(op: Op, port: str) -> bool:
@@ -396,9 +403,11 @@ def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
 
 def port_dtype(op: Op, port: str) -> np.dtype[Any]:
     """Element type of a port's tensor."""
-    if isinstance(op, ops.Attention) and port in CACHE_PORTS:
+    if isinstance(op, ops.Attention | ops.DecodeChunks) and port in CACHE_PORTS:
         return op.kv.dtype
-    return np.dtype(np.int32 if port in ("tokens", "position") else np.float32)
+    if port == "codes":
+        return np.dtype(np.uint8)
+    return np.dtype(np.int32 if port in _INT32_PORTS else np.float32)
 
 
 def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
@@ -411,7 +420,7 @@ def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
     return (m, *_width(op, port)) if port not in FIXED_PORTS else _width(op, port)
 
 
-def _width(op: Op, port: str) -> tuple[int, ...]:
+def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
     match op:
         case ops.MatMul() | ops.Outliers():
             return (op.k,) if port == "x" else (op.n,)
@@ -421,6 +430,10 @@ def _width(op: Op, port: str) -> tuple[int, ...]:
             if port in FIXED_PORTS:
                 return (op.kv_heads, op.capacity, op.head_dim)
             return (op.width,) if port == "qkv" else (op.heads * op.head_dim,)
+        case ops.DecodeChunks():
+            if port in CACHE_PORTS:
+                return (op.kv_heads, op.capacity, op.head_dim)
+            return (op.room,) if port == "codes" else (3,)
         case ops.GatedAct():
             return (2 * op.f,) if port == "x" else (op.f,)
         case _:

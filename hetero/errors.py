@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hetero.terminal import printable
-
-LONGEST_SENTENCE = 1000
-
-
-class UserError(ValueError):
-    """Something that the user can mend; the message is one sentence for people.
-
-    What a file or a library says at length is put on one line and cut in the middle.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(one_sentence(message))
+from hetero.backends.errors import UserError
+from hetero.backends.sentences import one_sentence
 
 
 @contextmanager
@@ -37,12 +25,12 @@ def memory_for(what: str) -> Iterator[None]:
         ) from None
 
 
-def one_sentence(message: str) -> str:
-    """A message on one line of at most about 1000 characters, control characters escaped."""
-    line = printable(re.sub(r"\s*\n\s*", " ", message))
-    if len(line) <= LONGEST_SENTENCE:
-        return line
-    return f"{line[: LONGEST_SENTENCE - 300]} … {line[-300:]}"
+class QuotaError(UserError):
+    """An application has all that it may have."""
+
+
+class DiskFullError(UserError):
+    """What is to be kept finds no room under its budget."""
 
 
 class ModelError(UserError):
@@ -51,3 +39,6 @@ class ModelError(UserError):
 
 class FallbackWarning(UserWarning):
     """A device is missing or failed; another does its work."""
+
+
+__all__ = ["FallbackWarning", "ModelError", "UserError", "memory_for", "one_sentence"]

@@ -1,46 +1,18 @@
-"""The report's charts: matplotlib figures of one profile as SVG text. No display is needed."""
+"""The charts of a profile's report."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel
+from hetero.profiler.pages import COLORS, LINES
+from hetero.profiler.pages.figures import Chart, log_log, new_axes, own_style, svg_of
 from hetero.profiler.records import DeviceProfile, MatMulRow
-
-COLORS: Final[dict[str, str]] = {"gpu": "#0072B2", "npu": "#D55E00", "both": "#009E73"}
-SHADES: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8c6d00", "#56B4E9")
-SIZE_INCHES: Final = (4.6, 3.3)
-STYLE: Final[Any] = {  # typed loosely: matplotlib lists every key as a literal
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "figure.constrained_layout.use": True,
-}
-
-
-class Chart(NamedTuple):
-    """A chart and what a reader should see in it."""
-
-    title: str
-    note: str
-    svg: str
 
 
 def all_charts(profile: DeviceProfile) -> list[Chart]:
@@ -49,9 +21,7 @@ def all_charts(profile: DeviceProfile) -> list[Chart]:
         gpu_regimes, npu_stages, shape_sensitivity, order_sensitivity, phase_speeds,
         bandwidth, synchronisation, accuracy, drift,
     )  # fmt: skip
-    # A matplotlibrc of the current directory or of the user has no say, least of all LaTeX.
-    own: Any = {key: value for key, value in mpl.rcParamsDefault.items() if key != "backend"}
-    with mpl.rc_context(own):
+    with own_style():
         return [chart for chart in (make(profile) for make in makers) if chart is not None]
 
 
@@ -85,21 +55,21 @@ def _time_by_tokens(
     rows = _main_rows(profile, kind)
     if not rows:
         return None
-    model, axes = CostModel(profile), _axes()
+    model, axes = CostModel(profile), new_axes()
     tokens = np.unique(np.geomspace(min(r.m for r in rows), max(r.m for r in rows), 200).round())
-    for color, (n, k) in zip(SHADES, _some_pairs(rows), strict=False):
+    for color, (n, k) in zip((COLORS[kind], *LINES), _some_pairs(rows), strict=False):
         predicted = model.matmul_s(kind, rows[0].weight_format, tokens, n, k, rows[0].order)
         axes.plot(tokens, predicted.seconds * 1e3, color=color, lw=1.3, label=f"{n} × {k}")
         found = [row for row in rows if (row.n, row.k) == (n, k)]
         axes.plot([r.m for r in found], [r.seconds * 1e3 for r in found], "o", color=color, ms=4)
-    _log_log(axes, "tokens m", "ms")
-    axes.legend(title="rows × features")
-    return Chart(title, note, _svg(axes, title))
+    log_log(axes, "tokens m", "ms")
+    axes.legend(title="rows × features", loc="upper left")
+    return Chart(title, note, svg_of(axes, title))
 
 
 def shape_sensitivity(profile: DeviceProfile) -> Chart | None:
     """Speed against the aspect of the weight (paper figure 5)."""
-    axes, drawn = _axes(), False
+    axes, drawn = new_axes(), False
     for kind in profile.devices:
         rows = _main_rows(profile, kind)
         large = [row for row in rows if row.m == _near({row.m for row in rows}, 256)]
@@ -119,7 +89,7 @@ def shape_sensitivity(profile: DeviceProfile) -> Chart | None:
     axes.legend()
     title = "Shape sensitivity"
     return Chart(
-        title, "The same work in other shapes; a flat line is insensitive.", _svg(axes, title)
+        title, "The same work in other shapes; a flat line is insensitive.", svg_of(axes, title)
     )
 
 
@@ -133,17 +103,17 @@ def order_sensitivity(profile: DeviceProfile) -> Chart | None:
     ]
     if not pairs:
         return None
-    axes = _axes()
+    axes = new_axes()
     axes.plot([row.m for row, _ in pairs], [gain for _, gain in pairs], "o", color=COLORS["npu"])
     axes.axhline(1, color="#888", lw=1)
-    _log_log(axes, "tokens m", "plain / transposed time")
+    log_log(axes, "tokens m", "plain / transposed time")
     title = "Order sensitivity"
-    return Chart(title, "Above 1 the transposed order is faster.", _svg(axes, title))
+    return Chart(title, "Above 1 the transposed order is faster.", svg_of(axes, title))
 
 
 def phase_speeds(profile: DeviceProfile) -> Chart | None:
     """Arithmetic speed against tokens for the largest weight, both devices."""
-    axes = _axes()
+    axes = new_axes()
     for kind in profile.devices:
         rows = _main_rows(profile, kind)
         if rows:
@@ -155,11 +125,13 @@ def phase_speeds(profile: DeviceProfile) -> Chart | None:
             )
     if not axes.lines:
         return None
-    _log_log(axes, "tokens m", "GFLOP/s")
+    log_log(axes, "tokens m", "GFLOP/s")
     axes.legend()
     title = "Who is faster where"
     return Chart(
-        title, "The largest weight; where the curves cross the choice changes.", _svg(axes, title)
+        title,
+        "The largest weight; where curves cross, the faster one changes.",
+        svg_of(axes, title),
     )
 
 
@@ -173,7 +145,7 @@ def bandwidth(profile: DeviceProfile) -> Chart | None:
     ]
     if found.gpu_alone_bytes_per_s is None and found.npu_alone_bytes_per_s is None:
         return None
-    axes = _axes()
+    axes = new_axes()
     for label, first, second, color in bars:
         if first is not None:
             axes.bar(label, first / 1e9, color=COLORS[color], width=0.6)
@@ -184,7 +156,7 @@ def bandwidth(profile: DeviceProfile) -> Chart | None:
     axes.set_ylabel("GB/s of weights")
     axes.grid(axis="x", visible=False)
     title = "Memory bandwidth in decode"
-    return Chart(title, "One token, weights out of cache.", _svg(axes, title))
+    return Chart(title, "One token, weights out of cache.", svg_of(axes, title))
 
 
 def synchronisation(profile: DeviceProfile) -> Chart | None:
@@ -212,26 +184,28 @@ def synchronisation(profile: DeviceProfile) -> Chart | None:
         costs.append(("a step besides its launches", profile.host_sync.step_s, "both"))
     if not costs:
         return None
-    axes = _axes(height=0.8 + 0.25 * len(costs))
+    axes = new_axes(height=0.8 + 0.25 * len(costs))
     labels = [label for label, _, _ in costs]
-    values = [max(seconds * 1e6, 0.05) for _, seconds, _ in costs]
+    least_us = 0.05  # shorter bars cannot be seen on a logarithmic axis
+    values = [max(seconds * 1e6, least_us) for _, seconds, _ in costs]
     axes.barh(labels, values, color=[COLORS[color] for _, _, color in costs], height=0.6)
     for label, value in zip(labels, values, strict=True):
-        axes.annotate(f" {value:.3g}", (value, label), va="center", fontsize=8)
+        said = f" {value:.3g}" if value > least_us else f" below {least_us}"
+        axes.annotate(said, (value, label), va="center", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlim(right=max(values) * 4)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("µs")
     title = "What synchronising costs"
-    return Chart(title, "Microseconds, logarithmic.", _svg(axes, title))
+    return Chart(title, "Microseconds, logarithmic.", svg_of(axes, title))
 
 
 def accuracy(profile: DeviceProfile) -> Chart | None:
     """Predicted against measured times."""
     if not profile.matmuls:
         return None
-    model, axes = CostModel(profile), _axes()
+    model, axes = CostModel(profile), new_axes()
     for kind in profile.devices:
         rows = [row for row in profile.matmuls if row.device == kind]
         predicted = [_predicted(model, row) for row in rows]
@@ -244,18 +218,21 @@ def accuracy(profile: DeviceProfile) -> Chart | None:
         max(r.seconds for r in profile.matmuls) * 1e3,
     ]
     axes.plot(ends, ends, color="#888", lw=1)
-    _log_log(axes, "measured, ms", "predicted, ms")
+    log_log(axes, "measured, ms", "predicted, ms")
     axes.legend()
     title = "Predicted against measured"
-    note = "Rows that the predictors were fitted to; errors on left-out pairs are in the table."
-    return Chart(title, note, _svg(axes, title))
+    note = (
+        "Rows that the predictors were fitted to, which is why they lie on the line; how well it "
+        "predicts others is in the table below."
+    )
+    return Chart(title, note, svg_of(axes, title))
 
 
 def drift(profile: DeviceProfile) -> Chart | None:
     """Reference kernels over the run."""
     if not profile.references:
         return None
-    axes = _axes()
+    axes = new_axes()
     for kind in profile.devices:
         for phase, style in (("decode", ":"), ("prefill", "-")):
             points = [p for p in profile.references if (p.device, p.phase) == (kind, phase)]
@@ -267,10 +244,10 @@ def drift(profile: DeviceProfile) -> Chart | None:
                 )  # fmt: skip
     axes.set_xlabel("seconds since the start")
     axes.set_ylabel("reference time / median")
-    axes.legend(ncols=2)
+    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     title = "Drift of the machine"
     return Chart(
-        title, "Rows are scaled by these; a flat line at 1 is a calm machine.", _svg(axes, title)
+        title, "Rows are scaled by these; a flat line at 1 is a calm machine.", svg_of(axes, title)
     )
 
 
@@ -301,39 +278,3 @@ def _some_pairs(rows: Sequence[MatMulRow]) -> list[tuple[int, int]]:
 
 def _near(values: set[int], wanted: int) -> int:
     return min(values, key=lambda value: abs(value - wanted), default=0)
-
-
-def _axes(height: float = SIZE_INCHES[1]) -> Axes:
-    with mpl.rc_context(STYLE):
-        return Figure(figsize=(SIZE_INCHES[0], height)).add_subplot()
-
-
-def _log_log(axes: Axes, x: str, y: str) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_major_formatter(plain)
-    axes.yaxis.set_major_formatter(plain)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-
-
-def _svg(axes: Axes, title: str) -> str:
-    """SVG text that scales with its place; identifiers differ from chart to chart."""
-    figure = axes.get_figure(root=True)
-    assert isinstance(figure, Figure)
-    buffer = io.StringIO()
-    with mpl.rc_context({**STYLE, "svg.hashsalt": title}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    opening, rest = text.split(">", 1)
-    opening = re.sub(r'\s(width|height|xmlns:xlink|version)="[^"]*"', "", opening)
-    opening = opening.replace("<svg", f'<svg role="img" aria-label="{title}"')
-    prefix = re.sub(r"\W+", "-", title.lower())
-    # Identifiers such as figure_1 or axes_1 are the same in every matplotlib figure.
-    rest = re.sub(r'\bid="', f'id="{prefix}-', rest)
-    rest = re.sub(r'xlink:href="#', f'href="#{prefix}-', rest)
-    rest = rest.replace("url(#", f"url(#{prefix}-")
-    return f"{opening}>{rest}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from hetero.backends.errors import UserError
 
-class ProfileError(ValueError):
+
+class ProfileError(UserError):
     """A profile cannot be read, taken or used; one sentence with the remedy."""
 
 

@@ -132,9 +132,22 @@ def refuse_folder(path: str | Path) -> None:
         raise ProfileError(f"cannot write {path} (Is a directory): choose another --out")
 
 
+def own_profile_path() -> Path:
+    """Where `hetero profile` puts this machine's profile unless told otherwise: among the user's
+    data, because ten minutes of measuring are no cache.
+    """
+    return Path(platformdirs.user_data_dir("hetero", appauthor=False)) / "profiles" / "host.json"
+
+
 def cached_profile_path() -> Path:
-    """Where `hetero profile` puts this machine's profile unless told otherwise."""
+    """Where earlier versions put it; it is still read there, and first starts are kept beside."""
     return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "profiles" / "host.json"
+
+
+def taken_profile_path() -> Path:
+    """Where this machine's profile is, if there is one."""
+    own, cached = own_profile_path(), cached_profile_path()
+    return cached if cached.exists() and not own.exists() else own
 
 
 def shipped_names() -> tuple[str, ...]:

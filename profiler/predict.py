@@ -266,6 +266,8 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["elements"] = float(m * op.f)
         case ops.MatMul():
             terms["elements"] = float(m * (op.n + op.k))
+        case ops.DecodeChunks():
+            terms["elements"] = float(m * op.values)
         case ops.Outliers():
             terms["elements"] = float(m * (op.n + op.excess * op.k))
             terms["products"] = float(m * op.n * op.hot)

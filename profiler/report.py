@@ -3,101 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from hetero.backends.host.extras import require
 from hetero.profiler import files
-from hetero.profiler.charts import Chart, all_charts
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.pages import render
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
-
-CSS = """
-:root { color-scheme: light; --ink: #1a1d21; --dim: #5c6570; --line: #e3e6ea;
-  --paper: #f6f7f9 }
-* { box-sizing: border-box }
-body { margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--ink);
-  background: var(--paper) }
-main { max-width: 1180px; margin: 0 auto; padding: 16px }
-h1 { font-size: 1.5rem; margin: .4rem 0 0 }
-h2 { font-size: 1.15rem; margin: 1.6rem 0 .6rem }
-p { margin: .3rem 0 } .dim { color: var(--dim); font-size: .9rem }
-.grid { display: grid; gap: 12px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)) }
-.card { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 12px;
-  min-width: 0; margin-bottom: 8px }
-.card h3 { font-size: 1rem; margin: 0 } .card svg { display: block; width: 100%; height: auto }
-.tiles { display: grid; gap: 8px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)) }
-.tile b { display: block; font-size: 1.25rem } .tile { padding: 8px 12px }
-.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .9rem }
-th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line);
-  vertical-align: top } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-.bad { border-left: 4px solid #b3261e } .good { border-left: 4px solid #137333 }
-details summary { cursor: pointer; padding: 4px 0 }
-"""
+from hetero.profiler.tables import TableData
+from hetero.profiler.verdict import judge
 
 
 def write_report(profile: DeviceProfile, path: str | Path) -> None:
-    """Write the page. Raises `ProfileError` if the file cannot be written."""
+    """Write the page. Raises `ProfileError` if the file cannot be written, or is to be no page."""
+    if Path(path).suffix.lower() not in (".html", ".htm", ""):
+        raise ProfileError(f"the report of a profile is a page ({path}): choose .html")
     files.write_atomically(path, to_html(profile))
 
 
 def to_html(profile: DeviceProfile) -> str:
-    """The page as text; the same profile always gives the same page."""
-    parts = [
-        _heading(profile),
-        _tiles(profile),
-        _quarantine(profile),
-        "<h2>Curves</h2>",
-        f'<div class="grid">{"".join(map(_chart, all_charts(profile)))}</div>',
-        "<h2>How well it predicts</h2>",
-        _validation(profile.predictors),
-        "<h2>Other kernels, preparation and the machine</h2>",
-        _details(profile),
-    ]
-    title = escape(f"Profile {profile.name}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{CSS}</style></head><body><main>"
-        f"{''.join(parts)}</main></body></html>\n"
-    )
+    """The page as text; the same profile always gives the same page. Raises `UserError` where
+    matplotlib is missing.
+    """
+    require("matplotlib", "report", "charts are drawn by matplotlib")
+    from hetero.profiler.charts import all_charts  # matplotlib takes a second
 
-
-def _heading(profile: DeviceProfile) -> str:
     kinds = sorted({record.numbers for record in profile.devices.values()})
-    lines = [
-        f"{kind}: {record.name} ({record.backend}, {record.driver}), {record.numbers}"
-        for kind, record in profile.devices.items()
-    ]
-    body = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return (
-        f"<h1>Device profile: {escape(profile.name)}</h1>"
-        f'<p class="dim">{escape(profile.created)}, hetero {escape(profile.hetero_version)}, '
-        f"numbers are {escape(' and '.join(kinds))}</p>{body}"
+    verdict = judge(profile)
+    return render(
+        "profile.html",
+        title=f"Profile {profile.name}",
+        name=profile.name,
+        taken=f"{profile.created}, hetero {profile.hetero_version}, numbers are "
+        f"{' and '.join(kinds)}",
+        devices=[
+            f"{kind.upper()}: {record.name} ({record.backend}, {record.driver}), {record.numbers}"
+            for kind, record in profile.devices.items()
+        ],
+        conclusion=verdict.sentences,
+        good=verdict.good,
+        numbers=_numbers(profile),
+        wrong=[
+            f"{entry.device} {entry.op} {entry.shape_class}: {entry.detail}"
+            for entry in profile.quarantined
+        ],
+        charts=all_charts(profile),
+        validation=_validation(profile.predictors),
+        details=_details(profile),
     )
 
 
-def _tiles(profile: DeviceProfile) -> str:
+def _numbers(profile: DeviceProfile) -> list[tuple[str, str]]:
     coverage = profile.coverage
-    tiles = [(f"{coverage.measured_tasks} / {coverage.grid_tasks}", "matmuls measured")]
-    tiles.append((f"{coverage.spent_s:.0f} s", "of measuring"))
+    found = [(f"{coverage.measured_tasks} / {coverage.grid_tasks}", "matmuls measured")]
+    found.append((f"{coverage.spent_s:.0f} s", "of measuring"))
     for kind, predictor in _main_predictors(profile).items():
         if predictor.regimes.bytes_per_s:
             speed = f"{predictor.regimes.bytes_per_s / 1e9:.1f} GB/s"
-            tiles.append((speed, f"{kind.upper()} decode"))
+            found.append((speed, f"{kind.upper()} decode"))
         if predictor.regimes.flops_per_s:
             flops = f"{predictor.regimes.flops_per_s / 1e9:.0f} GFLOP/s"
-            tiles.append((flops, f"{kind.upper()} prefill"))
+            found.append((flops, f"{kind.upper()} prefill"))
     for entry in profile.contention:
-        text = f"{entry.gpu:.2f}× / {entry.npu:.2f}×"
-        kind = f" {entry.weight_format.value}" if entry.weight_format else ""
-        tiles.append((text, f"slower together, {entry.phase}{kind} (GPU / NPU)"))
-    cells = "".join(
-        f'<div class="card tile"><b>{escape(value)}</b>'
-        f'<span class="dim">{escape(label)}</span></div>'
-        for value, label in tiles
-    )
-    return f'<div class="tiles" style="margin-top:12px">{cells}</div>'
+        times = f"{entry.gpu:.2f}× / {entry.npu:.2f}×"
+        form = f" {entry.weight_format.value}" if entry.weight_format else ""
+        found.append(
+            (times, f"time of GPU / NPU while the other computes too, {entry.phase}{form}")
+        )
+    return found
 
 
 def _main_predictors(profile: DeviceProfile) -> dict[str, MatMulPredictor]:
@@ -107,30 +81,8 @@ def _main_predictors(profile: DeviceProfile) -> dict[str, MatMulPredictor]:
     return found
 
 
-def _quarantine(profile: DeviceProfile) -> str:
-    if not profile.quarantined:
-        text = "No kernel is quarantined: each was checked against float32 before it was timed."
-        return f'<div class="card good" style="margin-top:12px">{text}</div>'
-    items = "".join(
-        f"<li>{escape(entry.device)} {escape(entry.op)} {escape(entry.shape_class)}: "
-        f"{escape(entry.detail)}</li>"
-        for entry in profile.quarantined
-    )
-    return (
-        '<div class="card bad" style="margin-top:12px"><b>Quarantined kernels</b> '
-        f"(the solver does not use them)<ul>{items}</ul></div>"
-    )
-
-
-def _chart(chart: Chart) -> str:
-    return (
-        f'<section class="card"><h3>{escape(chart.title)}</h3>'
-        f'<p class="dim">{escape(chart.note)}</p>{chart.svg}</section>'
-    )
-
-
-def _validation(predictors: Iterable[MatMulPredictor]) -> str:
-    rows = [
+def _validation(predictors: Iterable[MatMulPredictor]) -> TableData:
+    rows = tuple(
         (
             p.device,
             p.weight_format.value,
@@ -143,26 +95,20 @@ def _validation(predictors: Iterable[MatMulPredictor]) -> str:
         )
         for p in predictors
         for v in p.validation
-    ]
-    note = '<p class="dim">Each (n, k) pair predicted by a fit that has not seen it.</p>'
+    )
     heads = ("device", "weights", "order", "phase", "mean error", "95 %", "rows", "predictor")
-    return note + _table(heads, rows, numbers=(4, 5, 6))
+    note = "Each (n, k) pair predicted by a fit that has not seen it."
+    return TableData("", heads, rows, note, numbers=heads[4:7])
 
 
-def _details(profile: DeviceProfile) -> str:
+def _details(profile: DeviceProfile) -> list[TableData]:
     others = [
         (row.device, row.op, _sizes(row.sizes), str(row.m), str(row.context), _us(row.seconds))
         for row in profile.others
     ]
     preparation = [
-        (
-            row.device,
-            row.weight_format.value,
-            f"{row.n} × {row.k}",
-            _us(row.cold_s),
-            _us(row.cached_s),
-        )
-        for row in profile.preparation
+        (r.device, r.weight_format.value, f"{r.n} × {r.k}", _us(r.cold_s), _us(r.cached_s))
+        for r in profile.preparation
     ]
     sleeps = [
         (
@@ -186,42 +132,18 @@ def _details(profile: DeviceProfile) -> str:
         for name, note in sync.notes.items()
     ]
     notes += [("", note) for note in profile.notes]
-    return "".join(
-        (
-            _fold("Other kernels", ("device", "operation", "sizes", "m", "context", "µs"), others),
-            _fold(
-                "Preparation", ("device", "weights", "n × k", "cold µs", "again µs"), preparation
-            ),
-            _fold("Sleep", ("asked µs", "timer slack", "late µs", "99 % µs"), sleeps),
-            _fold("Machine", ("what", "value"), machine),
-            _fold("Notes", ("device", "note"), notes),
-        )
-    )
+    return [
+        _table("Other kernels", ("device", "operation", "sizes", "m", "context", "µs"), others),
+        _table("Preparation", ("device", "weights", "n × k", "cold µs", "again µs"), preparation),
+        _table("Sleep", ("asked µs", "timer slack", "late µs", "99 % µs"), sleeps),
+        _table("Machine", ("what", "value"), machine),
+        _table("Notes", ("device", "note"), notes),
+    ]
 
 
-def _fold(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    narrow = ("m", "context")
-    numbers = tuple(i for i, head in enumerate(heads) if head.endswith("µs") or head in narrow)
-    table = _table(heads, rows, numbers=numbers)
-    return f"<details><summary>{escape(title)}</summary>{table}</details>"
-
-
-def _table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: tuple[int, ...] = ()
-) -> str:
-    def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=n' if i in numbers else ''}>{escape(value)}</{tag}>"
-            for i, value in enumerate(values)
-        )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return (
-        f'<div class="card scroll"><table><thead><tr>{cells("th", heads)}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+def _table(title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> TableData:
+    numbers = tuple(head for head in heads if head.endswith("µs") or head in ("m", "context"))
+    return TableData(title, heads, tuple(rows), numbers=numbers)
 
 
 def _sizes(sizes: dict[str, Any]) -> str:

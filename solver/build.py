@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import DeviceProfile, Phase
 from hetero.solver.calls import split
 from hetero.solver.candidates import explain
 from hetero.solver.curves import front, strategy_curves
@@ -100,8 +101,19 @@ def assemble(
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,
         model_fingerprint=planner.model_fingerprint,
+        errors=errors_of(profile, spec.base or spec.weight_format),
         notes=(*notes, *planner.notes),
     )
+
+
+def errors_of(profile: DeviceProfile, weight_format: WeightFormat) -> dict[Phase, float]:
+    """By phase, the mean relative error of the device that is predicted worse."""
+    found: dict[Phase, float] = {}
+    for predictor in profile.predictors:
+        if predictor.weight_format is weight_format:
+            for entry in predictor.validation:
+                found[entry.phase] = max(found.get(entry.phase, 0.0), entry.mape)
+    return found
 
 
 def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:

@@ -7,6 +7,7 @@ from hetero.solver.chooser import Chooser
 from hetero.solver.options import INF, Option
 from hetero.solver.plan import Candidate, Strategy
 from hetero.solver.planner import Planner
+from hetero.solver.report import units
 
 ALL: tuple[Strategy, ...] = (
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
@@ -72,10 +73,10 @@ def _why(planner: Planner, option: Option, chosen: Option, single: float) -> str
 
 def _limit(option: Option) -> str:
     if not option.is_cut:
-        return f"the {option.mode.upper()} alone takes {option.together_s * 1e6:.0f} µs"
+        return f"the {option.mode.upper()} alone takes {units.duration(option.together_s)}"
     if option.gpu_s > option.npu_s:
-        return f"waits for the GPU ({option.gpu_s * 1e6:.0f} µs)"
-    return f"waits for the NPU ({option.npu_s * 1e6:.0f} µs)"
+        return f"waits for the GPU ({units.duration(option.gpu_s)})"
+    return f"waits for the NPU ({units.duration(option.npu_s)})"
 
 
 def _impossible(planner: Planner, strategy: Strategy, m: int) -> str:

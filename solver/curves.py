@@ -14,8 +14,8 @@ from hetero.solver.prompts import solve_prompt
 from hetero.solver.solution import Scenario
 
 DRAWN: Final = (
-    "auto", "gpu-only", "layer", "padding", "pipe", "chunked", "online-prepare", "row-cut",
-    "sequence-cut", "multi-sequence-cut", "hybrid-cut",
+    "auto", "gpu-only", "npu-only", "layer", "padding", "pipe", "chunked", "online-prepare",
+    "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
 )  # fmt: skip
 WEIGHTS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 

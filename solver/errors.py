@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hetero.backends.errors import UserError
 
-class PlanError(ValueError):
+
+class PlanError(UserError):
     """A plan breaks a rule; the message names the operator, the rule and the value."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetero.solver.errors import PlanError
 from hetero.solver.plan import Plan, write
 from hetero.solver.report import document, markdown, page
 
@@ -14,10 +15,10 @@ class ExecutionPlan(Plan):
     """The document that a solver makes and the runtime executes (`hetero.solver.plan`)."""
 
     def report(self, path: str | os.PathLike[str], *, compare: Sequence[Plan] = ()) -> None:
-        """Write a report, atomically: HTML, or Markdown or JSON by the ending of `path`. One in
+        """Write a report, atomically: HTML, Markdown or JSON by the ending of `path`. One in
         JSON can be loaded as the plan. Raises `PlanError`.
         """
-        match Path(path).suffix.lower():
+        match report_ending(path):
             case ".md":
                 text = markdown.to_markdown(self, compare)
             case ".json":
@@ -25,3 +26,13 @@ class ExecutionPlan(Plan):
             case _:
                 text = page.to_html(self, compare)
         write(path, text, "report")
+
+
+def report_ending(path: str | os.PathLike[str]) -> str:
+    """In which form a report of this name is written: `.md`, `.json` or `.html` (also without an
+    ending). Raises `PlanError` for another.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in ("", ".html", ".htm", ".md", ".json"):
+        raise PlanError(f"a report is not written as {ending} ({path}): choose .html, .md or .json")
+    return ending if ending in (".md", ".json") else ".html"

@@ -182,7 +182,8 @@ class Placement:
 
     def at(self, phase: Phase, m: int, logit_rows: int = 1) -> Iterator[Assignment]:
         """What computes a call of m tokens, in the model's order; the output head sees the last
-        `logit_rows` tokens, and is left out where that is none.
+        `logit_rows` tokens, and is left out where that is none. Rows of several contexts decode so,
+        too; but what knows a position runs for each of them, on the same device (`row_graph`).
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
@@ -213,6 +214,21 @@ class Placement:
             return padded_size(m, able.graph_sizes if able.static_shapes else ())
         except ValueError as error:
             raise PlanError(f"{phase} on the {kind}: {error}") from None
+
+    @property
+    def row_graph(self) -> int:
+        """Tokens that a launch for one row of a decode step is bound with, padding included."""
+        return self.padded("decode", 1)
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether rows of several contexts can decode in one step: not where attention is inside
+        the graph of a whole block, which knows one position.
+        """
+        return not any(
+            group.fixed and self.fused(group, "decode", 1) is not None
+            for group in self.groups.values()
+        )
 
     def parts(self, node: Node, phase: Phase, m: int) -> tuple[Part, ...]:
         """Launches of a matmul node at m tokens, in the plan's order. They cover its output, with

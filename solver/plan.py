@@ -234,6 +234,8 @@ class Plan(_Record):
     counts that calls should have because others are padded to them (None: those of the entries).
     `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
     an NPU that can: gate, up, activation and product (`feed_forward`), or a whole block.
+    `errors` are mean relative errors of the profile's predictions of matmuls that it left out, of
+    the device whose are larger.
     """
 
     schema_version: Literal[1] = 1
@@ -259,6 +261,7 @@ class Plan(_Record):
     margin: Annotated[float, Field(ge=0, le=1)] | None = None
     profile_fingerprint: str | None = None
     model_fingerprint: str | None = None
+    errors: dict[Phase, Quantity] = {}
     notes: tuple[str, ...] = ()
     curves: tuple[Curve, ...] = ()
     front: tuple[FrontPoint, ...] = ()

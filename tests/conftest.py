@@ -14,6 +14,22 @@ import typer
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
 from tests.helpers import Command
+from tests.thinning import thinned
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """See `tests.thinning`."""
+    config.addinivalue_line("markers", "sampled(n): the gate runs one in n of the parameter sets")
+    config.addinivalue_line("markers", "thorough: not run by the gate")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `HETERO_TEST_ALL=1` runs; a test that is named by its id runs."""
+    if os.environ.get("HETERO_TEST_ALL") or any("::" in name for name in config.args):
+        return
+    items[:], left = thinned(items)
+    if left:
+        config.hook.pytest_deselected(items=left)
 
 
 def pytest_sessionstart() -> None:
@@ -29,6 +45,12 @@ def one_core_of_opencl(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed for the rest of the process, whose other tests open it on one core.
     """
     monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
+
+
+@pytest.fixture(autouse=True)
+def notices_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was said on this machine today."""
+    monkeypatch.setenv("HETERO_NOTICES", "always")
 
 
 @pytest.fixture(scope="session")

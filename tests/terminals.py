@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,16 +20,24 @@ HETERO = (sys.executable, "-m", "hetero")
 
 
 class Terminal:
-    """`hetero ARGUMENTS` in a terminal of so many columns; `text` is all that it wrote so far."""
+    """`hetero ARGUMENTS`, or another program, in a terminal of so many columns; `text` is all that
+    it wrote so far.
+    """
 
-    def __init__(self, *arguments: str, columns: int = 80, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        *arguments: str,
+        columns: int = 80,
+        env: dict[str, str] | None = None,
+        program: Sequence[str] = HETERO,
+    ):
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # for shells in the background
         try:
             self._process = subprocess.Popen(
-                [*HETERO, *arguments],
+                [*program, *arguments],
                 stdin=slave,
                 stdout=slave,
                 stderr=slave,

@@ -47,6 +47,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache without a profile; where one would lie."""
     path = tmp_path / "cache" / "host.json"
     monkeypatch.setattr("hetero.placement.planning.files.cached_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.placement.planning.files.own_profile_path", lambda: path)
     monkeypatch.setattr(
         "hetero.placement.planning.files.shipped_names", lambda: ("snapdragon-8-gen-3",)
     )

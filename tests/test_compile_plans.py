@@ -34,6 +34,9 @@ KINDS = (
     "cut on the other device", "feed-forward", "block, cut where it is decoded", "random",
 )  # fmt: skip
 
+# What a hybrid cut, or another kind, has in it as well.
+MILD = ("npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "chunked", "orders")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -134,7 +137,11 @@ def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"), [*((kind, 0) for kind in KINDS), *(("random", seed) for seed in (1, 2, 3))]
+    ("kind", "seed"),
+    [
+        *(pytest.param(k, 0, marks=[pytest.mark.thorough] if k in MILD else []) for k in KINDS),
+        *(pytest.param("random", seed, marks=pytest.mark.thorough) for seed in (1, 2, 3)),
+    ],
 )
 def test_a_bundle_has_the_graphs_that_any_prompt_runs(
     model: str, kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from hetero import LLM
 from hetero.cli import app as cli
 from hetero.errors import UserError
 from hetero.generation.sampling import log_softmax
-from hetero.measuring.evaluation import evaluate, read_tokens, windows
+from hetero.measuring.evaluation import evaluate, mean_95, read_tokens, share_95, windows
 
 STORY = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 6
 
@@ -52,6 +52,21 @@ def test_perplexity_is_that_of_the_logits() -> None:
                 evaluate(llm, tokens, **sizes)
 
 
+@settings(deadline=None, max_examples=20)
+@given(share=st.floats(0.05, 0.95), count=st.integers(40, 400), seed=st.integers(0, 2**32 - 1))
+def test_intervals_hold_the_true_value_95_times_in_100(share: float, count: int, seed: int) -> None:
+    """Over 400 draws, at five standard deviations of that count."""
+    draws = np.random.default_rng(seed).random((400, count)) < share
+    found = [share_95(int(draw.sum()), count) for draw in draws]
+    held = [low <= share <= high for low, high in found]
+    assert sum(held) > 400 * 0.92 - 5 * math.sqrt(400 * 0.92 * 0.08)  # steps of a count
+    values = np.random.default_rng(seed).normal(3.0, 2.0, (400, count))
+    means = [low <= 3.0 <= high for low, high in map(mean_95, values)]
+    assert sum(means) > 400 * 0.95 - 5 * math.sqrt(400 * 0.95 * 0.05) - 4
+    low, high = share_95(count, count)
+    assert 0.8 < low < high == pytest.approx(1.0)
+
+
 def test_the_reference_shows_what_rounding_costs(stories: Path) -> None:
     with (
         LLM(str(stories), device="npu", weights="f32") as exact,
@@ -76,7 +91,8 @@ def test_the_command_prints_a_table_and_json(
     with pytest.raises(SystemExit):
         cli.main([*common, "--weights", "w4a16", "--weights", "w4a8"])
     lines = capsys.readouterr().out.splitlines()
-    assert [x.split("|")[1].strip() for x in lines[2:]] == ["w4a16", "w4a8"]
+    assert [x.split("|")[1].strip() for x in lines[2:] if "|" in x] == ["w4a16", "w4a8"]
+    assert "95 % intervals" in lines[-1]
     with pytest.raises(SystemExit):
         cli.main([*common, "--no-reference", "--json"])
     assert json.loads(capsys.readouterr().out)["w4a16"]["kl_mean"] is None
@@ -87,6 +103,7 @@ def test_a_text_that_is_none(tmp_path: Path) -> None:
         for content, sentence in (
             (b"\xff\xfe\x00", "cannot be read as UTF-8"),
             (b"", "has 0 tokens"),
+            (b"Once upon a time", "a score needs at least 32"),
         ):
             (tmp_path / "t").write_bytes(content)
             with pytest.raises(UserError, match=sentence):

@@ -57,6 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     path = folder / "host.json"
     monkeypatch.setattr("hetero.profiler.files.cached_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.profiler.files.own_profile_path", lambda: path)
     monkeypatch.delenv("HETERO_SCALE", raising=False)
     return folder
 

@@ -8,6 +8,7 @@ import pytest
 
 import hetero
 from hetero import LLM, SamplingParams, UserError
+from hetero.backends.errors import DeviceOptionError
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +45,19 @@ def test_text_and_ids(llm: LLM) -> None:
 @pytest.mark.parametrize("name", hetero.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(hetero, name).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["ModelError", "PlanError", "ProfileError"])
+def test_what_a_user_can_mend_is_a_user_error(name: str) -> None:
+    kind = getattr(hetero, name)
+    assert issubclass(kind, UserError)
+    assert str(kind("two\nlines")) == "two lines"
+
+
+def test_a_plan_or_device_that_cannot_be_is_one() -> None:
+    with pytest.raises(UserError, match="memory"):
+        hetero.plan("demo", "host", seq_lens=(64,), memory_budget="1KiB", curves=False)
+    with pytest.raises(UserError, match="no-such"):
+        LLM("demo", device="npu", npu="no-such")
+    assert issubclass(DeviceOptionError, hetero.DeviceError)
+    assert not issubclass(hetero.DeviceError, UserError)  # a device failed: not the user's doing

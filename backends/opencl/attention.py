@@ -27,7 +27,7 @@ def prepare_attention(
     if device.tuning.lanes > 1:
         return _prepare_group(device, op)
     program = device.programs.get(
-        "attention_cpu.cl", _defines(device.tuning, op), before=_before(op)
+        "attention_cpu.cl", _defines(device.tuning, op), before=("caches.cl", *_before(op))
     )
 
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -116,6 +117,15 @@ class OpenCLDevice(Resources):
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
         """See `Device.transfer`."""
         return TransferCall(self, host, own, to_device)
+
+    def beside(self) -> OpenCLDevice:
+        """See `Device.beside`: a queue of its own, everything else shared."""
+        self.check()
+        other = copy.copy(self)
+        with decoded("making a queue"):
+            other.queue, other.clock_offset_s = cl.CommandQueue(self.context), None
+        other._scratch = None
+        return other
 
     def set_timing(self, on: bool) -> None:
         """See `Device.set_timing`: a queue that keeps the times of its commands."""

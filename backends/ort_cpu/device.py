@@ -134,6 +134,10 @@ class OrtCpuDevice(Device):
             case ops.Attention():
                 session = self._session(op, graphs.fused_attention)
                 return kernels.FusedAttentionKernel(self._host, op, session)
+            case ops.DecodeChunks():
+                return kernels.DecodeChunksKernel(
+                    self._host, op, checks.vector(weights, "channels")
+                )
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.GraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)

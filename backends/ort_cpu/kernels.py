@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import onnxruntime as ort
 
-from hetero.backends import checks, ops, rope
+from hetero.backends import checks, kv_codes, ops, rope
 from hetero.backends.memory import Tensor
 from hetero.backends.onnx_common.binding import (
     NATIVE_ERRORS,
@@ -277,6 +278,19 @@ class ComposedAttentionKernel(OrtKernel):
             output = {"out": rows_argument(rows["out"], count)}
             pieces.append(Launch(self._session, io_binding(self._session, inputs, output)))
         return pieces, before, firsts
+
+
+class DecodeChunksKernel(OrtKernel):
+    """On the host: a graph of such operations on integers takes longer than numpy."""
+
+    def __init__(self, host: Host, op: ops.DecodeChunks, channels: Array) -> None:
+        super().__init__(host, op)
+        self._chunks, self._channels = op, channels
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        arrays = {port: tensor.array for port, tensor in tensors.items()}
+        arrays["table"] = arrays["table"][:m]
+        return [], partial(kv_codes.decode_chunks, self._chunks, self._channels, arrays), None
 
 
 def rope_inputs(op: ops.Rope) -> dict[str, Array]:

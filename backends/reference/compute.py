@@ -44,6 +44,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
             return rotate(op, _wide(weights))
         case ops.Attention():
             return partial(attention, op), 0
+        case ops.DecodeChunks():
+            return decode_chunks(op, vector(weights, "channels"))
         case ops.GatedAct():
             return partial(gated_act, op), 0
         case ops.Act():
@@ -220,6 +222,48 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
         mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values  # [H/G, m, D]
         columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
         arrays["out"][:, columns] = mixed.transpose(1, 0, 2).reshape(m, -1)
+
+
+def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
+    """Value by value as the record says, in float32: codes, scales and products have one rounding,
+    so that every kernel gives the same bits.
+    """
+    shape = 2, op.kv_heads, op.tokens, op.head_dim
+    by_channel = channels.reshape(op.kv_heads, 1, op.head_dim)
+
+    def run(arrays: Arrays) -> None:
+        for first, bits, start in arrays["table"].tolist():
+            if not bits:
+                continue
+            part = arrays["codes"][start : start + op.chunk_bytes(bits)]
+            if bits == 16:
+                found = np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
+            else:
+                found = _decoded(op, part, bits, by_channel).reshape(shape)
+            for port, values in zip(("k_cache", "v_cache"), found, strict=True):
+                arrays[port][:, first : first + op.tokens] = values
+
+    return run, channels.nbytes
+
+
+def _decoded(op: ops.DecodeChunks, part: Array, bits: int, channels: Array) -> Array:
+    """Values float32 [2, G, T, D] of a chunk's bytes."""
+    split, quarter = 2 * op.amplitudes, op.values // 4
+    at = np.arange(op.values)
+    codes = (part[split + at // 4] >> (2 * (at % 4))) & 3
+    if bits > 2:
+        codes = codes << 2 | (part[split + quarter + at // 4] >> (2 * (at % 4))) & 3
+    if bits > 4:
+        codes = codes << 4 | (part[split + 2 * quarter + at // 2] >> (4 * (at % 2))) & 15
+    heads, rows = op.kv_heads, op.tokens if op.by_token else 1
+    amplitudes = np.frombuffer(part[:split].tobytes(), np.float16).astype(np.float32)
+    scale = np.empty((2, heads, op.tokens, op.head_dim), np.float32)
+    scale[0] = amplitudes[:heads].reshape(heads, 1, 1)
+    scale[1] = amplitudes[heads:].reshape(heads, rows, 1)
+    scale *= np.float32(2.0 ** (1 - bits))
+    scale[0] *= channels
+    found: Array = (codes.reshape(scale.shape) + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
+    return found
 
 
 def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:

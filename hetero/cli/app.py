@@ -20,8 +20,8 @@ from hetero.backends.errors import DeviceError
 from hetero.cli import examples
 from hetero.cli.commands import Commands
 from hetero.errors import FallbackWarning, UserError, one_sentence
-from hetero.profiler.errors import ProfileError, ProfileWarning
-from hetero.solver.errors import PlanError
+from hetero.profiler.errors import ProfileWarning
+from hetero.terminal import notices
 
 app = typer.Typer(
     name="hetero",
@@ -50,6 +50,9 @@ def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks, and what compilers say.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No notices (also: HETERO_NOTICES=off).")
+    ] = False,
     _version: Annotated[
         bool,
         typer.Option(
@@ -59,6 +62,8 @@ def options(
 ) -> None:
     """Options before the command."""
     _State.debug = debug
+    if quiet:
+        notices.quiet()
     if debug:  # what compilers say, and other details, on standard error
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
         logging.getLogger("hetero").setLevel(logging.DEBUG)
@@ -124,7 +129,7 @@ def _main(arguments: list[str] | None) -> None:
             raise
         _silence_stdout()
         code = 0 if ended.code == 1 else ended.code
-    except (UserError, PlanError, ProfileError, DeviceError, OSError) as error:
+    except (UserError, DeviceError, OSError) as error:
         if _State.debug:
             raise
         print(f"hetero: {one_sentence(str(error))}", file=sys.stderr)

@@ -22,6 +22,7 @@ from hetero.cli.options import (
     parse_strategy,
     stderr,
 )
+from hetero.cli.tables import show_or_print
 from hetero.measuring.benchmark import BenchOptions, run_benchmark
 from hetero.measuring.sync_bench import MOST_ROUNDS, run_sync_bench
 from hetero.models import default_weights
@@ -90,7 +91,7 @@ def bench_command(
         report = run_benchmark(model, options, note=status.update)
     match output:
         case OutputFormat.MD:
-            print(printable(report.to_markdown()))
+            show_or_print(report.table(), [report.title], report.remarks())
         case OutputFormat.JSON:
             print(report.to_json())
         case OutputFormat.CSV:
@@ -114,4 +115,7 @@ def sync_bench_command(
     """What a wait costs here: each method's added latency and CPU time."""
     with stderr.status("measuring"):
         report = run_sync_bench(gpu=gpu, rounds=rounds)
-    print(report.to_json() if as_json else printable(report.to_markdown()))
+    if as_json:
+        print(report.to_json())
+    else:
+        show_or_print(report.table(), report.remarks())

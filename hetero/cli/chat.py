@@ -27,6 +27,7 @@ from hetero.cli.options import (
     PenaltyOption,
     ProfileOption,
     SeedOption,
+    ShiftOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
@@ -63,6 +64,7 @@ def chat_command(
         typer.Option("--session", help="Go on from this file, and save to it after every turn."),
     ] = None,
     max_seq_len: ContextOption = None,
+    context_shift: ShiftOption = False,
     kv: CacheOption = CacheChoice.F32,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
@@ -77,7 +79,11 @@ def chat_command(
     profile: ProfileOption = None,
 ) -> None:
     """Talk with MODEL in the terminal; Ctrl-C stops an answer, Ctrl-D or /exit ends."""
-    options: GenerateOptions = {"max_tokens": max_tokens, "seed": seed}
+    options: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "context_shift": context_shift,
+    }
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
     read_options({**options, **given})
     with open_llm(

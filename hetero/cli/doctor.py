@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import textwrap
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,23 +167,36 @@ def _check_matmul(device: Device) -> str:
 
 def devices_command(as_json: JsonOption = False) -> None:
     """List what can compute here."""
-    _print_findings(list_devices(), as_json, ("found", "missing"))
+    print_findings(list_devices(), as_json, ("found", "missing"))
 
 
 def doctor_command(as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
     findings = diagnose()
-    _print_findings(findings, as_json, ("PASS", "FAIL"))
+    print_findings(findings, as_json, ("PASS", "FAIL"))
     if not all(finding.ok for finding in findings if finding.needed):
         raise typer.Exit(1)
 
 
-def _print_findings(findings: list[Finding], as_json: bool, words: tuple[str, str]) -> None:
+def print_findings(findings: list[Finding], as_json: bool, words: tuple[str, str]) -> None:
+    """A line for each, with a word for those that are well and for the others."""
     if as_json:
         print(json.dumps([vars(finding) for finding in findings]))
         return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 20
     for finding in findings:
         word = words[0] if finding.ok else words[1]
-        print(f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}")
+        said = f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}"
+        _print_wrapped(said, width)
         if not finding.ok and finding.remedy:
-            print(f"{'':13}remedy: {finding.remedy}")
+            _print_wrapped(f"{'':13}remedy: {printable(finding.remedy)}", width)
+
+
+def _print_wrapped(line: str, width: int) -> None:
+    """A line, its end below its third column where the terminal is narrower."""
+    indent = line[: len(line) - len(line.lstrip())]
+    lines = textwrap.wrap(
+        line, width, initial_indent=indent, subsequent_indent=" " * 13, break_on_hyphens=False,
+        drop_whitespace=True, replace_whitespace=False,
+    )  # fmt: skip
+    print("\n".join(lines))

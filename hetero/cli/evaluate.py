@@ -21,13 +21,22 @@ from hetero.cli.options import (
     open_llm,
     progress_bar,
 )
+from hetero.cli.tables import show_or_print
 from hetero.compiling.calibration import calibration_sequences
 from hetero.compiling.schemes import Schemes
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
-from hetero.measuring.evaluation import DEFAULT_WINDOW, Evaluation, evaluate, read_tokens
+from hetero.measuring.evaluation import (
+    DEFAULT_WINDOW,
+    LEAST_TOKENS,
+    Evaluation,
+    Interval,
+    evaluate,
+    read_tokens,
+)
 from hetero.measuring.kv_quality import RANDOM, KvQuality, kv_quality
 from hetero.models import default_weights
+from hetero.profiler.tables import TableData
 
 REFERENCE = WeightFormat.F32
 
@@ -71,7 +80,8 @@ def eval_command(
     window: Annotated[int, typer.Option("--window", help="Tokens.")] = 0,
     stride: Annotated[int | None, typer.Option("--stride", help="Half a window.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=2, help="Stop after this much text.")
+        int | None,
+        typer.Option("--max-tokens", min=LEAST_TOKENS, help="Stop after so much."),
     ] = None,
     kv: Annotated[
         list[KvWay] | None,
@@ -120,7 +130,7 @@ def eval_command(
     finally:
         if base is not None:
             base.close()
-    print(json.dumps({k: asdict(v) for k, v in found.items()}) if as_json else _table(found))
+    print_qualities(found, as_json)
 
 
 def _print_kv(
@@ -135,7 +145,10 @@ def _print_kv(
     size = window or min(256, llm.max_seq_len)
     ways = [way.value for way in kv]
     kept = kv_quality(llm, tokens, ways, ratio=ratio, window=size, seeds=seeds)
-    print(json.dumps({k: asdict(v) for k, v in kept.items()}) if as_json else _kv_table(kept))
+    if as_json:
+        print(json.dumps({k: asdict(v) for k, v in kept.items()}))
+    else:
+        show_or_print(_kv_table(kept), after=_by_chance(kept))
 
 
 def _simulated(
@@ -170,35 +183,62 @@ def _simulated(
     return found
 
 
-def _kv_table(found: dict[str, KvQuality]) -> str:
-    lines = [
-        "| keys and values | bytes, x those at 8 bits | perplexity | top-1 agreement | KL (nats) |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    by_chance = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
-    lines += [
-        f"| {name} | {x.ratio:.3f} | {x.perplexity:.4f} | {x.top1_agreement:.2%} "
-        f"| {x.kl_mean:.6f} |"
+def _kv_table(found: dict[str, KvQuality]) -> TableData:
+    head = (
+        "keys and values", "bytes, x those at 8 bits", "perplexity", "top-1 agreement", "KL (nats)",
+    )  # fmt: skip
+    rows = (
+        (
+            name,
+            f"{x.ratio:.3f}",
+            f"{x.perplexity:.4f}",
+            f"{x.top1_agreement:.2%}",
+            f"{x.kl_mean:.6f}",
+        )
         for name, x in found.items()
         if not name.startswith(RANDOM)
-    ]
-    if by_chance:
-        better = sum(found["mixed"].kl_mean < kl for kl in by_chance)
-        lines.append(
-            f"\nmixed is closer than {better} of {len(by_chance)} random orders of its densities "
-            f"(KL {min(by_chance):.6f} to {max(by_chance):.6f})"
-        )
-    return "\n".join(lines)
+    )
+    return TableData("", head, tuple(rows), numbers=head[1:])
 
 
-def _table(found: dict[str, Evaluation]) -> str:
-    lines = [
-        "| weights | tokens | perplexity | top-1 agreement | KL mean (nats) | KL p99 |",
-        "|---|---:|---:|---:|---:|---:|",
+def _by_chance(found: dict[str, KvQuality]) -> list[str]:
+    by_chance = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
+    if not by_chance:
+        return []
+    better = sum(found["mixed"].kl_mean < kl for kl in by_chance)
+    return [
+        f"mixed is closer than {better} of {len(by_chance)} random orders of its densities "
+        f"(KL {min(by_chance):.6f} to {max(by_chance):.6f})"
     ]
+
+
+def print_qualities(found: dict[str, Evaluation], as_json: bool) -> None:
+    """A table of formats, or a line of JSON."""
+    if as_json:
+        print(json.dumps({k: asdict(v) for k, v in found.items()}))
+    else:
+        show_or_print(_table(found), after=[BRACKETS])
+
+
+def _table(found: dict[str, Evaluation]) -> TableData:
+    head = ("weights", "tokens", "perplexity", "top-1 agreement", "KL mean (nats)", "KL p99")
+    rows = []
     for name, x in found.items():
-        compared = "| | | |"
+        compared = ("", "", "")
         if x.kl_mean is not None and x.top1_agreement is not None:
-            compared = f"| {x.top1_agreement:.2%} | {x.kl_mean:.5f} | {x.kl_p99:.5f} |"
-        lines.append(f"| {name} | {x.tokens} | {x.perplexity:.4f} {compared}")
-    return "\n".join(lines)
+            compared = (
+                f"{x.top1_agreement:.2%} {_between(x.top1_agreement_95, '.1%')}",
+                f"{x.kl_mean:.5f} {_between(x.kl_mean_95, '.5f')}",
+                f"{x.kl_p99:.5f}",
+            )
+        perplexity = f"{x.perplexity:.4f} {_between(x.perplexity_95, '.2f')}"
+        rows.append((name, str(x.tokens), perplexity, *compared))
+    return TableData("", head, tuple(rows), numbers=head[1:])
+
+
+def _between(interval: Interval | None, form: str) -> str:
+    """`(4.1 to 4.6)`."""
+    return "" if interval is None else f"({interval[0]:{form}} to {interval[1]:{form}})"
+
+
+BRACKETS = "in brackets: 95 % intervals over tokens of this text, as if those were independent"

@@ -26,6 +26,7 @@ from hetero.cli.options import (
     FrequencyOption,
     GpuOption,
     JsonOption,
+    KeepOption,
     LogprobsOption,
     MaxTokensOption,
     MinPOption,
@@ -40,6 +41,7 @@ from hetero.cli.options import (
     PromptArgument,
     SeedOption,
     ShareOption,
+    ShiftOption,
     SpeculativeOption,
     StatsOption,
     StopOption,
@@ -59,10 +61,11 @@ from hetero.cli.options import (
     shown,
     stderr,
 )
+from hetero.contexts.shift import SINKS
 from hetero.errors import UserError
 from hetero.generation.defaults import model_sampling
 from hetero.generation.llm import LLM
-from hetero.generation.loop import DeviceShare, GenerationResult
+from hetero.generation.loop import DeviceShare, GenerationResult, Stats
 from hetero.generation.options import DEFAULT_MAX_TOKENS, GenerateOptions, read_options
 from hetero.measuring.benchmark import peak_rss_bytes
 from hetero.terminal import answer_text
@@ -77,6 +80,8 @@ def generate_command(
     max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
     stop: StopOption = None,
     max_seq_len: ContextOption = None,
+    context_shift: ShiftOption = False,
+    keep: KeepOption = SINKS,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -117,19 +122,15 @@ def generate_command(
         "logit_bias": parse_biases(logit_bias),
         "seed": seed,
         "speculative": speculative,
+        "context_shift": context_shift,
+        "keep": keep,
     }
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
     text = _prompt_text(prompt, file)
     _check_early(text, {**options, **given}, as_json=as_json)
     with (
         open_llm(
-            model,
-            device,
-            gpu,
-            npu,
-            weights,
-            plan,
-            max_seq_len,
+            *(model, device, gpu, npu, weights, plan, max_seq_len),
             sync=sync.value,
             strategy=None if strategy is None else parse_strategy(strategy),
             profile=profile,
@@ -232,7 +233,7 @@ def _answer(
         print(
             f"hetero: the answer ends here because prompt and answer fill the context of "
             f"{llm.max_seq_len} tokens (--max-seq-len; {llm.model.name} has up to "
-            f"{llm.model.config.max_position})",
+            f"{llm.model.config.max_position}; --context-shift goes on)",
             file=sys.stderr,
         )
     if stats:
@@ -272,6 +273,7 @@ def _result_json(llm: LLM, result: GenerationResult, options: GenerateOptions) -
         "gpu_share": stats.gpu_share,
         "npu_idle_share": stats.npu_idle_share,
         "adaptations": list(stats.adaptations),
+        "shifted_tokens": stats.shifted_tokens,
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
         "kv": llm.kv.value,
@@ -302,10 +304,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, f"{share.ops} operations, busy {share.busy_s * 1e3:.1f} ms")
         else:
             table.add_row(kind, shown(share))
-    if stats.gpu_share is not None:
-        table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
-    if stats.npu_idle_share is not None:
-        table.add_row("NPU idle", f"{stats.npu_idle_share:.1%} of the prefill")
+    _work_rows(table, stats)
     for reason in stats.adaptations:
         table.add_row("adapted", shown(reason))
     if stats.choice:
@@ -323,3 +322,12 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
         table.add_row(shown(f"{kind} quantised again"), f"relative error {error:.3f}")
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
     stderr.print(table)
+
+
+def _work_rows(table: Table, stats: Stats) -> None:
+    if stats.gpu_share is not None:
+        table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
+    if stats.npu_idle_share is not None:
+        table.add_row("NPU idle", f"{stats.npu_idle_share:.1%} of the prefill")
+    if stats.shifted_tokens:
+        table.add_row("forgotten", f"{stats.shifted_tokens} tokens, the context was full")

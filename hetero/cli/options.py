@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -16,11 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from hetero.backends.formats import WeightFormat
-from hetero.errors import UserError, one_sentence
+from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.options import SamplingOptions
 from hetero.solver.plan import NamedStrategy
 from hetero.terminal import printable
+from hetero.terminal.notices import tell
 
 stderr = Console(stderr=True)
 
@@ -68,6 +68,8 @@ class WeightsChoice(StrEnum):
     W8A8 = "w8a8"
     F16 = "f16"
     F32 = "f32"
+    GGUF_A16 = "gguf-a16"
+    GGUF_A8 = "gguf-a8"
 
 
 # Panels of the help.
@@ -303,6 +305,17 @@ BudgetOption = Annotated[
         rich_help_panel=DEVICES,
     ),
 ]
+ShiftOption = Annotated[
+    bool,
+    typer.Option(
+        "--context-shift",
+        help="Forget half where the context is full.",
+    ),
+]
+KeepOption = Annotated[
+    int,
+    typer.Option("--keep", min=0, help="First tokens that --context-shift leaves."),
+]
 TraceOption = Annotated[
     Path | None,
     typer.Option(
@@ -340,7 +353,7 @@ def open_llm(
             **options,
         )
     for said in llm.choice.notes:
-        print(f"hetero: {one_sentence(said)}", file=sys.stderr)
+        tell(said)
     return llm
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from hetero.cli.options import shown, stderr
+from hetero.cli.tables import show
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.placement.planning import (
@@ -22,12 +22,13 @@ from hetero.placement.planning import (
 )
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.tables import TableData
 from hetero.solver.build import make_plan
-from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.report import content, units
-from hetero.solver.report.content import TableData
+from hetero.solver.execution_plan import ExecutionPlan, report_ending
+from hetero.solver.report import brief, conclusion, content, units
 from hetero.solver.request import GraphSizes, PlanRequest
 from hetero.terminal import json_line
+from hetero.terminal.notices import tell
 
 
 class ObjectiveChoice(StrEnum):
@@ -44,6 +45,19 @@ class PrecisionChoice(StrEnum):
     A16 = "a16"
     A8 = "a8"
     ANY = "any"
+
+
+def _ending(report: Path | None) -> Path | None:
+    """Refuse a report that could not be written before anything is solved."""
+    if report is not None:
+        report_ending(report)
+    return report
+
+
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
+]
 
 
 def plan_command(
@@ -92,9 +106,7 @@ def plan_command(
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", help="Write a report (.html, .md, .json).")
-    ] = None,
+    report: ReportOption = None,
     explain: Annotated[
         str | None, typer.Option("--explain", help="Every candidate of one matmul.")
     ] = None,
@@ -125,6 +137,7 @@ def plan_command(
         found.save(out)
     if report is not None:
         found.report(report, compare=others)
+        tell(f"{report} is written: open it in a browser")
     _show(found, others, explain, as_json=as_json)
 
 
@@ -153,10 +166,10 @@ def _other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
 
 
 def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
-    console = Console(width=max(Console().width, 110))
+    console = Console()
     if explain is not None:
         for title, candidates in _matching(plan, explain):
-            _print(console, candidates._replace(title=title))
+            show(candidates._replace(title=title), console)
         return
     console.print(
         shown(
@@ -164,10 +177,12 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
             f"solved in {units.duration(plan.solve_s)}"
         )
     )
-    tables = [content.gains(plan), content.operators(plan), content.what_if(plan, others)]
+    for sentence in conclusion.sentences(plan):
+        console.print(shown(sentence))
+    tables = [brief.gains(plan), brief.operators(plan), content.what_if(plan, others)]
     for table in (*tables, content.memory(plan)):
         if table is not None:
-            _print(console, table)
+            show(table, console)
     for note in plan.notes:
         console.print(shown(f"note: {note}"))
 
@@ -182,14 +197,3 @@ def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, Table
     tables = list(content.alternatives(plan))
     named = [op for op in plan.ops if op.candidates]
     return [(t.title, t) for op, t in zip(named, tables, strict=True) if op.op == explain]
-
-
-def _print(console: Console, data: TableData) -> None:
-    caption = shown(data.note) if data.note else None
-    table = Table(title=shown(data.title), title_justify="left", caption=caption)
-    table.caption_justify = "left"
-    for column in data.head:
-        table.add_column(shown(column))
-    for row in data.rows:
-        table.add_row(*map(shown, row))
-    console.print(table)

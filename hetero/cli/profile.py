@@ -10,17 +10,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from hetero.cli.options import shown, stderr
-from hetero.errors import UserError
+from hetero.cli.tables import show
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import parse_budget, profile_device
 from hetero.placement.planning import load_either
-from hetero.profiler.errors import ProfileError
-from hetero.profiler.files import cached_profile_path
+from hetero.profiler.files import own_profile_path
 from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.tables import TableData
 
 
 def profile_command(
@@ -47,14 +46,14 @@ def profile_command(
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
-    path = out or cached_profile_path()
+    path = out or own_profile_path()
     if soc is not None and is_compiled_for(soc):
-        with _as_user_error(), _progress() as show:
+        with _progress() as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
         _report(taken, out or Path(f"{soc}.json"), as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
-    with _as_user_error(), _progress() as show:
+    with _progress() as show:
         taken = profile_device(
             path,
             quick=quick,
@@ -74,7 +73,7 @@ def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
         return
-    _print_summary(taken)
+    print_summary(taken)
     print(path)
 
 
@@ -83,14 +82,13 @@ def report_command(
     out: Annotated[Path, typer.Option("--out", help="File to write (.html; a plan: .md, .json).")],
 ) -> None:
     """Draw a saved profile or plan as one self-contained page."""
-    with _as_user_error():
-        loaded = load_either(str(file))
-        if isinstance(loaded, DeviceProfile):
-            from hetero.profiler.report import write_report  # matplotlib takes a second
+    loaded = load_either(str(file))
+    if isinstance(loaded, DeviceProfile):
+        from hetero.profiler.report import write_report  # matplotlib takes a second
 
-            write_report(loaded, out)
-        else:
-            loaded.report(out)
+        write_report(loaded, out)
+    else:
+        loaded.report(out)
     print(out)
 
 
@@ -116,42 +114,27 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
     }
 
 
-def _print_summary(profile: DeviceProfile) -> None:
+def print_summary(profile: DeviceProfile) -> None:
+    """What was measured, on stderr."""
     coverage = profile.coverage
-    table = Table(
-        title=f"measured {coverage.measured_tasks} of {coverage.grid_tasks} matmuls "
-        f"in {coverage.spent_s:.0f} s"
-    )
-    for column in ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic"):
-        table.add_column(column)
+    head = ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic")
+    rows = []
     for predictor in profile.predictors:
         regimes = predictor.regimes
         speed = f"{regimes.bytes_per_s / 1e9:.1f} GB/s" if regimes.bytes_per_s else ""
         flops = f"{regimes.flops_per_s / 1e9:.0f} GFLOP/s" if regimes.flops_per_s else ""
         for entry in predictor.validation:
-            table.add_row(
-                predictor.device,
-                predictor.weight_format.value,
-                entry.phase,
-                f"{entry.mape:.1%}",
-                f"{entry.p95:.1%}",
-                speed,
-                flops,
-            )
-    stderr.print(table)
+            names = (predictor.device, predictor.weight_format.value, entry.phase)
+            rows.append((*names, f"{entry.mape:.1%}", f"{entry.p95:.1%}", speed, flops))
+    title = (
+        f"measured {coverage.measured_tasks} of {coverage.grid_tasks} matmuls in "
+        f"{coverage.spent_s:.0f} s"
+    )
+    show(TableData(title, head, tuple(rows), lead=3, numbers=head[3:]), stderr)
     for bad in profile.quarantined:
-        stderr.print(shown(f"quarantined on {bad.device}: {bad.detail}"), style="red")
+        stderr.print(shown(f"wrong results on {bad.device}, not used: {bad.detail}"), style="red")
     for note in profile.notes:
         stderr.print(shown(note), style="dim")
-
-
-@contextmanager
-def _as_user_error() -> Iterator[None]:
-    """A `ProfileError` is something that the user can mend."""
-    try:
-        yield
-    except ProfileError as error:
-        raise UserError(str(error)) from error
 
 
 @contextmanager

@@ -61,9 +61,12 @@ def serve_command(
     kv_bits: Annotated[
         KvBitsChoice, typer.Option("--kv-bits", help="Of conversations' keys and values.")
     ] = KvBitsChoice.EIGHT,
+    parallel: Annotated[
+        int, typer.Option("--parallel", min=1, max=64, help="Answers made at the same time.")
+    ] = 8,
     slots: Annotated[
         int, typer.Option("--slots", min=1, max=64, help="Recent texts kept for each app.")
-    ] = 4,
+    ] = 8,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Answers made or waited for.")] = 64,
     device: DeviceOption = DeviceChoice.AUTO,
     gpu: GpuOption = "auto",
@@ -82,6 +85,7 @@ def serve_command(
         "model": model,
         "directory": str(directory or default_directory(model)),
         "slots": slots,
+        "parallel": parallel,
         "context_memory": context_memory,
         "context_disk": context_disk,
         "contexts_per_app": contexts_per_app,

@@ -30,8 +30,8 @@ from hetero.models import LoadedModel, open_model
 from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
-from hetero.runtime.engine import place
 from hetero.runtime.kernels import cut_weights, node_weights, stored_for
+from hetero.runtime.sizes import place
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
 from hetero.solver.placement import Placement

@@ -11,7 +11,7 @@ from hetero.backends.groups import Group
 from hetero.backends.ops import Embed, MatMul, Op
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import Node
-from hetero.runtime.engine import LONGEST_VERIFIED, SCORING_PIECE
+from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Assignment, Placement, Segment

@@ -29,7 +29,7 @@ import numpy as np
 from hetero.backends.host.files import atomic_writer
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunks import Chunk, Place
-from hetero.contexts.codec import HALF, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
 
 MAGIC: Final = b"HTKV\x00\x00\x00\x01"
 _HEAD: Final = struct.Struct("<8sII")
@@ -38,7 +38,11 @@ _LONGEST_HEADER: Final = 16 << 20
 
 
 class ChunkError(Exception):
-    """A chunk on the disk cannot be had: it is computed again."""
+    """A chunk on the disk, `nth` of those that were asked for, cannot be had: compute it again."""
+
+    def __init__(self, text: str, nth: int = 0) -> None:
+        super().__init__(text)
+        self.nth = nth
 
 
 @dataclass(frozen=True)
@@ -206,29 +210,70 @@ class ChunkFiles:
         with file:
             yield file
 
-    def read_piece(self, file: BinaryIO, place: Place, layer: int, into: Codes) -> int:
-        """Fill a layer of codes, which may have fewer bits than there are; bytes that were read.
-
-        Raises `ChunkError`.
+    def read_run(
+        self,
+        file: BinaryIO,
+        run: Sequence[tuple[Place, Codes]],
+        layer: int,
+        buffer: memoryview,
+    ) -> int:
+        """Fill a layer of neighbours' codes, of which the last may have fewer bits than there are,
+        by way of a buffer that holds them; bytes that were read. Raises `ChunkError`.
         """
-        about = self._files.get(place.file)
+        about = self._files.get(run[0][0].file)
         if about is None:
-            raise ChunkError(f"file {place.file} is not there any more")
-        count, pieces = 0, self._pieces(file, about, place.index, layer, len(into.planes))
-        for plane, data in zip(into.planes, pieces, strict=True):
-            plane[layer] = np.frombuffer(data, np.uint8, len(data) - _CRC.size)
-            count += len(data)
+            raise ChunkError(f"file {run[0][0].file} is not there any more")
+        starts, first = self._starts(about), run[0][0].index
+        offset = about.data + layer * starts[-1] + starts[first]
+        sizes = [self.run_bytes(x.tokens, x.bits) for _, x in run]
+        data = buffer[: sum(sizes)]
+        try:
+            file.seek(offset)
+            count = file.readinto(data)  # type: ignore[attr-defined]
+        except OSError as error:
+            if len(run) > 1:  # which of them is it?
+                return self._one_by_one(file, run, layer, buffer)
+            raise ChunkError(f"{about.path.name}: {error.strerror or error}") from error
+        values, at = np.frombuffer(data, np.uint8), 0
+        for nth, (place, codes) in enumerate(run):
+            key = about.entries[place.index].key
+            for number, plane in enumerate(codes.planes):
+                stop = at + plane.shape[1]
+                whole = stop + _CRC.size <= count
+                sum_ = zlib.crc32(data[at:stop], _sign(key, layer, number)) if whole else None
+                if sum_ != _CRC.unpack_from(data, stop)[0]:
+                    raise ChunkError(f"{about.path.name}: a piece is damaged", nth)
+                plane[layer] = values[at:stop]
+                at = stop + _CRC.size
+        return len(data)
+
+    def _one_by_one(
+        self,
+        file: BinaryIO,
+        run: Sequence[tuple[Place, Codes]],
+        layer: int,
+        buffer: memoryview,
+    ) -> int:
+        count = 0
+        for nth, each in enumerate(run):
+            try:
+                count += self.read_run(file, [each], layer, buffer)
+            except ChunkError as error:
+                error.nth = nth
+                raise
         return count
 
-    def _pieces(
-        self, file: BinaryIO, about: _File, index: int, layer: int, planes: int = 3
-    ) -> Iterator[bytes]:
-        """The first planes of a chunk's layer, each with its checksum, which is right. Raises
+    def run_bytes(self, tokens: int, bits: int) -> int:
+        """That a layer of a chunk of so many bits takes in a file, checksums included."""
+        return self._layer(tokens, bits)
+
+    def _pieces(self, file: BinaryIO, about: _File, index: int, layer: int) -> Iterator[bytes]:
+        """The planes of a chunk's layer, each with its checksum, which is right. Raises
         `ChunkError`.
         """
         entry, starts = about.entries[index], self._starts(about)
         offset = about.data + layer * starts[-1] + starts[index]
-        for number, size in enumerate(self.codec.plane_bytes(entry.tokens, entry.bits)[:planes]):
+        for number, size in enumerate(self.codec.plane_bytes(entry.tokens, entry.bits)):
             try:
                 file.seek(offset)
                 data = file.read(size + _CRC.size)
@@ -296,25 +341,51 @@ class ChunkFiles:
 
 
 class Reader:
-    """Reads chunks layer by layer. Used by one thread; close it."""
+    """Reads chunks layer by layer, neighbours in one go. Used by one thread; close it."""
 
     def __init__(self, files: ChunkFiles, chunks: Sequence[tuple[Chunk, Place]]) -> None:
-        self._files, self._places = files, dict(chunks)
+        self._files, self._places = files, [place for _, place in chunks]
         self._stack = contextlib.ExitStack()
         self._open: dict[int, BinaryIO] = {}
+        codec = files.codec
+        raw = codec.nbytes(CHUNK_TOKENS, RAW)  # half of it: see `workspace_bytes`
+        self._most = max(raw // 2, files.run_bytes(CHUNK_TOKENS, RAW))
+        self._buffer = memoryview(bytearray(self._most))
+        self.at = 0  # which chunk was read last
         self.nbytes = 0
 
-    def layer(self, chunk: Chunk, layer: int, into: Codes) -> None:
-        """Fill a layer of a chunk's codes. Raises `ChunkError`."""
-        place = self._places[chunk]
-        if place.file not in self._open:
-            file = self._stack.enter_context(self._files._open(place.file))
-            self._open[place.file] = file
-        self.nbytes += self._files.read_piece(self._open[place.file], place, layer, into)
+    def layer(self, layer: int, codes: Sequence[Codes]) -> None:
+        """Fill a layer of every chunk's codes. Raises `ChunkError`."""
+        for start, stop in self._runs(codes):
+            self.at, place = start, self._places[start]
+            if place.file not in self._open:
+                file = self._stack.enter_context(self._files._open(place.file))
+                self._open[place.file] = file
+            run = list(zip(self._places[start:stop], codes[start:stop], strict=True))
+            try:
+                read = self._files.read_run(self._open[place.file], run, layer, self._buffer)
+            except ChunkError as error:
+                self.at += error.nth
+                raise
+            self.nbytes += read
 
     def close(self) -> None:
         """Close the files."""
         self._stack.close()
+
+    def _runs(self, codes: Sequence[Codes]) -> Iterator[tuple[int, int]]:
+        """Chunks that lie behind one another, all planes of all but the last wanted."""
+        start, room = 0, self._most
+        for i, (place, each) in enumerate(zip(self._places, codes, strict=True)):
+            size = self._files.run_bytes(each.tokens, each.bits)
+            before = self._places[i - 1]
+            near = (place.file, place.index) == (before.file, before.index + 1)
+            if i > start and not (near and codes[i - 1].bits == before.bits and size <= room):
+                yield start, i
+                start, room = i, self._most
+            room -= size
+        if codes:
+            yield start, len(codes)
 
 
 def _sign(key: bytes, layer: int, plane: int) -> int:

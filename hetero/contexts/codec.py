@@ -29,6 +29,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.kv_codes import decoded, spread
 from hetero.contexts.kv_cache import CacheLayout
 
 CODEC_VERSION: Final = 1
@@ -82,7 +83,7 @@ class ChunkCodec:
         if scales.shape != shape or not (np.isfinite(scales) & (scales > 0)).all():
             raise ValueError(f"channels must be positive numbers of the shape {shape}")
         self.channels = scales
-        self._by_token = self.size >= TOKEN_AMPLITUDES_FROM
+        self.by_token = self.size >= TOKEN_AMPLITUDES_FROM
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Bytes of a layer in each plane."""
@@ -123,7 +124,7 @@ class ChunkCodec:
         scaled = values.astype(np.float32)
         scaled[:, 0] /= self.channels[:, :, None, :]
         amplitudes = self._measured(scaled)
-        divisors = self._spread(amplitudes, tokens)
+        divisors = spread(amplitudes, self.heads, tokens, by_token=self.by_token)
         scaled /= np.where(divisors > 0, divisors, np.float32(1))
         codes = np.clip(np.floor((scaled + 1) * 128), 0, 255).astype(np.uint8)
         flat = codes.reshape(self.layers, -1)
@@ -173,32 +174,19 @@ class ChunkCodec:
             return exact
         if bits == HALF:
             return planes[0].reshape(-1).view(np.float16).astype(np.float32).reshape(shape)
-        split = 2 * self._amplitudes(tokens)
-        amplitudes = np.ascontiguousarray(planes[0][:, :split]).view(np.float16)
-        codes = _unpacked2(planes[0][:, split:])  # words of four codes
-        if bits > 2:
-            codes <<= 2
-            codes |= _unpacked2(planes[1])
-        if bits > 4:
-            codes <<= 4
-            codes |= _unpacked4(planes[2])
-        values = codes.view(np.uint8).astype(np.float32).reshape(shape)
-        values += np.float32(0.5 - 2.0 ** (bits - 1))
-        scale = self._spread(amplitudes * np.float32(2.0 ** (1 - bits)), tokens)
-        values[:, 1] *= scale[:, 1]
-        values[:, 0] *= scale[:, 0] * self.channels[layers][:, :, None, :]
-        return values
+        heads = self.heads, tokens, self.size
+        return decoded(bits, planes, heads, self.channels[layers], by_token=self.by_token)
 
     # --- amplitudes -------------------------------------------------------------------------
 
     def _amplitudes(self, tokens: int) -> int:
         """Of a layer: of the keys, then of the values."""
-        return self.heads * (1 + (tokens if self._by_token else 1))
+        return self.heads * (1 + (tokens if self.by_token else 1))
 
     def _measured(self, values: Array) -> Array:
         """Largest magnitudes [L, amplitudes], fp16 rounded up, as float32. Raises `CodecError`."""
         keys = np.abs(values[:, 0]).max(axis=(2, 3))
-        others = np.abs(values[:, 1]).max(axis=3 if self._by_token else (2, 3))
+        others = np.abs(values[:, 1]).max(axis=3 if self.by_token else (2, 3))
         exact = np.concatenate([keys, others.reshape(self.layers, -1)], axis=1)
         if not (exact < 65504).all():  # nor NaN
             raise CodecError("keys or values are not finite, or too large for codes")
@@ -206,18 +194,6 @@ class ChunkCodec:
         short = rounded.astype(np.float32) < exact
         rounded[short] = np.nextafter(rounded[short], np.float16(np.inf))
         return rounded.astype(np.float32)
-
-    def _spread(self, amplitudes: Array, tokens: int) -> Array:
-        """[L, 2, G, T or 1, 1] of the amplitudes of `_measured`."""
-        count = len(amplitudes)
-        if not self._by_token:  # of the keys, then of the values
-            spread: Array = amplitudes.reshape(count, 2, self.heads, 1, 1)
-            return spread
-        keys, others = amplitudes[:, : self.heads], amplitudes[:, self.heads :]
-        spread = np.empty((count, 2, self.heads, tokens, 1), np.float32)
-        spread[:, 0] = keys.reshape(count, self.heads, 1, 1)
-        spread[:, 1] = others.reshape(count, self.heads, tokens, 1)
-        return spread
 
 
 def _batched(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
@@ -262,22 +238,3 @@ def _packed2(codes: Array) -> Array:
     first, second, third, fourth = (codes[:, i::4] for i in range(4))
     packed: Array = first | (second << 2) | (third << 4) | (fourth << 6)
     return packed
-
-
-def _unpacked2(packed: Array) -> Array:
-    """Words, uint32 [n, bytes], whose bytes are the four codes of two bits that a byte packs."""
-    words = packed.astype(np.uint32)
-    words |= words << 12
-    words &= 0x000F000F
-    words |= words << 6
-    words &= 0x03030303
-    return words
-
-
-def _unpacked4(packed: Array) -> Array:
-    """As `_unpacked2`, [n, bytes / 2]: a word is two bytes of two codes of four bits."""
-    pairs = packed.astype(np.uint16)
-    pairs |= pairs << 4
-    pairs &= 0x0F0F
-    words: Array = pairs.view(np.uint32)
-    return words

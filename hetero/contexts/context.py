@@ -10,10 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from hetero.backends.ops import Rope
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.session_file import Identity, read_session, save_session
+from hetero.contexts.shift import forget
 from hetero.errors import UserError
 from hetero.runtime.step_lock import lost_error
 from hetero.runtime.usage import Work
@@ -24,6 +26,7 @@ class Home(Protocol):
 
     identity: Identity
     max_tokens: int
+    rope: Rope | None  # how keys know their positions; None: they do not, the model learned them
 
     def open(self) -> Context:
         """Another context, empty. Raises `UserError` where there is no room for it."""
@@ -96,6 +99,20 @@ class Context:
                     f"from 0 to {len(self)}"
                 )
             self.rewind(tokens)
+
+    def shift(self, keep: int, drop: int) -> None:
+        """Forget tokens [keep, keep + drop); those behind move up, without being computed again. An
+        approximation: they were computed from the tokens that went (`hetero.contexts.shift`).
+
+        Raises `UserError` for tokens that it does not hold, or a model with learned positions.
+        """
+        with self.held():
+            if not (keep >= 0 and drop > 0 and keep + drop <= len(self)):
+                raise UserError(
+                    f"a context of {len(self)} tokens cannot forget {drop} behind the first {keep}:"
+                    f" keep and drop are at most {len(self)} together, and drop at least 1"
+                )
+            self.forget(keep, drop)
 
     def save(self, path: str | os.PathLike[str], *, messages: Sequence[Any] = ()) -> None:
         """Write it to a file, all or nothing, with the messages that it came from.
@@ -200,6 +217,15 @@ class Context:
         del self._tokens[tokens:]
         self._cached = min(self._cached, tokens)
 
+    def forget(self, keep: int, drop: int) -> None:
+        """As `shift`, for who holds it."""
+        rope = check_shift(self._home)
+        stop = min(keep + drop, self._cached)
+        if keep < stop:
+            forget(self.cache, rope, keep, stop, self._cached)
+            self._cached -= stop - keep
+        del self._tokens[keep : keep + drop]
+
     def advance(self, tokens: Sequence[int]) -> None:
         """A step has computed keys and values of these tokens, the first behind the cached ones."""
         self._tokens[self._cached : self._cached + len(tokens)] = tokens
@@ -234,3 +260,13 @@ class Context:
         """In a forked child: what another thread's call was at work on never becomes free."""
         if self._hold.locked() and self.reader != threading.get_ident():
             self._lost = True
+
+
+def check_shift(home: Home) -> Rope:
+    """The rotary embedding by which tokens move. Raises `UserError` where there is none."""
+    if home.rope is None:
+        raise UserError(
+            "the context of this model cannot be shifted, since its positions are learned and no "
+            "rotations: leave out context_shift, or open the model with a larger max_seq_len"
+        )
+    return home.rope

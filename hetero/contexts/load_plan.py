@@ -3,9 +3,9 @@
 LLMS (equation 4) minimises max(T_recompute, T_read) over how many chunks are computed again, both
 taken as linear. Here T_recompute is what this machine was measured to take for so many tokens of a
 prompt behind so many others, and what is computed again is the end of the text, because that rides
-in the prompt's own call, whose weights are read anyway. Layer by layer, reading (r seconds a layer)
-and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed when it is there. What
-is in memory is put in place first, where nothing is read, by the thread that computes.
+in the prompt's own call, whose weights are read anyway. Layer by layer, reading and decoding (r
+seconds a layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed when
+it is there.
 
 Chunks that are in memory are always taken; those that are nowhere are computed, each run of them in
 a call of its own, between what lies before them and what lies behind.
@@ -110,10 +110,9 @@ def _seconds(
     work_s = _sums(0.0 if piece.missing else piece.work_s for piece in pieces)
     read_bytes = _sums(0 if piece.missing else piece.disk_bytes for piece in pieces)
     fetch_s = work_s + read_bytes / rates.read_bytes_per_s
-    reads = read_bytes > 0
     each, computed = fetch_s / layers, compute_s / layers
-    beside = each + np.maximum(each, computed) * (layers - 1) + computed + rates.read_latency_s
-    found: Floats = np.where(reads, beside, fetch_s + compute_s)
+    found: Floats = each + np.maximum(each, computed) * (layers - 1) + computed
+    found = found + np.where(read_bytes > 0, rates.read_latency_s, 0.0)
     if len(had) < len(pieces):
         found = found + _alone_s(pieces, rates, starts)
     return found

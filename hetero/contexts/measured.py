@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -26,10 +26,11 @@ from hetero.contexts.codec import (
     relative_errors,
 )
 from hetero.contexts.context import Context
+from hetero.contexts.decoding import Decoder
 from hetero.contexts.load_plan import PromptTimes, Rates
 from hetero.errors import UserError
 
-MEASURES: Final = 2  # counts what is measured: a folder that has other facts measures again
+MEASURES: Final = 3  # counts what is measured: a folder that has other facts measures again
 SAMPLE_TOKENS: Final = 64
 PROMPTS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 LONGEST_BEFORE: Final = 2048
@@ -124,31 +125,37 @@ def _forgotten(file: io.FileIO) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure_chunks(context: Context, codec: ChunkCodec, folder: Path) -> dict[str, Any]:
+def measure_chunks(
+    context: Context, codec: ChunkCodec, folder: Path, decoders: Iterable[Decoder]
+) -> dict[str, Any]:
     """Seconds of a chunk: to be decoded into the cache, by bits; to be read, less its bytes. Taken
-    as a load does it, of several chunks layer by layer, from files that are in memory.
+    as a load does it, of several chunks layer by layer, from files that are in memory; of the
+    decoder that is the fastest at 8 bits, which is named.
     """
     shape = context.cache.layout
     sizes = shape.layers, 2, shape.kv_heads, CHUNK_TOKENS, shape.head_dim
     values = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
     count = max(1, min(16, shape.capacity // CHUNK_TOKENS))
-    chunk_s: dict[str, float] = {}
-    for bits in (RAW, HALF, *NESTED):
-        codes = codec.encode(values, bits)
-        parts = [(CHUNK_TOKENS * i, codes) for i in range(count)]
+    encoded = {bits: codec.encode(values, bits) for bits in (RAW, HALF, *NESTED)}
+    found: dict[str, dict[str, float]] = {}
+    for decoder in decoders:
+        times = {}
+        for bits, codes in encoded.items():
+            parts = [(CHUNK_TOKENS * i, codes) for i in range(count)]
 
-        def decode(parts: Any = parts) -> None:
-            for layer in range(codec.layers):
-                codec.decode_into(parts, layer, *context.cache.layer(layer))
+            def decode(parts: Any = parts, decoder: Decoder = decoder) -> None:
+                for layer in range(codec.layers):
+                    decoder.decode(parts, layer, context.cache)
 
-        chunk_s[str(bits)] = _least_s(decode) / count
-    codes = codec.encode(values, 8)
+            times[str(bits)] = _least_s(decode) / count
+        found[decoder.name] = times
+    fastest = min(found, key=lambda name: found[name]["8"])
     try:
         with TemporaryDirectory(dir=folder, prefix="speed-") as made:
-            read_chunk_s = _read_s(Path(made), codec, codes, count) / count
+            read_chunk_s = _read_s(Path(made), codec, encoded[8], count) / count
     except OSError as error:
         raise _unusable(folder, error) from error
-    return {"chunk_s": chunk_s, "read_chunk_s": read_chunk_s}
+    return {"chunk_s": found[fastest], "decodes": fastest, "read_chunk_s": read_chunk_s}
 
 
 def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
@@ -161,8 +168,7 @@ def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
     def read() -> None:
         reader = files.reader(chunks)
         for layer in range(codec.layers):
-            for chunk in chunks:
-                reader.layer(chunk, layer, codes)
+            reader.layer(layer, [codes] * count)
         reader.close()
 
     return _least_s(read)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from hetero.contexts.codec import RAW
 from hetero.contexts.compaction import compact
+from hetero.contexts.lanes import Lane
 from hetero.contexts.service import App, AppContext
 from hetero.contexts.working_set import Held, Switch
+from hetero.errors import UserError
 from hetero.generation.loop import GenerationResult, Piece
 
 
@@ -35,19 +38,24 @@ class RecentTexts:
     def __init__(self, app: App, count: int) -> None:
         self.app = app
         self.texts = [RecentText(Held(app.name, self._root(""))) for _ in range(count)]
+        self.busy: set[int] = set()
         self._saved: dict[str, Held] = {}
         self._calls = 0
 
     def choose(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Which text an answer to `tokens` takes the place of: the one that is continued most, if
-        most of it is; else the one that was used longest ago.
+        """Which text an answer to `tokens` takes the place of: of those that no answer is made on
+        the one that is continued most, if most of it is; else the one that was used longest ago.
         """
-        root = self._root(salt)
-        shares = [_shared(x.held.tokens, tokens) if x.held.root == root else 0 for x in self.texts]
-        best = max(range(len(shares)), key=lambda i: shares[i])
-        if 2 * shares[best] > len(self.texts[best].held.tokens):
+        root, texts = self._root(salt), self.texts
+        shares = {
+            i: _shared(x.held.tokens, tokens) if x.held.root == root else 0
+            for i, x in enumerate(texts)
+            if i not in self.busy
+        }
+        best = max(shares, key=lambda i: shares[i])
+        if 2 * shares[best] > len(texts[best].held.tokens):
             return best
-        return min(range(len(self.texts)), key=lambda i: self.texts[i].used)
+        return min(shares, key=lambda i: texts[i].used)
 
     def stream(
         self,
@@ -56,13 +64,14 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str = "",
         **options: Any,
-    ) -> Iterator[Piece]:
-        """Pieces of the answer to a whole text, which text `at` becomes. Texts of another `salt`
-        are not used. With `echo` and `logprobs` nothing is: every token is computed.
+    ) -> Iterator[Piece | None]:
+        """Pieces of the answer to a whole text, which text `at` becomes; None for a step that gave
+        none. Texts of another `salt` are not used. With `echo` and `logprobs` nothing is: every
+        token is computed.
         """
         service, text, tokens = self.app.service, self.texts[at], list(tokens)
         whole = options.get("echo") and options.get("logprobs") is not None
-        with service._turn.taken():
+        with service._turn.taken(), self._working(at):
             self._calls += 1
             root, text.used = self._root(salt), self._calls
             with service.memory.lock:
@@ -72,19 +81,35 @@ class RecentTexts:
             before, text.held = text.held, Held(self.app.name, root, tokens, chunks)
             service._working.release(before.chunks)
             ended: list[GenerationResult] = []
-            run = partial(self._run, text, tokens, options, ended)
-            yield from service._working.answering(text.held, tokens, run)
-            service._working.leave(text.held, RAW)
-            service._working.swap_out(text.held)
+            with service._lanes.taken(root, tokens) as lane:
+                run = partial(self._run, lane, text, tokens, options, ended)
+                yield from lane.working.answering(text.held, tokens, run)
+                lane.working.tick()
+                lane.working.leave(text.held, RAW)
+                lane.working.swap_out(text.held)
             results += ended
+
+    @contextmanager
+    def _working(self, at: int) -> Iterator[None]:
+        """An answer is made on a text inside the block."""
+        self._check(at)
+        self.busy.add(at)
+        try:
+            yield
+        finally:
+            self.busy.discard(at)
+
+    def _check(self, at: int) -> None:
+        if at in self.busy:
+            raise UserError("an answer on this text is unfinished: wait for it, or end it")
 
     def erase(self, at: int) -> int:
         """Forget a text; how many tokens it had."""
         service = self.app.service
         with service._turn.taken():
+            self._check(at)
             text = self.texts[at]
-            if service._working.holds(text.held.root):
-                service._working.forget()
+            service._lanes.forget(text.held.root)
             service.swap.drain()
             service._working.release(text.held.chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
@@ -94,6 +119,7 @@ class RecentTexts:
 
     def save(self, at: int, context: AppContext) -> None:
         """A text becomes that of a context; its keys and values stay as long as this process."""
+        self._check(at)
         held = self.texts[at].held
         context.become(held.tokens)
         self.forget(context.id)
@@ -123,18 +149,15 @@ class RecentTexts:
 
     def _run(
         self,
+        lane: Lane,
         text: RecentText,
         tokens: list[int],
         options: dict[str, Any],
         ended: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece]:
-        service, text.switch = self.app.service, switch
-        with service.llm.stream(
-            tokens, **(options | {"context": service._active, "reuse": True})
-        ) as answer:
-            yield from answer
-        ended.append(answer.result())
+    ) -> Iterator[Piece | None]:
+        text.switch = switch
+        yield from self.app.service._steps(lane, tokens, options, ended)
 
     def _root(self, salt: str) -> bytes:
         data = salt.encode("utf-8", "surrogatepass")

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +27,13 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.codec import ChunkCodec
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
+from hetero.contexts.context import Context
 from hetero.contexts.conversation import Conversation
+from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.eviction import Policy
+from hetero.contexts.lanes import Lane, Lanes
 from hetero.contexts.measured import (
     MEASURES,
     errors_of,
@@ -45,12 +48,12 @@ from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
 from hetero.contexts.turn import WAIT_S, Turn
 from hetero.contexts.unbound import UnboundApps
-from hetero.contexts.working_set import Held, Switch, WorkingSet
-from hetero.errors import UserError
+from hetero.contexts.working_set import CallTimes, Held, Switch, WorkingSet
+from hetero.errors import QuotaError, UserError
 from hetero.generation.llm import LLM
-from hetero.generation.loop import GenerationResult, Piece
+from hetero.generation.loop import GenerationResult, Piece, decode_together
 from hetero.placement.planning import parse_size
-from hetero.runtime.usage import Work
+from hetero.runtime.usage import Work, total
 
 
 class Service:
@@ -65,8 +68,11 @@ class Service:
 
     `eviction`, `swap` and `recompute` are for comparisons (`hetero.contexts.managers`).
 
-    One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. A
-    context manager. Raises `UserError` for a folder that is in use, of another model, or unusable.
+    One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. With
+    `parallel` above 1 one thread may have so many streams at work, each in a cache of its own where
+    the memory budget has room for it, and `decode_together` lets the devices compute the next token
+    of all of them in one step. A context manager. Raises `UserError` for a folder that is in use,
+    of another model, or unusable.
     """
 
     def __init__(
@@ -84,8 +90,10 @@ class Service:
         swap: When = "ahead",
         recompute: bool = True,
         wait_s: float = WAIT_S,
+        parallel: int = 1,
         **options: Any,
     ) -> None:
+        check_count("parallel", parallel)
         self.contexts_per_app = check_count("contexts_per_app", contexts_per_app)
         check_one_of("eviction", eviction, get_args(Policy))
         check_one_of("swap", swap, get_args(When))
@@ -95,7 +103,7 @@ class Service:
             )
         self._owns = not isinstance(model, LLM)
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
-        self._turn = Turn(wait_s)
+        self._turn = Turn(wait_s, joins=parallel > 1)
         self._closers = ExitStack()
         if self._owns:
             self._closers.callback(self.llm.close)
@@ -106,16 +114,11 @@ class Service:
                 Path(directory), self.llm.engine.contexts.identity, self._active.cache.layout
             )
             self._closers.callback(self._directory.close)
-            codec = self._measured()
+            codec, decoder = self._measured()
             memory = ByteBudget(parse_size(context_memory), "context_memory")
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
-            workspace = codec.workspace_bytes
-            if not memory.take(workspace):
-                raise UserError(
-                    f"context_memory must be more than the {workspace} bytes that work on one "
-                    f"chunk takes, got {memory.limit}"
-                )
+            _take_workspace(memory, codec.workspace_bytes)
             self.memory = ChunkMemory(memory, eviction)
             errors, rates = self._directory.read(lambda facts: (errors_of(facts), rates_of(facts)))
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
@@ -123,20 +126,30 @@ class Service:
                 self.memory, codec, self._files, self.disk, self._unbound, when=swap
             )
             self._closers.callback(self.swap.close)
-            if kv_bits == "mixed":
-                self._active.mass = AttentionMass(self.llm.max_seq_len)
-            self._working = WorkingSet(
-                self._active,
-                self.memory,
-                codec,
-                self.swap,
-                files=self._files,
-                prefill=self._prefill,
-                rates=rates,
-                recompute=recompute,
-            )
+            self._codec, times, shared = codec, CallTimes(), SharedDecoder(decoder)
+
+            def lane(active: Context) -> Lane:
+                if kv_bits == "mixed":
+                    active.mass = AttentionMass(self.llm.max_seq_len)
+                working = WorkingSet(
+                    active,
+                    self.memory,
+                    codec,
+                    self.swap,
+                    files=self._files,
+                    prefill=partial(self._prefill, active=active),
+                    rates=rates,
+                    recompute=recompute,
+                    decoder=shared,
+                    times=times,
+                )
+                return Lane(active, working)
+
+            first = lane(self._active)
+            self._working = first.working
             self._closers.callback(self._working.close)
-            self._codec = codec
+            self._lanes = Lanes(first, lambda: lane(self.llm.new_context()), parallel)
+            self._closers.callback(self._lanes.close)
             self._apps: dict[str, App] = {}
         except BaseException:
             self.close()
@@ -170,7 +183,28 @@ class Service:
     @property
     def work(self) -> Work:
         """What the devices have done for all calls."""
-        return self._active.work
+        return total(lane.active.work for lane in self._lanes)
+
+    def room(self) -> bool:
+        """Whether another stream of this thread can begin."""
+        return self._lanes.room()
+
+    def decode_together(self) -> None:
+        """Compute the next token of all streams at work, in as few steps of the devices as can be;
+        reading on gives what came of it.
+        """
+        decode_together(self.llm.engine, self._lanes.answers())
+
+    def warm(self) -> None:
+        """Make what streams that are at work together need, so that none of them waits for it."""
+        with ExitStack() as held, self._turn.taken(), suppress(UserError):
+            engine = self.llm.engine
+            contexts = [
+                held.enter_context(engine.new_context())
+                for _ in range(min(self._lanes.most, engine.most_rows))
+            ]
+            with engine.lock:
+                engine.warm_rows(contexts)
 
     def close(self) -> None:
         """Write what is to be written, free model and folder; idempotent. Waits for another
@@ -199,12 +233,28 @@ class Service:
         disk, unbound = self.disk, self._unbound
         return make_room(nbytes, self.memory, self._files, lambda: disk.free, set(), unbound)
 
-    def _prefill(self, tokens: Sequence[int]) -> None:
+    def _prefill(self, tokens: Sequence[int], active: Context | None = None) -> None:
         with self.llm.engine.lock:
-            self.llm.engine.prefill(self._active, tokens)
+            self.llm.engine.prefill(active or self._active, tokens)
 
-    def _measured(self) -> ChunkCodec:
-        """The model's codec; everything else that is measured is kept in the folder."""
+    def _steps(
+        self,
+        lane: Lane,
+        tokens: Sequence[int],
+        options: dict[str, Any],
+        results: list[GenerationResult],
+    ) -> Iterator[Piece | None]:
+        """Pieces of the answer to a whole text on a lane, step by step."""
+        options = options | {"context": lane.active, "reuse": True}
+        with self.llm.stream(tokens, **options) as answer:
+            lane.answer = answer
+            while not answer.finished:
+                yield answer.step()
+                self._turn.check()
+        results.append(answer.result())
+
+    def _measured(self) -> tuple[ChunkCodec, Decoder]:
+        """The model's codec and who decodes; what is measured beside is kept in the folder."""
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
         if not {"channels", "errors"} <= about.keys():
@@ -213,16 +263,19 @@ class Service:
         codec = directory.read(
             lambda facts: ChunkCodec(layout, np.array(facts["channels"], np.float32).reshape(shape))
         )
-        devices = ", ".join(d.info.name for d in self.llm.devices.devices.values())
-        measured_on = [MEASURES, devices, self.llm.plan.plan_id]
+        engine = self.llm.engine
+        able = {} if engine.gpu_share is not None else engine.devices
+        known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
+        names = ", ".join(device.info.name for device in engine.devices.values())
+        measured_on = [MEASURES, names, self.llm.plan.plan_id, sorted(known)]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                **measure_chunks(self._active, codec, directory.path),
+                **measure_chunks(self._active, codec, directory.path, known.values()),
                 **measure_disk(directory.path),
             )
-        return codec
+        return codec, directory.read(lambda facts: known[facts["decodes"]])
 
 
 class App:
@@ -271,7 +324,7 @@ class App:
 
     def _added(self, text: Text, name: str | None = None) -> AppContext:
         if len(self._contexts) >= self.service.contexts_per_app:
-            raise UserError(
+            raise QuotaError(
                 f"this app has {len(self._contexts)} contexts, which is all that contexts_per_app "
                 "allows: delete() one, or allow more"
             )
@@ -307,7 +360,7 @@ class AppContext:
         self.last_switch: Switch | None = None
         self._log = log
         self._held = Held(app.name, app.root, list(log.text.tokens))
-        self._deleted = False
+        self._deleted = self._busy = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -350,23 +403,23 @@ class AppContext:
 
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
         """Pieces of the answer. One that is not read to its end is not part of the context."""
-        return self._answer(prompt, options, [])
+        return (piece for piece in self._answer(prompt, options, []) if piece is not None)
 
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Piece | None]:
         """Pieces of the answer to a whole text, which takes the place of the context's own; what
-        they share at the beginning is kept. The result is added to `results` when all is on the
-        disk. Options are those of `LLM.stream`.
+        they share at the beginning is kept. None for a step of the devices that gave none. The
+        result is added to `results` when all is on the disk. Options are those of `LLM.stream`.
         """
-        service = self.app.service
-        with service._turn.taken():
-            self._check()
+        with self.app.service._turn.taken(), self._at_work():
             ended: list[GenerationResult] = []
-            run = partial(self._run, list(tokens), options, ended)
-            yield from service._working.answering(self._held, list(tokens), run)
-            self._log.append(service._active.tokens, self._log.text.messages)
-            self._leave()
+            with self.app.service._lanes.taken(self._held.root, tokens) as lane:
+                run = partial(self._run, lane, list(tokens), options, ended)
+                yield from lane.working.answering(self._held, list(tokens), run)
+                used = lane.working.tick()
+                self._log.append(lane.active.tokens, self._log.text.messages, used=used)
+                self._leave(lane)
             results += ended
 
     def fork(self) -> AppContext:
@@ -395,7 +448,8 @@ class AppContext:
         with service._turn.taken():
             if self._deleted:
                 return
-            service._working.forget()
+            self._check()
+            service._lanes.forget(self._held.root)
             service.swap.drain()
             self._log.delete()
             service._working.release(self._held.chunks)
@@ -407,42 +461,48 @@ class AppContext:
 
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
-    ) -> Iterator[Piece]:
-        for name in ("context", "reuse", "chat", "echo"):
+    ) -> Iterator[Piece | None]:
+        for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
         service, text = self.app.service, self._log.text
-        with service._turn.taken():
-            self._check()
+        with service._turn.taken(), self._at_work():
             whole, messages = self._whole(prompt, options)
-            run = partial(self._run, whole, options, results)
-            yield from service._working.answering(self._held, whole, run)
-            said = [*messages, {"role": "assistant", "content": results[0].text}]
-            used = service._working.tick()
-            self._log.append(service._active.tokens, said if text.chat else (), used=used)
-            self._leave()
+            with service._lanes.taken(self._held.root, whole) as lane:
+                run = partial(self._run, lane, whole, options, results)
+                yield from lane.working.answering(self._held, whole, run)
+                said = [*messages, {"role": "assistant", "content": results[0].text}]
+                used = lane.working.tick()
+                self._log.append(lane.active.tokens, said if text.chat else (), used=used)
+                self._leave(lane)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """A call of this context runs inside the block."""
+        self._check()
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     def _run(
         self,
+        lane: Lane,
         whole: list[int],
         options: dict[str, Any],
         results: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece]:
-        service, self.last_switch = self.app.service, switch
+    ) -> Iterator[Piece | None]:
+        self.last_switch = switch
         options = {"chat": self._log.text.chat} | options
-        options |= {"context": service._active, "reuse": True}
-        with service.llm.stream(whole, **options) as answer:
-            for piece in answer:
-                yield piece
-                service._turn.check()
-        results.append(answer.result())
+        yield from self.app.service._steps(lane, whole, options, results)
 
-    def _leave(self) -> None:
+    def _leave(self, lane: Lane) -> None:
         service = self.app.service
-        chunks = service._working.leave(self._held, service.compression.first)
+        chunks = lane.working.leave(self._held, service.compression.first)
         service.compression.apply(service.memory, chunks)
-        service._working.swap_out(self._held)
+        lane.working.swap_out(self._held)
 
     def _whole(self, prompt: str, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
         """Tokens of the text with the prompt; the messages, of a chat."""
@@ -501,3 +561,17 @@ class AppContext:
     def _check(self) -> None:
         if self._deleted:
             raise UserError("this context was deleted: make another one with new_context()")
+        if self._busy:
+            raise UserError(
+                "a stream of this context is unfinished: read it to its end or close() it before "
+                "the next call"
+            )
+
+
+def _take_workspace(memory: ByteBudget, nbytes: int) -> None:
+    """Memory of the work on one chunk. Raises `UserError` where the budget is none beyond it."""
+    if not memory.take(nbytes):
+        raise UserError(
+            f"context_memory must be more than the {nbytes} bytes that work on one chunk takes, "
+            f"got {memory.limit}"
+        )

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.host import forks
+from hetero.backends.ops import Rope
 from hetero.contexts.context import Context
 from hetero.contexts.kv_cache import Allocate, CacheLayout, KvCache
 from hetero.contexts.session_file import Identity
@@ -25,9 +26,12 @@ class ContextStore:
     context that outlives its model does not keep its weights.
     """
 
-    def __init__(self, lock: StepLock, identity: Identity, max_tokens: int) -> None:
+    def __init__(
+        self, lock: StepLock, identity: Identity, max_tokens: int, rope: Rope | None = None
+    ) -> None:
         self.identity = identity
         self.max_tokens = max_tokens
+        self.rope = rope
         self._lock = lock
         self._open: weakref.WeakSet[Context] = weakref.WeakSet()
         forks.in_child(self._forked)

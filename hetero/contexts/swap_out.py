@@ -81,12 +81,12 @@ class SwapOut:
             self._open.append(job)
         self._jobs.put(job)
 
-    def settle(self) -> None:
-        """Return when no job needs the cache that it was computed in. Raises `UserError` where
+    def settle(self, cache: KvCache) -> None:
+        """Return when no job needs this cache, in which it was computed. Raises `UserError` where
         nothing goes on.
         """
         with self._idle:
-            jobs = list(self._open)
+            jobs = [job for job in self._open if job.cache is cache]
         for job in jobs:
             self._wait(job.encoded.wait)
         self._check()

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from hetero.backends.host.files import atomic_write, sync_directory
 from hetero.contexts.budget import ByteBudget
-from hetero.errors import UserError
+from hetero.errors import DiskFullError, UserError
 
 VERSION: Final = 1
 _U32: Final = struct.Struct("<I")
@@ -92,7 +92,7 @@ class TextLog:
                 "or remove it to go on without this context"
             )
         if not budget.take(stop) and not (make_room(stop) and budget.take(stop)):
-            raise UserError(
+            raise DiskFullError(
                 f"the texts of the contexts alone need more than the {budget.limit} bytes of "
                 "context_disk: give it more"
             )
@@ -162,7 +162,7 @@ class TextLog:
     def _take(self, nbytes: int) -> None:
         take = self._budget.take
         if not take(nbytes) and not (self._make_room(nbytes) and take(nbytes)):
-            raise UserError(
+            raise DiskFullError(
                 f"the {self._budget.limit} bytes of context_disk are used up: delete() a context, "
                 "or give more"
             )

@@ -1,4 +1,4 @@
-"""Whose turn it is: one call of a service at a time."""
+"""Whose turn it is: one thread of a service at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ WAIT_S: Final = 600.0  # for the calls of other threads
 
 
 class Turn:
-    """Taken by each call. Other threads wait, for `wait_s` at most; the same thread is refused.
+    """Taken by each call. Other threads wait, for `wait_s` at most; the same thread is refused, or
+    `joins`: its calls that overlap have the turn together.
 
     Raises `UserError` there, when the service is closed, and in a child that was forked from its
     process, whose threads are not in the child.
     """
 
-    def __init__(self, wait_s: float = WAIT_S) -> None:
+    def __init__(self, wait_s: float = WAIT_S, *, joins: bool = False) -> None:
         self.wait_s = wait_s
+        self._joins, self._calls = joins, 0
         self.lost = False
         self._closed = False
         self._lock = threading.Lock()
@@ -30,21 +32,26 @@ class Turn:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Nobody else's call runs inside the block."""
+        """No call of another thread runs inside the block."""
         self.check()
-        if self._owner == threading.get_ident():
+        mine = self._owner == threading.get_ident()
+        if mine and not self._joins:
             raise UserError(
                 "a stream of this service is unfinished: read it to its end or close() it before "
                 "the next call"
             )
-        self._acquire()
+        if not mine:
+            self._acquire()
+        self._calls += 1
         try:
             self.check()
             self._owner = threading.get_ident()
             yield
         finally:
-            self._owner = None
-            self._lock.release()
+            self._calls -= 1
+            if not self._calls:
+                self._owner = None
+                self._lock.release()
 
     def check(self) -> None:
         """Raise where no call can be."""

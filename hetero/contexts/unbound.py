@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hetero.contexts.budget import ByteBudget
-from hetero.errors import UserError
+from hetero.errors import DiskFullError
 
 
 class UnboundFile(NamedTuple):
@@ -46,7 +46,7 @@ class UnboundApps:
     def _count(self, folder: Path) -> None:
         texts = sum(path.stat().st_size for path in folder.glob("ctx-*.log"))
         if not self._budget.take(texts):
-            raise UserError(
+            raise DiskFullError(
                 f"the texts of the contexts alone need more than the {self._budget.limit} bytes of "
                 "context_disk: give it more"
             )

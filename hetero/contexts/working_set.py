@@ -13,17 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
-from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
+from hetero.contexts.decoding import Decoder, HostDecoder
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate, LoadError
@@ -96,6 +97,20 @@ class Switch:
         return self.ready_s + self.waited_s
 
 
+class CallTimes:
+    """When calls were, for all lanes of a service. `last`: of the one that returned last."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def tick(self, after: int = 0) -> int:
+        """The time of a call that has returned: later than any before, those of other processes
+        too (`after`, of one that was kept).
+        """
+        self.last = max(self.last + 1, after, time.time_ns() // 1_000_000)
+        return self.last
+
+
 @dataclass
 class _Load:
     """A load under way: chunks with the codes that they are read into (None: in memory)."""
@@ -108,7 +123,8 @@ class _Load:
 
 class WorkingSet:
     """Owned by the thread whose turn it is. `prefill` computes tokens on the active context;
-    `files` gives an app's chunks on the disk.
+    `files` gives an app's chunks on the disk; `decoder` (default: the host's) works on the thread
+    that loads.
     """
 
     def __init__(
@@ -122,8 +138,11 @@ class WorkingSet:
         prefill: Callable[[Sequence[int]], Any],
         rates: Rates,
         recompute: bool = True,
+        decoder: Decoder | None = None,
         wait_s: float = STALLED_S,
+        times: CallTimes | None = None,
     ) -> None:
+        self._decoder = decoder or HostDecoder(codec)
         self.rates, self.recompute, self.wait_s = rates, recompute, wait_s
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
         self._files, self._prefill = files, prefill
@@ -132,7 +151,7 @@ class WorkingSet:
         self._lossy = np.zeros(active.cache.layout.capacity, np.bool_)
         self._reading: Future[None] | None = None
         self._load: _Load | None = None
-        self._clock = 0
+        self._times = times or CallTimes()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero load")
 
     def close(self) -> None:
@@ -183,18 +202,24 @@ class WorkingSet:
             self._settle_reading()
         self._root = b""
         self._active.adopt(())
-        self._swap.settle()
+        self._swap.settle(self._active.cache)
 
     def _fault(self) -> None:
         """What could not be had is text alone."""
         self.forget()
 
     def tick(self, after: int = 0) -> int:
-        """The time of a call that has returned: later than any before, those of other processes
-        too (`after`, of one that was kept).
-        """
-        self._clock = max(self._clock + 1, after, time.time_ns() // 1_000_000)
-        return self._clock
+        """See `CallTimes.tick`."""
+        return self._times.tick(after)
+
+    def shared(self, root: bytes, tokens: Sequence[int]) -> int:
+        """Tokens at the beginning of a text of this root that the cache holds."""
+        if self._root != root:
+            return 0
+        active = self._active
+        pairs = zip(active.tokens[: active.cached], tokens, strict=False)
+        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        return min(active.cached, len(tokens) - 1) if differing is None else differing
 
     def leave(self, held: Held, bits: int) -> list[Chunk]:
         """The context's text is that of the active one now, as of the last `tick`; its chunks.
@@ -205,7 +230,7 @@ class WorkingSet:
             before, cached = held.chunks, active.tokens[: active.cached]
             held.chunks = self._memory.table.refer(held.app, held.root, cached, bits)
             for chunk in held.chunks:
-                chunk.used = self._clock
+                chunk.used = self._times.last
             if active.mass is not None:
                 active.mass.give(held.chunks)
         held.tokens = list(active.tokens)
@@ -236,9 +261,9 @@ class WorkingSet:
         if self._active.mass is not None:
             self._active.mass.reset()
         switch = Switch(bits=self._memory.histogram(chunks))
-        kept = self._shared(held, tokens)
+        kept = self.shared(held.root, tokens)
         if kept < self._active.cached:
-            self._swap.settle()
+            self._swap.settle(self._active.cache)
         self._active.adopt(tokens[:kept])
         self._lossy[kept:] = False
         self._root, switch.reused_tokens = held.root, kept
@@ -277,15 +302,6 @@ class WorkingSet:
         if plan.stop < len(wanted):
             switch.riding_tokens = wanted[-1].stop - wanted[plan.stop].start
             switch.recomputed_tokens += switch.riding_tokens
-
-    def _shared(self, held: Held, tokens: Sequence[int]) -> int:
-        """Tokens at the beginning that the cache holds, of the same root."""
-        if self._root != held.root:
-            return 0
-        active = self._active
-        pairs = zip(active.tokens[: active.cached], tokens, strict=False)
-        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        return min(active.cached, len(tokens) - 1) if differing is None else differing
 
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
         """Room for the chunks that are on the disk alone, where there is any."""
@@ -342,21 +358,15 @@ class WorkingSet:
 
     def _start(
         self, chunks: Sequence[Chunk], claimed: dict[Chunk, Codes], switch: Switch
-    ) -> LayerGate | None:
-        """Fill the cache with these: at once what is in memory, by the thread what must be read."""
+    ) -> LayerGate:
+        """Let the thread fill the cache with these, layer by layer."""
         items = [(c, c.codes or claimed[c], c in claimed) for c in chunks]
         switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
         for chunk, codes, _ in items:
             self._lossy[chunk.start : chunk.stop] = codes.bits != RAW
-        cache = self._active.cache
-        if not claimed.keys() & set(chunks):
-            at = [(chunk.start, codes) for chunk, codes, _ in items]
-            for layer in range(self._codec.layers):
-                self._codec.decode_into(at, layer, *cache.layer(layer))
-            return None
         switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
         self._load = _Load(items, LayerGate(self._codec.layers))
-        self._reading = self._thread.submit(self._read, self._load, cache)
+        self._reading = self._thread.submit(self._read, self._load, self._active.cache)
         for chunk in chunks:  # the thread's from here on
             claimed.pop(chunk, None)
         return self._load.gate
@@ -364,21 +374,23 @@ class WorkingSet:
     def _read(self, load: _Load, cache: KvCache) -> None:
         """The thread: layer by layer; what was read whole stays in memory."""
         from_disk = [(chunk, codes) for chunk, codes, read in load.chunks if read]
-        at: Chunk | None = from_disk[0][0]
+        parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
+        reader: Reader | None = None
         try:
-            reader = self._files(from_disk[0][0].app).reader([chunk for chunk, _ in from_disk])
-            try:
+            with ExitStack() as opened:
+                if from_disk:
+                    chunks = [chunk for chunk, _ in from_disk]
+                    reader = opened.enter_context(
+                        closing(self._files(chunks[0].app).reader(chunks))
+                    )
                 for layer in range(self._codec.layers):
-                    for chunk, codes in from_disk:
-                        at = chunk
-                        reader.layer(chunk, layer, codes)
-                    parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
-                    self._codec.decode_into(parts, layer, *cache.layer(layer))
+                    if reader is not None:
+                        reader.layer(layer, [codes for _, codes in from_disk])
+                    self._decoder.decode(parts, layer, cache)
                     load.gate.open()
-            finally:
-                reader.close()
         except BaseException as error:  # or a step would wait for its deadline
-            load.failed = at
+            at = 0 if reader is None else reader.at
+            load.failed = from_disk[at][0] if from_disk else None
             for _, codes in from_disk:
                 self._unclaim(codes)
             load.gate.fail(error)

@@ -28,7 +28,7 @@ from hetero.backends.host.files import is_replaceable
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
 from hetero.compiling.bundle import find_bundle
-from hetero.contexts.context import Context
+from hetero.contexts.context import Context, check_shift
 from hetero.contexts.conversation import Conversation
 from hetero.errors import ModelError, UserError
 from hetero.generation.loop import Generation, GenerationResult
@@ -39,9 +39,10 @@ from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.model_graph import ModelGraph
-from hetero.runtime.engine import ContextFullError, Engine, pool_bytes
+from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kernels import Progress
 from hetero.runtime.schedule import Order
+from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import STEP_TOKENS, NamedStrategy
@@ -411,6 +412,8 @@ class LLM:
             if goes_on and isinstance(given, str):
                 tokens = self._without_start(context, tokens)
             self._check_room(len(context) if goes_on else 0, tokens)
+            if asked.context_shift:
+                self._check_shift(context, asked.keep, many=keep_prompt)
             self._engine.check_tokens(tokens)
             reused = 0 if goes_on else self._rewind(context, tokens, asked)
             return Generation(
@@ -451,6 +454,17 @@ class LLM:
             raise ContextFullError(
                 f"a prompt of {len(tokens)} tokens{behind} and its answer do not fit the context "
                 f"of {self.max_seq_len}: {remedy} or open the model with a larger max_seq_len"
+            )
+
+    def _check_shift(self, context: Context, keep: int, *, many: bool) -> None:
+        """A full context must have tokens that move, and some that go."""
+        check_shift(context.home)
+        if many:
+            raise UserError("several answers to one prompt share its context: no context_shift")
+        if keep + 2 > self.max_seq_len:
+            raise UserError(
+                f"keep is {keep}, which leaves nothing to forget in a context of "
+                f"{self.max_seq_len}: keep at most {self.max_seq_len - 2}"
             )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 
+from hetero.backends.errors import DeviceError
 from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.generation.options import Asked
@@ -46,6 +47,7 @@ class Stats:
     devices work.
     `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
+    `shifted_tokens` are those that a full context forgot, with `context_shift`.
     """
 
     prompt_tokens: int
@@ -60,6 +62,7 @@ class Stats:
     npu_idle_share: float | None = None
     adaptations: tuple[str, ...] = ()
     choice: str = ""
+    shifted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +184,6 @@ class Generation(Iterator[Piece]):
         self._keeps, self._kept = keep_prompt, _Kept()
         self._fallback, self._choice, self._clock = fallback, choice, clock
         self._todo = [*context.pending, *self._prompt[reused:]]
-        self._base = context.cached  # tokens that are not computed here
         self._seen = [*context.tokens, *self._prompt[reused:]]
         self._sampler = Sampler(asked.sampling)
         continues = not asked.chat
@@ -195,7 +197,9 @@ class Generation(Iterator[Piece]):
         self._lookup: LookupDecoder | None = None
         self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
         self._next: int | None = None  # the token that was chosen last
+        self._given: Logits | None = None  # those behind it
         self._decode_steps = 0
+        self._shifted = 0  # tokens that the context forgot
         self._before = context.work.copy()
         self._work: Work | None = None  # of this answer, once it has ended
         self._times: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -237,11 +241,23 @@ class Generation(Iterator[Piece]):
                 self.close()
         return piece
 
+    @property
+    def wanted(self) -> int | None:
+        """The token whose logits the next `step` computes, if `give` may give them: not while the
+        prompt is read, nor where tokens are guessed, or some must be forgotten first.
+        """
+        free = not (self.finished or self._lookup or self._given is not None or self._is_full())
+        return self._next if free else None
+
+    def give(self, logits: Logits) -> None:
+        """The logits [vocab] behind the token that was `wanted`: it is in the context already."""
+        self._given = logits
+
     def close(self) -> None:
         """Give the context up, which holds what was read so far; idempotent."""
         if self._held:
             self._end_text()
-            self._held = False
+            self._held, self._calls = False, None
             self.context.release()
 
     def __del__(self) -> None:
@@ -308,6 +324,7 @@ class Generation(Iterator[Piece]):
         logits = next(self._calls)
         if logits is None:
             return None
+        self._calls = None  # it knows this object: a circle
         if self._keeps:
             self._kept.logits, self._kept.length = logits.copy(), self.context.cached
         token = self._choose(logits)
@@ -343,14 +360,34 @@ class Generation(Iterator[Piece]):
 
     def _decode_step(self) -> int:
         assert self._next is not None
-        if self._lookup is None:
-            logits = self._engine.decode(self.context, self._next)
-        else:
-            logits = self._lookup.decode(self._next)
+        if self._given is None:
+            self._compute(self._next)
+        assert self._given is not None
+        logits, self._given = self._given, None
         self._decode_steps += 1
         token = self._choose(logits)
         self._times = (*self._times[:2], self._clock())
         return token
+
+    def _compute(self, token: int) -> None:
+        """The logits behind a token."""
+        if self._is_full():
+            self._shift()
+        if self._lookup is None:
+            self._given = self._engine.decode(self.context, token)
+        else:
+            self._given = self._lookup.decode(token)
+
+    def _is_full(self) -> bool:
+        return len(self._seen) >= self._engine.max_seq_len
+
+    def _shift(self) -> None:
+        """Make room in the context: half of what is behind the first tokens goes."""
+        keep = self._asked.keep
+        drop = max(1, (self.context.cached - keep) // 2)
+        self.context.forget(keep, drop)
+        del self._seen[keep : keep + drop]
+        self._shifted += drop
 
     def _choose(self, logits: Logits) -> int:
         constraint = self._asked.constraint
@@ -373,7 +410,7 @@ class Generation(Iterator[Piece]):
             text = self._decoder.push(token)
             if len(self._tokens) >= self._asked.max_tokens:
                 self._reason = "length"
-            elif len(self._seen) >= self._engine.max_seq_len:
+            elif len(self._seen) >= self._engine.max_seq_len and not self._asked.context_shift:
                 self._reason = "context"
             if self._reason is not None:
                 text += self._decoder.finish()
@@ -422,7 +459,30 @@ class Generation(Iterator[Piece]):
             gpu_share=work.gpu_busy_s / work.wall_s if shared else None,
             npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
             choice=self._choice,
+            shifted_tokens=self._shifted,
         )
+
+
+def decode_together(engine: Engine, answers: Sequence[Generation]) -> None:
+    """Compute what the next step of each answer wants, several in one step of the devices. Answers
+    that are left out (their prompt is being read, they are one too many, or it failed) compute it
+    themselves, and raise what there is to be raised.
+    """
+    waiting = [answer for answer in answers if answer.wanted is not None]
+    count = -(-len(waiting) // engine.most_rows)
+    for first in range(count):
+        part = waiting[first::count]
+        rows = [(x.context, x.wanted) for x in part if x.wanted is not None]
+        if len(rows) < 2:
+            continue
+        try:
+            with engine.lock:
+                found = engine.decode_rows(rows)
+        except (DeviceError, UserError):  # which of them it is for, each will learn
+            continue
+        for answer, logits in zip(part, found, strict=True):
+            if logits is not None:
+                answer.give(logits)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from hetero.arguments import check_count, check_stop
 from hetero.contexts.context import Context
+from hetero.contexts.shift import SINKS
 from hetero.errors import UserError
 from hetero.generation.sampling import Constraint, SamplingParams
 
@@ -45,6 +46,10 @@ class GenerateOptions(SamplingOptions, total=False):
     constraint   which tokens an answer may go on with (`hetero.generation.sampling.Constraint`)
     sampling     a `SamplingParams`, in place of its fields one by one
     speculative  tokens that are guessed ahead from the text so far; changes no answer
+    context_shift  go on where prompt and answer fill the context: half of the tokens behind the
+                 first `keep` are forgotten, the rest moves up without being computed again. Only
+                 nearly what the model would say (`hetero.contexts.shift`)
+    keep         tokens that a shift leaves at the beginning (default 4)
     """
 
     context: Context | None
@@ -57,6 +62,8 @@ class GenerateOptions(SamplingOptions, total=False):
     echo: bool
     constraint: Constraint | None
     sampling: SamplingParams | None
+    context_shift: bool
+    keep: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,8 @@ class Asked:
     echo: bool
     constraint: Constraint | None
     sampling: SamplingParams
+    context_shift: bool
+    keep: int
 
 
 def read_options(options: GenerateOptions) -> Asked:
@@ -82,6 +91,9 @@ def read_options(options: GenerateOptions) -> Asked:
     constraint = given.pop("constraint", None)
     if constraint is not None and given.get("speculative"):
         raise UserError("speculative tokens cannot be guessed under a constraint: ask for 0")
+    shift = bool(given.pop("context_shift", False))
+    if shift and given.get("speculative"):
+        raise UserError("speculative tokens cannot be guessed with context_shift: ask for 0")
     return Asked(
         context=given.pop("context", None),
         max_tokens=check_count("max_tokens", given.pop("max_tokens", DEFAULT_MAX_TOKENS)),
@@ -91,6 +103,8 @@ def read_options(options: GenerateOptions) -> Asked:
         logprobs=None if logprobs is None else check_count("logprobs", logprobs, 0),
         speculative=check_count("speculative", given.pop("speculative", 0), 0),
         echo=bool(given.pop("echo", False)),
+        context_shift=shift,
+        keep=check_count("keep", given.pop("keep", SINKS), 0),
         constraint=constraint,
         sampling=_sampling(given, given.pop("sampling", None)),
     )
@@ -103,7 +117,9 @@ def _sampling(options: dict[str, Any], whole: object) -> SamplingParams:
     known = SamplingParams.__dataclass_fields__
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, "max_tokens", "stop", "chat"], n=1)
+            near = difflib.get_close_matches(
+                name, [*known, "max_tokens", "stop", "chat", "context_shift"], n=1
+            )
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"{name!r} is not an option of generate{hint}")
     if whole is None:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from hetero.contexts.context import Context
 from hetero.errors import UserError
-from hetero.runtime.engine import LONGEST_VERIFIED, Engine
+from hetero.runtime.engine import Engine
+from hetero.runtime.sizes import LONGEST_VERIFIED
 
 Logits = npt.NDArray[np.float32]
 LONGEST_MATCH: Final = 4  # tokens that are looked up, the longest match first

@@ -21,6 +21,7 @@ from hetero.backends.host.processor import cpu_name
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.placement.device_set import DeviceMode
+from hetero.profiler.tables import TableData
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.plan import NamedStrategy
 
@@ -74,16 +75,15 @@ class BenchReport:
         writer.writerows(asdict(row) for row in self.rows)
         return out.getvalue().rstrip("\n")
 
-    def to_markdown(self) -> str:
-        """A table and a line on the machine."""
-        lines = [
-            f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}",
-            "",
-            f"| {' | '.join(self.HEAD)} |",
-            "|---|---|---|---|---:|---:|---:|---:|---:|",
-            *(f"| {' | '.join(_cells(row))} |" for row in self.rows),
-        ]
-        return "\n".join([*lines, "", *self.remarks()])
+    def table(self) -> TableData:
+        """A line for each row."""
+        numbers = ("cores", "tokens/s", "min", "max", "copied B/token")
+        return TableData("", self.HEAD, tuple(map(_cells, self.rows)), lead=4, numbers=numbers)
+
+    @property
+    def title(self) -> str:
+        """Model and machine."""
+        return f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}"
 
     def remarks(self) -> list[str]:
         """Lines under the table: the winners, loading and memory, what each contender was."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -24,8 +24,11 @@ from hetero.generation.sampling import log_softmax
 from hetero.models import LoadedModel
 
 DEFAULT_WINDOW = 512
+LEAST_TOKENS = 32  # of fewer, the interval of any score is wider than what one wants to know
+Z95 = 1.959963984540054
 Progress = Callable[[int, int], None]
 Float64Array = npt.NDArray[np.float64]
+Interval = tuple[float, float]
 
 
 class Encoder(Protocol):
@@ -56,13 +59,18 @@ class Window(NamedTuple):
 class Evaluation:
     """Measured quality on one text. `perplexity` is exp(mean negative log-likelihood).
 
-    `top1_agreement`, `kl_mean` and `kl_p99` (nats) compare with a reference; None without one.
+    `top1_agreement`, `kl_mean` and `kl_p99` (nats) compare with a reference; None without one. The
+    others are 95 % intervals, by the spread over tokens as if those were independent (Wilson's for
+    a share): what another text of the same kind and length would give.
     """
 
     tokens: int
     perplexity: float
+    perplexity_95: Interval
     top1_agreement: float | None = None
+    top1_agreement_95: Interval | None = None
     kl_mean: float | None = None
+    kl_mean_95: Interval | None = None
     kl_p99: float | None = None
 
 
@@ -76,9 +84,10 @@ def read_tokens(llm: Encoder, path: Path, limit: int | None = None) -> list[int]
             f"{path}: cannot be read as UTF-8 text ({why}); give a text file"
         ) from error
     tokens = llm.encode(text)[:limit] if text.strip() else []
-    if len(tokens) < 2:
+    if len(tokens) < LEAST_TOKENS:
         raise UserError(
-            f"{path}: has {len(tokens)} tokens, a score needs at least 2; give more text"
+            f"{path}: has {len(tokens)} tokens, a score needs at least {LEAST_TOKENS}; give more "
+            "text"
         )
     return tokens
 
@@ -124,8 +133,28 @@ def evaluate(
         if progress is not None:
             progress(part.stop, len(tokens))
     losses = np.concatenate(lost)
-    found = Evaluation(tokens=len(losses), perplexity=math.exp(float(losses.mean())))
+    low, high = mean_95(losses)
+    found = Evaluation(
+        tokens=len(losses),
+        perplexity=math.exp(float(losses.mean())),
+        perplexity_95=(math.exp(low), math.exp(high)),
+    )
     return found if reference is None else _compared(found, divergence, agreed)
+
+
+def mean_95(values: Float64Array) -> Interval:
+    """95 % interval of the mean of [S] independent values, by the normal distribution."""
+    mean = float(values.mean())
+    off = Z95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return mean - off, mean + off
+
+
+def share_95(hits: int, count: int) -> Interval:
+    """Wilson's 95 % interval of a share."""
+    share, scale = hits / count, 1 + Z95**2 / count
+    middle = share + Z95**2 / (2 * count)
+    off = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    return max((middle - off) / scale, 0.0), min((middle + off) / scale, 1.0)
 
 
 def _compared(
@@ -133,12 +162,13 @@ def _compared(
     divergence: Sequence[Float64Array],
     agreed: Sequence[npt.NDArray[np.bool_]],
 ) -> Evaluation:
-    kl = np.concatenate(divergence)
-    return Evaluation(
-        tokens=found.tokens,
-        perplexity=found.perplexity,
-        top1_agreement=float(np.concatenate(agreed).mean()),
+    kl, same = np.concatenate(divergence), np.concatenate(agreed)
+    return replace(
+        found,
+        top1_agreement=float(same.mean()),
+        top1_agreement_95=share_95(int(same.sum()), len(same)),
         kl_mean=float(kl.mean()),
+        kl_mean_95=mean_95(kl),
         kl_p99=float(np.quantile(kl, 0.99)),
     )
 

@@ -272,7 +272,7 @@ def _measured(profile: DeviceProfile, tasks: Sequence[Task], machine: Machine) -
 
 def _reason(error: Exception) -> str:
     match error:
-        case UserError() | ProfileError():
+        case UserError():
             return one_sentence(str(error))
         case subprocess.TimeoutExpired():
             return f"its devices were not open after {LIMITS.start_s:g} s"
@@ -367,7 +367,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     try:
         answer = time_here(tasks, request["backends"])
-    except (DeviceError, UserError, ProfileError) as error:
+    except (DeviceError, UserError) as error:
         answer = {"reason": str(error)}
     print(json.dumps(answer))
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
+from hetero.backends.host.extras import require
 from hetero.errors import UserError
 from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_every_core
 from hetero.measuring.step_cost import measure_step_s
@@ -52,6 +53,7 @@ def profile_device(
             f"budget_s is from {SHORTEST_BUDGET_S:g} to {LONGEST_BUDGET_S:g} seconds, got "
             f"{budget_s}"
         )
+    require("sklearn", "profile", "a profile's trees are fitted by scikit-learn")
     if out is not None:
         refuse_folder(out)
     formats = _formats(weights)

@@ -30,6 +30,7 @@ from hetero.errors import UserError
 from hetero.measuring.benchmark import environment
 from hetero.placement.device_set import open_devices
 from hetero.profiler.sync import measure_sleep
+from hetero.profiler.tables import TableData
 from hetero.runtime.waits import Site, Synchroniser, SyncMethod
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
@@ -89,23 +90,41 @@ class SyncReport:
         """One line."""
         return json.dumps(asdict(self))
 
-    def to_markdown(self) -> str:
-        """A table."""
+    def remarks(self) -> list[str]:
+        """What was measured where, and what follows for `--sync`."""
+        watched = "a flag in shared memory" if self.flag else "the event's status"
         lines = [
-            f"measured on {self.environment['cpu']}; `fast` watches "
-            + ("a flag in shared memory" if self.flag else "the event's status"),
+            f"measured on {self.environment['cpu']}; `fast` watches {watched}",
             f"a sleep returns {1e6 * self.sleep_late_s:.0f} µs late and takes "
             f"{1e6 * self.sleep_cpu_s:.0f} µs of CPU time",
-            "",
-            "| kernel µs | method | added latency µs (median) | 95 % | CPU time × spinning |",
-            "|---:|---|---:|---:|---:|",
         ]
-        lines += [
-            f"| {1e6 * r.kernel_s:.0f} | {r.method} | {1e6 * r.added_median_s:.1f} "
-            f"| {1e6 * r.added_p95_s:.1f} | {r.cpu_share:.2f} |"
+        mean = {
+            method: statistics.fmean(x.added_median_s for x in self.rows if x.method == method)
+            for method in dict.fromkeys(row.method for row in self.rows)
+        }
+        waits = {method: mean[method] for method in mean if method != "spin"}
+        if waits:
+            best = min(waits, key=lambda method: waits[method])
+            lines.append(
+                f"least added on the average: --sync {best}, {1e6 * waits[best]:.1f} µs a wait"
+            )
+        return lines
+
+    def table(self) -> TableData:
+        """A line for each method at each length."""
+        head = ("kernel µs", "method", "added latency µs (median)", "95 %", "CPU time × spinning")
+        rows = (
+            (
+                f"{1e6 * r.kernel_s:.0f}",
+                r.method,
+                f"{1e6 * r.added_median_s:.1f}",
+                f"{1e6 * r.added_p95_s:.1f}",
+                f"{r.cpu_share:.2f}",
+            )
             for r in self.rows
-        ]
-        return "\n".join(lines)
+        )
+        numbers = tuple(name for name in head if name != "method")
+        return TableData("", head, tuple(rows), lead=2, numbers=numbers)
 
 
 def run_sync_bench(

@@ -157,7 +157,7 @@ def model_spec(model: str | Path, weights: str = "w4a16") -> ModelGraph:
         return model_graph(random_models.known_config(name), weight_format, name.lower())
     if str(model).startswith(random_models.PREFIX):
         return model_graph(random_models.known_config(name), weight_format, name.lower())
-    path = _path(str(model))
+    path = _path(str(model), shapes=True)
     config = gguf_config(path) if path.is_file() else ModelConfig.from_directory(path)
     return model_graph(config, weight_format, path.name)
 
@@ -284,8 +284,10 @@ def _quantised_model(
     )
 
 
-def _path(model: str) -> Path:
-    """The directory or GGUF file of a MODEL that is not random."""
+def _path(model: str, *, shapes: bool = False) -> Path:
+    """The directory or GGUF file of a MODEL that is not random. Where only its `shapes` matter, a
+    known name would have done.
+    """
     path = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
     if len(path.name) > LONGEST_NAME:
         raise ModelError(
@@ -302,16 +304,32 @@ def _path(model: str) -> Path:
         raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
     if path.exists() and model:
         raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
-    near = _nearest(model)
-    hint = f"did you mean {near!r}? " if near else ""
+    kind = "file" if path.suffix.lower() == ".gguf" else "directory"
     raise ModelError(
-        f"{model!r}: there is no such {'file' if path.suffix.lower() == '.gguf' else 'directory'}; "
-        f"{hint}MODEL is a Hugging Face directory, a .gguf file, demo, or random:NAME"
+        f"{model!r}: there is no such {kind}; {_hint(model, shapes)}MODEL is a Hugging Face "
+        "directory, a .gguf file, demo, or random:NAME"
     )
 
 
+def _hint(model: str, shapes: bool) -> str:
+    """What the user may have meant. Random weights are never proposed in place of real ones: that
+    they are random is said, where a known model is named.
+    """
+    if near := _nearest(model):
+        return f"did you mean {near!r}? "
+    known = difflib.get_close_matches(model.lower(), random_models.KNOWN_MODELS, n=1, cutoff=0.8)
+    if known and shapes:
+        return f"did you mean {known[0]!r}? "
+    if known:
+        return (
+            f"for benchmarks there is {random_models.PREFIX + known[0]!r}, the shapes of that "
+            "model with random weights; "
+        )
+    return ""
+
+
 def _nearest(model: str) -> str | None:
-    """What the user may have meant: a directory or file next to it, demo, or a known model."""
+    """What the user may have meant: a directory or file next to it, demo, or `random:NAME`."""
     path = Path(model)
     try:
         siblings = [
@@ -323,7 +341,9 @@ def _nearest(model: str) -> str | None:
         siblings = []
     if near := difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.6):
         return str(path.parent / near[0])
-    known = {name: random_models.PREFIX + name for name in random_models.KNOWN_MODELS}
-    choices = {"demo": "demo", **known, **{name: name for name in known.values()}}
-    close = difflib.get_close_matches(model.lower(), choices, n=1, cutoff=0.6)
-    return choices[close[0]] if close else None
+    if close := difflib.get_close_matches(model.lower(), ("demo",), n=1, cutoff=0.6):
+        return close[0]
+    if not model.lower().startswith("rand"):
+        return None
+    known = [random_models.PREFIX + name for name in random_models.KNOWN_MODELS]
+    return next(iter(difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.6)), None)

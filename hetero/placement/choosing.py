@@ -18,7 +18,6 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.placement import Placement
@@ -106,7 +105,7 @@ def choose(spec: ModelGraph, wishes: Wishes) -> Choice:
         found = _choose_by(spec, profile, wishes, (notice,) if notice else ())
         found = replace(found, cost=CostModel(profile))
         return replace(found, profile=profile) if wishes.profile is not None else found
-    except (UserError, PlanError, ProfileError) as error:
+    except UserError as error:
         named = wishes.profile is not None or wishes.strategy not in ("auto", "layer")
         if named or wishes.max_gpu_share < 1 or wishes.weight_budget_bytes is not None:
             raise

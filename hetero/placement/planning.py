@@ -6,12 +6,11 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from hetero.errors import UserError, one_sentence
+from hetero.errors import UserError
 from hetero.measuring.first_start import scaled_here
 from hetero.models import model_spec
 from hetero.profiler import files
@@ -22,6 +21,7 @@ from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernels import Precision
 from hetero.solver.request import GraphSizes, PlanRequest
+from hetero.terminal.notices import NO_PROFILE, tell
 
 ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
 
@@ -76,7 +76,7 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
     """
     found, notice = scaled_here(*locate_profile(profile))
     if notice:
-        print(f"hetero: {one_sentence(notice)}", file=sys.stderr)
+        tell(notice)
     return found
 
 
@@ -92,8 +92,8 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
                 f"`hetero profile` or one of: {', '.join(shipped)}"
             )
         return DeviceProfile.load(Path(profile) if Path(profile).exists() else str(profile)), ""
-    problem = "this machine has no profile yet (`hetero profile` takes one)"
-    cached = files.cached_profile_path()
+    problem = f"{NO_PROFILE} (`hetero profile` takes one)"
+    cached = files.taken_profile_path()
     if cached.exists():
         try:
             return DeviceProfile.load(cached), ""

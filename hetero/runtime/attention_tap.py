@@ -47,6 +47,25 @@ class StepMass:
         return self._sums / self._layers if self._told == self._layers * chunks else None
 
 
+class RowMasses:
+    """Those of a step's rows, of several contexts; a step on one context has the first alone."""
+
+    def __init__(self, columns: int, layers: int) -> None:
+        self._columns, self._layers = columns, layers
+        self._masses: list[StepMass] = []
+
+    def of(self, row: int) -> StepMass:
+        """Of one row."""
+        while row >= len(self._masses):
+            self._masses.append(StepMass(self._columns, self._layers))
+        return self._masses[row]
+
+    def begin(self) -> None:
+        """A step begins."""
+        for mass in self._masses:
+            mass.begin()
+
+
 class AttentionTap(Kernel):
     """Bound like the attention that it follows, without its output and its values."""
 

@@ -8,7 +8,7 @@ context a step is for costs nothing while it runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -21,7 +21,9 @@ LAUNCHING: Final = (SUBMIT, RUN, AHEAD)
 
 
 class CacheCall(BoundCall):
-    """A call that lacks its caches: `caches` are their slots by port."""
+    """A call that lacks its caches: `caches` are their slots by port, of the context of that `row`
+    where a step has several.
+    """
 
     def __init__(
         self,
@@ -30,8 +32,9 @@ class CacheCall(BoundCall):
         operands: Mapping[str, Operand],
         caches: Mapping[str, str],
         m: int,
+        row: int = 0,
     ) -> None:
-        self.name, self.m = name, m
+        self.name, self.m, self.row = name, m, row
         self._kernel, self._operands, self._caches = kernel, dict(operands), dict(caches)
         self._bound: weakref.WeakKeyDictionary[KvCache, BoundCall] = weakref.WeakKeyDictionary()
 
@@ -68,11 +71,11 @@ class CacheCall(BoundCall):
 
 
 def bind_program(
-    program: tuple[Action, ...], launches: tuple[Launch, ...], cache: KvCache
+    program: tuple[Action, ...], launches: tuple[Launch, ...], caches: Sequence[KvCache]
 ) -> tuple[tuple[Action, ...], tuple[Launch, ...]]:
-    """A step's program and launches on a context's caches."""
+    """A step's program and launches on the caches of its rows' contexts: one, or several."""
     calls = {
-        index: launch.call.on(cache)
+        index: launch.call.on(caches[launch.call.row])
         for index, launch in enumerate(launches)
         if isinstance(launch.call, CacheCall)
     }

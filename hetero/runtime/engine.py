@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
-from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.formats import CacheFormat
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
@@ -25,8 +25,7 @@ from hetero.contexts.kv_cache import CacheLayout
 from hetero.contexts.session_file import Identity
 from hetero.contexts.store import ContextStore
 from hetero.errors import FallbackWarning, UserError, memory_for
-from hetero.models.config import ModelConfig
-from hetero.models.graph import Shadows, model_graph
+from hetero.models.graph import model_graph, rope_of
 from hetero.models.weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
@@ -39,8 +38,9 @@ from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernel
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory import Needs, check_contexts, check_memory, gathered_slots, needs_of
-from hetero.runtime.pool import ActivationPool, Shape, nbytes_of, slot_shapes
+from hetero.runtime.pool import ActivationPool, Shape, slot_shapes
 from hetero.runtime.schedule import Order, Orders, windows
+from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, cache_layout, place
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Step
 from hetero.runtime.step_lock import StepLock
@@ -49,67 +49,19 @@ from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from hetero.solver.placement import Able, Placement, PlanSource, fitted, reach
+from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase
 
-SCORING_PIECE = 32
-LONGEST_VERIFIED = 8
-STEPS_KEPT = 24
+STEPS_KEPT = 40
+SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 WINDOW = 4  # chunks of a prompt that are in flight together, at most
 # Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
 
-def pool_bytes(
-    config: ModelConfig,
-    max_seq_len: int,
-    longest: int,
-    shadows: Shadows | None = None,
-    kv: CacheFormat = CacheFormat.F32,
-) -> int:
-    """At most what the pool and one context take, for calls of up to `longest` tokens, padded to
-    twice as many.
-    """
-    slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE, shadows=shadows)
-    cache = cache_layout(config, max_seq_len + 2 * longest, kv)
-    return sum(nbytes_of(shape) for shape in slots.values()) + cache.nbytes
-
-
-def cache_layout(
-    config: ModelConfig, capacity: int, kv: CacheFormat = CacheFormat.F32
-) -> CacheLayout:
-    """The caches of a model, for so many tokens."""
-    return CacheLayout(
-        layers=config.num_layers,
-        kv_heads=config.kv_heads,
-        capacity=capacity,
-        head_dim=config.head_dim,
-        kv=kv,
-    )
-
-
-def place(
-    plan: ExecutionPlan,
-    config: ModelConfig,
-    weight_format: WeightFormat,
-    capabilities: Able,
-    *,
-    max_seq_len: int,
-    source: PlanSource | None = None,
-    shadows: Shadows | None = None,
-    kv: CacheFormat = CacheFormat.F32,
-) -> Placement:
-    """A plan on devices with these capabilities, with caches as long as its calls need them."""
-    fitting = fitted(plan, capabilities, solved=source is not None)
-    # A padded last piece writes rows behind the last token; they lie beyond every context.
-    capacity = max_seq_len + reach(fitting, capabilities)
-    graph = model_graph(config, weight_format, capacity=capacity, shadows=shadows, kv=kv)
-    return Placement(fitting, graph, capabilities, source=source)
-
-
 class _Key(NamedTuple):
     """What a step is lowered for. `position` of a window: about where its context is.
-    `taps`: it tells what attention its sampled rows give."""
+    `taps`: it tells what attention its sampled rows give. `rows`: each of a context of its own."""
 
     phase: Phase
     chunks: tuple[int, ...]
@@ -117,6 +69,7 @@ class _Key(NamedTuple):
     gates: bool
     position: int = 0
     taps: bool = False
+    rows: bool = False
 
 
 def _bound(step: Step, context: Context) -> Step:
@@ -190,7 +143,8 @@ class Engine:
         identity = Identity(
             model=fingerprint, weights=str(weights.weight_format), vocabulary=config.vocab_size
         )
-        self.contexts = ContextStore(self.lock, identity, max_seq_len)
+        rope = None if config.positions else rope_of(config)
+        self.contexts = ContextStore(self.lock, identity, max_seq_len, rope)
         self.fallback = ""
         self.copied_bytes = 0
         self.trace: Trace | None = None
@@ -239,6 +193,7 @@ class Engine:
                 self.devices,
                 self._sync,
                 deadline_s=self._deadline_s,
+                token_s=2 * sum(x.n * x.k * x.count for x in self.config.matmuls()) / SLOWEST_FLOPS,
                 gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
             )
         self._lower()
@@ -262,6 +217,7 @@ class Engine:
                 gathered=gathered,
                 chunks=window,
                 shadows=self._weights.outliers(),
+                rows=LONGEST_VERIFIED,
             )
             needs = needs_of(slots, layout, self.placement)
             try:
@@ -348,6 +304,52 @@ class Engine:
         step = self._run(context, "decode", (token,), 1)
         return self._last_logits(context, step)
 
+    @property
+    def most_rows(self) -> int:
+        """Contexts that decode in one step, at most; 1 where the plan has no such step."""
+        return min(LONGEST_VERIFIED, self.placement.longest) if self.placement.joins else 1
+
+    def decode_rows(
+        self, rows: Sequence[tuple[Context, int]]
+    ) -> list[npt.NDArray[np.float32] | None]:
+        """Append a token to each of 2 to `most_rows` contexts in one step; copies of the logits
+        [vocab] after each. None, and the context as it was, where the values are not finite or a
+        device that failed leaves nothing that can do this: `decode` it alone.
+        """
+        contexts, tokens = [context for context, _ in rows], [token for _, token in rows]
+        for context, token in rows:
+            self.check(context, (token,))
+        if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.most_rows:
+            raise ValueError(f"one step decodes 2 to {self.most_rows} contexts, each once")
+        if any(context.gate is not None and not context.gate.done for context in contexts):
+            return [None] * len(rows)
+        try:
+            step = self._attempt_rows(contexts, tokens)
+        except DeviceError as error:
+            self._drop(error)
+            if len(rows) > self.most_rows:
+                return [None] * len(rows)
+            step = self._attempt_rows(contexts, tokens)
+        logits = self._logits(step, len(rows)).copy()
+        made_of = self.pool[self.nodes[-1].slots["x"]].array
+        told = self._static and self._sync != "copy"  # as `_sound`
+        found: list[npt.NDArray[np.float32] | None] = []
+        for row, (context, token) in enumerate(rows):
+            sound = all_finite(logits[row]) and not (told and not all_finite(made_of[row]))
+            found.append(logits[row] if sound else None)
+            if sound:
+                context.advance((token,))
+        return found
+
+    def warm_rows(self, contexts: Sequence[Context]) -> None:
+        """Lower the steps that decode up to so many contexts together, and compile what they need,
+        so that no answer waits for that.
+        """
+        for m in range(2, min(len(contexts), self.most_rows) + 1):
+            step = self._lowered("decode", m, m, rows=True)
+            with memory_for(f"the step of {m} contexts"):
+                step.on_rows([context.cache for context in contexts[:m]])
+
     def verify(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
         self.check(context, tokens)
@@ -412,10 +414,11 @@ class Engine:
         *,
         gates: bool = True,
         taps: bool = False,
+        rows: bool = False,
     ) -> Step:
         """As `step`, for any context."""
         gates = gates and not taps and phase == "decode" and bool(self.synchroniser.bells)
-        step = self._kept(_Key(phase, (m,), logit_rows, gates, taps=taps))
+        step = self._kept(_Key(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
         if self.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
@@ -442,7 +445,7 @@ class Engine:
         if len(key.chunks) == 1:
             (m,) = key.chunks
             return self._lowering.lower(
-                key.phase, m, key.logit_rows, gates=key.gates, taps=key.taps
+                key.phase, m, key.logit_rows, gates=key.gates, taps=key.taps, rows=key.rows
             )
         assert self._launch_costs is not None
         return self._lowering.lower_chunks(
@@ -504,6 +507,7 @@ class Engine:
         """Release the devices; idempotent."""
         self._closed = True
         self._steps.clear()
+        self.synchroniser.close()
         for device in self.devices.values():
             device.close()
 
@@ -583,7 +587,8 @@ class Engine:
         if len(chunks) > 1:
             step = self.window_step(context, chunks, logit_rows, taps=taps)
         else:
-            gates = self.synchroniser.gates_now()
+            # Behind a closed gate the GPU would not decode the layers that the host waits for.
+            gates = self.synchroniser.gates_now() and context.gate is None
             step = self.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
@@ -593,23 +598,49 @@ class Engine:
         timed = alone and self._adapter is not None and self._adapter.due(phase, len(tokens))
         timed = timed and not taps
         self._set_timing(timed)
-        with self._control():
-            self._lowering.mass.begin()
-            self._last_run = run = self.executor.run(step)
-        self._last = weakref.ref(step)
+        run = self._execute(step)
         if timed and self._adapter is not None:
             self._adapter.observe(step, run.stamps)
         if rows and context.mass is not None:
-            sums = self._lowering.mass.end(len(chunks))
+            sums = self._lowering.masses.of(0).end(len(chunks))
             if sums is not None:
                 context.mass.add(sums, rows)
-        self.copied_bytes += step.copied_bytes
         context.work.add(run, len(tokens), phase)
         if self.gpu_share is not None:
-            self._share(context, step, run)
+            self._share((context,), step, run)
+        return step
+
+    def _attempt_rows(self, contexts: Sequence[Context], tokens: Sequence[int]) -> Step:
+        sampled = [
+            context.mass is not None and bool(rows_of("decode", context.cached, 1))
+            for context in contexts
+        ]
+        count, gates = len(contexts), self.synchroniser.gates_now()
+        step = self._lowered("decode", count, count, gates=gates, taps=any(sampled), rows=True)
+        with memory_for(f"the step of {count} contexts"):
+            step = step.on_rows([context.cache for context in contexts])
+        self.pool.feed_rows(tokens, [context.cached for context in contexts])
+        self._set_timing(False)
+        run = self._execute(step)
+        for row, context in enumerate(contexts):
+            context.work.add(run.of_row(row, count), 1, "decode")
+            sums = self._lowering.masses.of(row).end(1) if sampled[row] else None
+            if sums is not None and context.mass is not None:
+                context.mass.add(sums, [context.cached])
+        if self.gpu_share is not None:
+            self._share(contexts, step, run)
+        return step
+
+    def _execute(self, step: Step) -> StepRun:
+        """Run a step that is fed."""
+        with self._control():
+            self._lowering.masses.begin()
+            self._last_run = run = self.executor.run(step)
+        self._last = weakref.ref(step)
+        self.copied_bytes += step.copied_bytes
         if self.trace is not None:
             self.trace.add(step, run)
-        return step
+        return run
 
     def _loading(self, context: Context, step: Step) -> Step:
         """The step on a context that another thread still fills, layer by layer."""
@@ -620,12 +651,14 @@ class Engine:
         self._loading_step = step = step.behind(gate)  # alive while it is the last
         return step
 
-    def _share(self, context: Context, step: Step, run: StepRun) -> None:
+    def _share(self, contexts: Sequence[Context], step: Step, run: StepRun) -> None:
         """Pause where the GPU was busy for more than its share."""
         assert self.gpu_share is not None
         busy_s = gpu_busy_s(step, run.usage.get("gpu", Usage()).busy_s)
-        context.work.gpu_busy_s += busy_s
-        context.work.wall_s += self.gpu_share.after(busy_s, run.wall_s)
+        wall_s = self.gpu_share.after(busy_s, run.wall_s)
+        for context in contexts:
+            context.work.gpu_busy_s += busy_s / len(contexts)
+            context.work.wall_s += wall_s / len(contexts)
 
     def _drop(self, error: DeviceError) -> None:
         """Go on without the device that failed, from the same state, with one warning.

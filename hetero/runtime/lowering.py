@@ -11,6 +11,10 @@ Only a device that does not read panels gets them gathered (`Step.copied_bytes` 
 
 Chunks. Several chunks of a prompt can be lowered into one program, each in slots of its own; they
 meet in the context's caches, where a chunk's attention reads what those before it have written.
+
+Rows. Tokens of several contexts can be one step that decodes: all of it is computed for all rows
+together, as when guesses are verified, but what knows a position (the rotary embedding, learned
+positions, attention): that is a launch for each row, at its position and on its context's caches.
 """
 
 from __future__ import annotations
@@ -31,13 +35,13 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
-from hetero.runtime.attention_tap import EVERY, AttentionTap, StepMass
+from hetero.runtime.attention_tap import EVERY, AttentionTap, RowMasses
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.schedule import Cost, Orders, in_order
-from hetero.runtime.slots import SlotRef, slot_of
+from hetero.runtime.slots import SlotRef, position_of, slot_of
 from hetero.runtime.step import Item, Placed, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
@@ -80,7 +84,8 @@ class Lowering:
         self.devices = devices
         self.synchroniser = synchroniser
         attentions = [x.op for x in placement.graph.nodes if isinstance(x.op, Attention)]
-        self.mass = StepMass(max((op.capacity for op in attentions), default=0), len(attentions))
+        columns = max((op.capacity for op in attentions), default=0)
+        self.masses = RowMasses(columns, len(attentions))
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
@@ -92,10 +97,19 @@ class Lowering:
         return Handover(gpu, self._mirrors) if gpu.capabilities.unified_memory else None
 
     def lower(
-        self, phase: Phase, m: int, logit_rows: int, *, gates: bool, taps: bool = False
+        self,
+        phase: Phase,
+        m: int,
+        logit_rows: int,
+        *,
+        gates: bool,
+        taps: bool = False,
+        rows: bool = False,
     ) -> Step:
-        """The step of m tokens whose last `logit_rows` rows get logits, `gates` where they gain."""
-        placed = self.place(phase, (m,), logit_rows, taps=taps)
+        """The step of m tokens whose last `logit_rows` rows get logits, `gates` where they gain;
+        with `rows` each token is of a context of its own.
+        """
+        placed = self.place(phase, (m,), logit_rows, taps=taps, rows=rows)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.bells if gates else {})
 
@@ -130,13 +144,21 @@ class Lowering:
         return placed.bound(orders.schedule(graph, cost, submit_s=submit_s), {})
 
     def place(
-        self, phase: Phase, chunks: tuple[int, ...], logit_rows: int, *, taps: bool = False
+        self,
+        phase: Phase,
+        chunks: tuple[int, ...],
+        logit_rows: int,
+        *,
+        taps: bool = False,
+        rows: bool = False,
     ) -> Placed:
         """The launches of a step's chunks; `taps`: and what adds up `mass` behind attention."""
-        placed = Placed(phase, chunks, self.pool, self.devices, self.synchroniser, self.handover())
+        placed = Placed(
+            phase, chunks, self.pool, self.devices, self.synchroniser, self.handover(), rows=rows
+        )
         for i, m in enumerate(chunks):
-            rows = logit_rows if i == len(chunks) - 1 else 0
-            self._chunk(_ChunkKey(phase, m, rows, i, taps), placed.handover).place(placed)
+            ends = logit_rows if i == len(chunks) - 1 else 0
+            self._chunk(_ChunkKey(phase, m, ends, i, taps, rows), placed.handover).place(placed)
         return placed
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
@@ -154,13 +176,16 @@ class Lowering:
 
 
 class _ChunkKey(NamedTuple):
-    """What a chunk's launches are bound for; `chunk`: in which set of slots."""
+    """What a chunk's launches are bound for; `chunk`: in which set of slots; `rows`: of several
+    contexts.
+    """
 
     phase: Phase
     m: int
     logit_rows: int
     chunk: int
     taps: bool
+    rows: bool
 
 
 class _Chunk:
@@ -169,8 +194,14 @@ class _Chunk:
     """
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
-        self.lowering, self.handover = lowering, handover
-        self.phase, self.m, self.logit_rows, self.chunk, self.taps = key
+        # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
+        self.placement, self.kernels, self.masses = (
+            lowering.placement,
+            lowering.kernels,
+            lowering.masses,
+        )
+        self.handover = handover
+        self.phase, self.m, self.logit_rows, self.chunk, self.taps, self.rows = key
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
         self.stages: list[tuple[str, Sequence[Item]]] = []
@@ -187,13 +218,15 @@ class _Chunk:
             placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
 
     def _bind(self) -> None:
-        for node, kind, graph, parts, group in self.lowering.placement.at(
+        for node, kind, graph, parts, group in self.placement.at(
             self.phase, self.m, self.logit_rows
         ):
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
-                self._place(node.name, [self._other_item(node, kind, graph)])
+                apart = self.rows and "position" in node.slots
+                items = self._row_items if apart else self._other_items
+                self._place(node.name, items(node, kind, graph))
                 if self.taps and isinstance(node.op, Attention):
                     self._place_tap(node, node.op)
             else:
@@ -214,13 +247,51 @@ class _Chunk:
     def _operand(self, slot: str) -> Operand:
         return self.layout.get(slot, self._tensor(slot))
 
-    def _other_item(self, node: Node, kind: DeviceKind, graph: int) -> Item:
+    def _other_items(self, node: Node, kind: DeviceKind, graph: int) -> list[Item]:
+        operands, reads, writes = self._operands(node, kind)
+        call = self._other_call(node, kind, operands, graph)
+        return [Item(kind, call, reads, writes, (0, self.m), None, operands)]
+
+    def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[Item]:
+        """A launch for each row. On a device with static shapes one writes rows behind its own,
+        which those after it write again.
+        """
+        operands, reads, writes = self._operands(node, kind)
+        graph, items = self.placement.row_graph, []
+        for row in range(self.m):
+            own = {
+                port: operand.rows(row, row + graph)
+                for port, operand in operands.items()
+                if port != "position"
+            }
+            own["position"] = self.pool[position_of(row)]
+            call = self._other_call(node, kind, own, graph, row)
+            items.append(Item(kind, call, reads, writes, (row, row + 1), None, own))
+        return items
+
+    def _other_call(
+        self,
+        node: Node,
+        kind: DeviceKind,
+        operands: Mapping[str, Operand],
+        graph: int,
+        row: int = 0,
+    ) -> BoundCall:
+        caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
+        kernel, own = self.kernels.other(node, kind), self._own(kind, operands)
+        if not caches:
+            return kernel.bind(own, graph)
+        return CacheCall(describe(node.op), kernel, own, caches, graph, row)
+
+    def _operands(
+        self, node: Node, kind: DeviceKind
+    ) -> tuple[dict[str, Operand], frozenset[SlotRef], frozenset[SlotRef]]:
+        """What a node that is no matmul works on, and the slots that it reads and writes."""
         capabilities = self.devices[kind].capabilities
         reads, writes = self._slots(node, kind)
         operands: dict[str, Operand] = {}
-        caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
         for port, slot in node.slots.items():
-            if port in caches:
+            if port in CACHE_PORTS:
                 continue
             operand = self._operand(slot)
             if isinstance(operand, Panels):
@@ -232,22 +303,25 @@ class _Chunk:
             if port in OUTPUT_PORTS:
                 self.layout.pop(slot, None)
             operands[port] = operand
-        kernel = self.lowering.kernels.other(node, kind)
-        own, name = self._own(kind, operands), describe(node.op)
-        call = CacheCall(name, kernel, own, caches, graph) if caches else kernel.bind(own, graph)
-        return Item(kind, call, reads, writes, (0, self.m), None, operands)
+        return operands, reads, writes
 
     def _place_tap(self, node: Node, op: Attention) -> None:
         qkv, position = self._operand(node.slots["qkv"]), self._tensor("position")
         if isinstance(qkv, Panels) or self.handover is not None:
             return
-        kernel = AttentionTap(op, self.lowering.mass, EVERY[self.phase])
         caches = {"k_cache": node.slots["k_cache"]}
-        operands: dict[str, Operand] = {"qkv": qkv, "position": position}
-        call = CacheCall(f"{node.name} mass", kernel, operands, caches, self.m)
         reads = frozenset(map(self._ref, (node.slots["qkv"], "position", node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
-        self._place(f"{node.name} mass", [Item(None, call, reads, writes, (0, self.m), None)])
+        count = self.m if self.rows else 1
+        name, m, items = f"{node.name} mass", self.m // count, []
+        for row in range(count):
+            kernel = AttentionTap(op, self.masses.of(row), EVERY[self.phase])
+            operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
+            if self.rows:
+                operands["position"] = self.pool[position_of(row)]
+            call = CacheCall(name, kernel, operands, caches, m, row)
+            items.append(Item(None, call, reads, writes, (row, row + m), None))
+        self._place(name, items)
 
     def _group_item(self, group: NodeGroup, graph: int) -> Item:
         operands: dict[str, Operand] = {}
@@ -264,7 +338,7 @@ class _Chunk:
             handed[port] = operands.setdefault(slot, self._tensor(slot))
         caches = {port: slot for port, slot in group.fixed.items() if port in CACHE_PORTS}
         operands |= {p: self._tensor(slot) for p, slot in group.fixed.items() if p not in caches}
-        kernel = self.lowering.kernels.group(group)
+        kernel = self.kernels.group(group)
         name, bind = group.name, kernel.bind
         call = CacheCall(name, kernel, operands, caches, graph) if caches else bind(operands, graph)
         writes = frozenset(map(self._ref, (*caches.values(), *group.group.outputs)))
@@ -293,7 +367,7 @@ class _Chunk:
             x = source.rows(first + start, first + part.stop)
             y = panels[part.rows].rows(start, part.stop)
             operands = {"x": x, "y": y}
-            kernel = self.lowering.kernels.matmul(node, part)
+            kernel = self.kernels.matmul(node, part)
             call = kernel.bind(self._own(part.kind, operands), part.graph)
             reads, writes = self._slots(node, part.kind)
             if gathered:
@@ -312,7 +386,9 @@ class _Chunk:
             return {spans[0]: tensor}
         tokens = max(part.stop for part in parts)
         if node.name != "lm_head":  # a padded graph reads rows behind the last token, too
-            tokens = max(tokens, self.lowering.placement.padded(self.phase, self.m))
+            tokens = max(tokens, self.placement.padded(self.phase, self.m))
+            if self.rows:
+                tokens = max(tokens, self.m - 1 + self.placement.row_graph)
         panels = {
             (a, b): Tensor(
                 tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a

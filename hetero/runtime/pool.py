@@ -20,7 +20,7 @@ from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, slot_widths
-from hetero.runtime.slots import SlotRef, slot_of
+from hetero.runtime.slots import SlotRef, position_of, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -34,10 +34,12 @@ def slot_shapes(
     gathered: Mapping[str, int] | None = None,
     chunks: int = 1,
     shadows: Shadows | None = None,
+    rows: int = 1,
 ) -> dict[SlotRef, Shape]:
     """Every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the decoder,
     `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered` with their
-    widths; for all of them together `logits` [logit_rows, vocab].
+    widths; for all of them together `logits` [logit_rows, vocab], and a `position` for each of
+    `rows` contexts that decode together.
     """
     widths = {SlotRef(name): n for name, n in slot_widths(config, shadows).items()}
     widths |= {SlotRef(name, gathered=True): n for name, n in (gathered or {}).items()}
@@ -47,6 +49,7 @@ def slot_shapes(
         slot._replace(chunk=chunk): shape for chunk in range(chunks) for slot, shape in each.items()
     }
     shapes[SlotRef("logits")] = ((logit_rows, config.vocab_size), FLOAT32)
+    shapes |= {position_of(row): ((1,), INT32) for row in range(1, rows)}
     return shapes
 
 
@@ -88,6 +91,12 @@ class ActivationPool:
         ids[: len(tokens)] = tokens
         ids[len(tokens) :] = 0
         self[slot_of("position", chunk)].array[0] = position
+
+    def feed_rows(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """What rows of several contexts compute next: a token each, at a position of its own."""
+        self.feed(tokens, positions[0])
+        for row, position in enumerate(positions):
+            self[position_of(row)].array[0] = position
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,11 @@ class SlotRef(NamedTuple):
         return " ".join(words)
 
 
+def position_of(row: int) -> SlotRef:
+    """The position of a row, in a step whose rows are tokens of several contexts."""
+    return SlotRef(f"position.{row}" if row else "position")
+
+
 def slot_of(name: str, chunk: int = 0) -> SlotRef:
     """The pool's slot of a chunk; caches and logits are one for all."""
     return SlotRef(name, chunk=0 if name.partition(".")[0] in SHARED else chunk)

@@ -37,7 +37,8 @@ from hetero.solver.plan import Phase
 class Step:
     """A phase at one token count, lowered for any context: what reads and writes keys and values is
     a `CacheCall`, and `on` gives the step that works on one cache, made when it is first asked for.
-    All other calls are shared. A cache's step lives as long as both.
+    All other calls are shared. A cache's step lives as long as both. `on_rows` is for steps whose
+    rows are tokens of several contexts: those of the last caches are kept.
 
     `chunks` are its tokens, chunk by chunk.
 
@@ -64,26 +65,43 @@ class Step:
     bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _on_rows: tuple[tuple[weakref.ref[KvCache], ...], Step] | None = field(
+        default=None, init=False, repr=False
+    )
 
     def on(self, cache: KvCache) -> Step:
         """The step on a context's keys and values. Raises what binding does."""
         found = self.bound.get(cache)
         if found is None:
-            program, launches = bind_program(self.program, self.launches, cache)
-            found = replace(
-                self,
-                program=program,
-                launches=launches,
-                completions=[None] * len(launches),
-                layers={
-                    index: launch.call.layer
-                    for index, launch in enumerate(self.launches)
-                    if isinstance(launch.call, CacheCall)
-                },
-                bound=weakref.WeakKeyDictionary(),
-            )
-            self.bound[cache] = found
+            found = self.bound[cache] = self._bound((cache,))
         return found
+
+    def on_rows(self, caches: Sequence[KvCache]) -> Step:
+        """The step on the keys and values of a context for each row. Raises what binding does."""
+        known = self._on_rows
+        if known is not None and [ref() for ref in known[0]] == list(caches):
+            return known[1]
+        found = self._bound(caches)
+        self._on_rows = (tuple(weakref.ref(cache, self._forget) for cache in caches), found)
+        return found
+
+    def _forget(self, _gone: object) -> None:
+        self._on_rows = None
+
+    def _bound(self, caches: Sequence[KvCache]) -> Step:
+        program, launches = bind_program(self.program, self.launches, caches)
+        return replace(
+            self,
+            program=program,
+            launches=launches,
+            completions=[None] * len(launches),
+            layers={
+                index: launch.call.layer
+                for index, launch in enumerate(self.launches)
+                if isinstance(launch.call, CacheCall)
+            },
+            bound=weakref.WeakKeyDictionary(),
+        )
 
     def behind(self, gate: LayerGate) -> Step:
         """A bound step that waits for the layers of its cache, for one run."""
@@ -114,8 +132,10 @@ class Placed:
         devices: Devices,
         synchroniser: Synchroniser,
         handover: Handover | None,
+        *,
+        rows: bool = False,
     ) -> None:
-        self.phase, self.chunks, self.handover = phase, chunks, handover
+        self.phase, self.chunks, self.handover, self.rows = phase, chunks, handover, rows
         self.logits: Operand | None = None
         self.copied_bytes = 0
         self._asynchronous = {
@@ -228,7 +248,8 @@ class Placed:
     def _site(self, awaited: int, before: int | None) -> Site:
         where = "end" if before is None else self._specs[before].node
         spec, call = self._specs[awaited], self._items[awaited].call
-        key = (self.phase, self.chunks, _role(where), _role(spec.name))
+        chunks = (1,) * sum(self.chunks) if self.rows else self.chunks
+        key = (self.phase, chunks, _role(where), _role(spec.name))
         return self._synchroniser.site(key, self._account(spec), call.name)
 
 

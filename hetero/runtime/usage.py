@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,6 +49,11 @@ class StepRun(NamedTuple):
         """From its start to the end of its last action."""
         return self.stamps[-1] - self.stamps[0]
 
+    def of_row(self, row: int, rows: int) -> StepRun:
+        """What one of its rows is counted with: of several contexts, each an equal part."""
+        counts = {kind: n * (row + 1) // rows - n * row // rows for kind, n in self.counts.items()}
+        return self._replace(counts=counts, busy=[busy_s / rows for busy_s in self.busy])
+
     def idle_share(self, kind: DeviceKind) -> float:
         """The part of its time that a device had nothing to do."""
         return max(1 - self.usage.get(kind, Usage()).busy_s / self.wall_s, 0.0)
@@ -83,6 +88,18 @@ class Work:
             total.ops += ops
             total.busy_s += run.busy[run.kinds.index(kind)]
 
+    def include(self, other: Work) -> None:
+        """Another context's steps are counted here, too."""
+        for kind, use in other.devices.items():
+            own = self.devices.setdefault(kind, Usage())
+            own.ops += use.ops
+            own.busy_s += use.busy_s
+        self.tokens += other.tokens
+        self.gpu_busy_s += other.gpu_busy_s
+        self.wall_s += other.wall_s
+        self.prompt_s += other.prompt_s
+        self.prompt_busy_s.update(other.prompt_busy_s)
+
     def copy(self) -> Work:
         """As it is now."""
         devices = {kind: Usage(use.ops, use.busy_s) for kind, use in self.devices.items()}
@@ -108,3 +125,11 @@ class Work:
             self.prompt_s - before.prompt_s,
             self.prompt_busy_s - before.prompt_busy_s,
         )
+
+
+def total(works: Iterable[Work]) -> Work:
+    """What the steps of several contexts were."""
+    found = Work()
+    for work in works:
+        found.include(work)
+    return found

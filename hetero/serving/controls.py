@@ -11,7 +11,6 @@ from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.errors import UserError
 from hetero.serving.messages import Ask, Control
-from hetero.serving.turns import Turns
 
 
 class MissingError(UserError):
@@ -22,9 +21,11 @@ class Owner(Protocol):
     """What actions work on (`hetero.serving.engine.Engine`)."""
 
     service: Service
-    turns: Turns[Ask]
-    running: Ask | None
     slots: int
+
+    @property
+    def asks(self) -> list[Ask]:
+        """What answers are made to now."""
 
     def recent_of(self, app: App) -> RecentTexts:
         """An app's recent texts."""
@@ -50,8 +51,8 @@ def about(engine: Owner) -> dict[str, Any]:
 def status(engine: Owner, control: Control) -> dict[str, Any]:
     """An app's contexts and recent texts."""
     service = engine.service
-    app, running = service.bound(control.app), engine.running
-    mine = running is not None and running.app == control.app
+    app = service.bound(control.app)
+    mine = {ask.context for ask in engine.asks if ask.app == control.app}
     contexts: list[dict[str, Any]] = []
     slots: list[dict[str, Any]] = []
     if app is not None:
@@ -64,10 +65,11 @@ def status(engine: Owner, control: Control) -> dict[str, Any]:
                     "chunks": context.where(),
                     "bytes": context.nbytes(),
                     "last_switch": None if switch is None else asdict(switch),
-                    "running": mine and running is not None and running.context == context.id,
+                    "running": context.id in mine,
                 }
             )
-        for i, text in enumerate(engine.recent_of(app).texts):
+        recent = engine.recent_of(app)
+        for i, text in enumerate(recent.texts):
             slots.append(
                 {
                     "id": i,
@@ -75,12 +77,13 @@ def status(engine: Owner, control: Control) -> dict[str, Any]:
                     "chunks": service.memory.histogram(text.held.chunks),
                     "bytes": service.memory.nbytes(text.held.chunks),
                     "used": text.used,
+                    "running": i in recent.busy,
                 }
             )
     return {
         "contexts": contexts,
         "slots": slots,
-        "running": mine,
+        "running": bool(mine),
         "devices": {kind: asdict(usage) for kind, usage in service.work.devices.items()},
     }
 

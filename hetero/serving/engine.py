@@ -2,7 +2,15 @@
 
 Lines come in on standard input and go out on standard output (`hetero.serving.messages`). It ends
 with `Stop`, or with the end of its input: whoever started it is gone. A reader thread waits for
-lines; everything else is this one thread, which looks for news between two tokens.
+lines; everything else is this one thread, which goes round:
+
+    read      what has come: questions into the queues, cancelled ones out of them
+    controls  of apps none of whose answers is being made
+    begin     questions whose turn it is, as long as there is a cache for them
+    decode    the next token of all answers, in one step of the devices
+    step      every answer: choose the token, or read the next call of a prompt; tell what came
+
+so that an answer joins and leaves between two tokens of the others.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +32,7 @@ from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
-from hetero.errors import UserError
+from hetero.errors import DiskFullError, QuotaError, UserError
 from hetero.generation.loop import DeviceShare, GenerationResult
 from hetero.generation.sampling import TokenLogprob
 from hetero.serving import controls
@@ -49,39 +57,62 @@ Send = Callable[[FromEngine], None]
 
 
 class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
-    """`Stop` came while an answer was made."""
+    """`Stop` came."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """One in the making: what is to be told of it, None for a step that gave nothing to tell."""
+
+    ask: Ask
+    messages: Generator[FromEngine | None]
 
 
 @dataclass
 class Engine:
-    """Takes messages from `incoming` until `Stop` or None, and answers by `send`."""
+    """Takes messages from `incoming` until `Stop` or None, and answers by `send`; `flush` follows
+    when there is nothing more to be told for now.
+    """
 
     service: Service
     incoming: queue.SimpleQueue[Any]
     send: Send
-    slots: int = 4
+    flush: Callable[[], None] = lambda: None
+    slots: int = 8
     turns: Turns[Ask] = field(default_factory=Turns)
     recent: dict[str, RecentTexts] = field(default_factory=dict)
-    running: Ask | None = None
+    running: list[Answer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._controls: deque[Control] = deque()
-        self._cancelled = False
         model = self.service.llm.model
         self._eos = frozenset(model.eos_ids)
         self._bytes: TokenBytes | None = None
 
     def run(self) -> None:
-        """The loop: what has come, what can be done at once, one answer."""
+        """The loop: see the module."""
         try:
             while True:
-                self._read(wait=not len(self.turns) and not self._controls)
-                while self._controls:
-                    self._reply(self._controls.popleft())
-                if (ask := self.turns.next()) is not None:
-                    self._answer(ask)
+                self.flush()
+                self._read(wait=not (self.turns or self._controls or self.running))
+                self._control()
+                while (ask := self.turns.next(self._can_begin)) is not None:
+                    answer = Answer(ask, self._messages(ask))
+                    self.running.append(answer)
+                    self._step(answer)
+                self.service.decode_together()
+                for answer in list(self.running):
+                    self._step(answer)
         except Stopped:
-            return
+            for answer in self.running:
+                answer.messages.close()
+        finally:
+            self.flush()
+
+    @property
+    def asks(self) -> list[Ask]:
+        """What answers are made to now."""
+        return [answer.ask for answer in self.running]
 
     def _read(self, *, wait: bool) -> None:
         """Take what has come; with `wait` at least one message."""
@@ -103,31 +134,61 @@ class Engine:
                 raise Stopped
 
     def _cancel(self, number: int) -> None:
-        if self.running is not None and self.running.id == number:
-            self._cancelled = True
+        for answer in self.running:
+            if answer.ask.id == number:
+                answer.messages.close()
+        self.running = [answer for answer in self.running if answer.ask.id != number]
         self.turns.remove(lambda ask: ask.id == number)
+
+    def _control(self) -> None:
+        """What can be done: where an answer of the app is made, it waits, and the app's next
+        questions with it.
+        """
+        busy = {ask.app for ask in self.asks}
+        ready = [control for control in self._controls if control.app not in busy]
+        self._controls = deque(control for control in self._controls if control.app in busy)
+        for control in ready:
+            self._reply(control)
+
+    def _can_begin(self, ask: Ask) -> bool:
+        """Whether nothing is at work on the same text, and there is a cache for it."""
+        if any(control.app == ask.app for control in self._controls):
+            return False
+        app = self.service.bound(ask.app)
+        if ask.context:
+            free = all((x.app, x.context) != (ask.app, ask.context) for x in self.asks)
+        elif app is None:
+            free = True
+        else:
+            busy = self.recent_of(app).busy
+            free = ask.slot not in busy if ask.slot >= 0 else len(busy) < self.slots
+        return free and self.service.room()
 
     # --- an answer --------------------------------------------------------------------------
 
-    def _answer(self, ask: Ask) -> None:
-        self.running, self._cancelled = ask, False
+    def _step(self, answer: Answer) -> None:
+        """A step further; what came of it is told."""
+        number = answer.ask.id
         try:
-            for message in self._messages(ask):
-                self.send(message)
-                self._read(wait=False)
-                if self._cancelled:
-                    break
+            message = next(answer.messages)
+        except StopIteration:
+            message = None
         except UserError as error:
-            self.send(_refused(ask.id, error))
+            message = _refused(number, error)
         except DeviceLostError:
             raise
         except (DeviceError, ValueError, MemoryError) as error:
             log.exception("an answer failed")
-            self.send(Refused(id=ask.id, kind="engine", message=str(error)))
-        finally:
-            self.running = None
+            message = Refused(id=number, kind="engine", message=str(error))
+        else:
+            if message is not None:
+                self.send(message)
+            return
+        self.running.remove(answer)
+        if message is not None:
+            self.send(message)
 
-    def _messages(self, ask: Ask) -> Iterator[FromEngine]:
+    def _messages(self, ask: Ask) -> Generator[FromEngine | None]:
         app = self.service.bind(ask.app)
         results: list[GenerationResult] = []
         first, said = Switch(), list[str]()
@@ -135,6 +196,9 @@ class Engine:
             pieces, switch, where = self._begun(ask, app, choice, results)
             with closing(pieces):
                 for piece in pieces:
+                    if piece is None:
+                        yield None
+                        continue
                     end = piece.token in self._eos and piece.finish_reason is not None
                     yield Said(
                         id=ask.id,
@@ -232,8 +296,8 @@ class Engine:
 
 
 def _refused(number: int, error: UserError) -> Refused:
-    full = any(word in str(error) for word in ("contexts_per_app", "context_disk"))
-    return Refused(id=number, kind="full" if full else "user", message=str(error))
+    kinds = {QuotaError: "quota", DiskFullError: "disk"}
+    return Refused(id=number, kind=kinds.get(type(error), "user"), message=str(error))
 
 
 def _logprob(found: TokenLogprob | None) -> list[Any] | None:
@@ -257,12 +321,20 @@ def main() -> None:
     is for that one, which then says `Stop`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no message
     logging.basicConfig(level=logging.WARNING, format="hetero: engine: %(message)s")
 
+    told: list[bytes] = []
+
     def send(message: FromEngine) -> None:
-        answers.write(encode(message))
+        told.append(encode(message))
+
+    def flush() -> None:
+        if told:
+            answers.write(b"".join(told))
+            answers.flush()
+            told.clear()
 
     options: dict[str, Any] = json.loads(sys.argv[1])
     slots = options.pop("slots")
@@ -271,11 +343,13 @@ def main() -> None:
     reader.start()
     try:
         with Service(options.pop("model"), **options) as service:
-            engine = Engine(service, incoming, send, slots)
+            service.warm()
+            engine = Engine(service, incoming, send, flush, slots)
             send(Ready(about=controls.about(engine)))
             engine.run()
     except (UserError, DeviceError, OSError, MemoryError) as error:
         send(Refused(id=-1, kind="engine", message=str(error)))
+        flush()
         raise SystemExit(1) from None
     except BrokenPipeError:
         raise SystemExit(1) from None

@@ -31,7 +31,7 @@ from hetero.serving.messages import (
 
 log = logging.getLogger("hetero.serving")
 LONGEST_LINE: Final = 256 << 20  # bytes
-_STATUS: Final = {"user": 400, "full": 429, "missing": 404, "engine": 500}
+_STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
 Event = Said | Finished | Replied | Refused
 
 
@@ -222,6 +222,4 @@ def _error(refused: Refused) -> ApiError:
     message = refused.message
     if status == 500:
         message = "the engine could not make this answer: see the server's own messages"
-    if status == 429 and "context_disk" in message:
-        status = 507
     return ApiError(status, message)

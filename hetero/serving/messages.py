@@ -96,8 +96,9 @@ class Replied:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """It cannot be done. `kind` is `user` (the message says what to mend), `full` (a quota),
-    `missing` (no such thing) or `engine` (not the user's fault).
+    """It cannot be done. `kind` is `user` (the message says what to mend), `quota` (the app has all
+    that it may have), `disk` (no room to keep it), `missing` (no such thing) or `engine` (not the
+    user's fault).
     """
 
     id: int

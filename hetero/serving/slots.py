@@ -30,11 +30,9 @@ async def slots(request: HttpRequest) -> Response:
     state: State = request.app.state.hetero
     status = await state.engine.control(request.state.app, "status")
     found = status["slots"] or [{"id": i, "tokens": 0} for i in range(state.slots)]
-    running = status["running"]
-    last = max((slot.get("used", 0) for slot in found), default=0)
     for slot in found:
         slot["n_ctx"] = state.max_seq_len
-        slot["is_processing"] = bool(running and last and slot.get("used") == last)
+        slot["is_processing"] = slot.pop("running", False)
     return JSONResponse(found)
 
 

@@ -22,11 +22,13 @@ class Turns(Generic[T]):
         """Behind everything else of its app."""
         self._queues.setdefault(app, deque()).append(item)
 
-    def next(self) -> T | None:
-        """The item whose turn it is; None if there is none."""
-        if not self._queues:
+    def next(self, allowed: Callable[[T], bool] = lambda _: True) -> T | None:
+        """The item whose turn it is; None if there is none. An app whose first item is not
+        `allowed` to begin is passed over, and keeps its place.
+        """
+        app = next((app for app, queue in self._queues.items() if allowed(queue[0])), None)
+        if app is None:
             return None
-        app = next(iter(self._queues))
         queue = self._queues.pop(app)
         item = queue.popleft()
         if queue:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
+from hetero.backends.protocol import KINDS
+from hetero.profiler.tables import TableData
 from hetero.solver.plan import OpPlan, Plan, Total
 from hetero.solver.report import units
-
-
-class TableData(NamedTuple):
-    """A titled table; `note` stands under the title."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
 
 
 def kind(plan: Plan) -> str:
@@ -53,7 +45,7 @@ def gains(plan: Plan) -> TableData:
             (
                 label(t),
                 units.duration(t.predicted_s),
-                f"{t.tokens_per_s:.1f}",
+                units.rate(t.tokens_per_s),
                 f"{units.duration(t.best_single_device_s)}"
                 + (f" ({best.upper()})" if best else ""),
                 units.gain(t.predicted_s, t.best_single_device_s),
@@ -107,13 +99,18 @@ def where(op: OpPlan) -> str:
 
 def share(op: OpPlan) -> str:
     """Part of the outputs that each device computes, and graphs."""
-    m = op.m or 1
-    npu = sum(_area(t, m) for t in op.tiles if t.device == "npu") / (m * op.n)
+    npu = npu_share(op)
     graphs = [str(t.graph_size) for t in op.tiles if t.graph_size]
     text = " + ".join(
         f"{name} {100 * part:.0f} %" for name, part in (("NPU", npu), ("GPU", 1 - npu)) if part > 0
     )
     return text + (f" (graph {'+'.join(graphs)})" if graphs else "")
+
+
+def npu_share(op: OpPlan) -> float:
+    """Part of the outputs that the NPU computes."""
+    m = op.m or 1
+    return sum(_area(t, m) for t in op.tiles if t.device == "npu") / (m * op.n)
 
 
 def _area(tile: object, m: int) -> int:
@@ -146,35 +143,88 @@ def memory(plan: Plan) -> TableData | None:
 def alternatives(plan: Plan) -> Iterator[TableData]:
     """Why the others lost, for each matmul."""
     for op in plan.ops:
-        rows = tuple(
-            (c.strategy, units.duration(c.predicted_s), c.detail, c.reason) for c in op.candidates
-        )
-        if rows:
-            yield TableData(
-                f"{where(op)}: {op.op}", ("strategy", "time", "tiling", "verdict"), rows
-            )
+        if op.candidates:
+            yield candidates_of(op)
+
+
+def candidates_of(op: OpPlan) -> TableData:
+    """Why the others lost, for one."""
+    rows = tuple(
+        (c.strategy, units.duration(c.predicted_s), c.detail, c.reason) for c in op.candidates
+    )
+    return TableData(f"{where(op)}: {op.op}", ("strategy", "time", "tiling", "verdict"), rows)
+
+
+def reason(op: OpPlan) -> str:
+    """Why a matmul is cut as it is: the times of the devices alone, and what came next."""
+    if not op.candidates:
+        return ""
+    times: dict[str, float | None] = {c.strategy: c.predicted_s for c in op.candidates}
+    alone = [
+        f"the {kind.upper()} alone would take {units.duration(seconds)}"
+        for kind in KINDS
+        if (seconds := times.get(f"{kind}-only")) is not None and op.strategy != f"{kind}-only"
+    ]
+    others = [c for c in op.candidates if c.strategy != op.strategy and c.predicted_s is not None]
+    said = list(alone)
+    if others:
+        said.append(f"next is {others[0].strategy}: {others[0].reason}")
+    if not said:
+        return f"nothing else can run ({op.candidates[-1].reason})"
+    return "Why: " + "; ".join(said)
 
 
 def curves(plan: Plan) -> TableData | None:
-    """Time by length for every strategy."""
+    """Time by length for every strategy; the plan's own at the lengths that it was made for."""
     if not plan.curves:
         return None
     lengths = [p.m for p in plan.curves[0].points]
+    own = {t.m: t.predicted_s for t in plan.totals if t.phase == "prefill"}
     rows = tuple(
-        (str(m), *(units.duration(c.points[i].seconds) for c in plan.curves))
+        (
+            str(m),
+            units.duration(own[m]) if m in own else "",
+            *(units.duration(c.points[i].seconds) for c in plan.curves),
+        )
         for i, m in enumerate(lengths)
     )
-    head = ("tokens", *(display(c.strategy) for c in plan.curves))
+    head = ("tokens", "this plan", *(display(c.strategy) for c in plan.curves))
     note = (
         f"{_kind(plan)} prefill times. A forced cut falls back to one device where it "
-        "does not exist; online-prepare includes preparing its graphs."
+        f"does not exist; online-prepare includes preparing its graphs. {shared(plan)}"
     )
-    return TableData("Time by length, every strategy", head, rows, note)
+    return TableData("Time by length, every strategy", head, rows, note.strip())
+
+
+def shared(plan: Plan) -> str:
+    """What it costs that one set of weights serves all lengths, where a curve without that is
+    drawn: the reason why the plan's time is not that of its length alone.
+    """
+    alone = next((c for c in plan.curves if c.strategy == "auto"), None)
+    if alone is None:
+        return ""
+    best = {point.m: point.seconds for point in alone.points}
+    costs = {
+        t.m: t.predicted_s / seconds - 1
+        for t in plan.totals
+        if t.phase == "prefill" and (seconds := best.get(t.m))
+    }
+    if not costs:
+        return ""
+    m = max(costs, key=lambda length: costs[length])
+    return (
+        f"{ALONE} is the fastest for a length if weights were laid out for it only; this plan lays "
+        f"them out once for all its lengths and decoding, which costs at most "
+        f"{100 * costs[m]:.0f} % ({m} tokens)."
+    )
+
+
+ALONE = "one length only"
 
 
 def display(strategy: str) -> str:
     """Names of strategies for people."""
-    return {"auto": "this plan", "layer": "layer level"}.get(strategy, strategy)
+    return {"auto": ALONE, "layer": "layer level"}.get(strategy, strategy)
 
 
 def front(plan: Plan) -> TableData | None:
@@ -192,7 +242,10 @@ def front(plan: Plan) -> TableData | None:
         for p in plan.front
     )
     head = ("step", "weight of energy", "time", "energy", "mean power")
-    note = f"{_kind(plan)}; the first row of each step is the fastest plan."
+    note = (
+        f"{_kind(plan)}. The first row of each step is the fastest if weights were laid out for it "
+        "only, so that it may be faster than this plan."
+    )
     return TableData("Energy", head, rows, note)
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from hetero.profiler.tables import TableData
 from hetero.solver.plan import REPORT_KEY, Plan
 from hetero.solver.report import content
-from hetero.solver.report.content import TableData
 
 
 def to_json(plan: Plan, others: Sequence[Plan] = ()) -> str:

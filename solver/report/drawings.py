@@ -1,24 +1,37 @@
-"""Drawings of a plan as SVG: timelines, cuts to scale, curves, the energy front."""
+"""Drawings of a plan. Lanes and tiles are rectangles to scale, which are stretched to the page's
+width while their labels are text of the page and stay readable; lines are charts of matplotlib.
+
+Rectangles are by hand because no library draws a matmul's tiles, and a chart's text would shrink
+with it on a phone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from markupsafe import Markup
 
 from hetero.backends.protocol import KINDS
+from hetero.profiler.pages import COLORS, LINES, markup
+from hetero.profiler.tables import TableData
 from hetero.solver.plan import FrontPoint, OpPlan, Plan, Total
 from hetero.solver.report import units
-from hetero.solver.report.content import display, drawn_tokens, label, where
+from hetero.solver.report.content import (
+    ALONE,
+    candidates_of,
+    display,
+    drawn_tokens,
+    label,
+    reason,
+    share,
+)
 
-WIDTH: Final = 960
-DOTTED: Final = 6  # points of a line that are drawn one by one
-COLORS: Final = {"gpu": "var(--gpu)", "npu": "var(--npu)", "rest": "var(--rest)"}
-PALETTE: Final = (
-    "#0b6e4f", "#d1495b", "#7a5195", "#e0912b", "#30638e", "#8d8741", "#5c5c5c", "#9fb8ad",
-    "#c99db0", "#b0a8d0", "#a5682a",
-)  # fmt: skip
+WIDTH: Final = 960.0
+LEAST_LABEL: Final = 4.0  # percent of the width, below which a bar has no name in it
+LEGEND: Final = (("gpu", "GPU"), ("npu", "NPU"), ("rest", "other operators (norms, attention, …)"))
 
 
 class Bar(NamedTuple):
@@ -31,18 +44,67 @@ class Bar(NamedTuple):
     rest: bool = False
 
 
-def svg(width: float, height: float, parts: Iterable[str], title: str) -> str:
-    """A drawing that scales with the page."""
-    return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+class Label(NamedTuple):
+    """The name of a bar, in percent of the lane."""
+
+    left: str
+    width: str
+    name: str
+
+
+class Lane(NamedTuple):
+    """What one device does in a block."""
+
+    name: str
+    busy: str
+    svg: Markup
+    bars: tuple[Label, ...]
+
+
+class Block(NamedTuple):
+    """One transformer block, and its matmuls in words."""
+
+    title: str
+    whole: str
+    lanes: tuple[Lane, ...]
+    said: str
+
+
+class Cut(NamedTuple):
+    """One matmul: its tiles, who computes what, why, and what else there was."""
+
+    op: str
+    svg: Markup
+    strategy: str
+    share: str
+    time: str
+    why: str
+    others: TableData
+
+
+class Step(NamedTuple):
+    """The cuts of a step; a single row of tokens is drawn flat."""
+
+    title: str
+    flat: bool
+    cuts: tuple[Cut, ...]
+
+
+def _svg(width: float, height: float, parts: Iterable[str], title: str, style: str = "") -> Markup:
+    """Rectangles that fill their place, whatever its shape."""
+    styled = f' style="{style}"' if style else ""
+    return markup(
+        f'<svg viewBox="0 0 {width:.1f} {height:.1f}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(title)}"{styled}>{"".join(parts)}</svg>'
     )
 
 
-def text(x: float, y: float, content: str, *, anchor: str = "start", css: str = "") -> str:
-    """One label."""
-    style = f' class="{css}"' if css else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(content)}</text>'
+def _rect(x: float, y: float, width: float, height: float, color: str, tip: str, css: str) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.8):.2f}" '
+        f'height="{max(height, 0.8):.2f}" fill="var(--{color})" class="{css}">'
+        f"<title>{escape(tip)}</title></rect>"
+    )
 
 
 def block_bars(plan: Plan, total: Total) -> list[Bar]:
@@ -71,242 +133,138 @@ def block_bars(plan: Plan, total: Total) -> list[Bar]:
     return bars
 
 
-def timeline(plan: Plan, total: Total) -> str:
+def block(plan: Plan, total: Total) -> Block | None:
     """One block with a lane for each device."""
     bars = block_bars(plan, total)
     if not bars:
-        return ""
-    end = max(bar.end_s for bar in bars)
-    left, top, lane = 56, 8, 44
-    scale = (WIDTH - left - 12) / end
-    parts = []
-    for i, kind in enumerate(KINDS):
-        y = top + i * (lane + 10)
-        parts.append(text(left - 10, y + lane / 2 + 5, kind.upper(), anchor="end", css="lane"))
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="{WIDTH - left - 12}" height="{lane}" class="track"/>'
+        return None
+    end_s = max(bar.end_s for bar in bars)
+    lanes = tuple(_lane(kind, [b for b in bars if b.lane == kind], end_s) for kind in KINDS)
+    matmuls: dict[str, list[str]] = {}
+    for bar in bars:
+        took = f"{bar.lane.upper()} {units.duration(bar.end_s - bar.start_s)}"
+        matmuls.setdefault(bar.name, []).append(took)
+    said = "; ".join(f"{name}: {', '.join(times)}" for name, times in matmuls.items())
+    return Block(label(total), units.duration(end_s), lanes, said)
+
+
+def _lane(kind: str, bars: Sequence[Bar], end_s: float) -> Lane:
+    def percent(seconds: float) -> float:
+        return 100 * seconds / end_s
+
+    drawn = [
+        _rect(
+            WIDTH * b.start_s / end_s,
+            0,
+            WIDTH * (b.end_s - b.start_s) / end_s,
+            40,
+            "rest" if b.rest else kind,
+            f"{b.name}: {units.duration(b.end_s - b.start_s)}",
+            "bar",
         )
-        parts += [_bar(bar, left, y, lane, scale) for bar in bars if bar.lane == kind]
-    axis = top + 2 * (lane + 10) + 8
-    parts += _time_axis(end, left, axis, scale)
-    busy = [sum(b.end_s - b.start_s for b in bars if b.lane == k) / end for k in KINDS]
-    caption = f"GPU busy {100 * busy[0]:.0f} %, NPU busy {100 * busy[1]:.0f} % of the block"
-    parts.append(text(WIDTH - 12, axis + 34, caption, anchor="end", css="small"))
-    return svg(WIDTH, axis + 42, parts, f"one block, {label(total)}")
-
-
-def _bar(bar: Bar, left: float, y: float, lane: float, scale: float) -> str:
-    x, width = left + bar.start_s * scale, max((bar.end_s - bar.start_s) * scale, 1.0)
-    color = COLORS["rest"] if bar.rest else COLORS[bar.lane]
-    tip = f"{bar.name}: {units.duration(bar.end_s - bar.start_s)}"
-    drawn = (
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{lane}" rx="2" fill="{color}">'
-        f"<title>{escape(tip)}</title></rect>"
+        for b in bars
+    ]
+    labels = tuple(
+        Label(f"{percent(b.start_s):.2f}", f"{percent(b.end_s - b.start_s):.2f}", b.name)
+        for b in bars
+        if percent(b.end_s - b.start_s) > max(LEAST_LABEL, 0.9 * len(b.name))
     )
-    if width > 8.5 * len(bar.name) + 6:
-        drawn += text(x + width / 2, y + lane / 2 + 5, bar.name, anchor="middle", css="on")
-    return drawn
+    busy = sum(b.end_s - b.start_s for b in bars) / end_s
+    svg = _svg(WIDTH, 40, drawn, f"{kind} in one block")
+    return Lane(kind.upper(), f"{100 * busy:.0f} %", svg, labels)
 
 
-def _time_axis(end: float, left: float, y: float, scale: float) -> list[str]:
-    step = _nice(end / 6)
-    parts = []
-    for i in range(int(end / step) + 1):
-        x = left + i * step * scale
-        parts.append(f'<line x1="{x:.1f}" y1="{y - 6}" x2="{x:.1f}" y2="{y}" class="axis"/>')
-        anchor = "start" if i == 0 else "middle"
-        parts.append(
-            text(x, y + 14, units.duration(i * step) if i else "0", anchor=anchor, css="small")
-        )
-    return parts
-
-
-def _nice(step: float) -> float:
-    """1, 2 or 5 times a power of ten, not below `step`."""
-    base = float(10 ** math.floor(math.log10(step)))
-    return next(f * base for f in (1, 2, 5, 10) if f * base >= step * (1 - 1e-9))
-
-
-def cuts(plan: Plan, total: Total) -> str:
-    """The tiles of every matmul of a step: rows to the right, tokens down, to scale."""
-    drawn = drawn_tokens(total)
-    ops = [o for o in plan.ops if o.phase == total.phase and o.m == drawn]
+def step(plan: Plan, total: Total) -> Step | None:
+    """The tiles of every matmul of a step: rows to the right, tokens down, to one scale."""
+    m = drawn_tokens(total)
+    ops = [o for o in plan.ops if o.phase == total.phase and o.m == m]
     if not ops:
-        return ""
-    gap, top = 26, 34
-    scale = (WIDTH - gap * (len(ops) - 1)) / sum(op.n for op in ops)
-    height = 110 if total.phase == "prefill" else 46
-    parts, x = [], 0.0
-    for op in ops:
-        width = op.n * scale
-        parts.append(text(x, 13, op.op, css="lane"))
-        parts.append(text(x, 28, _narrow(op, width), css="small"))
-        parts += _tiles(op, drawn, x, top, width, height)
-        x += width + gap
-    tokens = f"{drawn} token{'s' if drawn > 1 else ''}"
-    axes = f"rows of the weight to the right (n), {tokens} downwards; n to one scale"
-    parts.append(text(0, top + height + 16, axes, css="small"))
-    return svg(WIDTH, top + height + 24, parts, f"cuts of {label(total)}")
+        return None
+    scale = WIDTH / sum(op.n for op in ops)
+    widest = max(op.n for op in ops)
+    flat = total.phase != "prefill"
+    cuts = tuple(_cut(op, m, scale, 28.0 if flat else 110.0, widest) for op in ops)
+    return Step(label(total), flat, cuts)
 
 
-def _narrow(op: OpPlan, width: float) -> str:
-    full = f"{op.strategy}, n={op.n}"
-    return (
-        full
-        if width > 6.4 * len(full)
-        else (op.strategy if width > 6.4 * len(op.strategy) else f"n={op.n}")
-    )
-
-
-def _tiles(op: OpPlan, m: int, x: float, y: float, width: float, height: float) -> list[str]:
-    parts = []
+def _cut(op: OpPlan, m: int, scale: float, height: float, widest: int) -> Cut:
+    parts, width = [], op.n * scale
     for tile in op.tiles:
         (t0, t1), (r0, r1) = tile.tokens, tile.rows
         t1 = m if t1 is None else t1
-        left, wide = x + width * r0 / op.n, width * (r1 - r0) / op.n
-        above, tall = y + height * t0 / m, height * (t1 - t0) / m
         tip = f"{tile.device.upper()}: tokens {t0} to {t1}, rows {r0} to {r1}"
         tip += f", graph of {tile.graph_size}" if tile.graph_size else ""
+        x, wide = width * r0 / op.n, width * (r1 - r0) / op.n
         parts.append(
-            f'<rect x="{left:.1f}" y="{above:.1f}" width="{max(wide, 0.8):.1f}" '
-            f'height="{max(tall, 0.8):.1f}" fill="{COLORS[tile.device]}" class="tile">'
-            f"<title>{escape(tip)}</title></rect>"
+            _rect(x, height * t0 / m, wide, height * (t1 - t0) / m, tile.device, tip, "tile")
         )
-        name = f"{tile.device.upper()} {r1 - r0}"
-        if wide > 8 * len(name) and tall > 18:
-            parts.append(
-                text(left + wide / 2, above + tall / 2 + 5, name, anchor="middle", css="on")
+    svg = _svg(width, height, parts, f"tiles of {op.op}", f"width:{100 * op.n / widest:.1f}%")
+    name = f"{op.op}, {op.n} × {op.k}"
+    time = units.duration(op.predicted_s)
+    others = candidates_of(op)._replace(title="what else there was")
+    return Cut(name, svg, op.strategy, share(op), time, reason(op), others)
+
+
+def curves(plan: Plan) -> Any:
+    """Prefill time by length: single devices in their colours, this plan's lengths as dots."""
+    from hetero.profiler.pages.figures import Chart, new_axes, own_style, svg_of
+
+    with own_style():
+        axes, shades = new_axes(height=4.0), iter(LINES)
+        for curve in plan.curves:
+            points = [(p.m, p.seconds) for p in curve.points if p.seconds is not None]
+            if not points:
+                continue
+            kind = {"gpu-only": "gpu", "npu-only": "npu", "auto": "both"}.get(curve.strategy)
+            color = COLORS[kind] if kind else next(shades)
+            (line,) = axes.plot(
+                *zip(*points, strict=True), color=color, lw=2.4 if kind else 1.0,
+                label=display(curve.strategy), zorder=3 if kind else 2,
+            )  # fmt: skip
+            line.set_gid(f"curve-{curve.strategy}")
+        own = [(t.m, t.predicted_s) for t in plan.totals if t.phase == "prefill"]
+        shown = [point for point in own if any(p.m == point[0] for p in plan.curves[0].points)]
+        if shown:
+            (dots,) = axes.plot(
+                *zip(*shown, strict=True), "o", color="#1a1d21", ms=5, label="this plan", zorder=4
             )
-    return parts
+            dots.set_gid("this-plan")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("s")
+        axes.legend(ncols=2, loc="upper left", fontsize=7.5)
+        title = "Prefill time by length"
+        note = f"Dots: this plan. Heavy lines: one device, and {ALONE}."
+        return Chart(title, note, svg_of(axes, title))
 
 
-class Line(NamedTuple):
-    """A named series of (x, y)."""
+def front(plan: Plan) -> Any:
+    """Energy against time of every step, both relative to its fastest plan; None without energy."""
+    from hetero.profiler.pages.figures import Chart, new_axes, own_style, svg_of
 
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
-def curves(plan: Plan) -> str:
-    """Prefill time by length, one line for each strategy; the plan's line is the heavy one."""
-    lines = [
-        Line(
-            display(c.strategy),
-            tuple((float(p.m), p.seconds) for p in c.points if p.seconds is not None),
-        )
-        for c in plan.curves
-        if any(p.seconds is not None for p in c.points)
-    ]
-    return chart(lines, "tokens", "prefill time by length") if lines else ""
-
-
-def front(plan: Plan) -> str:
-    """Energy against time of every step, both relative to its fastest plan."""
     steps: dict[str, list[FrontPoint]] = {}
     for point in plan.front:
         steps.setdefault(f"{point.phase} {point.m}", []).append(point)
     steps = {name: points for name, points in steps.items() if points[0].energy_j}
     if not steps:
-        return ""
-    lines = [
-        Line(
-            name,
-            tuple(
-                (100 * p.seconds / points[0].seconds, 100 * p.energy_j / points[0].energy_j)
-                for p in points
-            ),
-        )
-        for name, points in steps.items()
-    ]
-    title = "energy in % of the fastest plan's, by time in % of it"
-    least = min(y for line in lines for _, y in line.points)
-    return chart(
-        lines,
-        "time, % of the fastest plan's",
-        title,
-        height=300,
-        unit=_percent,
-        low=5.0 * math.floor(least / 5 - 0.2),
-        heavy_first=False,
-    )
+        return None
+    with own_style():
+        axes = new_axes()
+        for color, (name, points) in zip(
+            (COLORS["both"], *LINES * math.ceil(len(steps) / len(LINES))), steps.items(),
+            strict=False,
+        ):  # fmt: skip
+            first = points[0]
+            x = [100 * p.seconds / first.seconds for p in points]
+            y = [100 * p.energy_j / first.energy_j for p in points]
+            (line,) = axes.plot(x, y, "o-", color=color, ms=4, lw=1.4, label=name)
+            line.set_gid(f"front-{name.replace(' ', '-')}")
+        axes.set_xlabel("time, % of the fastest")
+        axes.set_ylabel("energy, % of the fastest's")
+        axes.legend()
+        title = "Energy against time"
+        note = "Relative to the fastest of each step."
+        return Chart(title, note, svg_of(axes, title))
 
 
-def _percent(value: float) -> str:
-    return f"{value:g} %"
-
-
-def chart(
-    lines: Sequence[Line],
-    x_name: str,
-    title: str,
-    height: int = 400,
-    *,
-    unit: Callable[[float], str] = units.duration,
-    low: float = 0.0,
-    heavy_first: bool = True,
-) -> str:
-    """Lines from `low` up, with a legend on the right in the order of their ends."""
-    left, right, top, bottom = 64, 190, 12, 40
-    xs = [x for line in lines for x, _ in line.points]
-    high = max(y for line in lines for _, y in line.points)
-    low_x, high_x = min(xs), max(xs)
-    wide, tall = WIDTH - left - right, height - top - bottom
-
-    def px(x: float) -> float:
-        return left + wide * (x - low_x) / max(high_x - low_x, 1e-9)
-
-    def py(y: float) -> float:
-        return top + tall * (1 - (y - low) / (high - low))
-
-    parts = _grid(low, high, low_x, high_x, px, py, left, wide, top + tall, unit)
-    legend = sorted(enumerate(lines), key=lambda item: -item[1].points[-1][1])
-    for place, (i, line) in enumerate(legend):
-        color, main = PALETTE[i % len(PALETTE)], heavy_first and i == 0
-        path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in line.points)
-        stroke = 3.5 if main else 1.6
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{stroke}"/>'
-        )
-        if len(line.points) <= DOTTED:
-            parts += [
-                f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="{1 + stroke}" fill="{color}"/>'
-                for x, y in line.points
-            ]
-        y = top + 10 + place * 19
-        parts.append(
-            f'<line x1="{WIDTH - right + 18}" x2="{WIDTH - right + 42}" y1="{y}" y2="{y}" '
-            f'stroke="{color}" stroke-width="{stroke}"/>'
-        )
-        parts.append(text(WIDTH - right + 48, y + 4, line.name, css="lane" if main else "small"))
-    parts.append(text(left + wide / 2, height - 6, x_name, anchor="middle", css="small"))
-    return svg(WIDTH, height, parts, title)
-
-
-def _grid(low, high, low_x, high_x, px, py, left, wide, floor, unit) -> list[str]:  # type: ignore[no-untyped-def]
-    step, parts = _nice((high - low) / 8), []
-    for i in range(math.ceil(low / step), int(high / step) + 1):
-        y = py(i * step)
-        parts.append(
-            f'<line x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
-        )
-        value = unit(i * step) if i else "0"
-        parts.append(text(left - 8, y + 4, value, anchor="end", css="small"))
-    step = _nice((high_x - low_x) / 8 if high_x > low_x else 1.0)
-    first = math.ceil(low_x / step)
-    parts.extend(
-        text(px(i * step), floor + 16, f"{i * step:g}", anchor="middle", css="small")
-        for i in range(first, int(high_x / step) + 1)
-    )
-    return parts
-
-
-def legend() -> str:
-    """Which colour is which device."""
-    names = (("gpu", "GPU"), ("npu", "NPU"), ("rest", "other operators (norms, attention, …)"))
-    return "".join(
-        f'<span class="key"><i style="background:{COLORS[key]}"></i>{name}</span>'
-        for key, name in names
-    )
-
-
-__all__ = ["curves", "cuts", "front", "legend", "timeline", "where"]
+__all__ = ["LEGEND", "block", "curves", "front", "step"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetero.profiler.tables import TableData, markdown_table
 from hetero.solver.plan import Plan
 from hetero.solver.report import content
-from hetero.solver.report.content import TableData
 
 
 def to_markdown(plan: Plan, others: Sequence[Plan] = ()) -> str:
@@ -20,13 +20,5 @@ def to_markdown(plan: Plan, others: Sequence[Plan] = ()) -> str:
 
 
 def _table(table: TableData, level: str) -> str:
-    lines = [f"{level} {table.title}", ""]
-    if table.note:
-        lines += [table.note, ""]
-    lines += [_row(table.head), "|" + "---|" * len(table.head)]
-    lines += [_row(row) for row in table.rows]
-    return "\n".join(lines)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    note = f"{table.note}\n" if table.note else ""
+    return f"{level} {table.title}\n\n{note}\n{markdown_table(table)}".replace("\n\n\n", "\n\n")

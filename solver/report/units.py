@@ -33,3 +33,10 @@ def gain(new_s: float, old_s: float) -> str:
     if not new_s:
         return "n/a"
     return f"{100 * (old_s / new_s - 1):+.0f} %"
+
+
+def rate(per_s: float) -> str:
+    """Of so many a second: three or four digits that count, thousands apart, no exponents."""
+    if per_s >= 100:
+        return f"{per_s:,.0f}"
+    return f"{per_s:.1f}" if per_s >= 10 else f"{per_s:.2f}"

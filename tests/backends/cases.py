@@ -14,6 +14,7 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.kv_codes import random_channels, random_chunks
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe, weight_names
 from hetero.backends.protocol import (
@@ -155,6 +156,8 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:
                 weights[name] = np.full(1, rng.uniform(0.02, 0.04), dtype=np.float32)
             case ops.MatMul():
                 weights[name] = rng.standard_normal(op.n, dtype=np.float32)
+            case ops.DecodeChunks():
+                weights[name] = random_channels(op, rng)
             case ops.AddPositions():
                 weights[name] = rng.standard_normal(op.rows * op.d, dtype=np.float32)
             case ops.Rope():
@@ -203,10 +206,12 @@ def make_tensors(
         elif port in CACHES:
             array[:] = np.nan
             array[:, :position] = rng.standard_normal(array[:, :position].shape)
-        else:
+        elif port not in ("codes", "table"):
             array[:] = np.nan
             if port not in OUTPUT_PORTS:
                 array[:m] = rng.standard_normal(array[:m].shape)
+    if isinstance(op, ops.DecodeChunks):
+        tensors["codes"].array[:], tensors["table"].array[:m] = random_chunks(op, m, rng)
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -273,6 +274,47 @@ def test_attention_on_caches_of_halves(
         rng = np.random.default_rng(m)
         tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
         check_call(device, kernel, {}, tensors, m)
+
+
+@pytest.mark.parametrize("kv", CacheFormat)
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "by_token"),
+    [(2, 64, True), (4, 32, False), (1, 128, True), (3, 12, False), (2, 8, True), (1, 4, False)],
+)
+def test_chunks_are_decoded_to_the_bit(
+    device: Device, kv_heads: int, head_dim: int, by_token: bool, kv: CacheFormat
+) -> None:
+    """Chunks of every kind, at any positions of caches that are NaN; the rest is not touched."""
+    shape = {"kv_heads": kv_heads, "head_dim": head_dim, "by_token": by_token, "kv": kv}
+    values = 2 * kv_heads * head_dim * 16
+    op = ops.DecodeChunks(capacity=130, room=3 * 7 * values, **shape)  # type: ignore[arg-type]
+    require(device, op)
+    check_op(device, op, (1, 2, 7))
+
+
+def test_chunks_are_decoded_beside_the_other_calls(device: Device) -> None:
+    """From another thread, in a queue of its own, into the same caches."""
+    other = device.beside()
+    if other is None:
+        pytest.skip(f"{device.info.backend} computes on whatever thread calls it")
+    op = ops.DecodeChunks(kv_heads=2, head_dim=16, capacity=130, room=1 << 15)
+    rng = np.random.default_rng(11)
+    weights = make_weights(op, rng)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            kernel = other.prepare(op, weights)
+            for m in (1, 7, 5):
+                check_call(other, kernel, weights, make_tensors(op, m, rng, device=other), m)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    check_op(device, ATTENTION, (33, 1))
+    thread.join()
+    assert not failures, failures
 
 
 def test_attention_scale(device: Device) -> None:

@@ -136,7 +136,7 @@ MODELS: tuple[tuple[str, str], ...] = (
     ("random:", "is not a known model; choose one of"),
     ("random:llama-3.2-1", "llama-3.2-1b"),
     ("random:nothing-like-it", "choose one of"),
-    ("llama-3-8b", "did you mean 'random:llama-3-8b'?"),
+    ("llama-3-8b", "for benchmarks there is 'random:llama-3-8b', the shapes of that"),
     ("a\x01b", "there is no such directory"),
     ("x" * 5000, "a file's name has at most 255 characters"),
     ("/dev/null", "is a file; give the model's directory"),

@@ -82,7 +82,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("bench: an unknown way to wait", ("bench", "{dir}", "--sync", "pray"), "'--sync'"),
     ("eval: no text", ("eval", "{dir}", "--text", "{work}/none"), "cannot be read as UTF-8 text"),
     ("eval: a folder", ("eval", "{dir}", "--text", "{work}"), "cannot be read as UTF-8 text"),
-    ("eval: no words", ("eval", "{dir}", "--text", "{work}/nothing"), "needs at least 2"),
+    ("eval: no words", ("eval", "{dir}", "--text", "{work}/nothing"), "needs at least 32"),
     ("eval: no UTF-8", ("eval", "{dir}", "--text", "{dir}/model.safetensors"), "UTF-8 text"),
     ("eval: a window of 1", ("eval", "{dir}", "--text", "{work}/words", "--window", "1"),
      "the window must be in [2, 64] tokens"),

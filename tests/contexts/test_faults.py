@@ -125,7 +125,7 @@ def test_a_disk_that_hangs_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         for wait in (service.swap.drain, service.swap.close):
             with pytest.raises(UserError, match=r"encoded or written for 0\.05 s"):
                 wait()
-        service.swap.settle()  # it is encoded
+        service.swap.settle(service.active.cache)  # it is encoded
         over.set()
         service.swap.wait_s = 30
         with pytest.raises(ValueError, match="zip"):  # of the patch

@@ -38,10 +38,8 @@ def simulated(pieces: list[Piece], stop: int, prompt: int, rates: Rates, before:
     read_s = sum(p.work_s + p.disk_bytes / rates.read_bytes_per_s for p in had)
     left = sum(p.tokens for p in pieces[stop:]) + prompt
     compute_s = rates.prefill_s(left, at)
-    if not any(p.disk_bytes for p in had):
-        return float(alone + read_s + compute_s)
     layer_read, layer_compute = read_s / LAYERS, compute_s / LAYERS
-    there = done = rates.read_latency_s
+    there = done = rates.read_latency_s if any(p.disk_bytes for p in had) else 0.0
     for _ in range(LAYERS):
         there += layer_read
         done = max(done, there) + layer_compute

@@ -75,7 +75,7 @@ def test_compaction_leaves_what_is_read_meanwhile(
     held = on_disk(service, TEXT, longer)  # nobody refers to the last chunk of the first any more
     files = service.files("a")
     assert list(files.garbage(everything=True))
-    reading, count = files.read_piece, [0]
+    reading, count = files.read_run, [0]
 
     def compacted(*arguments: Any) -> Any:
         count[0] += 1
@@ -83,7 +83,7 @@ def test_compaction_leaves_what_is_read_meanwhile(
             compact(files, service.memory, "a", everything=True)
         return reading(*arguments)
 
-    monkeypatch.setattr(files, "read_piece", compacted)
+    monkeypatch.setattr(files, "read_run", compacted)
     service.call(held, [*longer, 1])
     service.call(held, [*longer, 1, 2])
     assert count[0] >= read

@@ -93,16 +93,19 @@ def test_the_fingerprint_follows_the_weights(make_checkpoint: Callable[..., Path
 
 DIRECTORY = "MODEL is a Hugging Face directory, a .gguf file, demo, or random:NAME"
 NAMES = ", ".join(KNOWN_MODELS)
+RANDOM = "the shapes of that model with random weights"
 
 
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
         ("llama.gguf", f"'llama.gguf': there is no such file; {DIRECTORY}"),
-        ("llama-3.2-1b", "'llama-3.2-1b': there is no such directory; did you mean "
-         f"'random:llama-3.2-1b'? {DIRECTORY}"),
-        ("Llama-3.2-1B-Instruct", "'Llama-3.2-1B-Instruct': there is no such directory; did you "
-         f"mean 'random:llama-3.2-1b'? {DIRECTORY}"),
+        ("llama-3.2-1b", "'llama-3.2-1b': there is no such directory; for benchmarks there is "
+         f"'random:llama-3.2-1b', {RANDOM}; {DIRECTORY}"),
+        ("Llama-3.2-1B", "'Llama-3.2-1B': there is no such directory; for benchmarks there is "
+         f"'random:llama-3.2-1b', {RANDOM}; {DIRECTORY}"),
+        ("randm:llama-3-8b", "'randm:llama-3-8b': there is no such directory; did you mean "
+         f"'random:llama-3-8b'? {DIRECTORY}"),
         ("dmo", f"'dmo': there is no such directory; did you mean 'demo'? {DIRECTORY}"),
         ("xyzzy/plugh", f"'xyzzy/plugh': there is no such directory; {DIRECTORY}"),
         ("", f"'': there is no such directory; {DIRECTORY}"),
@@ -168,5 +171,5 @@ def test_shapes_need_only_a_name(name: str, prefix: str) -> None:
 
 
 def test_shapes_of_an_unknown_name() -> None:
-    with pytest.raises(ModelError, match=r"did you mean 'random:qwen3-0\.6b'"):
+    with pytest.raises(ModelError, match=r"did you mean 'qwen3-0\.6b'"):
         model_spec("qwen3-0.6")

@@ -16,7 +16,8 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.models.graph import model_graph
 from hetero.runtime import memory
-from hetero.runtime.engine import Engine, pool_bytes
+from hetero.runtime.engine import Engine
+from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.slots import SlotRef
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device

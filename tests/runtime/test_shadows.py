@@ -73,6 +73,7 @@ def off(found: Any, wanted: Any) -> float:
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", ["reference", "real"])
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 def test_one_device_computes_both(case: Case, device: str, pair: str) -> None:
@@ -81,6 +82,7 @@ def test_one_device_computes_both(case: Case, device: str, pair: str) -> None:
         assert off(found, case.wanted) < TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", ["reference", "real"])
 @pytest.mark.parametrize("strategy", ["npu-only", "row-cut", "hybrid-cut"])
 def test_the_gpu_computes_them_beside_the_npu(case: Case, strategy: str, pair: str) -> None:

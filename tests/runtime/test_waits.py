@@ -298,6 +298,16 @@ def test_a_wait_past_its_deadline_is_an_error(clock: BusyClock, crowded: int) ->
     assert clock.now_s - start_s < 0.06
 
 
+def test_a_step_of_many_tokens_is_waited_for_longer(clock: BusyClock) -> None:
+    owner = owner_of(clock, deadline_s=0.05, token_s=0.01)
+    long = owner.site(("prefill", (60, 40), "o", "qkv"), "gpu", "a kernel")
+    assert wait(long, clock, 0.9) < 0.01
+    start_s = clock.now_s
+    with pytest.raises(WaitTimeoutError, match=r"not complete after 1\.05 s"):
+        wait(long, clock, float("inf"))
+    assert 1.05 <= clock.now_s - start_s < 1.1
+
+
 @pytest.mark.parametrize("crowded", [0, 5])
 def test_a_process_that_was_stopped_has_its_deadline_left(clock: BusyClock, crowded: int) -> None:
     site = site_of(clock, deadline_s=0.05)

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from hetero.models import model_spec
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.report import write_report
 from hetero.solver.build import make_plan
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import OpPlan, Rest, Tile
-from hetero.solver.report import content
+from hetero.solver.report import content, units
+from hetero.solver.report.conclusion import sentences
 from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
 
@@ -71,8 +74,13 @@ def test_the_page_stands_alone(plan: ExecutionPlan, other: ExecutionPlan, tmp_pa
     text = written(plan, tmp_path / "r.html", (other,))
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
-    assert not any(set(attrs) & {"src", "href", "onclick"} for _, attrs in page.tags)
-    assert "url(" not in text
+    assert not any(set(attrs) & {"src", "onclick"} for _, attrs in page.tags)
+    pointed = [target for _, attrs in page.tags if (target := attrs.get("href")) is not None]
+    assert all(target.startswith("#") for target in pointed)  # marks of a chart, in the page
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    ids = [found for _, attrs in page.tags if (found := attrs.get("id")) is not None]
+    assert len(ids) == len(set(ids))
+    assert {target[1:] for target in pointed} <= set(ids)
     assert "@import" not in text
     assert "nan" not in re.findall(r'(?:x|y|width|height|points)="([^"]*)"', text)
 
@@ -89,12 +97,14 @@ def test_everything_is_drawn_to_scale(plan: ExecutionPlan, tmp_path: Path) -> No
             kind = (attrs["fill"] or "")[6:9]
             area[kind] += float(attrs["width"] or 0)
     assert area["npu"] > area["gpu"] > 0
-    curves = [attrs for tag, attrs in page.tags if tag == "polyline"]
+    lines = [attrs["id"] or "" for tag, attrs in page.tags if tag == "g" and "id" in attrs]
     steps_of_front = {(p.phase, p.m) for p in plan.front}
-    assert len(curves) == len(plan.curves) + len(steps_of_front)
+    assert sum("-curve-" in line for line in lines) == len(plan.curves)
+    assert sum("-front-" in line for line in lines) == len(steps_of_front)
+    assert sum(line.endswith("-this-plan") for line in lines) == 1
     assert {c.strategy for c in plan.curves} >= {
-        "auto", "gpu-only", "layer", "padding", "pipe", "chunked", "online-prepare", "row-cut",
-        "sequence-cut", "multi-sequence-cut", "hybrid-cut",
+        "auto", "gpu-only", "npu-only", "layer", "padding", "pipe", "chunked", "online-prepare",
+        "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
     }  # fmt: skip
 
 
@@ -171,3 +181,71 @@ def test_a_report_that_cannot_be_written_leaves_nothing(
     with pytest.raises(PlanError, match="cannot write the report"):
         plan.report(tmp_path / "r.md")
     assert [p.name for p in tmp_path.iterdir()] == ["r.md"]
+
+
+def test_a_plan_says_what_it_comes_to(plan: ExecutionPlan, tmp_path: Path) -> None:
+    """Who, why, what it gains, how sure: on the page, and true by the plan's own numbers."""
+    said = sentences(plan)
+    assert [x.split(":")[0].split(",")[0] for x in said] == ["Who", "Why", "Gain", "How sure"]
+    text = "".join(Page(written(plan, tmp_path / "r.html")).texts)
+    for sentence in said:
+        assert sentence in text
+    (decode,) = [t for t in plan.totals if t.phase == "decode"]
+    assert (
+        f"a decoded token {units.gain(decode.predicted_s, min(decode.single_devices.values()))}"
+        in said[2]
+    )
+    assert "simulated" in said[3]
+    by_hand = ExecutionPlan(model="m", ops=plan.ops, rest=plan.rest)
+    assert sentences(by_hand) == ()
+
+
+def test_a_gain_below_the_error_of_predictions_is_named() -> None:
+    made = make_plan(model_spec("demo"), DeviceProfile.load("host"), PlanRequest(seq_lens=(256,)))
+    gains = [t.best_single_device_s / t.predicted_s - 1 for t in made.totals]
+    sure = made.model_copy(update={"errors": {"prefill": 1e-9, "decode": 1e-9}})
+    unsure = made.model_copy(update={"errors": {"prefill": 9.0, "decode": 9.0}})
+    assert set(made.errors) == {"prefill", "decode"}
+    assert "less than that" not in sentences(sure)[3]
+    assert ("less than that" in sentences(unsure)[3]) == any(gain > 0 for gain in gains)
+
+
+def test_one_number_for_one_thing(plan: ExecutionPlan) -> None:
+    """What the table of lengths calls this plan is the time of the gains; the note names what the
+    plan loses to being one for all lengths.
+    """
+    table = content.curves(plan)
+    assert table is not None
+    column = table.head.index("this plan")
+    own = {row[0]: row[column] for row in table.rows if row[column]}
+    gains = {str(t.m): units.duration(t.predicted_s) for t in plan.totals if t.phase == "prefill"}
+    assert own == gains
+    alone = {p.m: p.seconds for c in plan.curves if c.strategy == "auto" for p in c.points}
+    costs = [t.predicted_s / (alone[t.m] or 1) - 1 for t in plan.totals if t.m in alone]
+    assert f"costs at most {100 * max(costs):.0f} %" in table.note
+
+
+def test_the_reason_of_a_cut_stands_where_it_is_drawn(plan: ExecutionPlan, tmp_path: Path) -> None:
+    text = "".join(Page(written(plan, tmp_path / "r.html")).texts)
+    for op in plan.ops:
+        if op.m is not None and op.candidates:
+            assert content.reason(op) in text
+    assert "the GPU alone would take" in text
+
+
+@pytest.mark.parametrize("ending", [".pdf", ".png", ".htmll"])
+def test_other_endings_are_refused(plan: ExecutionPlan, tmp_path: Path, ending: str) -> None:
+    with pytest.raises(PlanError, match=f"is not written as {ending}"):
+        plan.report(tmp_path / f"r{ending}")
+    with pytest.raises(ProfileError, match="is a page"):
+        write_report(DeviceProfile.load("host"), tmp_path / f"r{ending}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_have_no_exponents() -> None:
+    assert [units.rate(x) for x in (13780.4, 253.34, 12.94, 0.5)] == [
+        "13,780",
+        "253",
+        "12.9",
+        "0.50",
+    ]

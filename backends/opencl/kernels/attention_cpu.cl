@@ -7,7 +7,7 @@
 // row = token * GROUP + head. Scores are in base 2: SCALE includes log2(e).
 // Decode: `attend_few` appends and attends token by token; a vector holds HV dimensions of one key.
 //
-// Caches are read as they lie: floats, or with CACHE_HALF halves, widened in registers.
+// Caches are read as they lie (caches.cl), halves widened in registers.
 // HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE come from the record; TOKENS (per tile) and
 // KEYS (per block) from tuning; HV divides HEAD_DIM.
 
@@ -28,38 +28,6 @@
 
 #define CHUNKS (HEAD_DIM / HV)
 
-#ifndef CACHE_HALF
-typedef float cache_t;
-#define CLOAD(p) HLOAD(p)
-#define CSTORE(v, p) HSTORE(v, p)
-#else
-typedef half cache_t;
-#if HV == 1
-#define CLOAD(p) vload_half(0, p)
-#define CSTORE(v, p) vstore_half_rte(v, 0, p)
-#elif HV == 16 && defined(__AVX512F__)
-// PoCL's vload_half and vstore_half are a call per element.
-typedef short halves_t __attribute__((ext_vector_type(16), aligned(2)));
-INLINE hfloat CLOAD(__global const half *p) {
-  const short16 bits = *(__global const halves_t *)p;
-  return __builtin_ia32_vcvtph2ps512_mask(bits, (float16)(0.0f), (ushort)-1, 4);
-}
-INLINE void CSTORE(const hfloat v, __global half *p) {
-  *(__global halves_t *)p = __builtin_ia32_vcvtps2ph512_mask(v, 0, (short16)(0), (ushort)-1);
-}
-#elif HV == 8 && defined(__F16C__)
-typedef short halves_t __attribute__((ext_vector_type(8), aligned(2)));
-INLINE hfloat CLOAD(__global const half *p) {
-  return __builtin_ia32_vcvtph2ps256(as_short8(*(__global const halves_t *)p));
-}
-INLINE void CSTORE(const hfloat v, __global half *p) {
-  *(__global halves_t *)p = __builtin_ia32_vcvtps2ph256(v, 0);
-}
-#else
-#define CLOAD(p) CAT(vload_half, HV)(0, p)
-#define CSTORE(v, p) CAT(CAT(vstore_half, HV), _rte)(v, 0, p)
-#endif
-#endif
 #define LINE (64 / (int)sizeof(cache_t))
 
 // The soft cap on scores (activations.cl), if there is one.

@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.kv_codes import random_channels, random_chunks
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.matmul import WEIGHT_FORMATS
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe, weight_names
-from hetero.backends.protocol import FIXED_PORTS, WeightValue, port_dtype, port_shape
+from hetero.backends.protocol import CACHE_PORTS, FIXED_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import pack
 
@@ -60,6 +61,7 @@ def cases() -> Iterator[Case]:
     yield Case(ops.Embed(vocab=40, d=256, weight_format=WeightFormat.W4A16), (7,))
     yield Case(ops.Rope(heads=8, kv_heads=4, head_dim=32, theta=1e4, max_position=64), (1, 9))
     yield Case(attention, (1, 40))
+    yield Case(ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16), (5,))
     for name in (x for x in WEIGHT_FORMATS if not x.of_file):  # whose kernels depend on the file
         integers = name.activations.static  # of the same codes as the twin's
         tokens = (1, 4, 40) if name.storage is StorageFormat.Q4 or integers else (1, 40)
@@ -117,6 +119,8 @@ def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue
                 found[name] = random.standard_normal(op.rows * op.d, dtype=np.float32)
             case ops.Rope():
                 found[name] = random.standard_normal(op.head_dim, dtype=np.float32)
+            case ops.DecodeChunks():
+                found[name] = random_channels(op, random)
             case ops.RMSNorm() | ops.LayerNorm():
                 found[name] = random.standard_normal(op.d, dtype=np.float32)
     return found
@@ -146,7 +150,7 @@ def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Ten
         elif port == "tokens":
             assert isinstance(op, ops.Embed)
             array[:] = random.integers(0, op.vocab, array.shape)
-        elif port in FIXED_PORTS:
+        elif port in CACHE_PORTS:
             array[:] = np.nan
             array[:, :POSITION] = random.standard_normal(array[:, :POSITION].shape)
         elif port in OUTPUT_PORTS:
@@ -154,6 +158,8 @@ def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Ten
         else:
             array[:] = random.standard_normal(array.shape)
         found[port] = tensor
+    if isinstance(op, ops.DecodeChunks):
+        found["codes"].array[:], found["table"].array[:] = random_chunks(op, m, random)
     return found
 
 

@@ -34,6 +34,8 @@ class WaitTotals:
 class SharedWaits:
     """Devices, method, deadline and time of a model's waits, and what they learn together.
 
+    A wait in a step of m tokens ends after `deadline_s` + m · `token_s`: a long prompt on a slow or
+    busy machine is no driver that hangs.
     `unpolled` are devices that compute on the control thread's core as well.
     """
 
@@ -43,6 +45,7 @@ class SharedWaits:
         method: SyncMethod,
         *,
         deadline_s: float,
+        token_s: float,
         sleep: SleepTimes | None,
         policy: WaitPolicy,
         clock: Clock,
@@ -51,6 +54,7 @@ class SharedWaits:
         self.devices = dict(devices)
         self.method = method
         self.deadline_s = deadline_s
+        self.token_s = token_s
         self.policy = policy
         self.clock = clock
         self.sleep = sleep or SleepTimes.measure(clock, policy)
@@ -62,11 +66,11 @@ class SharedWaits:
         """Whether the wait that begins now may keep the core busy; counts those that may not."""
         return self.contention.polls() and kind not in self.unpolled
 
-    def timeout(self, kernel: str, kind: DeviceKind) -> WaitTimeoutError:
+    def timeout(self, kernel: str, kind: DeviceKind, deadline_s: float) -> WaitTimeoutError:
         """A wait past its deadline, with what each device says of itself."""
         states = "; ".join(f"{k}: {_state(d)}" for k, d in sorted(self.devices.items()))
         backend = self.devices[kind].info.backend
-        return WaitTimeoutError(backend, f"{kernel} ({states})", self.deadline_s, kind)
+        return WaitTimeoutError(backend, f"{kernel} ({states})", deadline_s, kind)
 
 
 def _state(device: Device) -> str:

@@ -35,6 +35,7 @@ class Synchroniser(SharedWaits):
         method: SyncMethod = "fast",
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        token_s: float = 0.0,
         sleep: SleepTimes | None = None,
         gates: bool = True,
         policy: WaitPolicy = DEFAULT,
@@ -43,8 +44,8 @@ class Synchroniser(SharedWaits):
     ) -> None:
         clock = clock or SystemClock()
         super().__init__(
-            devices, method, deadline_s=deadline_s, sleep=sleep, policy=policy, clock=clock,
-            queued_s=queued_s,
+            devices, method, deadline_s=deadline_s, token_s=token_s, sleep=sleep, policy=policy,
+            clock=clock, queued_s=queued_s,
         )  # fmt: skip
         fast, trials = method == "fast", Trials(devices, policy, clock)
         self.bells: dict[DeviceKind, Doorbell] = trials.bells() if fast and gates else {}
@@ -65,3 +66,7 @@ class Synchroniser(SharedWaits):
         if (key, kind) not in self._sites:
             self._sites[key, kind] = Site(self, key, kind, name)
         return self._sites[key, kind]
+
+    def close(self) -> None:
+        """Let go of the sites, which know this object; idempotent."""
+        self._sites.clear()

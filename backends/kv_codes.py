@@ -1,0 +1,128 @@
+"""Codes of keys and values, read on the host: what `ops.DecodeChunks` says, of many chunks at once.
+
+Notation: G key/value heads, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import DecodeChunks
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def decoded(
+    bits: int,
+    planes: Sequence[Array],
+    shape: tuple[int, int, int],
+    channels: Array,
+    *,
+    by_token: bool,
+) -> Array:
+    """Float32 [n, 2, G, T, D] of n chunks in 8, 4 or 2 bits, whose planes are uint8 [n, bytes].
+
+    `shape` is (G, T, D); `channels` are [G, D], or [n, G, D] where chunks are of several layers.
+    The first plane has the amplitudes and upper bits.
+    """
+    heads, tokens, _ = shape
+    count = len(planes[0])
+    split = 2 * heads * (1 + (tokens if by_token else 1))
+    amplitudes = np.ascontiguousarray(planes[0][:, :split]).view(np.float16)
+    codes = unpacked2(planes[0][:, split:])  # words of four codes
+    if bits > 2:
+        codes <<= 2
+        codes |= unpacked2(planes[1])
+    if bits > 4:
+        codes <<= 4
+        codes |= unpacked4(planes[2])
+    values = codes.view(np.uint8).astype(np.float32).reshape(count, 2, *shape)
+    values += np.float32(0.5 - 2.0 ** (bits - 1))
+    scale = spread(amplitudes * np.float32(2.0 ** (1 - bits)), heads, tokens, by_token=by_token)
+    values[:, 1] *= scale[:, 1]
+    values[:, 0] *= scale[:, 0] * channels[..., None, :]
+    return values
+
+
+def spread(amplitudes: Array, heads: int, tokens: int, *, by_token: bool) -> Array:
+    """[n, 2, G, T or 1, 1] of amplitudes [n, those of keys, then of values]."""
+    count = len(amplitudes)
+    if not by_token:
+        found: Array = amplitudes.reshape(count, 2, heads, 1, 1)
+        return found
+    found = np.empty((count, 2, heads, tokens, 1), np.float32)
+    found[:, 0] = amplitudes[:, :heads].reshape(count, heads, 1, 1)
+    found[:, 1] = amplitudes[:, heads:].reshape(count, heads, tokens, 1)
+    return found
+
+
+def unpacked2(packed: Array) -> Array:
+    """Words, uint32 [n, bytes], whose bytes are the four codes of two bits that a byte packs."""
+    words = packed.astype(np.uint32)
+    words |= words << 12
+    words &= 0x000F000F
+    words |= words << 6
+    words &= 0x03030303
+    return words
+
+
+def unpacked4(packed: Array) -> Array:
+    """As `unpacked2`, [n, bytes / 2]: a word is two bytes of two codes of four bits."""
+    pairs = packed.astype(np.uint16)
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    words: Array = pairs.view(np.uint32)
+    return words
+
+
+def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -> None:
+    """A call of the operation; chunks of equal bits together."""
+    table, codes = arrays["table"], arrays["codes"]
+    shape = op.kv_heads, op.tokens, op.head_dim
+    quarter = op.values // 4
+    for bits in (16, 8, 4, 2):
+        rows = table[table[:, 1] == bits]
+        if not len(rows):
+            continue
+        size = op.chunk_bytes(bits)
+        parts = np.stack([codes[start : start + size] for start in rows[:, 2]])
+        if bits == 16:
+            found = parts.view(np.float16).astype(np.float32).reshape(len(rows), 2, *shape)
+        else:
+            first = 2 * op.amplitudes + quarter
+            planes = np.split(parts, [first, first + quarter], axis=1)
+            by_channel = channels.reshape(op.kv_heads, op.head_dim)
+            found = decoded(bits, planes, shape, by_channel, by_token=op.by_token)
+        for first, values in zip(rows[:, 0].tolist(), found, strict=True):
+            arrays["k_cache"][:, first : first + op.tokens] = values[0]
+            arrays["v_cache"][:, first : first + op.tokens] = values[1]
+
+
+def random_channels(op: DecodeChunks, random: np.random.Generator) -> npt.NDArray[np.float32]:
+    """Scales of the keys' channels, for trials and tests."""
+    found: npt.NDArray[np.float32] = 0.5 + random.random(op.kv_heads * op.head_dim, np.float32)
+    return found
+
+
+def random_chunks(
+    op: DecodeChunks, m: int, random: np.random.Generator
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    """Codes and table of m chunks of every kind, at any positions and bytes, for trials and tests;
+    every fifth row is none.
+    """
+    codes = random.integers(0, 256, op.room, np.uint8)
+    slots = random.permutation(op.capacity // op.tokens)[:m]
+    table, at = np.zeros((m, 3), np.int32), 0
+    for i in range(m):
+        bits = (8, 4, 16, 2, 0)[i % 5]
+        table[i] = slots[i] * op.tokens, bits, at
+        floats = {0: 0, 16: op.values}.get(bits, op.amplitudes)
+        codes[at : at + 2 * floats] = (
+            random.uniform(0.1, 4, floats).astype(np.float16).view(np.uint8)
+        )
+        at += (op.chunk_bytes(bits) if bits else 0) + 2 * int(random.integers(3))
+    return codes, table

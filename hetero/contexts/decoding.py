@@ -1,0 +1,164 @@
+"""Who decodes chunks into a cache: the host, or a device that does so beside its other calls.
+
+Decoding runs on the thread that loads. A device reads codes from one small buffer that they are
+copied to (a quarter of the floats' bytes, or less), as many chunks of a layer as fit at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import Tensor
+from hetero.backends.ops import DecodeChunks
+from hetero.backends.protocol import BoundCall, Device, DeviceKind, port_dtype, port_shape
+from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, ChunkCodec, Codes
+from hetero.contexts.kv_cache import CacheLayout, KvCache
+
+Parts: TypeAlias = Sequence[tuple[int, Codes]]
+STAGED_BYTES: Final = 10 * DECODED_TOGETHER  # what the host's work would take (`workspace_bytes`)
+
+
+class Decoder(Protocol):
+    """Used by one thread at a time."""
+
+    name: str
+
+    def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
+        """A layer of chunks, each at its first token, is in the cache when this returns."""
+
+
+class HostDecoder:
+    """numpy on the calling thread."""
+
+    name = "host"
+
+    def __init__(self, codec: ChunkCodec) -> None:
+        self._codec = codec
+
+    def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
+        """See `Decoder.decode`."""
+        self._codec.decode_into(chunks, layer, *cache.layer(layer))
+
+
+class SharedDecoder:
+    """Another one, for several threads: each waits for its turn, of a layer at a time."""
+
+    def __init__(self, inner: Decoder) -> None:
+        self.name = inner.name
+        self._inner, self._lock = inner, threading.Lock()
+
+    def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
+        """See `Decoder.decode`."""
+        with self._lock:
+            self._inner.decode(chunks, layer, cache)
+
+
+class DeviceDecoder:
+    """An operation of a device, in a queue of its own. What is no full chunk of codes is the
+    host's, and everything is once the device has failed, which `failure` tells; the next step will
+    meet that too.
+    """
+
+    def __init__(self, name: str, device: Device, codec: ChunkCodec, op: DecodeChunks) -> None:
+        self.name, self.failure = name, ""
+        self._device, self._host, self._op = device, HostDecoder(codec), op
+        self._rows = max(1, min(op.capacity // op.tokens, op.room // op.chunk_bytes(2)))
+        self._codes, self._table = (self._staging(port) for port in ("codes", "table"))
+        self._kernels = [
+            device.prepare(op, {"channels": np.ascontiguousarray(channels.reshape(-1))})
+            for channels in codec.channels
+        ]
+        self._calls: weakref.WeakKeyDictionary[KvCache, dict[int, BoundCall]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
+        """See `Decoder.decode`."""
+        taken = [] if self.failure else [x for x in chunks if self._takes(x[1])]
+        left = chunks if self.failure else [x for x in chunks if not self._takes(x[1])]
+        if left:
+            self._host.decode(left, layer, cache)
+        try:
+            for part in self._batches(taken):
+                self._run(part, layer, cache)
+        except DeviceError as error:
+            self.failure = str(error)
+            self._host.decode(taken, layer, cache)
+
+    def _takes(self, codes: Codes) -> bool:
+        return codes.bits != RAW and codes.tokens == CHUNK_TOKENS
+
+    def _batches(self, chunks: Parts) -> Iterator[Parts]:
+        """As many as fit the buffer and the table."""
+        part: list[tuple[int, Codes]] = []
+        room = self._op.room
+        for chunk in chunks:
+            size = self._op.chunk_bytes(chunk[1].bits)
+            if part and (size > room or len(part) == self._rows):
+                yield part
+                part, room = [], self._op.room
+            part.append(chunk)
+            room -= size
+        if part:
+            yield part
+
+    def _run(self, part: Parts, layer: int, cache: KvCache) -> None:
+        at, rows = 0, []
+        for start, codes in part:
+            rows.append((start, codes.bits, at))
+            at += self._op.chunk_bytes(codes.bits)
+        planes = [plane[layer] for _, codes in part for plane in codes.planes]
+        np.concatenate(planes, out=self._codes.array[:at])
+        self._table.array[: len(rows)] = rows
+        self._table.array[len(rows) :] = 0
+        call = self._bound(layer, cache)
+        if self._device.capabilities.asynchronous:
+            call.submit().block()
+        else:
+            call.run()
+
+    def _bound(self, layer: int, cache: KvCache) -> BoundCall:
+        """Bound once: rows of the table that are not used are no chunks."""
+        calls = self._calls.setdefault(cache, {})
+        if layer not in calls:
+            ports = {port: cache[f"{port}.{layer}"] for port in ("k_cache", "v_cache")}
+            ports |= {"codes": self._codes, "table": self._table}
+            calls[layer] = self._kernels[layer].bind(ports, self._rows)
+        return calls[layer]
+
+    def _staging(self, port: str) -> Tensor:
+        shape, dtype = port_shape(self._op, port, self._rows), port_dtype(self._op, port)
+        return Tensor(self._device.allocate(int(np.prod(shape)) * dtype.itemsize), shape, dtype)
+
+
+def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
+    """What decodes a model's chunks into its caches."""
+    whole = codec.nbytes(CHUNK_TOKENS, HALF) // codec.layers
+    return DecodeChunks(
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        capacity=layout.capacity,
+        room=max(STAGED_BYTES, whole),
+        by_token=codec.by_token,
+        kv=layout.kv,
+    )
+
+
+def decoders(
+    devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
+) -> Iterator[Decoder]:
+    """All there are: the host, and devices that can beside their other calls."""
+    yield HostDecoder(codec)
+    if layout.head_dim * CHUNK_TOKENS % 4:
+        return
+    op = decode_operation(codec, layout)
+    for kind, device in devices.items():
+        beside = device.beside() if device.accepts(op) else None
+        if beside is not None:
+            yield DeviceDecoder(kind, beside, codec, op)

@@ -1,0 +1,46 @@
+"""Going on in a full context: the oldest tokens but the first are forgotten, the rest moves up.
+
+Keys lie in the cache after their rotary embedding, which turns pair i of a head's dimensions by
+position · f_i: turning them back by the number of tokens that went is all that a move takes. It is
+an approximation: values, and keys above the first layer, were computed from the tokens that went.
+The first tokens stay because much attention rests on them whatever they say (attention sinks:
+StreamingLLM, arXiv 2309.17453, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.ops import Rope
+from hetero.backends.rope import inverse_frequencies
+from hetero.contexts.kv_cache import KvCache
+
+Array = npt.NDArray[Any]
+SINKS: Final = 4  # first tokens that stay, as in StreamingLLM
+MOVED_TOGETHER: Final = 1024  # tokens: bounds the copies
+
+
+def turned_back(keys: Array, op: Rope, tokens: int) -> Array:
+    """Keys [kv_heads, T, head_dim] of the same tokens `tokens` positions earlier: float32."""
+    half = op.rotated // 2
+    angles = tokens * inverse_frequencies(op)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    found = keys.astype(np.float32)
+    first, second = keys[..., :half].astype(np.float32), found[..., half : 2 * half].copy()
+    found[..., :half] = first * cos + second * sin
+    found[..., half : 2 * half] = second * cos - first * sin
+    return found
+
+
+def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None:
+    """Tokens [start, stop) go, [stop, cached) move to where they were."""
+    count = stop - start
+    for index in range(cache.layout.layers):
+        keys, values = cache.layer(index)
+        for at in range(stop, cached, MOVED_TOGETHER):
+            end = min(at + MOVED_TOGETHER, cached)
+            keys[:, at - count : end - count] = turned_back(keys[:, at:end], op, count)
+            values[:, at - count : end - count] = values[:, at:end].copy()

@@ -1,0 +1,55 @@
+"""The tables of a report that a terminal of 80 columns has room for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hetero.profiler.tables import TableData
+from hetero.solver.plan import OpPlan, Plan, Total
+from hetero.solver.report import content, units
+
+BAR_CELLS: Final = 10
+
+
+def gains(plan: Plan) -> TableData:
+    """As `content.gains`, without the energy of the other device."""
+    head: tuple[str, ...] = ("step", "plan", "tokens/s", "best device alone", "gain", "energy")
+    rows = tuple(map(_gain, plan.totals))
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], tuple(row[:-1] for row in rows)
+    note = "Of whole steps: every layer, attention, norms, output head."
+    title = f"Gain over the best single device ({content.kind(plan)})"
+    return TableData(title, head, rows, note, numbers=("plan", "tokens/s", "gain", "energy"))
+
+
+def _gain(total: Total) -> tuple[str, ...]:
+    best = min(total.single_devices, key=lambda k: total.single_devices[k], default=None)
+    alone = units.duration(total.best_single_device_s)
+    return (
+        f"{total.phase} {total.m}",
+        units.duration(total.predicted_s),
+        units.rate(total.tokens_per_s),
+        f"{alone} ({best.upper()})" if best else alone,
+        units.gain(total.predicted_s, total.best_single_device_s),
+        units.energy(total.energy_j) if total.energy_j is not None else "",
+    )
+
+
+def operators(plan: Plan) -> TableData:
+    """As `content.operators`: a bar of who computes what."""
+    rows = [
+        (content.where(op), op.op, op.strategy, _bar(op), units.duration(op.predicted_s))
+        for op in plan.ops
+    ]
+    head = ("step", "matmul", "strategy", "NPU ▇ GPU ░, %", "time")
+    note = f"{content.kind(plan).capitalize()} times of one layer; --explain MATMUL says why."
+    return TableData("The cut of every matmul", head, tuple(rows), note, 2, ("time",))
+
+
+def _bar(op: OpPlan) -> str:
+    """`▇▇▇▇▇▇▇▇▇░ 88:12`."""
+    npu = content.npu_share(op)
+    cells = round(BAR_CELLS * npu)
+    if 0 < npu < 1:  # a part of each is seen
+        cells = min(max(cells, 1), BAR_CELLS - 1)
+    return f"{'▇' * cells}{'░' * (BAR_CELLS - cells)} {100 * npu:.0f}:{100 - round(100 * npu)}"

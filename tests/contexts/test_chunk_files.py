@@ -1,0 +1,121 @@
+"""Chunks that are read together: the same as one by one, and which of them is damaged."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetero.contexts.budget import ByteBudget
+from hetero.contexts.chunk_files import ChunkError, ChunkFiles, Reader
+from hetero.contexts.chunks import Chunk
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
+from tests.contexts.fake_service import LAYOUT
+
+CODEC = ChunkCodec(LAYOUT)
+KINDS = st.lists(
+    st.tuples(st.sampled_from([RAW, HALF, 8, 4, 2]), st.sampled_from([8, 4, 2])),
+    min_size=1,
+    max_size=9,
+)
+
+
+def written(
+    folder: Path, kinds: list[tuple[int, int]]
+) -> tuple[ChunkFiles, list[Chunk], list[Any]]:
+    """Chunks of these bits in one file, and what they hold; the last is unfinished."""
+    files, random = (
+        ChunkFiles(folder, CODEC, ByteBudget(1 << 30)),
+        np.random.default_rng(len(kinds)),
+    )
+    chunks, codes = [], []
+    for i, (bits, _) in enumerate(kinds):
+        tokens = CHUNK_TOKENS if i + 1 < len(kinds) or bits != RAW else 5
+        shape = LAYOUT.layers, 2, LAYOUT.kv_heads, tokens, LAYOUT.head_dim
+        codes.append(CODEC.encode(random.standard_normal(shape).astype(np.float32), bits))
+        chunks.append(Chunk("", bytes([i]), 0, (0,) * tokens, bits))
+    places = files.write(list(zip(chunks, codes, strict=True)))
+    for chunk, place in zip(chunks, places, strict=True):
+        chunk.place = place
+    return files, chunks, codes
+
+
+def every_layer(reader: Reader, into: list[Codes]) -> None:
+    for layer in range(LAYOUT.layers):
+        reader.layer(layer, into)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kinds=KINDS, seed=st.integers(0, 9))
+def test_neighbours_are_read_as_they_were_written(
+    tmp_path: Path, kinds: list[tuple[int, int]], seed: int
+) -> None:
+    """In any order, in fewer bits than there are, into memory that was poisoned."""
+    files, chunks, codes = written(tmp_path, kinds)
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(kinds)) if seed else np.arange(len(kinds))
+    order = order[: max(1, len(order) - seed % 3)]
+    lowered = [
+        codes[i].lowered(min(codes[i].bits, kinds[i][1])) if codes[i].bits <= 8 else codes[i]
+        for i in order
+    ]
+    found: list[Codes] = []
+    for each in lowered:
+        empty = CODEC.empty(each.tokens, each.bits)
+        for plane in empty.planes:
+            plane[:] = 0xA5
+        found.append(empty)
+    with closing(files.reader([chunks[i] for i in order])) as reader:
+        every_layer(reader, found)
+    for a, b in zip(found, lowered, strict=True):
+        for one, other in zip(a.planes, b.planes, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("damaged", [0, 2, 5])
+@pytest.mark.parametrize("how", ["bit", "cut", "unreadable"])
+def test_the_chunk_that_is_damaged_is_named(
+    tmp_path: Path, how: str, damaged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, chunks, codes = written(tmp_path, [(8, 8)] * 6)
+    (path,) = tmp_path.glob("*.kv")
+    data = path.read_bytes()
+    last = data.rfind(codes[damaged].planes[2][-1].tobytes())
+    if how == "bit":
+        path.write_bytes(data[:last] + bytes([data[last] ^ 1]) + data[last + 1 :])
+    elif how == "cut":
+        path.write_bytes(data[: last + 1])
+    if how == "unreadable":
+        read = ChunkFiles.read_run
+
+        def failing(self: Any, file: Any, run: Any, layer: int, buffer: Any) -> int:
+            wanted = [place.index for place, _ in run]
+            whole = getattr(file, "file", file)  # not broken twice
+            return read(self, _Broken(whole, damaged in wanted), run, layer, buffer)
+
+        monkeypatch.setattr(ChunkFiles, "read_run", failing)
+    found = [CODEC.empty(CHUNK_TOKENS, 8) for _ in chunks]
+    with closing(files.reader(chunks)) as reader:
+        with pytest.raises(ChunkError):
+            every_layer(reader, found)
+        assert reader.at == damaged
+
+
+class _Broken:
+    """A file whose bytes the disk does not give."""
+
+    def __init__(self, file: Any, broken: bool) -> None:
+        self.file, self.broken = file, broken
+
+    def seek(self, offset: int) -> None:
+        self.file.seek(offset)
+
+    def readinto(self, data: memoryview) -> Any:
+        if self.broken:
+            raise OSError(5, "Input/output error")
+        return self.file.readinto(data)
