@@ -101,7 +101,12 @@ def plan_command(
     margin: Annotated[
         float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
     ] = 0.03,
-    weights: Annotated[str, typer.Option("--weights", help="Weights and activations.")] = "w4a16",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights", help="Weights and activations.", show_default="a GGUF file's own, or w4a16"
+        ),
+    ] = None,
     compare: Annotated[
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,

@@ -41,7 +41,7 @@ def plan(
     context: int = 256,
     step_tokens: int | None = None,
     margin: float = 0.03,
-    weights: str = "w4a16",
+    weights: str | None = None,
     curves: bool = True,
 ) -> ExecutionPlan:
     """The best cut of every matmul of `model` on the device of `profile`.

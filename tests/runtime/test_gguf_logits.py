@@ -102,7 +102,7 @@ def test_a_profile_without_times_of_files_says_what_it_takes(file: Path) -> None
     from hetero import plan
 
     profile = DeviceProfile.load("snapdragon-8-gen-3")
-    made = plan(str(file), profile, weights="gguf-a16", seq_lens=(64,), curves=False)
+    made = plan(str(file), profile, seq_lens=(64,), curves=False)
     note = "gguf-a16 was not measured: predicted from w4a16 by its bytes"
     assert note in made.notes
     found = file_substitution(profile, made.weight_format)
