@@ -138,7 +138,7 @@ StrategyOption = Annotated[
 PlanOption = Annotated[
     Path | None,
     typer.Option(
-        "--plan", help="An execution plan that `hetero plan` saved.", rich_help_panel=DEVICES
+        "--plan", help="A plan of `hetero plan`.", rich_help_panel=DEVICES
     ),
 ]
 ContextOption = Annotated[

@@ -54,6 +54,12 @@ def _ending(report: Path | None) -> Path | None:
     return report
 
 
+PlannedWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", help="Weights and activations.", show_default="a GGUF file's own, or w4a16"
+    ),
+]
 ReportOption = Annotated[
     Path | None,
     typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
@@ -101,12 +107,7 @@ def plan_command(
     margin: Annotated[
         float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
     ] = 0.03,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            "--weights", help="Weights and activations.", show_default="a GGUF file's own, or w4a16"
-        ),
-    ] = None,
+    weights: PlannedWeights = None,
     compare: Annotated[
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,

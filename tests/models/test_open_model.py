@@ -149,7 +149,8 @@ def test_an_unknown_format() -> None:
     with pytest.raises(ModelError) as caught:
         open_model("random:qwen3-0.6b", weights="q4_k_m")
     assert str(caught.value) == (
-        "weights 'q4_k_m' is not a format; choose one of: w4a16, w4a8, w8a16, w8a8, f16, f32"
+        "weights 'q4_k_m' is not a format; choose one of: w4a16, w4a8, w8a16, w8a8, f16, f32, "
+        "gguf-a16, gguf-a8"
     )
 
 
