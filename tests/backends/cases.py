@@ -27,7 +27,7 @@ from hetero.backends.protocol import (
     port_shape,
 )
 from hetero.backends.reference.compute import program
-from hetero.backends.weights import pack
+from hetero.backends.weights import PART_STORAGES, pack, stacked
 from tests.helpers import assert_close
 
 CACHES = ("k_cache", "v_cache")
@@ -147,6 +147,9 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:
                 n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
                 values = rng.standard_normal((n, k), dtype=np.float32)
                 weights[name] = pack(values, op.weight_format.storage)
+                if isinstance(op, ops.Embed) and op.weight_format.of_file:
+                    kind = PART_STORAGES[(n + k) % len(PART_STORAGES)]
+                    weights[name] = stacked([pack(values, kind)])
             case ops.Outliers():
                 weights[name] = outlier_weight(op, name, rng)
             case ops.MatMul() if name == "x_scale":
