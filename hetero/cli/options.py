@@ -137,9 +137,7 @@ StrategyOption = Annotated[
 ]
 PlanOption = Annotated[
     Path | None,
-    typer.Option(
-        "--plan", help="A plan of `hetero plan`.", rich_help_panel=DEVICES
-    ),
+    typer.Option("--plan", help="A plan of `hetero plan`.", rich_help_panel=DEVICES),
 ]
 ContextOption = Annotated[
     int | None,
