@@ -64,10 +64,10 @@ def folder() -> Path:
 def path_of(file: GgufFile, weight_format: WeightFormat) -> Path:
     """The store of a file in the storage of a format."""
     digest = hashlib.sha256(f"{VERSION}|{file.nbytes}|{weight_format.storage}|".encode())
-    digest.update(file.bytes[: file.header_bytes])
+    digest.update(file.bytes[: file.header_bytes].data)
     step = max(file.nbytes // SAMPLES, 1)
     for start in range(0, file.nbytes, step):
-        digest.update(file.bytes[start : start + 4096])
+        digest.update(file.bytes[start : start + 4096].data)
     return folder() / f"{digest.hexdigest()[:40]}.safetensors"
 
 
@@ -174,7 +174,7 @@ class StoreWriter:
             raise _AbandonedError
 
     def _write(self, array: Any, at: int) -> None:
-        left = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         while left:
             done = os.pwrite(self._out.fileno(), left[: 1 << 28], at)
             left, at = left[done:], at + done
@@ -227,7 +227,7 @@ def _plan(shapes: Shapes) -> list[PlannedTensor]:
 
 
 def _piece_digest(file: GgufFile, start: int) -> bytes:
-    return hashlib.sha256(file.bytes[start : start + PIECE_BYTES]).digest()
+    return hashlib.sha256(file.bytes[start : start + PIECE_BYTES].data).digest()
 
 
 def joined(weight_format: WeightFormat, parts: Sequence[PackedWeight]) -> PackedWeight:
