@@ -2,6 +2,7 @@
 
 python bench/mllm_npu.py order      # its section 3.4: chunks of a prompt out of order
 python bench/mllm_npu.py ablation --profile MINE    # figure 17: each technique on top of the last
+python bench/mllm_npu.py simulated      # the same on the simulated chip, and table 4's prompts
 
 A command makes `Variant`s of one prompt's prefill, `compare` runs them in turns and prints them
 beside what the paper says of that step (`data/mllm_npu.toml`).
@@ -37,14 +38,22 @@ from hetero.backends.ops import Outliers
 from hetero.models import LoadedModel, open_model
 from hetero.models.random_models import PREFIX, RandomWeights, known_config, limited
 from hetero.models.weights import BlockWeights, Shadow
+from hetero.placement.in_flight import capabilities_of
+from hetero.placement.planning import planned
 from hetero.profiler.cost import CostModel
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
+from hetero.runtime.forms import WINDOW, Forms
+from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.schedule import Order, windows
+from hetero.solver.calls import split
+from hetero.solver.placement import Placement
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
 app = new_app(__doc__)
+CHIP = "snapdragon-8-gen-3"
 OTHER_LENGTHS = 5  # that are planned anew
 CLAIMS = tomllib.loads((DATA / "mllm_npu.toml").read_text(encoding="utf-8"))
 HEAD = (
@@ -202,6 +211,57 @@ def ablation(
     )
     found = {name: Variant(one, prompt) for name, one in variants.items()}
     compare(found, p, rounds, CLAIMS["ablation"])
+
+
+@app.command("simulated")
+def simulated(
+    profile: Annotated[str, typer.Option(help="a shipped profile of a chip")] = CHIP,
+    model: str = "random:qwen1.5-1.8b",
+    p: Prompt = 512,
+    chunk: Annotated[int, typer.Option(help="tokens of a chunk")] = 256,
+) -> None:
+    """Figure 17's steps and table 4's prompts by makespans of a simulated chip's profile: matmuls
+    on the NPU, all else on the GPU, as `ablation` has them; then this project's own plan.
+    """
+    taken = DeviceProfile.load(profile)
+    grouped = open_model(model, weights="w4a16").spec()
+    shadowed = replace(open_model(model, weights="w8a8"), weights=Shadowed(model, 0.15, 0.003))
+    static = shadowed.spec()
+    steps: dict[str, tuple[ModelGraph, int, Order]] = {
+        "naive": (grouped, p, "fifo"),
+        "+ chunks": (grouped, chunk, "fifo"),
+        "+ outliers": (static, chunk, "fifo"),
+        "+ order": (static, chunk, "best"),
+    }
+    found = {name: _makespan(*how, taken, p) for name, how in steps.items()}
+    print(f"simulated; {model}, {p} tokens, {profile}\n")
+    pairs = zip(found.items(), [found["naive"], *found.values()], strict=False)
+    rows = [[name, f"{s:.3f}", f"{p / s:.0f}", f"{s / last:.2f}"] for (name, s), last in pairs]
+    table("prefill|s|tokens/s|time × the step before", rows)
+    cells = []
+    for tokens, _ in CLAIMS["table4"]:
+        request = PlanRequest(seq_lens=(tokens,), explain=False)
+        plan = planned(open_model(model, weights="w8a8").spec(), taken, request)
+        total = plan.totals[0]
+        seconds = min([total.predicted_s, *total.forms.values()])
+        layer = _makespan(static, chunk, "best", taken, tokens)
+        cells.append([str(tokens), f"{layer:.2f}", f"{seconds:.2f}", f"{tokens / seconds:.0f}"])
+    print()
+    table("prompt|s, as mllm-NPU|s, this project's plan|tokens/s", cells)
+    finish(*CLAIMS["ablation"], *(text for _, text in CLAIMS["table4"]), *CLAIMS["contradictions"])
+
+
+def _makespan(
+    spec: ModelGraph, size: int, order: Order, profile: DeviceProfile, tokens: int
+) -> float:
+    """Seconds of a prompt in calls of `size` tokens, all matmuls on the NPU."""
+    request = PlanRequest(graph_sizes=(size,), explain=False)
+    plan = strategy_plan(spec, profile, "chunked", [tokens], request)
+    able = {kind: capabilities_of(kind, profile) for kind in profile.devices}
+    placement = Placement(plan, spec, able)
+    costs, window = LaunchCosts(CostModel(profile), placement), 1 if order == "fifo" else WINDOW
+    calls = split(tokens, (), size)
+    return Forms(placement, costs, order, able, window=window).seconds("cut", calls)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from hetero.solver.calls import split
 from hetero.solver.candidates import explain
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.in_flight import in_flight_of
 from hetero.solver.memory import held_by_op, weight_memory
 from hetero.solver.options import Option
 from hetero.solver.place import tiles_of
@@ -48,8 +49,9 @@ def make_plan(
     )
     notes += _share_notes(request, solutions)
     found = assemble(planner, solutions, request, notes)
-    drawn = _drawn(planner.whole, request)
-    return found.model_copy(update={"solve_s": clock() - start_s} | drawn)
+    flights = in_flight_of(planner, solutions, request)
+    more = {"in_flight": flights} | _drawn(planner.whole, request)
+    return found.model_copy(update={"solve_s": clock() - start_s} | more)
 
 
 def assemble(

@@ -26,6 +26,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.plan import (
     PHASES,
+    Form,
     OpPlan,
     Phase,
     Tile,
@@ -36,7 +37,7 @@ from hetero.solver.plan import (
 
 Span: TypeAlias = tuple[int, int]
 Able: TypeAlias = Mapping[DeviceKind, Capabilities]
-_Call: TypeAlias = tuple[OpName, Phase, int]
+_Call: TypeAlias = tuple[OpName, Phase, int, Form]
 KEPT: Final = 64  # matmuls of calls that are remembered, since layers are alike
 
 
@@ -135,6 +136,9 @@ class Placement:
         self._capabilities = dict(capabilities)
         self._source = source
         self._entries = _by_name(plan.ops)
+        self._flights: dict[Form, dict[tuple[Phase, str], dict[int | None, OpPlan]]] = {
+            flight.form: _by_name(flight.ops) for flight in plan.in_flight
+        }
         self._prepared = self  # whose kernels there are
         self._edges: dict[tuple[OpName, DeviceKind, StorageFormat], frozenset[int]] = {}
         self._tiled: dict[_Call, tuple[Part, ...]] = {}
@@ -180,23 +184,26 @@ class Placement:
         """Device of everything that is not a matmul."""
         return self.plan.rest.prefill if phase == "prefill" else self.plan.rest.decode
 
-    def at(self, phase: Phase, m: int, logit_rows: int = 1) -> Iterator[Assignment]:
+    def at(
+        self, phase: Phase, m: int, logit_rows: int = 1, *, form: Form = "cut"
+    ) -> Iterator[Assignment]:
         """What computes a call of m tokens, in the model's order; the output head sees the last
         `logit_rows` tokens, and is left out where that is none. Rows of several contexts decode so,
         too; but what knows a position runs for each of them, on the same device (`row_graph`).
+        `form`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
             if node.name in inside or (node.name == "lm_head" and not logit_rows):
                 continue
-            group = self.groups.get(node.name)
+            group = self.groups.get(node.name) if form == "cut" else None
             graph = None if group is None else self.fused(group, phase, m)
             if group is not None and graph is not None:
                 inside.update(member.name for member in group.nodes)
                 yield Assignment(node, "npu", graph, group=group)
             elif node.plan_op is not None:
                 tokens = logit_rows if node.name == "lm_head" else m
-                yield Assignment(node, parts=self.parts(node, phase, tokens))
+                yield Assignment(node, parts=self.parts(node, phase, tokens, form))
             else:
                 yield Assignment(node, *self._other(node, phase, m))
 
@@ -230,27 +237,27 @@ class Placement:
             for group in self.groups.values()
         )
 
-    def parts(self, node: Node, phase: Phase, m: int) -> tuple[Part, ...]:
+    def parts(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
         """Launches of a matmul node at m tokens, in the plan's order. They cover its output, with
         the same rows wherever they share one. On a device with static shapes the rows of each are
         one of its `segments`, unless it is prepared while a prompt waits.
         """
         assert node.plan_op is not None
-        key = (node.plan_op, phase, m)
+        key = (node.plan_op, phase, m, form)
         if key not in self._parts:
-            found = self._split(node, self._tiles(node, phase, m))
+            found = self._split(node, self._tiles(node, phase, m, form))
             _check_spill(node, found, m)
             _keep(self._parts, key, found)
         return self._parts[key]
 
-    def _tiles(self, node: Node, phase: Phase, m: int) -> tuple[Part, ...]:
+    def _tiles(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
         """A part for each tile of the plan."""
         assert node.plan_op is not None
-        key = (node.plan_op, phase, m)
+        key = (node.plan_op, phase, m, form)
         if key not in self._tiled:
             found = [
                 self._part(node, tile, shift)
-                for entry, shift in self._at(node, phase, m)
+                for entry, shift in self._at(node, phase, m, form)
                 for tile in entry.tiles
             ]
             _keep(self._tiled, key, tuple(found))
@@ -381,6 +388,10 @@ class Placement:
                 for entry in self._entries.get((phase, name), {}).values():
                     for tile in entry.tiles:
                         yield entry, tile, shift
+        for flight in self._flights.values():
+            for entry in flight.get(("prefill", node.plan_op or ""), {}).values():
+                for tile in entry.tiles:
+                    yield entry, tile, 0
 
     def _names(self, node: Node) -> Sequence[tuple[OpName, int]]:
         """The plan's names for a node's rows, with the first row of each."""
@@ -397,9 +408,11 @@ class Placement:
 
     # --- a call -----------------------------------------------------------------------------
 
-    def _at(self, node: Node, phase: Phase, m: int) -> list[tuple[OpPlan, int]]:
+    def _at(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> list[tuple[OpPlan, int]]:
         """Entries of a matmul in a call of m tokens, with the first row of each."""
         assert node.plan_op is not None
+        if (flight := self._flights.get(form, {}).get((phase, node.plan_op))) is not None:
+            return [(flight[None].clipped(m), 0)]
         apart = self._is_apart(node, phase, m)
         if not apart and (found := self._entry(node.plan_op, phase, m)) is not None:
             return [(found, 0)]

@@ -32,6 +32,7 @@ NamedStrategy: TypeAlias = Literal[
     "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
 ]  # fmt: skip
 FusedGroup: TypeAlias = Literal["feed_forward", "block"]
+Form: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
 REPORT_KEY = "report"  # of a report's tables in JSON, beside the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
@@ -134,6 +135,23 @@ class OpPlan(_Record):
         return any(tile.tokens != (0, None) for tile in self.tiles)
 
 
+class InFlight(_Record):
+    """What computes a prompt's matmuls in calls that are in flight together, for any token count:
+    `whole` has none cut ("Fast On-device LLM Inference with NPUs", section 3.4), `both` some, so
+    that both devices have as much to do in all, whatever each matmul takes. The form `cut` is that
+    of the plan's own entries.
+    """
+
+    form: Literal["whole", "both"]
+    ops: Annotated[tuple[OpPlan, ...], Field(min_length=1, max_length=64)]
+
+    @model_validator(mode="after")
+    def _holds_for_any_count(self) -> Self:
+        if any(x.m is not None or x.phase != "prefill" for x in self.ops):
+            raise ValueError("entries of calls in flight are for prompts of any token count")
+        return self
+
+
 class Total(_Record):
     """Predicted time of a prompt, or of a decode step: every layer, attention, norms and the output
     head.
@@ -141,7 +159,8 @@ class Total(_Record):
     `steps` are the token counts of the calls that a prompt of m tokens runs in, each behind the
     tokens of those before it. `single_devices` are the times of the plans with all matmuls on one
     device, by its kind; `rest_s` those of the other operators in the first call, each time: `head`
-    before the layers, then by what they do (`steps.seconds_by_kind`).
+    before the layers, then by what they do (`steps.seconds_by_kind`). `forms` are predicted seconds
+    of the prompt's forms, with calls in flight together, of which the runtime takes `form`.
     """
 
     phase: Phase
@@ -155,6 +174,8 @@ class Total(_Record):
     energy_j: Quantity | None = None
     best_single_device_j: Quantity | None = None
     rest_s: dict[str, Quantity] = {}
+    form: Form = "cut"
+    forms: dict[Form, Positive] = {}
 
     @model_validator(mode="after")
     def _steps_are_the_prompt(self) -> Self:
@@ -234,6 +255,7 @@ class Plan(_Record):
     counts that calls should have because others are padded to them (None: those of the entries).
     `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
     an NPU that can: gate, up, activation and product (`feed_forward`), or a whole block.
+    `in_flight` are other forms of a prompt's calls, for lengths at which they are faster.
     `errors` are mean relative errors of the profile's predictions of matmuls that it left out, of
     the device whose are larger.
     """
@@ -266,11 +288,14 @@ class Plan(_Record):
     curves: tuple[Curve, ...] = ()
     front: tuple[FrontPoint, ...] = ()
     fused: tuple[FusedGroup, ...] = ()
+    in_flight: tuple[InFlight, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len({tuple(point.m for point in curve.points) for curve in self.curves}) > 1:
             raise ValueError("the curves have points at other lengths than each other")
+        if len({x.form for x in self.in_flight}) < len(self.in_flight):
+            raise ValueError("each form of calls in flight is there once")
         return self
 
     @property
@@ -279,7 +304,7 @@ class Plan(_Record):
         them, and other tiles another.
         """
         what = {"phase", "m", "op", "n", "k", "tiles"}
-        ops = sorted(op.model_dump_json(include=what) for op in self.ops)
+        ops = sorted(op.model_dump_json(include=what) for op in self.all_ops)
         rest = self.model_dump_json(include={"model", "rest", "graph_sizes", "fused"})
         return hashlib.sha256("\n".join([rest, *ops]).encode()).hexdigest()[:12]
 
@@ -343,9 +368,14 @@ class Plan(_Record):
         kinds = {tile.device for tile in tiles} & set(graphs)
         return tuple(sorted(set.intersection(*(set(graphs[k]) for k in kinds)))) if kinds else ()
 
+    @property
+    def all_ops(self) -> tuple[OpPlan, ...]:
+        """Entries of all forms."""
+        return (*self.ops, *(op for flight in self.in_flight for op in flight.ops))
+
     def devices(self) -> frozenset[DeviceKind]:
         """Device kinds that the plan uses."""
-        tiles = {tile.device for op in self.ops for tile in op.tiles}
+        tiles = {tile.device for op in self.all_ops for tile in op.tiles}
         return frozenset(tiles | {self.rest.prefill, self.rest.decode})
 
     def check_fits(self, spec: ModelGraph) -> None:
@@ -356,7 +386,7 @@ class Plan(_Record):
         """
         shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}
         stored = {x.storage for x in (spec.weight_format, *spec.also)}
-        for op in self.ops:
+        for op in self.all_ops:
             if shapes.get(op.op, (op.n, op.k)) != (op.n, op.k):
                 n, k = shapes[op.op]
                 raise PlanError(

@@ -22,6 +22,7 @@ from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.in_flight import in_flight_of
 from hetero.solver.joint import JointSpace
 from hetero.solver.memory import Held, held_by_op
 from hetero.solver.options import Option
@@ -160,7 +161,9 @@ class PreparedSolver:
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(planner.step_tokens, planner.longest_with(self._rest["prefill"]))
         found = assemble(self._planner, solutions, request, said, decoder=self._decoder)
-        self.plan = found.model_copy(update={"step_tokens": longest, "step_sizes": ()})
+        fixed = {"step_tokens": longest, "step_sizes": ()}
+        flights = in_flight_of(self._planner, solutions, request)
+        self.plan = found.model_copy(update={**fixed, "in_flight": flights})
         self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
 
     @property

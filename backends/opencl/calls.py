@@ -13,7 +13,6 @@ copied in before the launches, outputs out after them.
 
 from __future__ import annotations
 
-import linecache
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import pyopencl as cl
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.memory import Panels, Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
+from hetero.backends.opencl.invokers import share_invokers
 from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Op, describe
@@ -38,6 +38,8 @@ from hetero.backends.protocol import (
     Operand,
     check_tensors,
 )
+
+share_invokers()
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ Argument: TypeAlias = Tensor | InPanels | cl.Buffer | int | float
 Size: TypeAlias = tuple[int, ...]
 
 INPUT_PORTS = frozenset(
-    {"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache", "codes", "table"}
+    {"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache", "codes", "table", "mass"}
 )
-OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache"})
+OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "mass"})
 SPIN_S = 200e-6
 LONGEST_NAP_S = 200e-6  # bounds how late the end of a long launch is noticed
 
@@ -147,7 +149,6 @@ class OpenCLCall(BoundCall):
         self.device = device
         self._keep: list[object] = [*keep, *tensors.values()]
         self._bound = [self._bind(launch) for launch in launches]
-        _forget_invokers()
         in_place = device.capabilities.unified_memory and device.coherent
         self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
         self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)
@@ -336,11 +337,3 @@ def _regions(
             host = used.buffer.bytes[start : start + used.nbytes]
             regions.append(_Region(device.map(used.buffer), start, host))
     return regions
-
-
-def _forget_invokers() -> None:
-    """Drop what pyopencl keeps of every kernel object: the source of a Python function that sets
-    its arguments and enqueues it, for tracebacks, under a name of its own and for ever.
-    """
-    for name in [x for x in linecache.cache if x.startswith("<generated: 'pyopencl invoker")]:
-        del linecache.cache[name]

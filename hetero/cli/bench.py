@@ -25,7 +25,6 @@ from hetero.cli.options import (
 from hetero.cli.tables import show_or_print
 from hetero.measuring.benchmark import BenchOptions, run_benchmark
 from hetero.measuring.sync_bench import MOST_ROUNDS, run_sync_bench
-from hetero.models import default_weights
 from hetero.placement.device_set import DeviceMode
 from hetero.solver.plan import NamedStrategy
 from hetero.solver.request import MOST_TOKENS
@@ -81,7 +80,7 @@ def bench_command(
         devices=tuple(dict.fromkeys(modes)),
         gpu=gpu,
         npu=npu,
-        weights=default_weights(model) if weights in (None, WeightsChoice.AUTO) else weights.value,
+        weights=None if weights in (None, WeightsChoice.AUTO) else weights.value,
         strategies=tuple(parse_strategy(name) for name in dict.fromkeys(strategy or ())),
         syncs=tuple(dict.fromkeys(s.value for s in sync or [SyncChoice.FAST])),
         profile=profile,

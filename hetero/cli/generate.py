@@ -272,6 +272,7 @@ def _result_json(llm: LLM, result: GenerationResult, options: GenerateOptions) -
         "notes": list(llm.choice.notes),
         "gpu_share": stats.gpu_share,
         "npu_idle_share": stats.npu_idle_share,
+        "prompt_form": stats.prompt_form,
         "adaptations": list(stats.adaptations),
         "shifted_tokens": stats.shifted_tokens,
         "gpu": llm.devices.name("gpu"),
@@ -305,10 +306,10 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
         else:
             table.add_row(kind, shown(share))
     _work_rows(table, stats)
-    for reason in stats.adaptations:
-        table.add_row("adapted", shown(reason))
-    if stats.choice:
-        table.add_row("chosen", shown(stats.choice))
+    said = [("adapted", reason) for reason in stats.adaptations]
+    for what, text in [("prompt's calls", stats.prompt_form), *said, ("chosen", stats.choice)]:
+        if text:
+            table.add_row(what, shown(text))
     for note in llm.choice.notes:
         if note != stats.choice:
             table.add_row("note", shown(note))

@@ -12,18 +12,18 @@ from rich.console import Console
 from hetero.cli.options import shown, stderr
 from hetero.cli.tables import show
 from hetero.errors import UserError
-from hetero.models import model_spec
 from hetero.placement.planning import (
     find_profile,
     load_either,
     parse_lengths,
     parse_size,
     parse_tokens,
+    planned,
+    spec_of,
 )
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.tables import TableData
-from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan, report_ending
 from hetero.solver.report import brief, conclusion, content, units
 from hetero.solver.request import GraphSizes, PlanRequest
@@ -54,6 +54,14 @@ def _ending(report: Path | None) -> Path | None:
     return report
 
 
+PlannedWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        help="Weights and activations.",
+        show_default="what the file or directory holds, else w4a16",
+    ),
+]
 ReportOption = Annotated[
     Path | None,
     typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
@@ -101,7 +109,7 @@ def plan_command(
     margin: Annotated[
         float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
     ] = 0.03,
-    weights: Annotated[str, typer.Option("--weights", help="Weights and activations.")] = "w4a16",
+    weights: PlannedWeights = None,
     compare: Annotated[
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,
@@ -129,9 +137,9 @@ def plan_command(
         margin=margin,
         curves=report is not None,
     )
-    spec, measured = model_spec(model, weights), find_profile(profile)
+    spec, measured = spec_of(model, weights), find_profile(profile)
     with stderr.status("solving"):
-        found = make_plan(spec, measured, request)
+        found = planned(spec, measured, request)
     others = [] if compare is None else [_other(compare, spec, request)]
     if out is not None:
         found.save(out)
@@ -161,7 +169,7 @@ def _show(
 def _other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
     found = load_either(name)
     if isinstance(found, DeviceProfile):
-        return make_plan(spec, found, request)
+        return planned(spec, found, request)
     return found
 
 
@@ -179,8 +187,8 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
     )
     for sentence in conclusion.sentences(plan):
         console.print(shown(sentence))
-    tables = [brief.gains(plan), brief.operators(plan), content.what_if(plan, others)]
-    for table in (*tables, content.memory(plan)):
+    tables = [brief.gains(plan), content.forms(plan), brief.operators(plan)]
+    for table in (*tables, content.what_if(plan, others), content.memory(plan)):
         if table is not None:
             show(table, console)
     for note in plan.notes:

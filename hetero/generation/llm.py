@@ -168,6 +168,8 @@ class LLM:
         devices = self.devices.devices
         self._check_caches(spec)
         self.plan = plan_on(self.choice, spec, devices)
+        if options["order"] == "fifo":
+            self.plan = self.plan.model_copy(update={"in_flight": ()})
         engine = Engine(
             self._loaded.weights,
             self.plan,

@@ -45,7 +45,8 @@ class Stats:
     `speculation` says how many guessed tokens were right, where tokens were guessed.
     `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it;
     `npu_idle_share` the part of the prompt's time in which the NPU had nothing to do, where both
-    devices work.
+    devices work; `prompt_form` how its matmuls are cut and its calls ordered, and what was
+    predicted of the other ways, where it has several.
     `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
     `shifted_tokens` are those that a full context forgot, with `context_shift`.
@@ -61,6 +62,7 @@ class Stats:
     speculation: Acceptance | None = None
     gpu_share: float | None = None
     npu_idle_share: float | None = None
+    prompt_form: str = ""
     adaptations: tuple[str, ...] = ()
     choice: str = ""
     shifted_tokens: int = 0
@@ -469,6 +471,7 @@ class Generation(Iterator[Piece]):
             adaptations=tuple(self._engine.adaptations),
             gpu_share=work.gpu_busy_s / work.wall_s if shared else None,
             npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
+            prompt_form=work.form,
             choice=self._choice,
             shifted_tokens=self._shifted,
         )

@@ -127,7 +127,7 @@ class BenchOptions:
     profile: str | None = None
     gpu: str = "auto"
     npu: str = "auto"
-    weights: str = "w4a16"
+    weights: str | None = None
     kv: str = "f32"
 
 
@@ -189,7 +189,7 @@ def run_benchmark(
         load_warm_s=load_warm_s,
         peak_rss_bytes=peak_rss_bytes(),
         environment=environment(models[first])
-        | {"weights": options.weights, "numbers": _numbers(models.values())},
+        | {"weights": _weights(models.values()), "numbers": _numbers(models.values())},
         choices={str(who): llm.choice.reason for who, llm in models.items()},
     )
 
@@ -198,6 +198,14 @@ def _numbers(models: Iterable[LLM]) -> str:
     """`emulated` if any device's times are those of an emulator."""
     kinds = {model.devices.numbers for model in models}
     return "emulated" if "emulated" in kinds else "measured"
+
+
+def _weights(models: Iterable[LLM]) -> str:
+    """The formats that a model is stored in: `generate` computes prompts and answers in those that
+    its plan says.
+    """
+    stored = next(iter(models)).model.weights
+    return ",".join((stored.weight_format, *stored.also))
 
 
 def peak_rss_bytes() -> int:

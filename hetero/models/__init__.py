@@ -146,11 +146,15 @@ def open_model(
     return _open_checkpoint(path, weight_format)
 
 
-def model_spec(model: str | Path, weights: str = "w4a16") -> ModelGraph:
-    """Shapes of a MODEL, or of a known model by NAME alone; no weight is read.
+def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
+    """Shapes of a MODEL, or of a known model by NAME alone; no weight is read. By default in w4a16,
+    a GGUF file's in its own format.
 
     Raises `ModelError`.
     """
+    if weights is None:
+        own = str(model).lower().endswith(".gguf")
+        weights = default_weights(model) if own else WeightFormat.W4A16.value
     weight_format = _weight_format(weights)
     name = str(model).removeprefix(random_models.PREFIX)
     if name.lower() in random_models.KNOWN_MODELS and not Path(model).is_dir():

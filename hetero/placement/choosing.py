@@ -13,6 +13,7 @@ from hetero.errors import UserError
 from hetero.measuring.first_start import forget_if_other, scaled_here
 from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
 from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name
+from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
@@ -28,6 +29,7 @@ from hetero.solver.report.units import duration
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
+LONG: Final = 1024  # tokens of a prompt by which forms of calls in flight are judged
 SHORT_PROMPTS: Final = (2, 5, 12, 24)  # that both devices must share as well, for `hetero`
 
 
@@ -160,7 +162,8 @@ def _choose_by(
         return Choice(_mode_of(plan), plan, notes=notes, reason=reason)
     promised = wishes.mode == "hetero" and wishes.max_gpu_share >= 1
     solver = prepare_solver(spec, profile, replace(request, shared=promised))
-    plan = solver.plan
+    asked = tuple(wishes.seq_lens) or tuple(wishes.expected) or (min(LONG, wishes.context or LONG),)
+    solver.plan = plan = with_forms(solver.plan, spec, CostModel(profile), solver, lengths=asked)
     prompts, answers = solver.formats
     formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
     reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name})"

@@ -6,20 +6,26 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError
 from hetero.measuring.first_start import scaled_here
-from hetero.models import model_spec
+from hetero.models import AUTO, LONGEST_NAME, model_spec, open_model
+from hetero.models.manifest import is_quantised
+from hetero.placement.in_flight import with_forms
 from hetero.profiler import files
+from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernels import Precision
+from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import GraphSizes, PlanRequest
 from hetero.terminal.notices import NO_PROFILE, tell
 
@@ -41,7 +47,7 @@ def plan(
     context: int = 256,
     step_tokens: int | None = None,
     margin: float = 0.03,
-    weights: str = "w4a16",
+    weights: str | None = None,
     curves: bool = True,
 ) -> ExecutionPlan:
     """The best cut of every matmul of `model` on the device of `profile`.
@@ -51,7 +57,7 @@ def plan(
     comes. `curves` adds what a report draws (a second or so); the rest is as in `hetero plan
     --help`. Raises `UserError`, `PlanError` or `ProfileError`.
     """
-    spec = model if isinstance(model, ModelGraph) else model_spec(model, weights)
+    spec = model if isinstance(model, ModelGraph) else spec_of(model, weights)
     request = PlanRequest(
         seq_lens=tuple(seq_lens),
         length_weights=tuple(seq_lens.values()) if isinstance(seq_lens, Mapping) else (),
@@ -67,7 +73,34 @@ def plan(
         margin=margin,
         curves=curves,
     )
-    return make_plan(spec, find_profile(profile), request)
+    return planned(spec, find_profile(profile), request)
+
+
+def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
+    """What a plan is made for: a MODEL or the name of a known one in a format, by default w4a16, of
+    a quantised directory all that it holds. Raises `ModelError`.
+    """
+    if weights in (None, AUTO):
+        path = Path(model).expanduser()
+        if len(path.name) <= LONGEST_NAME and is_quantised(path):
+            return open_model(model).spec()
+    return model_spec(model, WeightFormat.W4A16 if weights in (None, AUTO) else str(weights))
+
+
+def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:
+    """The plan of a request and the forms of its prompts; of a model that is stored in several
+    formats in those that it would be run in, which a note names. Raises `PlanError` or
+    `ProfileError`.
+    """
+    cost = CostModel(profile)
+    if not spec.also:
+        return with_forms(make_plan(spec, profile, request), spec, cost)
+    start_s = time.perf_counter()
+    solver = prepare_solver(spec, profile, request)
+    found = with_forms(solver.plan, spec, cost, solver)
+    prompts, answers = solver.formats
+    notes = (f"prompts are computed in {prompts}, answers in {answers}", *found.notes)
+    return found.model_copy(update={"notes": notes, "solve_s": time.perf_counter() - start_s})
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:

@@ -87,7 +87,7 @@ def bind_program(
             for action in program
         ),
         tuple(
-            launch._replace(call=calls.get(index, launch.call))
+            launch._replace(call=calls[index]) if index in calls else launch
             for index, launch in enumerate(launches)
         ),
     )

@@ -32,7 +32,8 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
 from hetero.runtime.executor import Executor
-from hetero.runtime.finite import all_finite, first_not_finite
+from hetero.runtime.finite import all_finite, first_not_finite, norms_finite
+from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, rounded
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.launch_costs import LaunchCosts
@@ -50,11 +51,10 @@ from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Phase
+from hetero.solver.plan import Form, Phase
 
 STEPS_KEPT = 40
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
-WINDOW = 4  # chunks of a prompt that are in flight together, at most
 # Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
@@ -70,6 +70,7 @@ class _Key(NamedTuple):
     position: int = 0
     taps: bool = False
     rows: bool = False
+    form: Form = "cut"
 
 
 def _bound(step: Step, context: Context) -> Step:
@@ -79,11 +80,6 @@ def _bound(step: Step, context: Context) -> Step:
         return bound
     with memory_for(f"the {step.phase} step of {step.tokens} tokens"):
         return step.on(cache)
-
-
-def _rounded(position: int) -> int:
-    """The power of two below: orders hardly depend on it, and each is another step."""
-    return 1 << (position.bit_length() - 1) if position else 0
 
 
 class ContextFullError(UserError):
@@ -209,7 +205,9 @@ class Engine:
         longest, written = self.placement.longest, self.placement.written
         layout = cache_layout(self.config, self.max_seq_len + written, self.kv)
         gathered = gathered_slots(self.placement, self.devices)
-        for window in range(self._longest_window(), 0, -1):
+        apart = len(self.devices) < 2 or self.gpu_share is not None or self._sync in WHOLE_QUEUES
+        most = 1 if apart else most_in_flight(self.placement, self.max_seq_len, self.order)
+        for window in range(most, 0, -1):
             slots = slot_shapes(
                 self.config,
                 tokens=longest + written,  # a second graph may begin where the first ends
@@ -228,13 +226,6 @@ class Engine:
             else:
                 break
         return window, slots, layout, needs
-
-    def _longest_window(self) -> int:
-        """Calls of a prompt that may be in flight together."""
-        apart = self.order == "fifo" or len(self.devices) < 2 or self.gpu_share is not None
-        if apart or self.placement.online or self._sync in ("copy", "finish"):
-            return 1
-        return min(WINDOW, -(-self.max_seq_len // self.placement.longest))
 
     def _place(self, plan: ExecutionPlan, source: Solver | None) -> Placement:
         """The plan on the devices that are open."""
@@ -280,6 +271,8 @@ class Engine:
             self.placement, self.kernels, self.pool, self.devices, self.synchroniser
         )
         self._launch_costs = None if self._cost is None else LaunchCosts(self._cost, self.placement)
+        able = {kind: device.capabilities for kind, device in self.devices.items()}
+        self.forms = Forms(self.placement, self._launch_costs, self.order, able, window=self.window)
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
@@ -400,10 +393,11 @@ class Engine:
         logit_rows: int = 1,
         *,
         taps: bool = False,
+        form: Form = "cut",
     ) -> Step:
         """As `step`, for chunks of a prompt (tokens of each) that are in flight together."""
-        position = _rounded(context.cached)
-        key = _Key("prefill", tuple(chunks), logit_rows, gates=False, position=position, taps=taps)
+        at = rounded(context.cached)
+        key = _Key("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
         return _bound(self._kept(key), context)
 
     def _lowered(
@@ -451,10 +445,11 @@ class Engine:
         return self._lowering.lower_chunks(
             key.chunks,
             key.logit_rows,
-            cost=self._launch_costs.at(key.position, key.chunks),
+            cost=self._launch_costs.at(key.position, key.chunks, key.form),
             submit_s=self._launch_costs.submit_s(self.devices),
             orders=self._orders,
             taps=key.taps,
+            form=key.form,
         )
 
     @property
@@ -528,15 +523,18 @@ class Engine:
         """
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
+        form: Form = "cut"
         start = 0
         while start < len(tokens):
             if self.plan is not plan:
-                plan, steps = self.plan, windows(self.plan.steps(len(tokens) - start), self.window)
+                plan, found = self.plan, self.forms.of(len(tokens) - start, context.cached)
+                form, steps = found.form, windows(found.calls, self.window)
+                context.work.form = str(found) if found.seconds else ""
             self._check_open()  # since the last call another thread may have closed it
             chunks = steps.pop(0)
             part = tokens[start : start + sum(chunks)]
             start += len(part)
-            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks)
+            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks, form)
             if start < len(tokens):
                 self._check_stream(context, step)
             yield step, start == len(tokens)
@@ -548,11 +546,12 @@ class Engine:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int] = (),
+        form: Form = "cut",
     ) -> Step:
         """A step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
         try:
-            step = self._attempt(context, phase, tokens, logit_rows, chunks)
+            step = self._attempt(context, phase, tokens, logit_rows, chunks, form)
         except DeviceError as error:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.
@@ -578,6 +577,7 @@ class Engine:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int],
+        form: Form = "cut",
     ) -> Step:
         rows: list[int] = []
         if context.mass is not None:
@@ -585,7 +585,7 @@ class Engine:
             rows = [first + row for row in rows_of(phase, first, len(tokens))]
         taps = bool(rows)
         if len(chunks) > 1:
-            step = self.window_step(context, chunks, logit_rows, taps=taps)
+            step = self.window_step(context, chunks, logit_rows, taps=taps, form=form)
         else:
             # Behind a closed gate the GPU would not decode the layers that the host waits for.
             gates = self.synchroniser.gates_now() and context.gate is None
@@ -729,7 +729,7 @@ class Engine:
         name, last = self.nodes[-1].slots["x"], len(step.chunks) - 1
         for chunk, count in enumerate(step.chunks):
             rows = self.pool[slot_of(name, chunk)].array[:count]
-            if self._static:
+            if self._static and not norms_finite(rows):
                 self._finite(context, step, rows)
             elif chunk == last:
                 self._finite(context, step, rows[-1])

@@ -21,6 +21,15 @@ def all_finite(values: npt.NDArray[np.float32]) -> bool:
     return math.isfinite(total) or bool(np.isfinite(values).all())
 
 
+def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
+    """As `all_finite`, of a norm's output [m, d], by two columns of it: what is not finite in a
+    row makes its mean square so, and then every value of the row is zero or not a number.
+    """
+    first = rows[:, :2]
+    doubtful = ~np.isfinite(first).all(axis=1) | (first == 0).all(axis=1)
+    return not doubtful.any() or all_finite(rows[doubtful])
+
+
 def first_not_finite(step: Step) -> Launch | None:
     """The first launch of a step whose result has a value that is not finite, by running the step
     again, call by call; None if there is none.

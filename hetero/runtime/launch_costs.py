@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import CACHE_PORTS, DeviceKind
 from hetero.profiler.cost import CostModel
@@ -13,6 +12,7 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.schedule import Cost
 from hetero.solver.placement import Placement
+from hetero.solver.plan import Form
 
 
 class LaunchCosts:
@@ -36,47 +36,52 @@ class LaunchCosts:
         """Seconds of the control thread for a submission to a queue that is at work."""
         return max((self.cost.submit_s(kind) for kind in kinds), default=0.0)
 
-    def at(self, position: int, chunks: Sequence[int]) -> Cost:
+    def at(self, position: int, chunks: Sequence[int], form: Form = "cut") -> Cost:
         """Seconds of the launches of these chunks, the first of them `position` tokens into the
         context.
         """
         behind = tuple(accumulate(chunks, initial=position))
-        return lambda launch: self._seconds(launch, behind[launch.chunk])
+        return lambda launch: self.seconds(
+            launch, launch.tokens[1] - launch.tokens[0], behind[launch.chunk], form
+        )
 
-    def _seconds(self, launch: LaunchSpec, context: int) -> float:
-        if launch.kind is None or launch.name != launch.node:  # gathered, or copied
-            return 0.0
-        key = (launch.node, launch.kind, launch.tokens, launch.rows, context)
+    def seconds(self, launch: LaunchSpec, m: int, context: int, form: Form = "cut") -> float:
+        """Seconds of a launch of m tokens behind a context of others, whatever `launch.tokens`."""
+        if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
+            return 0.0  # gathered, copied, or columns' mass
+        key = (launch.node, launch.kind, m, launch.rows, context, form)
         found = self._launches.get(key)
         if found is None:
-            kind, m = launch.kind, launch.tokens[1] - launch.tokens[0]
             members = self._members[launch.node]
-            found = sum(self._node_s(kind, x, m, launch.rows, context) for x in members)
+            found = sum(self._node_s(launch, x, m, context, form) for x in members)
             self._launches[key] = found
         return found
 
-    def _node_s(
-        self, kind: DeviceKind, node: Node, m: int, rows: tuple[int, int] | None, context: int
-    ) -> float:
+    def _node_s(self, launch: LaunchSpec, node: Node, m: int, context: int, form: Form) -> float:
+        kind, rows = launch.kind, launch.rows
+        assert kind is not None
         n = None if rows is None else rows[1] - rows[0]
         seen = context if set(CACHE_PORTS) & set(node.op.ports) else 0
-        key = (kind, node.op, m, n, seen)
+        key = (kind, node.op, m, n, seen, form)
         if key not in self._known:
-            self._known[key] = self._asked(kind, node, m, n, seen)
+            self._known[key] = self._asked(kind, node, m, n, seen, form)
         return self._known[key]
 
-    def _format(self, node: Node, op: MatMul, m: int) -> WeightFormat:
-        """What a prompt's matmul computes with: all parts have weights of one storage."""
+    def _segment(self, kind: DeviceKind, node: Node, op: MatMul, m: int, form: Form) -> MatMul:
+        """What a device computes a prompt's matmul as: its format and the order of its operands."""
         if node.plan_op is None:
-            return op.weight_format
-        part, *_ = self._placement.parts(node, "prefill", m)
-        return part.precision or op.weight_format
+            return op
+        parts = self._placement.parts(node, "prefill", m, form)
+        return next((part.segment.op(op) for part in parts if part.kind == kind), op)
 
-    def _asked(self, kind: DeviceKind, node: Node, m: int, n: int | None, context: int) -> float:
+    def _asked(
+        self, kind: DeviceKind, node: Node, m: int, n: int | None, context: int, form: Form
+    ) -> float:
         op = node.op
         if isinstance(op, MatMul):
-            stored = self._format(node, op, m)
-            found = self.cost.matmul_s(kind, stored, m, n or op.n, op.k)
+            own = self._segment(kind, node, op, m, form)
+            rows = n or op.n
+            found = self.cost.matmul_s(kind, own.weight_format, m, rows, op.k, order=own.order)
         else:
             found = self.cost.other_s(kind, op, m, context)
         return float(found.seconds)

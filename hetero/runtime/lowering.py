@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, describe
+from hetero.backends.ops import OUTPUT_PORTS, Attention, ColumnMass, MatMul, describe
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
@@ -35,7 +35,7 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
-from hetero.runtime.attention_tap import EVERY, AttentionTap, RowMasses
+from hetero.runtime.attention_tap import EVERY, AttentionTap, MassReader, RowMasses
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
@@ -47,7 +47,7 @@ from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Part, Placement, Span
-from hetero.solver.plan import Phase
+from hetero.solver.plan import Form, Phase
 
 CHUNKS_KEPT: Final = 32
 
@@ -85,7 +85,7 @@ class Lowering:
         self.synchroniser = synchroniser
         attentions = [x.op for x in placement.graph.nodes if isinstance(x.op, Attention)]
         columns = max((op.capacity for op in attentions), default=0)
-        self.masses = RowMasses(columns, len(attentions))
+        self.masses = RowMasses(columns, len(attentions), devices)
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
@@ -122,6 +122,7 @@ class Lowering:
         submit_s: float = 0.0,
         orders: Orders | None = None,
         taps: bool = False,
+        form: Form = "cut",
     ) -> Step:
         """One program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
@@ -135,13 +136,12 @@ class Lowering:
             raise ValueError(
                 f"{len(chunks)} chunks do not fit a pool with slots for {self.pool.chunks}"
             )
-        placed = self.place("prefill", tuple(chunks), logit_rows, taps=taps)
+        placed = self.place("prefill", tuple(chunks), logit_rows, taps=taps, form=form)
         eager = self.synchroniser.eager
-        graph = placed.graph()
         if cost is None or not eager:
-            return placed.bound(in_order(graph, eager=eager), {})
+            return placed.bound(in_order(placed.graph(), eager=eager), {})
         orders = orders or Orders("best")
-        return placed.bound(orders.schedule(graph, cost, submit_s=submit_s), {})
+        return placed.bound(orders.schedule(placed.specs, cost, submit_s=submit_s), {})
 
     def place(
         self,
@@ -151,6 +151,7 @@ class Lowering:
         *,
         taps: bool = False,
         rows: bool = False,
+        form: Form = "cut",
     ) -> Placed:
         """The launches of a step's chunks; `taps`: and what adds up `mass` behind attention."""
         placed = Placed(
@@ -158,7 +159,8 @@ class Lowering:
         )
         for i, m in enumerate(chunks):
             ends = logit_rows if i == len(chunks) - 1 else 0
-            self._chunk(_ChunkKey(phase, m, ends, i, taps, rows), placed.handover).place(placed)
+            key = _ChunkKey(phase, m, ends, i, taps, rows, form)
+            self._chunk(key, placed.handover).place(placed)
         return placed
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
@@ -186,6 +188,7 @@ class _ChunkKey(NamedTuple):
     chunk: int
     taps: bool
     rows: bool
+    form: Form
 
 
 class _Chunk:
@@ -201,10 +204,11 @@ class _Chunk:
             lowering.masses,
         )
         self.handover = handover
-        self.phase, self.m, self.logit_rows, self.chunk, self.taps, self.rows = key
+        self.phase, self.m, self.logit_rows, self.chunk, self.taps, self.rows, self.form = key
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
         self.stages: list[tuple[str, Sequence[Item]]] = []
+        self._added: dict[Tensor, int] = {}  # where devices add up columns: of how many layers
         self.gathered_bytes = 0
         self._bind()
 
@@ -219,7 +223,7 @@ class _Chunk:
 
     def _bind(self) -> None:
         for node, kind, graph, parts, group in self.placement.at(
-            self.phase, self.m, self.logit_rows
+            self.phase, self.m, self.logit_rows, form=self.form
         ):
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
@@ -228,9 +232,13 @@ class _Chunk:
                 items = self._row_items if apart else self._other_items
                 self._place(node.name, items(node, kind, graph))
                 if self.taps and isinstance(node.op, Attention):
-                    self._place_tap(node, node.op)
+                    self._place_tap(node, node.op, kind)
             else:
                 self._place(node.name, self._matmul_items(node, parts))
+        for tensor, layers in self._added.items():
+            call = MassReader(self.masses.of(0), tensor, layers, self.m)
+            slots = frozenset({SlotRef("mass")})
+            self._place("mass", [Item(None, call, slots, slots, (0, self.m), None)])
 
     def _place(self, node: str, items: Sequence[Item]) -> None:
         self.stages.append((node, items))
@@ -305,13 +313,24 @@ class _Chunk:
             operands[port] = operand
         return operands, reads, writes
 
-    def _place_tap(self, node: Node, op: Attention) -> None:
+    def _place_tap(self, node: Node, op: Attention, kind: DeviceKind) -> None:
         qkv, position = self._operand(node.slots["qkv"]), self._tensor("position")
         if isinstance(qkv, Panels) or self.handover is not None:
             return
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], "position", node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
+        added = ColumnMass(attention=op, every=EVERY[self.phase])
+        own = None if self.rows else self.masses.kernel(kind, added)
+        if own is not None:
+            device, mass = self.devices[kind], self.masses.of(0)
+            tensor = mass.on(kind, device, op.kv_heads)
+            self._added[tensor] = self._added.get(tensor, 0) + 1
+            given: dict[str, Operand] = {"qkv": qkv, "position": position, "mass": tensor}
+            call = CacheCall(f"{node.name} mass", own, given, caches, self.m)
+            item = Item(kind, call, reads | writes, writes, (0, self.m), None)
+            self._place(f"{node.name} mass", [item])
+            return
         count = self.m if self.rows else 1
         name, m, items = f"{node.name} mass", self.m // count, []
         for row in range(count):

@@ -82,38 +82,50 @@ def out_of_order(
     """The shortest by `seconds_of` that the list scheduler finds by the rules of an `order`;
     `in_order` where none is shorter, and for `fifo`.
     """
-    costs_s = [cost(launch) for launch in graph.launches]
+    return _out_of_order(graph, [cost(launch) for launch in graph.launches], submit_s, order)
+
+
+def _out_of_order(
+    graph: LaunchGraph, costs_s: Sequence[float], submit_s: float, order: Order
+) -> Schedule:
     found = [in_order(graph)]
     if order != "fifo":
         rules = _rules(graph, costs_s, order)
         found += [_Listed(graph, costs_s, submit_s, rule).schedule() for rule in rules]
-    return min(found, key=lambda schedule: _seconds_of(graph, schedule, costs_s, submit_s))
+    launches = graph.launches
+    return min(found, key=lambda schedule: _seconds_of(launches, schedule, costs_s, submit_s))
 
 
 class Orders:
-    """Schedules by one order, found once for launches of the same nodes, chunks and devices: other
-    token counts make other seconds, but not another order, unless it would be longer than in order.
-    To find one takes some 30 ms for 600 launches, to take it again one or two.
+    """Schedules by one order, found once for launches of the same nodes, chunks and devices, whose
+    edges are the same: other token counts make other seconds, but not another order, unless it
+    would be longer than in order. To find one takes some 30 ms for 600 launches, to take it again
+    a third of one.
     """
 
     def __init__(self, order: Order) -> None:
         self.order: Order = order
-        self._found: dict[tuple[tuple[str, int, DeviceKind | None], ...], Sequence[int]] = {}
+        self._found: dict[tuple[tuple[str, int, DeviceKind | None], ...], list[Schedule]] = {}
 
-    def schedule(self, graph: LaunchGraph, cost: Cost, *, submit_s: float = 0.0) -> Schedule:
+    def schedule(
+        self, launches: Sequence[LaunchSpec], cost: Cost, *, submit_s: float = 0.0
+    ) -> Schedule:
         """As `out_of_order`."""
-        key = tuple((launch.name, launch.chunk, launch.kind) for launch in graph.launches)
-        if (known := self._found.get(key)) is not None:
-            again, plain = ordered(graph, known), in_order(graph)
-            costs_s = [cost(launch) for launch in graph.launches]
-            again_s, plain_s = (
-                _seconds_of(graph, found, costs_s, submit_s) for found in (again, plain)
-            )
-            if again_s <= plain_s:
-                return again
-        found = out_of_order(graph, cost, submit_s=submit_s, order=self.order)
-        self._found[key] = [step.launch for step in found if isinstance(step, Start)]
-        return found
+        return self.shortest(launches, [cost(launch) for launch in launches], submit_s)[1]
+
+    def shortest(
+        self, launches: Sequence[LaunchSpec], costs_s: Sequence[float], submit_s: float = 0.0
+    ) -> tuple[float, Schedule]:
+        """As `schedule` by the seconds of each launch; how long it takes, too."""
+        key = tuple((launch.name, launch.chunk, launch.kind) for launch in launches)
+        found = self._found.get(key)
+        if found is None:
+            graph = LaunchGraph.of(launches)
+            best = _out_of_order(graph, costs_s, submit_s, self.order)
+            plain = in_order(graph)
+            found = self._found[key] = [plain] if plain == best else [plain, best]
+        timed = [(_seconds_of(launches, x, costs_s, submit_s), x) for x in found]
+        return min(timed, key=lambda x: x[0])
 
 
 def seconds_of(
@@ -123,13 +135,16 @@ def seconds_of(
     control thread for `submit_s`, and nothing else takes any time.
     """
     costs_s = [cost(launch) for launch in graph.launches]
-    return _seconds_of(graph, schedule, costs_s, submit_s)
+    return _seconds_of(graph.launches, schedule, costs_s, submit_s)
 
 
 def _seconds_of(
-    graph: LaunchGraph, schedule: Schedule, costs_s: Sequence[float], submit_s: float
+    launches: Sequence[LaunchSpec],
+    schedule: Schedule,
+    costs_s: Sequence[float],
+    submit_s: float,
 ) -> float:
-    line = _Timeline(graph, costs_s, submit_s)
+    line = _Timeline(launches, costs_s, submit_s)
     for step in schedule:
         if isinstance(step, Start):
             line.start(step.launch)
@@ -177,7 +192,8 @@ class _Order:
 
     def awaited(self, launch: int) -> Mapping[DeviceKind | None, int]:
         """The launches to wait for before this one, by their queues: the last of each."""
-        own, found = self._graph.launches[launch].kind, dict[DeviceKind | None, int]()
+        own = self._graph.launches[launch].kind
+        found: dict[DeviceKind | None, int] = {}
         for other in self._graph.before[launch]:
             spec = self._graph.launches[other]
             if not spec.asynchronous or spec.kind == own:
@@ -222,16 +238,18 @@ def _by_kind(item: tuple[DeviceKind | None, int]) -> str:
 class _Timeline:
     """The control thread and the queues in the cost model's time."""
 
-    def __init__(self, graph: LaunchGraph, costs_s: Sequence[float], submit_s: float) -> None:
+    def __init__(
+        self, launches: Sequence[LaunchSpec], costs_s: Sequence[float], submit_s: float
+    ) -> None:
         self.now_s = 0.0  # of the control thread
         self.ends_s: dict[int, float] = {}
-        self._graph, self._submit_s = graph, submit_s
+        self._launches, self._submit_s = launches, submit_s
         self._costs_s = costs_s
         self._free_s: dict[DeviceKind | None, float] = {}
 
     def start(self, launch: int) -> None:
         """Submit behind what is queued, or run."""
-        spec = self._graph.launches[launch]
+        spec = self._launches[launch]
         if spec.asynchronous:
             self.now_s += self._submit_s
             begin_s = max(self.now_s, self._free_s.get(spec.kind, 0.0))
@@ -251,27 +269,33 @@ class _Listed:
         self, graph: LaunchGraph, costs_s: Sequence[float], submit_s: float, rule: _Rule
     ) -> None:
         self._graph, self._rule = graph, rule
-        self._order, self._line = _Order(graph), _Timeline(graph, costs_s, submit_s)
+        self._order, self._line = _Order(graph), _Timeline(graph.launches, costs_s, submit_s)
         self._missing = [len(others) for others in graph.before]
 
     def schedule(self) -> Schedule:
         """Start launch after launch."""
-        ready = [i for i, missing in enumerate(self._missing) if not missing]
+        ready = {i: 0.0 for i, missing in enumerate(self._missing) if not missing}
         while ready:
-            best = min(ready, key=self._merit)
-            ready.remove(best)
+            now_s = self._line.now_s
+            best = min(ready, key=lambda i: self._merit(i, max(ready[i], now_s)))
+            del ready[best]
             for other in self._order.awaited(best).values():
                 self._line.wait(other)
             self._order.start(best)
             self._line.start(best)
-            ready += self._freed(best)
+            ready |= {i: self._ended_s(i) for i in self._freed(best)}
         return self._order.end()
 
-    def _merit(self, launch: int) -> tuple[float, ...]:
-        awaited = self._order.awaited(launch).values()
-        start_s = max([self._line.now_s, *(self._line.ends_s[other] for other in awaited)])
+    def _merit(self, launch: int, start_s: float) -> tuple[float, ...]:
         runs = not self._graph.launches[launch].asynchronous
         return (start_s, runs, *self._rule(launch, self._missing))
+
+    def _ended_s(self, launch: int) -> float:
+        """When everything has ended that a launch has to be kept waiting for."""
+        launches, ends_s = self._graph.launches, self._line.ends_s
+        own = launches[launch].kind
+        queued = (i for i in self._graph.before[launch] if launches[i].asynchronous)
+        return max((ends_s[i] for i in queued if launches[i].kind != own), default=0.0)
 
     def _freed(self, launch: int) -> Iterable[int]:
         """Launches that only this one was before."""

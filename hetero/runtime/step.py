@@ -151,6 +151,11 @@ class Placed:
         """What was placed, with its edges."""
         return LaunchGraph.of(self._specs)
 
+    @property
+    def specs(self) -> Sequence[LaunchSpec]:
+        """What was placed."""
+        return self._specs
+
     def stage(self, node: str, chunk: int, m: int, items: Sequence[Item]) -> None:
         """Append a node's launches, and in front of them the copies of what they read."""
         for item in items:

@@ -65,7 +65,8 @@ class Work:
 
     `tokens` were computed (guesses that were wrong among them). `gpu_busy_s` and `wall_s` are what
     `GpuShare` counts, pauses included: 0 where no share bounds the GPU. Of the steps with a prompt
-    `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy.
+    `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy; `form` is that
+    of the last prompt that had several, for people.
     """
 
     devices: dict[DeviceKind, Usage] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Work:
     wall_s: float = 0.0
     prompt_s: float = 0.0
     prompt_busy_s: Counter[DeviceKind] = field(default_factory=Counter)
+    form: str = ""
 
     def add(self, run: StepRun, tokens: int, phase: Phase) -> None:
         """A step of so many tokens ran."""
@@ -104,7 +106,8 @@ class Work:
         """As it is now."""
         devices = {kind: Usage(use.ops, use.busy_s) for kind, use in self.devices.items()}
         busy_s = self.prompt_busy_s.copy()
-        return Work(devices, self.tokens, self.gpu_busy_s, self.wall_s, self.prompt_s, busy_s)
+        done = (self.tokens, self.gpu_busy_s, self.wall_s, self.prompt_s)
+        return Work(devices, *done, busy_s, self.form)
 
     def idle_share(self, kind: DeviceKind) -> float | None:
         """The part of the prompt's time that a device had nothing to do; None without a prompt."""
@@ -124,6 +127,7 @@ class Work:
             self.wall_s - before.wall_s,
             self.prompt_s - before.prompt_s,
             self.prompt_busy_s - before.prompt_busy_s,
+            self.form,
         )
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from hetero.backends.protocol import KINDS
 from hetero.profiler.tables import TableData
-from hetero.solver.plan import OpPlan, Plan, Total
+from hetero.solver.plan import Form, OpPlan, Plan, Total
 from hetero.solver.report import units
+
+FORMS: Final[dict[Form, str]] = {
+    "cut": "cut in order",
+    "whole": "whole out of order",
+    "both": "cut and out of order",
+}
 
 
 def kind(plan: Plan) -> str:
@@ -88,6 +95,26 @@ def operators(plan: Plan) -> TableData:
     )
     note = f"{_kind(plan)} times of one layer, synchronisation included."
     return TableData("The cut of every matmul", head, tuple(rows), note)
+
+
+def forms(plan: Plan) -> TableData | None:
+    """The form of every prompt that has several."""
+    rows = tuple(
+        (
+            str(total.m),
+            *(units.duration(total.forms.get(form)) for form in FORMS),
+            FORMS[total.form],
+        )
+        for total in plan.totals
+        if total.forms
+    )
+    if not rows:
+        return None
+    note = (
+        "Makespans by the profile, calls in flight together: the plan's own cuts, or whole "
+        "matmuls, or cuts that balance both devices over all operations of a call."
+    )
+    return TableData("Form of long prompts", ("tokens", *FORMS.values(), "taken"), rows, note)
 
 
 def where(op: OpPlan) -> str:
@@ -274,7 +301,7 @@ def name(plan: Plan) -> str:
 
 def tables(plan: Plan, others: Sequence[Plan]) -> Iterator[TableData]:
     """All tables but the alternatives, in the order of the report."""
-    found = (gains(plan), what_if(plan, others), operators(plan), curves(plan), memory(plan))
-    for table in (*found, front(plan)):
+    found = (gains(plan), what_if(plan, others), forms(plan), operators(plan), curves(plan))
+    for table in (*found, memory(plan), front(plan)):
         if table is not None:
             yield table

@@ -17,7 +17,7 @@ from hetero.compiling.static_scales import static_weights
 from hetero.models import open_model
 from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
-from hetero.runtime.finite import all_finite
+from hetero.runtime.finite import all_finite, norms_finite
 from hetero.solver.handmade import layer_level, single_device
 from tests.helpers import Command
 from tests.runtime.models import tiny_model
@@ -122,3 +122,27 @@ def test_one_value_is_found(bad: float) -> None:
 
 def test_sums_beyond_the_largest_number_are_no_fault() -> None:
     assert all_finite(np.full(100, HUGE, np.float32))
+
+
+@pytest.mark.parametrize("weight_is_zero", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e38])
+def test_two_columns_of_a_norm_tell_whether_a_row_is_finite(
+    bad: float, weight_is_zero: bool
+) -> None:
+    random_values = np.random.default_rng()
+    weight = random_values.normal(size=64).astype(np.float32)
+    if weight_is_zero:
+        weight[:2] = 0
+    for _ in range(20):
+        stream = random_values.normal(size=(7, 64)).astype(np.float32)
+        assert norms_finite(normed(stream, weight))
+        stream[random_values.integers(7), random_values.integers(64)] = bad
+        found = normed(stream, weight)
+        assert norms_finite(found) == bool(np.isfinite(found).all())
+
+
+def normed(stream: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """RMS norm in float32."""
+    with np.errstate(all="ignore"):
+        square = np.mean(stream * stream, axis=1, keepdims=True, dtype=np.float32)
+        return np.asarray(stream * (np.float32(1) / np.sqrt(square)) * weight)

@@ -323,14 +323,14 @@ def test_an_order_is_found_once_and_not_kept_where_it_would_be_longer(
 
     monkeypatch.setattr(_Listed, "schedule", counted)
     orders = Orders("paper")
-    first = orders.schedule(graph, lambda _: 1.0)
-    assert orders.schedule(graph, lambda _: 2.0) == first
+    first = orders.schedule(graph.launches, lambda _: 1.0)
+    assert orders.schedule(graph.launches, lambda _: 2.0) == first
     assert len(searches) == 1
 
     def other(launch: LaunchSpec) -> float:  # the first order leaves the last chunk to the end
         return 9.0 if launch.chunk else 0.1
 
-    again = orders.schedule(graph, other)
+    again = orders.schedule(graph.launches, other)
     assert seconds_of(graph, again, other) <= seconds_of(graph, in_order(graph), other)
 
 

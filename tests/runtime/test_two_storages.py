@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from hetero.errors import ModelError, UserError
 from hetero.models import open_model, quantized
 from hetero.models.packed_file import OtherStorage
 from hetero.models.weights import ModelWeights
+from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
 from hetero.solver.plan import Phase
+from hetero.solver.prepared import prepare_solver
+from hetero.solver.request import PlanRequest
 from tests.helpers import Command
 from tests.runtime.models import context_of
 from tests.runtime.test_split import devices_of
@@ -134,6 +138,22 @@ def test_the_excess_of_one_format_is_not_stored_beside_another(tmp_path: Path) -
     formats = [WeightFormat.W8A8, WeightFormat.W4A16]
     with pytest.raises(UserError, match="--outliers paper adds"):
         calibrated_together(formats, "demo", tmp_path / "text", 96, outliers="paper")
+
+
+def test_plan_and_bench_use_what_generate_uses(stored: Path, command: Command) -> None:
+    options = ("--profile", "host-avx2", "--seq-lens", "64", "--json")
+    plan = json.loads(command("plan", str(stored), *options).stdout.splitlines()[-1])
+    loaded = open_model(stored)
+    request = PlanRequest(seq_lens=(64,), explain=False)
+    solver = prepare_solver(loaded.spec(), DeviceProfile.load("host-avx2"), request)
+    assert plan["notes"][0] == "prompts are computed in {}, answers in {}".format(*solver.formats)
+    tiles = {(x["phase"], y["precision"]) for x in plan["ops"] for y in x["tiles"]}
+    wanted = {
+        (x.phase, y.precision and y.precision.value) for x in solver.plan.ops for y in x.tiles
+    }
+    assert tiles == wanted
+    done = command("bench", str(stored), "-p", "16", "-n", "1", "-r", "1", "-o", "json")
+    assert json.loads(done.stdout)["environment"]["weights"] == "w8a8,w4a16"
 
 
 def test_names_of_formats(tmp_path: Path, command: Command) -> None:

@@ -1,0 +1,54 @@
+"""Which forms of calls in flight a plan keeps, and what it says of them: `runtime.forms`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetero.backends.protocol import Capabilities, DeviceKind
+from hetero.profiler.cost import CostModel
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.records import DeviceProfile
+from hetero.runtime.forms import WINDOW, Forms
+from hetero.runtime.launch_costs import LaunchCosts
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.placement import Placement, PlanSource
+
+
+def with_forms(
+    plan: ExecutionPlan,
+    spec: ModelGraph,
+    cost: CostModel,
+    source: PlanSource | None = None,
+    *,
+    lengths: Sequence[int] = (),
+) -> ExecutionPlan:
+    """The plan with the form of each of its prompts and predicted seconds of the others. The forms
+    that no prompt of these `lengths` takes (by default of the plan's) are left out, for what they
+    hold would be held in vain.
+    """
+    if not plan.in_flight:
+        return plan
+    able = {kind: capabilities_of(kind, cost.profile) for kind in cost.profile.devices}
+    placement = Placement(plan, spec, able, source=source)
+    forms = Forms(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
+    prompts = [total.m for total in plan.totals if total.phase == "prefill"]
+    try:
+        taken = {m: forms.of(m) for m in lengths or prompts}
+    except ProfileError:  # of an operation that no prediction of steps asks for
+        return plan.model_copy(update={"in_flight": ()})
+    kept = tuple(x for x in plan.in_flight if x.form in {found.form for found in taken.values()})
+    totals = tuple(
+        total.model_copy(update={"form": found.form, "forms": dict(found.seconds)})
+        if total.phase == "prefill" and (found := taken.get(total.m)) is not None
+        else total
+        for total in plan.totals
+    )
+    return plan.model_copy(update={"totals": totals, "in_flight": kept})
+
+
+def capabilities_of(kind: DeviceKind, profile: DeviceProfile) -> Capabilities:
+    """What a profile's device can do, as placements ask it."""
+    record = profile.devices[kind].capabilities
+    fields = {name: getattr(record, name) for name in type(record).model_fields}
+    return Capabilities(kind=kind, **fields)

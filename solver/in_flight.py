@@ -1,0 +1,203 @@
+"""Forms of a prompt's calls that are in flight together, for `Plan.in_flight`.
+
+Cut one after another a prompt takes Σ max(gpu, npu) over its matmuls, and the NPU idles while the
+GPU attends. With other chunks' work in those gaps it takes about max(Σ gpu, Σ npu), which asks for
+other cuts: such that both devices have as much to do in all, attention and norms included. Without
+cuts that is mllm-NPU ("Fast On-device LLM Inference with NPUs", section 3.4), whose whole matmuls
+are the NPU's; here each goes where the sums want it.
+
+C: ways to compute one matmul, by the number of its first rows that are the NPU's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import OpName
+from hetero.profiler.records import phase_of
+from hetero.solver.baselines import CHUNKED_AT, chunk_tokens
+from hetero.solver.kernels import Bools, Floats
+from hetero.solver.memory import Held, Limits, held_by_op, held_bytes, limits_of, union
+from hetero.solver.plan import InFlight, OpPlan, Strategy, Tile
+from hetero.solver.planner import Planner
+from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario, Solution
+from hetero.solver.tilings import MatMulSpace
+
+MOST_WAYS: Final = 8  # of one matmul
+
+
+class _Ways(NamedTuple):
+    """Ways [C] of one matmul: rows of the NPU, seconds of each device, contention included."""
+
+    name: OpName
+    space: MatMulSpace
+    rows: Sequence[int]
+    gpu_s: Floats
+    npu_s: Floats
+
+    @property
+    def whole(self) -> Bools:
+        """[C] where one device computes all rows."""
+        rows = np.asarray(self.rows)
+        return np.asarray((rows == 0) | (rows == self.space.n))
+
+
+def in_flight(
+    planner: Planner,
+    rest: DeviceKind,
+    m: int,
+    context: int,
+    held: Mapping[OpName, Held],
+    limits: Limits,
+) -> tuple[InFlight, ...]:
+    """The forms that balance calls of m tokens behind `context` others best, `whole` and, where
+    that differs, `both`; none where one device has everything, or the NPU the other operators.
+
+    Rows that a device does not hold yet (`held`) may be used where all fit the `limits`.
+    """
+    if rest != "gpu" or any(kind not in planner.profile.devices for kind in ("gpu", "npu")):
+        return ()
+    names = [stage.name for stage in planner.spec.block]
+    every = [_ways(planner, name, m) for name in names]
+    if not _fits(planner, every, held, limits):
+        every = [_within(x, held.get(x.name, Held(0, x.space.n))) for x in every]
+    rests = planner.rests(Scenario("prefill", m, context), rest)[rest]
+    factor = planner.cost.contention("gpu", phase_of(m), planner.kernels.weight_format)
+    rest_s = factor * sum(x.gpu_s for name, x in rests.behind.items() if name in names)
+    call_s = planner.overheads.wait_s + planner.overheads.submit_s
+    whole = _best([_only(ways, ways.whole) for ways in every], rest_s, call_s)
+    both = _best(every, rest_s, call_s)
+    if whole is None or both is None:
+        return ()
+    found = [InFlight(form="whole", ops=_entries(every, whole, m))]
+    if both != whole:
+        found.append(InFlight(form="both", ops=_entries(every, both, m)))
+    return tuple(x for x in found if any(t.device == "npu" for op in x.ops for t in op.tiles))
+
+
+def in_flight_of(
+    planner: Planner, solutions: Sequence[Solution], request: PlanRequest
+) -> tuple[InFlight, ...]:
+    """As `in_flight`, beside what a plan's solutions hold; none where energy is what counts, or the
+    GPU's share is bounded: those forms are for latency alone.
+    """
+    chunk = chunk_tokens(planner, CHUNKED_AT)
+    if request.max_gpu_share < 1 or request.objective == "energy":
+        return ()
+    held = held_by_op(planner, solutions)
+    limits = limits_of(planner.profile, request.memory_budget_bytes)
+    rest = next(x.rests.device for x in solutions if x.scenario.phase == "prefill")
+    return in_flight(planner, rest, chunk, 2 * chunk, held, limits)
+
+
+def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
+    """The NPU's rows end at a cut that the plan prepares, or nowhere, or at the last row."""
+    space = planner.space(name)
+    rows = [int(x) for x in space.rows]
+    if len(rows) > MOST_WAYS:
+        places = np.linspace(0, len(rows) - 1, MOST_WAYS).round().astype(int)
+        rows = [rows[i] for i in dict.fromkeys(places.tolist())]
+    columns = [int(np.searchsorted(space.rows, x)) for x in rows]
+    if space.sizes:
+        graph = min(bisect_left(space.sizes, m), len(space.sizes) - 1)
+        npu = space.npu_table(np.zeros(0, np.intp))[graph]
+    else:
+        npu = space.npu_table(np.asarray([m]))[0]
+    npu_s = np.concatenate(([0.0], npu[columns] + planner.overheads.npu_restart_s))
+    left = np.asarray([space.n, *(space.n - x for x in rows)])
+    gpu_s = space.gpu_table(np.asarray([m]), left)[0]
+    key = (phase_of(m), planner.kernels.weight_format)
+    a, b = (planner.cost.contention(kind, *key) for kind in ("gpu", "npu"))
+    return _Ways(name, space, [0, *rows], a * gpu_s, b * npu_s)
+
+
+def _only(ways: _Ways, allowed: Bools) -> _Ways:
+    gpu_s, npu_s = (np.where(allowed, x, np.inf) for x in (ways.gpu_s, ways.npu_s))
+    return ways._replace(gpu_s=gpu_s, npu_s=npu_s)
+
+
+def _within(ways: _Ways, held: Held) -> _Ways:
+    """Those of rows that the devices hold."""
+    rows = np.asarray(ways.rows)
+    gpu_from = np.where(rows < ways.space.n, rows, ways.space.n)
+    return _only(ways, (rows <= held.npu) & (gpu_from >= held.gpu))
+
+
+def _fits(
+    planner: Planner, every: Sequence[_Ways], held: Mapping[OpName, Held], limits: Limits
+) -> bool:
+    """Whether both devices may hold all rows of these matmuls beside what they hold of others."""
+    wanted = dict(held)
+    for ways in every:
+        n = ways.space.n
+        wanted[ways.name] = union([wanted.get(ways.name, Held(0, n)), Held(n, 0)], n)
+    sums = np.sum([held_bytes(planner, name, rows) for name, rows in wanted.items()], axis=0)
+    gpu, npu = sums.tolist()
+    return bool(gpu + npu <= limits.together and gpu <= limits.gpu and npu <= limits.npu)
+
+
+def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ...] | None:
+    """The way of each matmul (places in C) that minimises max(Σ gpu, Σ npu), with what each call on
+    the NPU costs the thread that drives it; None where none is possible.
+    """
+    counts = [len(ways.rows) for ways in every]
+    gpu_s, npu_s = np.full((1,) * len(every), rest_s), np.zeros((1,) * len(every))
+    for i, ways in enumerate(every):
+        shape = [1] * len(every)
+        shape[i] = counts[i]
+        calls = call_s * (np.asarray(ways.rows) > 0)
+        gpu_s = gpu_s + ways.gpu_s.reshape(shape)
+        npu_s = npu_s + (ways.npu_s + calls).reshape(shape)
+    longest = np.maximum(gpu_s, npu_s) + 1e-3 * (gpu_s + npu_s)  # of equal ones that of least work
+    place = int(longest.argmin())
+    if not np.isfinite(longest.flat[place]):
+        return None
+    return tuple(int(x) for x in np.unravel_index(place, longest.shape))
+
+
+def _entries(every: Sequence[_Ways], chosen: Sequence[int], m: int) -> tuple[OpPlan, ...]:
+    return tuple(_entry(ways, way, m) for ways, way in zip(every, chosen, strict=True))
+
+
+def _entry(ways: _Ways, way: int, m: int) -> OpPlan:
+    space, cut = ways.space, ways.rows[way]
+    edges = sorted({0, cut, space.n})
+    tiles = [
+        _tile(space, "npu" if rows[1] <= cut else "gpu", rows, m)
+        for rows in itertools.pairwise(edges)
+    ]
+    strategy: Strategy = "row-cut"
+    if len(tiles) == 1:
+        strategy = "npu-only" if cut else "gpu-only"
+    gpu_s, npu_s = float(ways.gpu_s[way]), float(ways.npu_s[way])
+    return OpPlan(
+        phase="prefill",
+        m=None,
+        op=ways.name,
+        n=space.n,
+        k=space.k,
+        strategy=strategy,
+        tiles=tuple(tiles),
+        predicted_s=max(gpu_s, npu_s),
+        gpu_s=gpu_s,
+        npu_s=npu_s,
+    )
+
+
+def _tile(space: MatMulSpace, device: DeviceKind, rows: tuple[int, int], m: int) -> Tile:
+    chosen = space.kernels.choice(device, m, rows[1] - rows[0], space.k)
+    own = chosen.weight_format is space.kernels.base
+    return Tile(
+        device=device,
+        tokens=(0, None),
+        rows=rows,
+        order=chosen.order,
+        precision=None if own else chosen.weight_format,
+    )
