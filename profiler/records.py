@@ -522,6 +522,13 @@ class DeviceProfile(Record):
     stage_checks: tuple[StageCheck, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Which profile it is; its document is `model_dump_json()`."""
+        devices = ", ".join(f"{kind}={r.name!r}" for kind, r in self.devices.items())
+        return f"DeviceProfile({self.name!r}, {devices}, {len(self.matmuls)} matmuls)"
+
+    __str__ = __repr__
+
     @property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that change with any number of the profile."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
+from hetero.backends.host.extras import is_here
 from hetero.solver.errors import PlanError
 from hetero.solver.plan import Plan, write
 from hetero.solver.report import document, markdown, page
@@ -13,6 +15,27 @@ from hetero.solver.report import document, markdown, page
 
 class ExecutionPlan(Plan):
     """The document that a solver makes and the runtime executes (`hetero.solver.plan`)."""
+
+    def __repr__(self) -> str:
+        """Which plan it is; its document is `model_dump_json()`."""
+        cuts = sum(op.strategy not in ("gpu-only", "npu-only") for op in self.ops)
+        return (
+            f"ExecutionPlan({self.model!r} on {self.profile!r}, plan_id={self.plan_id!r}, "
+            f"{cuts} of {len(self.ops)} matmuls cut)"
+        )
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """The report, for notebooks, in a frame of its own: its style is not theirs. As
+        Markdown where charts cannot be drawn.
+        """
+        if not is_here("matplotlib"):
+            return f"<pre>{escape(markdown.to_markdown(self))}</pre>"
+        return (
+            f'<iframe srcdoc="{escape(page.to_html(self), quote=True)}" '
+            'style="width:100%;height:600px;border:0"></iframe>'
+        )
 
     def report(self, path: str | os.PathLike[str], *, compare: Sequence[Plan] = ()) -> None:
         """Write a report, atomically: HTML, Markdown or JSON by the ending of `path`. One in

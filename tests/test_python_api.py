@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -61,3 +62,43 @@ def test_a_plan_or_device_that_cannot_be_is_one() -> None:
         LLM("demo", device="npu", npu="no-such")
     assert issubclass(DeviceOptionError, hetero.DeviceError)
     assert not issubclass(hetero.DeviceError, UserError)  # a device failed: not the user's doing
+
+
+def test_a_stream_can_be_awaited(llm: LLM) -> None:
+    """And the event loop goes on between its pieces."""
+
+    async def answer() -> tuple[str, int]:
+        ticks, text = 0, ""
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        async for piece in llm.stream("Once upon a time", max_tokens=8):
+            text += piece.text
+        ticking.cancel()
+        return text, ticks
+
+    text, ticks = asyncio.run(answer())
+    assert text == llm.generate("Once upon a time", max_tokens=8).text
+    assert ticks > 8
+
+
+def test_what_a_shell_shows_is_short(llm: LLM) -> None:
+    plan = hetero.plan("demo", "host", seq_lens=(64,), curves=False)
+    profile = hetero.DeviceProfile.load("host")
+    for shown in (repr(llm), repr(plan), str(plan), repr(profile), str(profile)):
+        assert len(shown) < 250
+    assert plan.plan_id in repr(plan)
+    assert "'demo'" in repr(llm)
+
+
+def test_a_notebook_shows_a_plan_as_its_report() -> None:
+    plan = hetero.plan("demo", "host", seq_lens=(64,), curves=False)
+    shown = plan._repr_html_()
+    assert shown.startswith("<iframe srcdoc=")
+    assert "In short" in shown
+    assert "<script" not in shown

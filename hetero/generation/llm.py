@@ -317,6 +317,14 @@ class LLM:
             if given is not None and asked.context is not None:
                 asked.context.close()
 
+    def __repr__(self) -> str:
+        """Model, devices and formats."""
+        return (
+            f"LLM({self.model.name!r}, device={self.devices.mode!r}, "
+            f"weights={self.model.weights.weight_format.value!r}, "
+            f"max_seq_len={self.max_seq_len})"
+        )
+
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Generation:
         """The answer as it comes: an iterator of pieces, whose `result()` is the whole answer once
         it is exhausted. Its context is in use until then, or until `close()`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -214,6 +215,16 @@ class Generation(Iterator[Piece]):
 
     def __iter__(self) -> Self:
         return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """The next piece, computed in a thread: the event loop goes on meanwhile."""
+        piece = await asyncio.to_thread(next, self, None)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
 
     def __next__(self) -> Piece:
         while not self.finished:
