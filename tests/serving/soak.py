@@ -63,6 +63,7 @@ def one_round(server: Server, number: int) -> None:
         with mail.stream("POST", "/v1/completions", json=long) as got:
             next(got.iter_lines())  # and goes
         schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        schema["additionalProperties"] = False
         body = {"prompt": "x", "guided_json": schema, "max_tokens": 20}
         json.loads(ask(mail, "/v1/completions", body)["choices"][0]["text"])
         ask(mail, "/v1/completions", {"prompt": [10**6]}, 400)
