@@ -157,6 +157,8 @@ def _check_packed(
             f"{describe(op)} takes {storage} weights of {n}×{k}, "
             f"got {weight.storage} of {weight.n}×{weight.k}"
         )
+    if isinstance(op, ops.Embed) and len(weight.parts) > 1:
+        raise ValueError(f"{describe(op)} takes a table of one part, got {len(weight.parts)}")
 
 
 def _check_vector(op: Op, name: str, value: Any) -> None:

@@ -193,6 +193,23 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnMass:
+    """What attention's sampled rows give to each column, added up (LLMS, equation 1).
+
+    Rows are the tokens t of the call for which position + t + 1 is a multiple of `every`:
+    `mass[g, c] += sum over them and over the H/G query heads of g of A[row, c] / H`, A being the
+    probabilities of `attention`.
+
+    Ports: those of `attention` without its values and its output, which ran before (`k_cache` has
+    the call's own keys), and `mass` [G, C] float32, updated in place at columns below position + m.
+    """
+
+    attention: Attention
+    every: int
+    ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "mass")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeChunks:
     """Codes of m chunks of keys and values of one layer, written into the caches as floats (LLMS,
     arXiv 2403.11805, section 3.2).
@@ -319,6 +336,7 @@ Op: TypeAlias = (
     | LayerNorm
     | Rope
     | Attention
+    | ColumnMass
     | DecodeChunks
     | GatedAct
     | Act
@@ -330,6 +348,8 @@ Op: TypeAlias = (
 
 # Ports that a call writes and does not read. (Attention also updates its caches in place.)
 OUTPUT_PORTS = frozenset({"y", "sum", "out"})
+# Ports that a call adds to.
+ADDED_PORTS = frozenset({"mass"})
 
 
 def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
@@ -362,6 +382,8 @@ def describe(op: Op) -> str:  # noqa: PLR0911
             return f"MatMul(n={op.n}, k={op.k}, {op.weight_format})"
         case Embed():
             return f"Embed(vocab={op.vocab}, d={op.d}, {op.weight_format})"
+        case ColumnMass():
+            return f"ColumnMass({describe(op.attention)}, every={op.every})"
         case DecodeChunks():
             return f"DecodeChunks(kv_heads={op.kv_heads}, head_dim={op.head_dim}, {op.kv})"
         case Rope() | Attention():

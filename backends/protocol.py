@@ -369,7 +369,7 @@ def check_shape(
 
 
 CACHE_PORTS = ("k_cache", "v_cache")
-FIXED_PORTS = frozenset({"position", "codes", *CACHE_PORTS})
+FIXED_PORTS = frozenset({"position", "codes", "mass", *CACHE_PORTS})
 _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
@@ -403,6 +403,8 @@ def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
 
 def port_dtype(op: Op, port: str) -> np.dtype[Any]:
     """Element type of a port's tensor."""
+    if isinstance(op, ops.ColumnMass):
+        return port_dtype(op.attention, port)
     if isinstance(op, ops.Attention | ops.DecodeChunks) and port in CACHE_PORTS:
         return op.kv.dtype
     if port == "codes":
@@ -430,6 +432,9 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             if port in FIXED_PORTS:
                 return (op.kv_heads, op.capacity, op.head_dim)
             return (op.width,) if port == "qkv" else (op.heads * op.head_dim,)
+        case ops.ColumnMass():
+            of = op.attention
+            return (of.kv_heads, of.capacity) if port == "mass" else _width(of, port)
         case ops.DecodeChunks():
             if port in CACHE_PORTS:
                 return (op.kv_heads, op.capacity, op.head_dim)

@@ -229,14 +229,10 @@ def pack_q4(
     codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float16], n: int, k: int
 ) -> PackedWeight:
     """Lay out 4-bit codes [N, K/32, 32] (0…15, value code - 8) and scales [N, K/32]."""
-    rows, groups, _ = codes.shape
-    nibbles = codes.reshape(rows, groups, 4, 8).astype(np.uint32)
-    words = np.zeros((rows, groups, 4), dtype=np.uint32)
-    for i in range(8):
-        words |= nibbles[..., i] << np.uint32(4 * i)
-    blocks = words.reshape(-1, ROW_BLOCK, groups, 4).transpose(0, 2, 3, 1)
+    groups = codes.shape[1]
+    words = blocks.nibble_words(codes).reshape(-1, ROW_BLOCK, groups, 4).transpose(0, 2, 3, 1)
     return PackedWeight(
-        StorageFormat.Q4, n, k, np.ascontiguousarray(blocks), _interleave_scales(scales)
+        StorageFormat.Q4, n, k, np.ascontiguousarray(words), _interleave_scales(scales)
     )
 
 

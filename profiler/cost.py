@@ -30,7 +30,7 @@ from hetero.profiler.records import (
     PreparationPredictor,
     typical,
 )
-from hetero.profiler.substitutes import SUBSTITUTES, stand_in
+from hetero.profiler.substitutes import SUBSTITUTES, stand_in, with_file_formats
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
@@ -59,6 +59,7 @@ class CostModel:
     """Answers from one profile. Cheap to make; immutable but for what it remembers."""
 
     def __init__(self, profile: DeviceProfile) -> None:
+        profile = with_file_formats(profile)
         self.profile = profile
         self._matmuls: dict[Kernel, MatMulPredictor] = {
             (p.device, p.weight_format, p.order): p for p in profile.predictors

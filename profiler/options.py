@@ -49,6 +49,7 @@ class Options:
     stage_wrong    and by what share one may differ before the stages are dropped
     settings       how carefully
     fitting        how predictors are made of the rows
+    keep_budget    a budget that is used up before the first matmul is an error
     between        called some times a second, when something else may run
     """
 
@@ -67,6 +68,7 @@ class Options:
     power: bool = True
     gpu_core: int | None = None
     control_core: int | None = None
+    keep_budget: bool = False
     between: Callable[[], None] | None = None
     reserved: float = 0.06
     block: int = 32

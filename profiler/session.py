@@ -118,6 +118,7 @@ class Session:
         with Journal(path, header, resume=resume) as self.journal:
             self._open_workload()
             self._surroundings()
+            self._check_budget()
             self._matmuls()
             self._check_stages()
             profile = self._profile(finished=True)
@@ -228,6 +229,17 @@ class Session:
         self._together(1)
         self._part("power", MaybePower, around.power)
         self._part("other kernels", Others, partial(around.others, self.records))
+
+    def _check_budget(self) -> None:
+        """Raise `ProfileError` where no time is left for matmuls; the journal keeps the rest."""
+        if not self.options.keep_budget or self.rows or self._until_s() > self.clock.now():
+            return
+        self.journal.add({"kind": "spent", "spent_s": self.spent_s})
+        least_s = 10 * math.ceil(1.5 * self.spent_s / 10)
+        raise ProfileError(
+            f"a budget of {self.options.budget_s:.0f} s is too short here: all that is not matmuls "
+            f"took {self.spent_s:.0f} s; go on with --resume --budget {least_s}s"
+        )
 
     def _host_sync(self) -> list[HostSync]:
         (found,) = self._around.sleep()

@@ -1,15 +1,23 @@
-"""Operations that a profile lacks, predicted from measured ones that do similar work.
+"""Operations and formats that a profile lacks, predicted from measured ones that do similar work.
 
 Profiles of before an operation was measured have no times of it. What these kernels take besides
 their launch is moving their tensors, so each is predicted from one that it resembles: a launch
-costs the same, the rest as many times as much as it moves bytes.
+costs the same, the rest as many times as much as it moves bytes. Matmuls on a GGUF file's weights
+are predicted from those of 4-bit weights: in decoding by their bytes, in prefill as long.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from hetero.profiler.records import OtherPredictor
+from hetero.backends.formats import WeightFormat
+from hetero.profiler.records import (
+    Contention,
+    DeviceProfile,
+    MatMulPredictor,
+    OtherPredictor,
+    PreparationPredictor,
+)
 
 # By the names of `predict.op_name`: tensors [m, d] or [m, f] that a call reads and writes, by which
 # alone these operations' sizes differ (GatedAct: gate, up and product),
@@ -24,6 +32,13 @@ SUBSTITUTES: Final = {
     "Act": ("GatedAct",),
     "Add": ("RMSNorm+add", "RMSNorm"),
     "AddPositions": ("Add", "RMSNorm+add", "RMSNorm"),
+}
+
+
+# Formats that stand in for a file's, the likest first.
+FILE_SUBSTITUTES: Final = {
+    WeightFormat.GGUF_A16: (WeightFormat.W4A16, WeightFormat.W4A8),
+    WeightFormat.GGUF_A8: (WeightFormat.W4A8, WeightFormat.W4A16),
 }
 
 
@@ -53,3 +68,47 @@ def stand_in(source: OtherPredictor, op: str) -> OtherPredictor:
             "decode": None if source.decode is None else scaled(source.decode),
         }
     )
+
+
+def file_substitution(profile: DeviceProfile, wanted: WeightFormat) -> Substitution | None:
+    """What a file's format is predicted from, None where it was measured or nothing is like it."""
+    known = {p.weight_format for p in profile.predictors}
+    if wanted in known:
+        return None
+    found = next((x for x in FILE_SUBSTITUTES.get(wanted, ()) if x in known), None)
+    return None if found is None else Substitution(wanted.value, found.value)
+
+
+def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
+    """The profile with records of files' formats, made of those of their substitutes."""
+    found = ((wanted, file_substitution(profile, wanted)) for wanted in FILE_SUBSTITUTES)
+    missing = {wanted: WeightFormat(x.source) for wanted, x in found if x is not None}
+    if not missing:
+        return profile
+    predictors: list[MatMulPredictor] = []
+    preparation: list[PreparationPredictor] = []
+    contention: list[Contention] = []
+    for wanted, source in missing.items():
+        own = {"weight_format": wanted}
+        predictors += [_of_file(p, wanted) for p in profile.predictors if p.weight_format is source]
+        preparation += [
+            p.model_copy(update=own)
+            for p in profile.preparation_predictors
+            if p.weight_format is source
+        ]
+        contention += [
+            x.model_copy(update=own) for x in profile.contention if x.weight_format is source
+        ]
+    return profile.model_copy(
+        update={
+            "predictors": (*profile.predictors, *predictors),
+            "preparation_predictors": (*profile.preparation_predictors, *preparation),
+            "contention": (*profile.contention, *contention),
+        }
+    )
+
+
+def _of_file(source: MatMulPredictor, wanted: WeightFormat) -> MatMulPredictor:
+    ratio = wanted.storage.bytes_per_weight / source.weight_format.storage.bytes_per_weight
+    scale = {**source.scale, "decode": source.scale.get("decode", 1.0) * ratio}
+    return source.model_copy(update={"weight_format": wanted, "scale": scale})

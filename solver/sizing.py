@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.substitutes import file_substitution
 from hetero.solver import graph_sizes as sizes_module
 from hetero.solver.chooser import Rules
 from hetero.solver.errors import PlanError
@@ -23,7 +24,8 @@ def planner_for(
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
     settings = Settings(request.precision, rules, request.context, apart, step_tokens=step)
-    notes: list[str] = []
+    substitution = file_substitution(profile, spec.weight_format)
+    notes = [] if substitution is None else [substitution.note]
     if request.graph_sizes == "auto":
         planner = Planner(spec, profile, settings)
         settings = replace(settings, step_tokens=planner.step_tokens)

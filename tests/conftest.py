@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import typer
 
+# Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
 from tests.helpers import Command

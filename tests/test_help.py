@@ -83,6 +83,7 @@ def test_python_m_hetero() -> None:
     [
         (("run", "demo"), "use `hetero generate MODEL PROMPT`"),
         (("pull", "x"), "hf download OWNER/NAME"),
+        (("list",), "use `hetero models`"),
         (("perplexity",), "use `hetero eval MODEL --text FILE`"),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 GENERATE = ("generate", "demo", "One day", "--raw", "--device", "npu", "--max-tokens", "400",
             "--temperature", "2", "--seed", "1")  # fmt: skip
-PROFILE = ("profile", "--budget", "60", "--out")
+PROFILE = ("profile", "--budget", "90", "--out")
 QUANTIZE = ("quantize", "random:qwen2.5-0.5b", "--out")
 COMPILE = ("compile", "demo", "--soc", "sm8650", "--out")
 compiler = pytest.mark.skipif(

@@ -52,7 +52,7 @@ def stage(weight: PackedWeight) -> dict[str, Staging]:
     groups = padded(weight.k, GROUP_SIZE) // GROUP_SIZE
     scales = Staging(weight.n, (groups,), np.float32)
     by_row = scales.padded.reshape(-1, ROW_BLOCK, groups)
-    for part in _slabs(weight):
+    for part in slabs(weight):
         by_row[part] = weight.scales[part].transpose(0, 2, 1)
     codes = _stage_q4(weight) if weight.storage is StorageFormat.Q4 else _stage_q8(weight)
     return {"weight": codes, "scales": scales}
@@ -62,7 +62,7 @@ def _stage_q4(weight: PackedWeight) -> Staging:
     groups = weight.data.shape[1]
     staging = Staging(weight.n, (groups, 16), np.uint8)
     words = staging.padded.view(np.uint32).reshape(-1, ROW_BLOCK, groups, 4)
-    for part in _slabs(weight):
+    for part in slabs(weight):
         words[part] = weight.data[part].transpose(0, 3, 1, 2)
     return staging
 
@@ -72,7 +72,7 @@ def _stage_q8(weight: PackedWeight) -> Staging:
     groups = weight.data.shape[1]
     staging = Staging(weight.n, (groups, GROUP_SIZE), np.uint8)
     codes = staging.padded.reshape(-1, ROW_BLOCK, groups, 8, 4)
-    for part in _slabs(weight):
+    for part in slabs(weight):
         codes[part] = weight.data[part].transpose(0, 3, 1, 2, 4).view(np.uint8) ^ np.uint8(0x80)
     return staging
 
@@ -84,7 +84,7 @@ def stage_by_feature(weight: PackedWeight, codes: npt.DTypeLike) -> dict[str, St
     scales.padded[:] = weight.scales.reshape(-1)
     zero = np.uint8(0x80 if staging.padded.dtype == np.uint8 else 0)
     columns = staging.array.view(np.uint8)
-    for part in _slabs(weight):
+    for part in slabs(weight):
         by_feature = weight.data[part].transpose(1, 2, 4, 0, 3).view(np.uint8)
         found = by_feature.reshape(-1, by_feature.shape[3] * ROW_BLOCK)
         start = part.start * ROW_BLOCK
@@ -96,12 +96,12 @@ def stage_by_feature(weight: PackedWeight, codes: npt.DTypeLike) -> dict[str, St
 def _stage_float(weight: PackedWeight) -> Staging:
     staging = Staging(weight.n, (weight.k,), np.float32)
     rows = staging.padded.reshape(-1, ROW_BLOCK, weight.k)
-    for part in _slabs(weight):
+    for part in slabs(weight):
         rows[part] = weight.data[part].transpose(0, 2, 1)
     return staging
 
 
-def _slabs(weight: PackedWeight) -> Iterator[slice]:
+def slabs(weight: PackedWeight) -> Iterator[slice]:
     """Ranges of 16-row blocks, a few megabytes each."""
     blocks = weight.data.shape[0]
     step = max(1, SLAB_BYTES * blocks // max(weight.data.nbytes, 1))

@@ -27,7 +27,9 @@ def prepare_attention(
     if device.tuning.lanes > 1:
         return _prepare_group(device, op)
     program = device.programs.get(
-        "attention_cpu.cl", _defines(device.tuning, op), before=("caches.cl", *_before(op))
+        "attention_cpu.cl",
+        attention_defines(device.tuning, op),
+        before=("caches.cl", *caps(op), "scores_cpu.cl"),
     )
 
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
@@ -45,11 +47,13 @@ def head_vector(head_dim: int, widest: int) -> int:
     return next(width for width in (16, 8, 4, 2, 1) if width <= widest and head_dim % width == 0)
 
 
-def _before(op: Attention) -> tuple[str, ...]:
+def caps(op: Attention) -> tuple[str, ...]:
+    """What scores that have a soft cap need."""
     return ("activations.cl",) if op.softcap else ()
 
 
-def _defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
+def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
+    """What the kernels of attention want to know."""
     shape: dict[str, Define] = {
         **tuning.defines,
         "HV": head_vector(op.head_dim, tuning.vector),
@@ -93,7 +97,7 @@ def _prepare_group(device: Resources, op: Attention) -> OpenCLKernel:
     """Work-groups over rows; decode also splits the context."""
     lanes = device.tuning.lanes
     program = device.programs.get(
-        "attention_group.cl", _defines(device.tuning, op), before=_before(op)
+        "attention_group.cl", attention_defines(device.tuning, op), before=caps(op)
     )
 
     def flat(name: str, count: int, args: tuple[Tensor | cl.Buffer | int, ...]) -> Launch:

@@ -73,9 +73,9 @@ Argument: TypeAlias = Tensor | InPanels | cl.Buffer | int | float
 Size: TypeAlias = tuple[int, ...]
 
 INPUT_PORTS = frozenset(
-    {"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache", "codes", "table"}
+    {"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache", "codes", "table", "mass"}
 )
-OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache"})
+OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "mass"})
 SPIN_S = 200e-6
 LONGEST_NAP_S = 200e-6  # bounds how late the end of a long launch is noticed
 

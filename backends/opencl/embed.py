@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from hetero.backends.checks import packed
 from hetero.backends.formats import GROUP_SIZE
 from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.matmul import block_defines
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Embed
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
@@ -14,11 +15,18 @@ from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
 def prepare_embed(device: Resources, op: Embed, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """A work-item per token on a CPU, per token and group of 32 features on a GPU."""
-    weight, storage = packed(weights), op.weight_format.storage
-    lanes = device.tuning.lanes
+    _, weight = next(packed(weights).spans())  # a table is one tensor
+    lanes, blocks = device.tuning.lanes, weight.storage.scales == "block"
+    storage = "IN_BLOCKS" if blocks else weight.storage.value.upper()
     program = device.programs.get(
         "embed.cl",
-        {"D": op.d, "STORAGE": storage.value.upper(), "SCALE": float(op.scale)},
+        {
+            "D": op.d,
+            "STORAGE": storage,
+            "SCALE": float(op.scale),
+            **(block_defines(weight.storage) if blocks else {}),
+        },
+        before=("blocks.cl",) * blocks,
     )
     data = device.constant(weight.data)
     scales = data if weight.scales is None else device.constant(weight.scales)

@@ -10,20 +10,28 @@ above.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.checks import packed, vector
-from hetero.backends.formats import GROUP_SIZE, WeightFormat
+from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
-from hetero.backends.opencl.matmul_tuning import CpuTuning, SimtTuning, Tile, matmul_tuning
+from hetero.backends.opencl.matmul_tuning import (
+    BlockFormat,
+    CpuTuning,
+    Kind,
+    SimtTuning,
+    Tile,
+    kind_of,
+    matmul_tuning,
+)
 from hetero.backends.opencl.pointwise import softcap_launch
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import MatMul
@@ -37,7 +45,10 @@ WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
     WeightFormat.W8A8,
     WeightFormat.F16,
     WeightFormat.F32,
+    WeightFormat.GGUF_A16,
+    WeightFormat.GGUF_A8,
 )
+Launches: TypeAlias = Callable[[Mapping[str, Operand], int], list[Launch]]
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
 IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
 
@@ -50,20 +61,44 @@ def accepts_matmul(op: MatMul) -> Acceptance:
 def prepare_matmul(
     device: Resources, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Compile a matmul on its packed weight, which is mapped where memory is unified."""
+    """Compile a matmul on its packed weight, which is mapped where memory is unified. A mixed
+    weight takes launches for each of its parts.
+    """
     weight = packed(weights)
-    operands = _operands(device, weight, weights)
-    tuning = matmul_tuning(device.tuning.family)
-    plan = _Plan(device, op, operands)
-    launches = (
-        partial(cpu_launches, plan, tuning)
-        if isinstance(tuning, CpuTuning)
-        else partial(simt_launches, plan, tuning)
-    )
+    plans = [
+        _Plan(
+            device,
+            op,
+            _operands(device, part, weights, first),
+            kind_of(op.weight_format, part.storage),
+            first,
+            part.n,
+        )
+        for first, part in weight.spans()
+    ]
+    launches: Launches = partial(_all_launches, plans, matmul_tuning(device.tuning.family))
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
     if op.softcap:
-        launches = partial(_capped, plan, launches)
-    return OpenCLKernel(device, op, launches, keep=(operands, *weights.values()), nbytes=copied)
+        launches = partial(_capped, device, op, launches)
+    keep = (*(plan.operands for plan in plans), *weights.values())
+    return OpenCLKernel(device, op, launches, keep=keep, nbytes=copied)
+
+
+def _all_launches(
+    plans: Sequence[_Plan],
+    tuning: CpuTuning | SimtTuning,
+    operands: Mapping[str, Operand],
+    m: int,
+) -> list[Launch]:
+    """Those of every part, which write to columns of their own."""
+    tensors = tensors_of(operands)
+    found = []
+    for plan in plans:
+        if isinstance(tuning, CpuTuning):
+            found += cpu_launches(plan, tuning, tensors, m)
+        else:
+            found += simt_launches(plan, tuning, tensors, m)
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,39 +115,45 @@ class _Operands:
 
 @dataclass(frozen=True)
 class _Plan:
+    """Rows [first, first + n) of the operation's, of one kind."""
+
     device: Resources
     op: MatMul
     operands: _Operands
+    kind: Kind
+    first: int
+    n: int
 
     @property
     def k(self) -> int:
         """Features as the weights store them."""
-        quantised = self.op.weight_format.storage.quantised
-        return padded(self.op.k, GROUP_SIZE) if quantised else self.op.k
+        return padded(self.op.k, GROUP_SIZE) if self.kind.storage.quantised else self.op.k
+
+    def columns(self, y: Tensor) -> Tensor:
+        """Where its columns of the first token lie; the other tokens are `op.n` apart."""
+        return Tensor(
+            y.buffer, (1, self.n), y.dtype, y.offset_bytes + y.dtype.itemsize * self.first
+        )
 
 
 def _capped(
-    plan: _Plan,
-    launches: Callable[[Mapping[str, Operand], int], list[Launch]],
-    operands: Mapping[str, Operand],
-    m: int,
+    device: Resources, op: MatMul, launches: Launches, operands: Mapping[str, Operand], m: int
 ) -> list[Launch]:
     """The matmul, then the soft cap on its output in place."""
-    cap = softcap_launch(plan.device, plan.op.softcap, whole(operands["y"]), m)
+    cap = softcap_launch(device, op.softcap, whole(operands["y"]), m)
     return [*launches(operands, m), cap]
 
 
 def cpu_launches(
-    plan: _Plan, tuning: CpuTuning, operands: Mapping[str, Operand], m: int
+    plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
     """One launch; where several threads share the rows, one before it packs x for all of them."""
-    tensors = tensors_of(operands)
     op, device, x = plan.op, plan.device, tensors["x"]
-    tile = tuning.tile(op.weight_format, m)
+    tile = tuning.tile(plan.kind, m)
     program = _cpu_program(plan, tuning, tile)
-    tiles, token_tiles = -(-op.n // (tuning.rows * tile.vectors)), -(-m // tile.tokens)
+    tiles, token_tiles = -(-plan.n // (tuning.rows * tile.vectors)), -(-m // tile.tokens)
     groups = min(tiles, work_items(device))
-    group_words = tuning.group_words(op.weight_format, tile)
+    group_words = tuning.group_words(plan.kind, tile)
     launches = []
     packing, packed = IN_PLACE, device.shared_scratch(4)
     if group_words != GROUP_SIZE or tile.tokens > 1 or plan.k != op.k:
@@ -130,30 +171,48 @@ def cpu_launches(
             *plan.operands.x_scale,
         )
         launches.append(Launch(program, "pack", (token_tiles,), (1,), shape))
-    m_panel, k_panel = tuning.panels(op.weight_format, m, plan.k, tile)
-    sizes = (m, op.n, op.k, plan.k, m_panel, k_panel, -(-tiles // groups))
+    m_panel, k_panel = tuning.panels(plan.kind, m, plan.k, tile)
+    sizes = (m, plan.n, op.n, op.k, plan.k, m_panel, k_panel, -(-tiles // groups))
     flags = (plan.operands.has_bias, packing, *plan.operands.x_scale)
-    args = (tiles, *plan.operands.args, x, packed, tensors["y"], *sizes, *flags)
+    args = (tiles, *plan.operands.args, x, packed, plan.columns(tensors["y"]), *sizes, *flags)
     launches.append(Launch(program, "matmul", (groups,), (1,), args))
     return launches
 
 
 def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
     defines = {
-        plan.op.weight_format.name: 1,
+        **kind_defines(plan.kind),
         "TOKENS": tile.tokens,
         "VECTORS": tile.vectors,
         "VEC": tuning.rows,
         "PREFETCH": tile.prefetch,
         "WIDEN": tile.widen,
-        "NIBBLES_STAY": int(tuning.nibbles_stay(plan.op.weight_format, tile)),
+        "NIBBLES_STAY": int(tuning.nibbles_stay(plan.kind, tile)),
     }
-    planes = tuning.planes(plan.op.weight_format, tile)
+    planes = tuning.planes(plan.kind, tile)
     if planes:
         defines["PLANES"] = planes
-    if planes or plan.op.weight_format.activations.static:
+    if planes or plan.kind.activations.static:
         defines["DOT"] = tuning.dot
     return plan.device.programs.get("matmul_cpu.cl", defines, before=("matmul_pack.cl",))
+
+
+def kind_defines(kind: Kind) -> dict[str, int]:
+    """What tells kernels how weights lie."""
+    return block_defines(kind.storage) if isinstance(kind, BlockFormat) else {kind.name: 1}
+
+
+def block_defines(storage: StorageFormat) -> dict[str, int]:
+    """The same of a storage in blocks."""
+    blocks = storage.blocks
+    return {
+        "BLOCKS": 1,
+        "BITS": blocks.bits,
+        "GROUPS": blocks.groups,
+        "HALVES": blocks.halves,
+        "MINIMUM": int(blocks.minimum),
+        "ZERO": blocks.zero,
+    }
 
 
 def work_items(device: Resources) -> int:
@@ -162,21 +221,21 @@ def work_items(device: Resources) -> int:
 
 
 def simt_launches(
-    plan: _Plan, tuning: SimtTuning, operands: Mapping[str, Operand], m: int
+    plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
     """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
-    tensors = tensors_of(operands)
     op, splits = plan.op, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
     program = _simt_program(plan, tokens=tokens, splits=splits)
     launches: list[Launch] = []
     x_args: tuple[Argument, ...] = (tensors["x"],)
-    if not op.weight_format.activations.are_floats:
+    if not plan.kind.activations.are_floats:
         rounding, x_args = _simt_rounding(plan, program, tensors["x"], m)
         launches.append(rounding)
-    sizes = (m, op.n, op.k, plan.operands.has_bias)
-    tail = (*x_args, tensors["y"], *sizes, *plan.operands.x_scale)
-    blocks, local = -(-op.n // ROW_BLOCK), (ROW_BLOCK, splits)
+    sizes = (m, plan.n, op.k, plan.operands.has_bias)
+    last = plan.operands.x_scale or (op.n,)
+    tail = (*x_args, plan.columns(tensors["y"]), *sizes, *last)
+    blocks, local = -(-plan.n // ROW_BLOCK), (ROW_BLOCK, splits)
     if m <= tokens:
         args = (blocks, *plan.operands.args, *tail)
         launches.append(Launch(program, "gemv", (ROW_BLOCK, splits * blocks), local, args))
@@ -189,16 +248,20 @@ def simt_launches(
 
 
 def _simt_program(plan: _Plan, *, tokens: int, splits: int) -> cl.Program:
-    device, weight_format = plan.device, plan.op.weight_format
+    device, kind = plan.device, plan.kind
     defines = {"TOKENS": tokens, "SPLITS": splits}
-    if weight_format.activations.static:
+    if kind.activations.static:
         return device.programs.get(
             "matmul_simt_w8a8.cl",
             defines | {"ROUNDED_DIVISION": int(device.rounded_division)},
             options=("-cl-fp32-correctly-rounded-divide-sqrt",) * device.rounded_division,
         )
-    half = device.half if weight_format.half_is_enough else 0
-    return device.programs.get("matmul_simt.cl", defines | {weight_format.name: 1, "HALF": half})
+    half = device.half if kind.half_is_enough else 0
+    return device.programs.get(
+        "matmul_simt.cl",
+        defines | kind_defines(kind) | {"HALF": half},
+        before=("blocks.cl",) * isinstance(kind, BlockFormat),
+    )
 
 
 def _simt_rounding(
@@ -223,12 +286,16 @@ def _simt_rounding(
 
 
 def _operands(
-    device: Resources, weight: PackedWeight, weights: Mapping[str, WeightValue]
+    device: Resources, weight: PackedWeight, weights: Mapping[str, WeightValue], first: int
 ) -> _Operands:
-    """Map weights, scales and bias; what is absent is stood in for by the weights."""
+    """Map weights, scales and bias of rows from `first` on; what is absent is stood in for by the
+    weights.
+    """
     data = _mapped(device, weight.data, itemsize=4 if weight.storage.bits == 8 else None)
     scales = data if weight.scales is None else _mapped(device, weight.scales)
-    bias = _mapped(device, vector(weights, "bias")) if "bias" in weights else data
+    bias = data
+    if "bias" in weights:
+        bias = _mapped(device, vector(weights, "bias")[first : first + weight.n])
     x_scale = (float(vector(weights, "x_scale")[0]),) if "x_scale" in weights else ()
     return _Operands((*data, *scales, *bias), int("bias" in weights), x_scale)
 

@@ -4,9 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from hetero.backends.formats import GROUP_SIZE, WeightFormat
+from hetero.backends.formats import (
+    GROUP_SIZE,
+    Activations,
+    StorageFormat,
+    WeightFormat,
+    activations_of,
+)
+
+
+class BlockFormat(NamedTuple):
+    """How a part in blocks is multiplied; the other parts of a mixed weight have a format."""
+
+    storage: StorageFormat
+    activations: Activations
+
+    @property
+    def half_is_enough(self) -> bool:
+        """As of formats: no integers to be exact in."""
+        return self.activations.are_floats
+
+
+Kind: TypeAlias = WeightFormat | BlockFormat
+
+
+def kind_of(weight_format: WeightFormat, storage: StorageFormat) -> Kind:
+    """How rows in `storage` are multiplied in a format."""
+    if not weight_format.of_file:
+        return weight_format
+    activations = activations_of(weight_format.activations, storage)
+    if storage.scales == "block":
+        return BlockFormat(storage, activations)
+    found = (x for x in WeightFormat if (x.storage, x.activations) == (storage, activations))
+    return next(found)
 
 
 class Tile(NamedTuple):
@@ -37,6 +69,7 @@ class CpuTuning:
     dot             integer dot product of w4a8: 2 AVX512-VNNI, 1 AVX512-BW, 0 what there is
     tiles           by rising `max_m`
     special_tiles   the same for formats that want others
+    block_tiles     the same for blocks, by planes of codes
     weight_panel_bytes  weights of one row tile that are read again for every token tile
     x_panel_bytes       packed x that is read again for every row tile
     """
@@ -45,35 +78,43 @@ class CpuTuning:
     dot: int
     tiles: tuple[Tile, ...]
     special_tiles: Mapping[WeightFormat, tuple[Tile, ...]]
+    block_tiles: Mapping[int, tuple[Tile, ...]]
     weight_panel_bytes: int = 512 << 10
     x_panel_bytes: int = 4 << 20
 
-    def tile(self, weight_format: WeightFormat, m: int) -> Tile:
+    def tile(self, weight_format: Kind, m: int) -> Tile:
         """The smallest tile for m tokens."""
+        if isinstance(weight_format, BlockFormat):
+            planes = 2 if weight_format.activations.are_floats else 1
+            return next(tile for tile in self.block_tiles[planes] if m <= tile.max_m)
         tiles = self.special_tiles.get(weight_format, self.tiles)
         return next(tile for tile in tiles if m <= tile.max_m)
 
-    def nibbles_stay(self, weight_format: WeightFormat, tile: Tile) -> bool:
+    def nibbles_stay(self, weight_format: Kind, tile: Tile) -> bool:
         """Whether floats meet 4-bit weights without a shift: AVX2 has no permutation of 16 values,
         so that widening is most of the work.
         """
         floats = weight_format is WeightFormat.W4A16 and not tile.planes
         return floats and self.rows == 8 and not tile.widen
 
-    def planes(self, weight_format: WeightFormat, tile: Tile) -> int:
+    def planes(self, weight_format: Kind, tile: Tile) -> int:
         """Planes of int8 codes that activations are given as, 0 for floats."""
+        if isinstance(weight_format, BlockFormat):
+            return 2 if weight_format.activations.are_floats else 1
         return 1 if weight_format is WeightFormat.W4A8 else tile.planes
 
-    def group_words(self, weight_format: WeightFormat, tile: Tile) -> int:
+    def group_words(self, weight_format: Kind, tile: Tile) -> int:
         """32-bit words of a token's group of 32 features in packed x: X_WORDS of matmul_pack.cl."""
         planes = self.planes(weight_format, tile)
         if planes:
-            return 8 * planes + 2  # codes, scale, correction
+            blocks = isinstance(weight_format, BlockFormat)
+            halves = weight_format.storage.blocks.halves if blocks else 1
+            return 8 * planes + 1 + halves  # codes, scale, corrections
         if weight_format is WeightFormat.W8A8:
             return 16  # codes in 16 bits; half of it where bytes are multiplied
         return 33 if self.nibbles_stay(weight_format, tile) else 32
 
-    def panels(self, weight_format: WeightFormat, m: int, k: int, tile: Tile) -> tuple[int, int]:
+    def panels(self, weight_format: Kind, m: int, k: int, tile: Tile) -> tuple[int, int]:
         """(tokens, features) of the panels that the kernel keeps in the L2 cache.
 
         Features are limited by the weights of one row tile (where sums are integers, by nothing),
@@ -82,7 +123,8 @@ class CpuTuning:
         if m <= tile.tokens:
             return m, k
         feature_bytes = tile.vectors * self.rows * weight_format.storage.bytes_per_weight
-        k_panel = tile.widen or int(self.weight_panel_bytes / feature_bytes) // 64 * 64
+        step = 256 if isinstance(weight_format, BlockFormat) else 64
+        k_panel = tile.widen or int(self.weight_panel_bytes / feature_bytes) // step * step
         k_panel = k if weight_format.activations.static else min(k, k_panel)
         x_bytes = 4 * self.group_words(weight_format, tile) / GROUP_SIZE
         tokens = int(self.x_panel_bytes / (k_panel * x_bytes)) // tile.tokens * tile.tokens
@@ -134,6 +176,11 @@ _VNNI_SPECIAL = _AVX512_SPECIAL | {
         Tile(INF, 4, 2, 512, planes=2),
     ),
 }
+# Few tiles: every type of a file has kernels of its own to compile.
+_AVX512_BLOCKS = {
+    1: (Tile(1, 1, 1, 1024), Tile(4, 4, 1, 1024), Tile(INF, 4, 4, 256)),
+    2: (Tile(1, 1, 1, 1024), Tile(4, 4, 1, 1024), Tile(INF, 4, 2, 512)),
+}
 # Measured on one Zen 3 core; 16 registers of 8.
 _AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 3, widen=384))
 _AVX2_SPECIAL = {
@@ -147,11 +194,29 @@ _AVX2_SPECIAL = {
     WeightFormat.W8A8: (Tile(1, 1, 2, 1024), Tile(2, 2, 2, 1024), Tile(INF, 4, 2)),
     WeightFormat.F32: (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2)),
 }
+_AVX2_BLOCKS = {
+    1: (Tile(1, 1, 2, 1024), Tile(INF, 4, 2)),
+    2: (Tile(1, 1, 1, 1024), Tile(INF, 4, 1, 512)),
+}
 
 _CPU: dict[str, CpuTuning] = {
-    "pocl-avx512-vnni": CpuTuning(rows=16, dot=2, tiles=_AVX512, special_tiles=_VNNI_SPECIAL),
-    "pocl-avx512": CpuTuning(rows=16, dot=1, tiles=_AVX512, special_tiles=_AVX512_SPECIAL),
-    "pocl": CpuTuning(rows=8, dot=0, tiles=_AVX2, special_tiles=_AVX2_SPECIAL),
+    "pocl-avx512-vnni": CpuTuning(
+        rows=16,
+        dot=2,
+        tiles=_AVX512,
+        special_tiles=_VNNI_SPECIAL,
+        block_tiles=_AVX512_BLOCKS,
+    ),
+    "pocl-avx512": CpuTuning(
+        rows=16,
+        dot=1,
+        tiles=_AVX512,
+        special_tiles=_AVX512_SPECIAL,
+        block_tiles=_AVX512_BLOCKS,
+    ),
+    "pocl": CpuTuning(
+        rows=8, dot=0, tiles=_AVX2, special_tiles=_AVX2_SPECIAL, block_tiles=_AVX2_BLOCKS
+    ),
 }
 
 

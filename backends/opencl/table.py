@@ -5,6 +5,7 @@ from __future__ import annotations
 from hetero.backends import ops
 from hetero.backends.opencl.attention import prepare_attention
 from hetero.backends.opencl.chunks import accepts_decode_chunks, prepare_decode_chunks
+from hetero.backends.opencl.column_mass import accepts_column_mass, prepare_column_mass
 from hetero.backends.opencl.device import Entry
 from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
 from hetero.backends.opencl.embed import prepare_embed
@@ -22,6 +23,7 @@ TABLE: dict[type[Op], Entry] = {
     ops.LayerNorm: Entry(prepare_norm),
     ops.Rope: Entry(prepare_rope),
     ops.Attention: Entry(prepare_attention),
+    ops.ColumnMass: Entry(prepare_column_mass, accepts_column_mass),
     ops.DecodeChunks: Entry(prepare_decode_chunks, accepts_decode_chunks),
     ops.GatedAct: Entry(prepare_gated_act),
     ops.Act: Entry(prepare_act),

@@ -18,7 +18,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
-from hetero.backends.ort_cpu import graphs, integers, kernels
+from hetero.backends.ort_cpu import graphs, integers, kernels, mixed
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (
     Acceptance,
@@ -28,7 +28,7 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
-from hetero.backends.weights import PackedWeight, pack
+from hetero.backends.weights import PackedWeight, pack, stacked
 
 DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 REVISION = "2"  # of the graphs: another one where their times change, for profiles taken before
@@ -50,8 +50,7 @@ class OrtCpuDevice(Device):
         self._w4a16 = w4a16
         self._sizes = tuple(sorted(graph_sizes))
         exact = bool(integers.acceptance())
-        known = (x for x in WeightFormat if not x.of_file)
-        formats = tuple(x for x in known if exact or not x.activations.static)
+        formats = tuple(x for x in WeightFormat if exact or not x.activations.static)
         self.info = DeviceInfo(
             backend=BACKEND,
             name=cpu_name(),
@@ -72,10 +71,10 @@ class OrtCpuDevice(Device):
         )
         self._health = checks.Health(BACKEND)
         self._host = kernels.Host(self._health, self.capabilities)
-        self._sessions: dict[Op, ort.InferenceSession] = {}
+        self._sessions: dict[Any, ort.InferenceSession] = {}
         self._rope_tables: dict[Op, dict[str, npt.NDArray[Any]]] = {}
         self._kernels: weakref.WeakSet[kernels.OrtKernel] = weakref.WeakSet()
-        self._packed_inputs: dict[tuple[str, bool], frozenset[str]] = {}
+        self._packed_inputs: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def map(self, buffer: HostBuffer) -> int:
         """Nothing to do: sessions work on the pages in place. Returns the address."""
@@ -86,6 +85,8 @@ class OrtCpuDevice(Device):
         """Everything that is in `graphs`; integer sums only where they are exact."""
         if isinstance(op, ops.MatMul | ops.Embed) and op.weight_format.activations.static:
             return integers.acceptance()
+        if isinstance(op, ops.ColumnMass):
+            return Acceptance(False, "columns of attention are added up by the caller (numpy)")
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -116,13 +117,12 @@ class OrtCpuDevice(Device):
         self._sessions.clear()
         self._rope_tables.clear()
 
-    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.OrtKernel:  # noqa: PLR0911
+    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.OrtKernel:  # noqa: PLR0911, PLR0912
         match op:
             case ops.MatMul():
                 return self._prepare_matmul(op, weights)
             case ops.Embed():
-                session = self._session(op, graphs.embed)
-                return kernels.GraphKernel(self._host, op, session, _flat(checks.packed(weights)))
+                return self._prepare_embed(op, weights)
             case ops.RMSNorm() | ops.LayerNorm():
                 session = self._session(op, graphs.norm)
                 return kernels.GraphKernel(self._host, op, session, _vectors(weights))
@@ -136,6 +136,8 @@ class OrtCpuDevice(Device):
             case ops.Attention():
                 session = self._session(op, graphs.fused_attention)
                 return kernels.FusedAttentionKernel(self._host, op, session)
+            case ops.ColumnMass():
+                raise ValueError(f"{describe(op)}: {self.accepts(op).reason}")
             case ops.DecodeChunks():
                 return kernels.DecodeChunksKernel(
                     self._host, op, checks.vector(weights, "channels")
@@ -159,6 +161,17 @@ class OrtCpuDevice(Device):
             case ops.Add():
                 return kernels.GraphKernel(self._host, op, self._session(op, graphs.add), {})
 
+    def _prepare_embed(
+        self, op: ops.Embed, weights: Mapping[str, WeightValue]
+    ) -> kernels.GraphKernel:
+        _, table = next(checks.packed(weights).spans())
+        storage = table.storage
+        if (op, storage) not in self._sessions:
+            build = mixed.embed if storage.scales == "block" else graphs.embed
+            self._sessions[op, storage] = new_session(build(op, storage))
+        inputs = mixed.embed_inputs(table) if storage.scales == "block" else _flat(table)
+        return kernels.GraphKernel(self._host, op, self._sessions[op, storage], inputs)
+
     def _session(self, op: Any, build: Callable[[Any], bytes]) -> ort.InferenceSession:
         """One session for each operation without a packed weight, whatever its other weights."""
         if op not in self._sessions:
@@ -168,29 +181,36 @@ class OrtCpuDevice(Device):
     def _prepare_matmul(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
     ) -> kernels.MatMulKernel:
-        staged = _staged(checks.packed(weights))
+        weight = checks.packed(weights)
+        staged, parts = _staged(weight), mixed.parts_of(weight)
         arrays = {name: value.array for name, value in staged.items()}
-        wanted = self._paths(op.weight_format)
+        wanted = self._paths(op.weight_format, parts)
         paths = [
             kernels.MatMulPath(
                 limit,
                 SPLIT_PIECE if split else limit,
-                new_session(_matmul_graph(op, split), arrays),
+                new_session(_matmul_graph(op, split, parts), arrays),
             )
             for limit, split in wanted
         ]
         splits = [split for _, split in wanted]
-        for name in frozenset.intersection(*(self._packed(op, split) for split in splits)):
+        for name in frozenset.intersection(*(self._packed(op, split, parts) for split in splits)):
             staged[name].release()
         held = sum(staging.nbytes for staging in staged.values())
-        per_weight = sum(_pack_bytes(op.weight_format, split=split) for split in splits)
-        held += round(op.n * op.k * per_weight)
+        held += round(sum(_held_bytes(op, parts, split) for split in splits))
         extra = _vectors(weights)
         return kernels.MatMulKernel(self._host, op, paths, extra, nbytes=held, keep=staged)
 
-    def _paths(self, weight_format: WeightFormat) -> list[tuple[int, bool]]:
-        """(largest token count, whether the activations are split), see `graphs.matmul`."""
+    def _paths(
+        self, weight_format: WeightFormat, parts: tuple[mixed.Part, ...] = ()
+    ) -> list[tuple[int, bool]]:
+        """(largest token count, whether the activations are split), see `graphs.matmul`.
+
+        Parts of 8 bits have one path, which would take twice their memory in two sessions.
+        """
         least, most = self._sizes[0], self._sizes[-1]
+        if weight_format is WeightFormat.GGUF_A16 and all(part.bits == 4 for part in parts):
+            weight_format = WeightFormat.W4A16
         match weight_format, self._w4a16:
             case (WeightFormat.W8A16, _) | (WeightFormat.W4A16, "split"):
                 return [(most, True)]
@@ -200,25 +220,30 @@ class OrtCpuDevice(Device):
             case _:
                 return [(most, False)]
 
-    def _packed(self, op: ops.MatMul, split: bool) -> frozenset[str]:
+    def _packed(self, op: ops.MatMul, split: bool, parts: tuple[mixed.Part, ...]) -> frozenset[str]:
         """Initializers that ONNX Runtime has packed and reads no more, tried on a small weight."""
-        key = (op.weight_format.value, split)
+        key = (op.weight_format.value, split, *(part.storage for part in parts))
         if key not in self._packed_inputs:
-            self._packed_inputs[key] = _probe_packed(op.weight_format, split)
+            storages = tuple(part.storage for part in parts)
+            self._packed_inputs[key] = _probe_packed(op.weight_format, split, storages)
         return self._packed_inputs[key]
 
 
-def _probe_packed(weight_format: WeightFormat, split: bool) -> frozenset[str]:
+def _probe_packed(
+    weight_format: WeightFormat, split: bool, storages: tuple[StorageFormat, ...]
+) -> frozenset[str]:
     """Which initializers may be erased after the session is made without changing a result."""
-    op = ops.MatMul(n=96, k=172, weight_format=weight_format)
+    op = ops.MatMul(n=96 * len(storages), k=172, weight_format=weight_format)
     rng = np.random.default_rng(0)
-    weight = rng.standard_normal((op.n, op.k), dtype=np.float32)
+    parts = [pack(rng.standard_normal((96, op.k), dtype=np.float32), x) for x in storages]
+    whole = stacked(parts) if weight_format.of_file else parts[0]
     feeds = [{"x": rng.standard_normal((m, op.k), dtype=np.float32)} for m in (1, 2, 64)]
     if weight_format.activations.static:
         feeds = [feed | {"x_scale": np.full(1, 0.03, np.float32)} for feed in feeds]
-    staged = _staged(pack(weight, op.weight_format.storage))
+    staged = _staged(whole)
     session = new_session(
-        _matmul_graph(op, split), {name: value.array for name, value in staged.items()}
+        _matmul_graph(op, split, mixed.parts_of(whole)),
+        {name: value.array for name, value in staged.items()},
     )
 
     def results() -> list[npt.NDArray[Any]]:
@@ -236,12 +261,16 @@ def _probe_packed(weight_format: WeightFormat, split: bool) -> frozenset[str]:
 
 def _staged(weight: PackedWeight) -> dict[str, packing.Staging]:
     """The weight as the initializers of `_matmul_graph`."""
+    if weight.parts:
+        return mixed.staged(weight)
     if weight.storage.scales == "row":
         return packing.stage_by_feature(weight, integers.exact_codes())
     return packing.stage(weight)
 
 
-def _matmul_graph(op: ops.MatMul, split: bool) -> bytes:
+def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.Part, ...]) -> bytes:
+    if op.weight_format.of_file:
+        return mixed.graph(op, parts, split=split)
     if op.weight_format.activations.static:
         return graphs.static_matmul(op, integers.exact_codes())
     return graphs.matmul(op, split=split)
@@ -258,8 +287,19 @@ def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
             return 1.25
         case StorageFormat.Q8R:
             return 1.0
+        case StorageFormat.MIXED:
+            return 1.0  # about a third of the weights have 8 bits
         case _:
             return 4.0
+
+
+def _held_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> float:
+    """Bytes of ONNX Runtime's packs of a whole weight."""
+    if not op.weight_format.of_file:
+        return op.n * op.k * _pack_bytes(op.weight_format, split=split)
+    rounds = not op.weight_format.activations.are_floats
+    each = {4: 0.75 if split or rounds else 0.5, 8: 1.25, 0: 4.0}
+    return op.k * sum(part.n * each[part.bits] for part in parts)
 
 
 def _own_bytes(weight_format: WeightFormat, *, split: bool) -> float:

@@ -48,7 +48,7 @@ def matmul(op: ops.MatMul, *, split: bool) -> bytes:
         level = INT8_LEVEL if op.weight_format is WeightFormat.W4A8 else FLOAT_LEVEL
         _matmul_nbits(graph, op, x, level=level, bias=bias, out=out)
     if op.softcap:
-        _softcapped(graph, out, op.softcap, "y")
+        softcapped(graph, out, op.softcap, "y")
     return graph.model()
 
 
@@ -77,7 +77,7 @@ def static_matmul(op: ops.MatMul, codes: npt.DTypeLike) -> bytes:
         domain=CONTRIB,
     )
     if op.softcap:
-        _softcapped(graph, out, op.softcap, "y")
+        softcapped(graph, out, op.softcap, "y")
     return graph.model()
 
 
@@ -86,7 +86,7 @@ def weight_is_unsigned(codes: npt.DTypeLike) -> bool:
     return np.dtype(codes) == np.uint8
 
 
-def _softcapped(graph: GraphBuilder, x: str, cap: float, out: str = "") -> str:
+def softcapped(graph: GraphBuilder, x: str, cap: float, out: str = "") -> str:
     """cap · tanh(x / cap)."""
     small = graph.node("Tanh", graph.node("Mul", x, graph.scalar(1 / cap)))
     return graph.node("Mul", small, graph.scalar(cap), out=out)
@@ -114,8 +114,8 @@ def _matmul_nbits(
 
 def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str, out: str) -> None:
     width = padded(op.k, GROUP_SIZE)
-    blocks = graph.node("Reshape", _padded_features(graph, op, x), graph.ints(-1, GROUP_SIZE))
-    high = _rounded(graph, blocks)
+    blocks = graph.node("Reshape", padded_features(graph, op, x), graph.ints(-1, GROUP_SIZE))
+    high = rounded(graph, blocks)
     low = graph.node("Sub", blocks, high)
     planes = graph.node("Concat", high, low, axis=0)  # [2m · k/32, 32]
     product = _matmul_nbits(
@@ -128,33 +128,33 @@ def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str, out: s
         graph.node("Add", "of_high", "of_low", out=out)
 
 
-def _rounded(graph: GraphBuilder, blocks: str) -> str:
-    """Blocks [count, 32] rounded to int8 steps, by the int8 kernel itself: the product of a block
+def rounded(graph: GraphBuilder, blocks: str, size: int = GROUP_SIZE) -> str:
+    """Blocks [count, size] rounded to int8 steps, by the int8 kernel itself: the product of a block
     and 1. (One node for seven of written-out arithmetic.) 1 is 7 · 1/7: codes count from 8, and
     what they are offset by cancels out with a smaller part of the result.
     """
-    codes = np.full((GROUP_SIZE, 1, GROUP_SIZE), 8, np.uint8)
-    codes[np.arange(GROUP_SIZE), 0, np.arange(GROUP_SIZE)] = 8 + 7
+    codes = np.full((size, 1, size), 8, np.uint8)
+    codes[np.arange(size), 0, np.arange(size)] = 8 + 7
     return graph.node(
         "MatMulNBits",
         blocks,
         graph.constant(codes[..., ::2] | (codes[..., 1::2] << 4)),
-        graph.constant(np.full((GROUP_SIZE, 1), 1 / 7, F32)),
+        graph.constant(np.full((size, 1), 1 / 7, F32)),
         domain=CONTRIB,
-        K=GROUP_SIZE,
-        N=GROUP_SIZE,
+        K=size,
+        N=size,
         bits=4,
-        block_size=GROUP_SIZE,
+        block_size=size,
         accuracy_level=INT8_LEVEL,
     )
 
 
-def _padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
+def padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
     missing = -op.k % GROUP_SIZE
     return graph.node("Pad", x, graph.ints(0, 0, 0, missing)) if missing else x
 
 
-def embed(op: ops.Embed) -> bytes:
+def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
     """Rows gathered from the packed layout where it lies: the table is an input, never copied.
 
     Inputs `tokens` [m], `data` and `scales` (flat views of the `PackedWeight`), output `y` [m, d].
@@ -164,21 +164,21 @@ def embed(op: ops.Embed) -> bytes:
     graph.input("tokens", np.int32, ("m",))
     tokens = graph.node("Unsqueeze", graph.cast("tokens", np.int64), graph.ints(1))  # [m, 1]
     width = padded(op.d, GROUP_SIZE)
-    match op.weight_format.storage:
+    match storage:
         case StorageFormat.Q4:
-            words = _rows_of(graph, tokens, "data", np.uint32, np.arange(width // 8) * ROW_BLOCK)
+            words = rows_of(graph, tokens, "data", np.uint32, np.arange(width // 8) * ROW_BLOCK)
             values = _scaled(graph, tokens, _nibbles(graph, words), width)
         case StorageFormat.Q8:
             values = _scaled(graph, tokens, _codes8_of(graph, tokens, width), width)
         case StorageFormat.Q8R:
             codes = _codes8_of(graph, tokens, width)
-            scales = _rows_of(graph, tokens, "scales", F32, np.arange(1))
+            scales = rows_of(graph, tokens, "scales", F32, np.arange(1))
             values = graph.node("Mul", codes, scales)
-        case StorageFormat.F16 | StorageFormat.F32 as storage:
+        case StorageFormat.F16 | StorageFormat.F32:
             dtype = F16 if storage is StorageFormat.F16 else F32
-            rows = _rows_of(graph, tokens, "data", dtype, np.arange(op.d) * ROW_BLOCK)
+            rows = rows_of(graph, tokens, "data", dtype, np.arange(op.d) * ROW_BLOCK)
             values = graph.cast(rows, F32)
-    if width != op.d and op.weight_format.storage.quantised:
+    if width != op.d and storage.quantised:
         values = graph.slice(values, 0, op.d, axis=1)
     graph.node("Mul", values, graph.scalar(op.scale), out="y")
     return graph.model()
@@ -188,10 +188,10 @@ def _codes8_of(graph: GraphBuilder, tokens: str, width: int) -> str:
     """8-bit codes of rows `tokens` as floats, [m, width]."""
     features = np.arange(width)
     offsets = features // 4 * (4 * ROW_BLOCK) + features % 4
-    return graph.cast(_rows_of(graph, tokens, "data", np.int8, offsets, lane_stride=4), F32)
+    return graph.cast(rows_of(graph, tokens, "data", np.int8, offsets, lane_stride=4), F32)
 
 
-def _rows_of(
+def rows_of(
     graph: GraphBuilder,
     tokens: str,
     name: str,
@@ -199,17 +199,19 @@ def _rows_of(
     offsets: npt.NDArray[np.int64],
     *,
     lane_stride: int = 1,
+    block: int = 0,
 ) -> str:
     """Elements of rows `tokens` of a flat packed array, [m, len(offsets)].
 
     An element of row r is at `r // 16 · block + r % 16 · lane_stride + offset`, where a block of
-    16 rows has 16 elements for each offset.
+    16 rows has `block` elements, by default 16 for each offset.
     """
-    flat = graph.input(name, dtype, (f"{name}_count",))
+    flat = name if name in graph.input_names else graph.input(name, dtype, (f"{name}_count",))
     sixteen = graph.ints(ROW_BLOCK)
-    block = graph.node("Mul", graph.node("Div", tokens, sixteen), graph.ints(16 * len(offsets)))
+    size = graph.ints(block or 16 * len(offsets))
+    start = graph.node("Mul", graph.node("Div", tokens, sixteen), size)
     lane = graph.node("Mul", graph.node("Mod", tokens, sixteen), graph.ints(lane_stride))
-    first = graph.node("Add", block, lane)
+    first = graph.node("Add", start, lane)
     places = graph.constant(offsets.astype(np.int64)[None, :])
     return graph.node("Gather", flat, graph.node("Add", first, places))
 
@@ -226,7 +228,7 @@ def _nibbles(graph: GraphBuilder, words: str) -> str:
 def _scaled(graph: GraphBuilder, tokens: str, values: str, width: int) -> str:
     """Values times the scale of their group, [m, width]."""
     groups = width // GROUP_SIZE
-    found = _rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
+    found = rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
     scales = graph.node("Unsqueeze", graph.cast(found, F32), graph.ints(2))
     grouped = graph.node("Reshape", values, graph.ints(-1, groups, GROUP_SIZE))
     return graph.node("Reshape", graph.node("Mul", grouped, scales), graph.ints(-1, width))
@@ -355,7 +357,7 @@ def composed_attention(op: ops.Attention) -> bytes:
     keys = graph.node("Transpose", _cached(graph, op, "k_cache", end), perm=[0, 1, 3, 2])
     scores = graph.node("MatMul", queries, keys)  # [G, H/G, m, end]
     scaled = graph.node("Mul", scores, graph.scalar(op.softmax_scale))
-    capped = _softcapped(graph, scaled, op.softcap) if op.softcap else scaled
+    capped = softcapped(graph, scaled, op.softcap) if op.softcap else scaled
     masked = graph.node("Where", visible, capped, graph.scalar(-np.inf))
     weights = graph.node("Softmax", masked, axis=-1)
     mixed = graph.node("MatMul", weights, _cached(graph, op, "v_cache", end))

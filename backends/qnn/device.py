@@ -114,8 +114,8 @@ class QnnDevice(Device):
                 "outliers are floating-point sums for a GPU; use --device hetero, or quantise with "
                 "--outliers none",
             )
-        if isinstance(op, ops.DecodeChunks):
-            return Acceptance(False, "codes of keys and values are decoded on the host")
+        if isinstance(op, ops.ColumnMass | ops.DecodeChunks):
+            return Acceptance(False, "what contexts as a service need is computed on the host")
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
             return Acceptance(
                 False, f"its graphs read keys and values in f32, not {op.kv}; use --kv f32"

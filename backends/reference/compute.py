@@ -44,6 +44,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
             return rotate(op, _wide(weights))
         case ops.Attention():
             return partial(attention, op), 0
+        case ops.ColumnMass():
+            return partial(column_mass, op), 0
         case ops.DecodeChunks():
             return decode_chunks(op, vector(weights, "channels"))
         case ops.GatedAct():
@@ -222,6 +224,24 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
         mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values  # [H/G, m, D]
         columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
         arrays["out"][:, columns] = mixed.transpose(1, 0, 2).reshape(m, -1)
+
+
+def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
+    """Row by row."""
+    of, m = op.attention, len(arrays["qkv"])
+    first = _first_position(arrays, op, m, of.capacity)
+    group = of.heads // of.kv_heads
+    for t in (t for t in range(m) if (first + t + 1) % op.every == 0):
+        stop = first + t + 1
+        low = max(0, stop - of.window) if of.window > 0 else 0
+        queries = arrays["qkv"][t].astype(np.float64).reshape(-1, of.head_dim)
+        for g in range(of.kv_heads):
+            keys = arrays["k_cache"][g, low:stop].astype(np.float64)
+            scores = queries[g * group : (g + 1) * group] @ keys.T * of.softmax_scale
+            scores = softcapped(scores, of.softcap)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            given = weights / weights.sum(axis=-1, keepdims=True) / of.heads
+            arrays["mass"][g, low:stop] += given.sum(axis=0)
 
 
 def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:

@@ -29,7 +29,8 @@ NAME_WIDTH: Final = 26  # of the column with the options' names
 METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 ELSEWHERE: Final = {
     "run": "use `hetero generate MODEL PROMPT` for one answer, `hetero chat MODEL` to talk",
-    "pull": "download it with `hf download OWNER/NAME --local-dir DIR`, and name DIR as the model",
+    "pull": "name it as the model, hf:OWNER/NAME[:FILE], or run `hf download OWNER/NAME`",
+    "list": "use `hetero models`",
     "complete": "use `hetero generate MODEL PROMPT --raw`",
     "perplexity": "use `hetero eval MODEL --text FILE`",
     "convert": "use `hetero quantize MODEL --out DIR`",

@@ -68,6 +68,8 @@ class WeightsChoice(StrEnum):
     W8A8 = "w8a8"
     F16 = "f16"
     F32 = "f32"
+    GGUF_A16 = "gguf-a16"
+    GGUF_A8 = "gguf-a8"
 
 
 # Panels of the help.
@@ -76,7 +78,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A directory, a .gguf file, demo or random:NAME.",
+        help="A directory, a .gguf file, OWNER/NAME of the hub, demo or random:NAME.",
     ),
 ]
 DeviceOption = Annotated[
@@ -135,9 +137,7 @@ StrategyOption = Annotated[
 ]
 PlanOption = Annotated[
     Path | None,
-    typer.Option(
-        "--plan", help="An execution plan that `hetero plan` saved.", rich_help_panel=DEVICES
-    ),
+    typer.Option("--plan", help="A plan of `hetero plan`.", rich_help_panel=DEVICES),
 ]
 ContextOption = Annotated[
     int | None,

@@ -54,6 +54,14 @@ def _ending(report: Path | None) -> Path | None:
     return report
 
 
+PlannedWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        help="Weights and activations.",
+        show_default="what the file or directory holds, else w4a16",
+    ),
+]
 ReportOption = Annotated[
     Path | None,
     typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
@@ -101,14 +109,7 @@ def plan_command(
     margin: Annotated[
         float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
     ] = 0.03,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            "--weights",
-            help="Weights and activations.",
-            show_default="w4a16, or all that a quantised directory holds",
-        ),
-    ] = None,
+    weights: PlannedWeights = None,
     compare: Annotated[
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress, ProgressColumn, Task, TextColumn
+from rich.progress_bar import ProgressBar
+from rich.text import Text
 
 from hetero.cli.options import shown, stderr
 from hetero.cli.tables import show
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import parse_budget, profile_device
 from hetero.placement.planning import load_either
-from hetero.profiler.files import own_profile_path
-from hetero.profiler.options import Event
+from hetero.profiler.files import cached_profile_path, own_profile_path
+from hetero.profiler.journal import journal_path
+from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.surroundings import STRETCHES
 from hetero.profiler.tables import TableData
+from hetero.profiler.verdict import judge
+from hetero.terminal.notices import tell
 
 
 def profile_command(
@@ -48,33 +55,65 @@ def profile_command(
     """Measure this device once; the solver and the runtime predict from it."""
     path = out or own_profile_path()
     if soc is not None and is_compiled_for(soc):
-        with _progress() as show:
+        with _progress(None) as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
         _report(taken, out or Path(f"{soc}.json"), as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
-    with _progress() as show:
-        taken = profile_device(
-            path,
-            quick=quick,
-            budget_s=budget_s,
-            resume=resume,
-            gpu=gpu,
-            npu=npu,
-            model=model,
-            weights=weights or ["w4a16"],
-            name=soc or "host",
-            progress=show,
-        )
+    journal = journal_path(path)
+    begun = journal is not None and journal.exists()
+    if resume and not begun and path.is_file():
+        tell(f"{path} is finished, nothing is measured (without --resume it is taken again)")
+        _report(DeviceProfile.load(path), path, as_json)
+        return
+    if begun and not resume:
+        tell(f"the run that was interrupted is started over: with --resume {path} goes on")
+    limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
+    try:
+        with _progress(limit_s) as show:
+            taken = profile_device(
+                path,
+                quick=quick,
+                budget_s=budget_s,
+                resume=resume,
+                gpu=gpu,
+                npu=npu,
+                model=model,
+                weights=weights or ["w4a16"],
+                name=soc or "host",
+                progress=show,
+            )
+    except KeyboardInterrupt:
+        if journal is not None and journal.exists():
+            tell("what was measured is kept: the same command with --resume goes on")
+        raise
     _report(taken, path, as_json)
 
 
 def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
+    """What was measured and what it comes to; exit code 1 for a profile that is no good."""
+    verdict = judge(taken)
     if as_json:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
-        return
-    print_summary(taken)
-    print(path)
+    else:
+        print_summary(taken)
+        for said in verdict.sentences:
+            stderr.print(shown(said), style="bold" if said.startswith("Bad") else "")
+        print(path)
+    if not verdict.good:
+        print(
+            "hetero: this profile is bad: take it again with a longer --budget, on a machine that "
+            "does nothing else",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
+    if not as_json:
+        stderr.print(shown(_next_command(path)))
+
+
+def _next_command(path: Path) -> str:
+    named = "" if path in (own_profile_path(), cached_profile_path()) else f" --profile {path}"
+    return f"next: hetero plan MODEL{named}"
 
 
 def report_command(
@@ -101,6 +140,8 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
         "measured": profile.coverage.measured_tasks,
         "grid": profile.coverage.grid_tasks,
         "spent_s": profile.coverage.spent_s,
+        "good": judge(profile).good,
+        "verdict": list(judge(profile).sentences),
         "quarantined": [entry.detail for entry in profile.quarantined],
         "validation": [
             {
@@ -137,21 +178,61 @@ def print_summary(profile: DeviceProfile) -> None:
         stderr.print(shown(note), style="dim")
 
 
+# Parts of a profile, in plain words.
+LABELS: Final = {
+    "environment": "looking at this machine",
+    "gpu stages": "sizes that the GPU pads to",
+    "npu stages": "sizes that the NPU pads to",
+    "gpu synchronisation": "what waiting for the GPU costs",
+    "npu synchronisation": "what waiting for the NPU costs",
+    "sleep": "how late a sleeping thread wakes",
+    "every core": "OpenCL on every core",
+    "preparation": "preparing kernels and graphs",
+    "power": "looking for a power meter",
+    "other kernels": "norms, attention and the like",
+    "matmuls": "matrix multiplications",
+    "stage checks": "checking the sizes that are padded to",
+    "fitting": "fitting predictions",
+    **dict.fromkeys(STRETCHES, "both devices at once"),
+}
+
+
+class TimeBar(ProgressColumn):
+    """A bar that fills with the time that has passed of the budget, whatever is measured."""
+
+    def render(self, task: Task) -> ProgressBar:
+        """The bar now; pulsing where there is no budget."""
+        if not task.total:
+            return ProgressBar(total=None, pulse=True, width=24, animation_time=task.get_time())
+        return ProgressBar(
+            total=task.total, completed=min(task.elapsed or 0.0, task.total), width=24
+        )
+
+
+class TimeLeft(ProgressColumn):
+    """Minutes and seconds that are left of the budget."""
+
+    def render(self, task: Task) -> Text:
+        """As text."""
+        if not task.total:
+            return Text("")
+        left_s = task.total - (task.elapsed or 0.0)
+        if left_s <= 0:
+            return Text("longer than planned")
+        minutes, seconds = divmod(int(left_s), 60)
+        return Text(f"at most {minutes}:{seconds:02} left")
+
+
 @contextmanager
-def _progress() -> Iterator[Callable[[Event], None]]:
-    """A bar on stderr with what is measured, how much of the grid, and the time that is left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+def _progress(budget_s: float | None) -> Iterator[Callable[[Event], None]]:
+    """A bar on stderr with what is measured, how many matmuls, and the time that is left."""
+    columns = (TimeBar(), TimeLeft(), TextColumn("{task.description}", markup=False))
     silent = not stderr.is_terminal
     with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
-        shown = bar.add_task("opening devices", total=None)
+        shown = bar.add_task("opening devices", total=budget_s)
 
         def show(event: Event) -> None:
-            minutes, seconds = divmod(int(event.left_s), 60)
-            bar.update(
-                shown,
-                description=f"{event.what}, at most {minutes}:{seconds:02} left",
-                completed=event.done,
-                total=event.total or None,
-            )
+            count = f" {event.done}/{event.total}" if event.what == "matmuls" else ""
+            bar.update(shown, description=LABELS.get(event.what, event.what) + count)
 
         yield show

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hetero.backends.host.files import sync_directory
 from hetero.contexts.codec import RAW
 from hetero.contexts.compaction import compact
 from hetero.contexts.lanes import Lane
@@ -113,6 +114,7 @@ class RecentTexts:
             service.swap.drain()
             service._working.release(text.held.chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
+            sync_directory(self.app.folder)
             count = len(text.held.tokens)
             text.held, text.used = Held(self.app.name, self._root("")), 0
             return count

@@ -21,6 +21,7 @@ from typing import Any, Self, get_args
 import numpy as np
 
 from hetero.arguments import check_count, check_one_of
+from hetero.backends.host.files import sync_directory
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
@@ -454,6 +455,7 @@ class AppContext:
             self._log.delete()
             service._working.release(self._held.chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
+            sync_directory(self.app.folder)
             self._held.chunks, self._deleted = [], True
             del self.app._contexts[self.id]
 

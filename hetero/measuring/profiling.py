@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+import platformdirs
+from filelock import FileLock, Timeout
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
@@ -17,6 +22,7 @@ from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_ever
 from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
 from hetero.placement.device_set import DeviceMode, open_devices
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import refuse_folder
 from hetero.profiler.grid import Shape
 from hetero.profiler.model_graph import ModelGraph
@@ -25,6 +31,9 @@ from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
 
 SHORTEST_BUDGET_S: Final = 1.0
+# What a machine of two cores takes besides the matmuls of the grid (waits, other kernels, both
+# devices at once, fitting), and the fewest matmuls that predictions can be checked by.
+LEAST_BUDGET_S: Final = {True: 30.0, False: 75.0}  # by `quick`
 LONGEST_BUDGET_S: Final = 1e6
 
 
@@ -44,8 +53,10 @@ def profile_device(
 ) -> DeviceProfile:
     """Measure this machine and return its profile; written to `out` as it grows, if given.
 
-    `budget_s` defaults to ten minutes, 50 s if `quick`. `model` measures exactly the shapes of a
-    model instead of the default grid, its weights in the caches as far as they would be. Raises
+    `budget_s` defaults to ten minutes, 50 s if `quick`; one that nothing could be done in is
+    refused, before or, on a slow machine, as soon as that shows. `model` measures exactly the
+    shapes of a model instead of the default grid, its weights in the caches as far as they would
+    be. Raises
     `ProfileError` and `UserError` for what cannot be.
     """
     if budget_s is not None and not SHORTEST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
@@ -53,6 +64,7 @@ def profile_device(
             f"budget_s is from {SHORTEST_BUDGET_S:g} to {LONGEST_BUDGET_S:g} seconds, got "
             f"{budget_s}"
         )
+    _check_budget(budget_s, quick)
     require("sklearn", "profile", "a profile's trees are fitted by scikit-learn")
     if out is not None:
         refuse_folder(out)
@@ -65,8 +77,27 @@ def profile_device(
         weight_formats=formats,
         gpu_core=assign_cores().gpu,
         control_core=assign_cores().control,
+        keep_budget=budget_s is not None,  # the default one may take longer
         **of_model,
     )
+    with _alone(out):
+        return _measure(
+            options, device, gpu, npu, out=out, resume=resume, progress=progress, quick=quick
+        )
+
+
+def _measure(
+    options: Options,
+    device: DeviceMode,
+    gpu: str,
+    npu: str,
+    *,
+    out: str | Path | None,
+    resume: bool,
+    progress: Callable[[Event], None] | None,
+    quick: bool,
+) -> DeviceProfile:
+    formats = options.weight_formats
     opened = open_devices(device, gpu=gpu, npu=npu)
     try:
         step_s = None
@@ -88,6 +119,47 @@ def profile_device(
             )
     finally:
         opened.close()
+
+
+def _check_budget(budget_s: float | None, quick: bool) -> None:
+    least_s = LEAST_BUDGET_S[quick]
+    if budget_s is not None and budget_s < least_s:
+        shorter = "" if quick else f"; --quick (quick=True) needs {LEAST_BUDGET_S[True]:.0f} s"
+        raise UserError(
+            f"a budget of {budget_s:g} s is too short to predict anything: give at least "
+            f"{least_s:.0f} s{shorter}"
+        )
+
+
+@contextmanager
+def _alone(out: str | Path | None) -> Iterator[None]:
+    """One profiler at a time writes a file. Raises `ProfileError` for the second one."""
+    if out is None:
+        yield
+        return
+    lock = FileLock(lock_path(Path(out)), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ProfileError(
+            f"another `hetero profile` is writing {out}: wait until it has ended, or give another "
+            "--out"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def lock_path(out: Path) -> Path:
+    """The lock of a profile: not beside it, where it would be left lying."""
+    name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
+    folder = Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.gettempdir())
+    return folder / f"profile-{name}.lock"
 
 
 def model_shapes(spec: ModelGraph) -> tuple[Shape, ...]:

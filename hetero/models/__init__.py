@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hetero.backends.formats import WeightFormat
 from hetero.errors import ModelError
-from hetero.models import quantized, random_models
+from hetero.models import hub, quantized, random_models
 from hetero.models.chat_template import Message
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
@@ -146,11 +146,15 @@ def open_model(
     return _open_checkpoint(path, weight_format)
 
 
-def model_spec(model: str | Path, weights: str = "w4a16") -> ModelGraph:
-    """Shapes of a MODEL, or of a known model by NAME alone; no weight is read.
+def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
+    """Shapes of a MODEL, or of a known model by NAME alone; no weight is read. By default in w4a16,
+    a GGUF file's in its own format.
 
     Raises `ModelError`.
     """
+    if weights is None:
+        own = str(model).lower().endswith(".gguf")
+        weights = default_weights(model) if own else WeightFormat.W4A16.value
     weight_format = _weight_format(weights)
     name = str(model).removeprefix(random_models.PREFIX)
     if name.lower() in random_models.KNOWN_MODELS and not Path(model).is_dir():
@@ -304,10 +308,12 @@ def _path(model: str, *, shapes: bool = False) -> Path:
         raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
     if path.exists() and model:
         raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
+    if (named := hub.hub_name(model)) is not None:
+        return hub.fetch(named)
     kind = "file" if path.suffix.lower() == ".gguf" else "directory"
     raise ModelError(
         f"{model!r}: there is no such {kind}; {_hint(model, shapes)}MODEL is a Hugging Face "
-        "directory, a .gguf file, demo, or random:NAME"
+        "directory, a .gguf file, OWNER/NAME of the hub, demo, or random:NAME"
     )
 
 

@@ -81,6 +81,12 @@ def save(
     An existing directory is replaced only if it is empty, or if `overwrite` and `hetero quantize`
     wrote everything in it. Raises `ModelError`, and leaves nothing behind, whatever happens.
     """
+    for one in (weights, *also):
+        if one.weight_format.of_file:
+            raise ModelError(
+                f"{one.weight_format} is what a GGUF file stores, which is used as it is; give the "
+                "file itself as MODEL, or choose --weights w4a16"
+            )
     out = Path(out_dir).expanduser().resolve()
     remove_partials(out)  # they take room
     check_destination(out, overwrite=overwrite)

@@ -1,8 +1,9 @@
-"""Attention that a step's sampled rows give to each column, computed on the control thread.
+"""Attention that a step's sampled rows give to each column.
 
-The slow twin of an operation on the devices, which does not exist yet: a step that is to tell it
-has a host call behind each attention, which reads the queries of its sampled rows and the context's
-keys. Steps whose attention is inside an NPU graph, or reads its queries from panels, have none.
+A step that is to tell it has a launch behind each attention, on the same device where that has the
+operation (`ops.ColumnMass`), whose sums the host reads once a step. Elsewhere a host call reads the
+queries of the sampled rows and the context's keys (`AttentionTap`, numpy). Steps whose attention is
+inside an NPU graph, or reads its queries from panels, have none.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import Attention
-from hetero.backends.protocol import BoundCall, Kernel, Operand
+from hetero.backends.ops import Attention, ColumnMass
+from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, Operand
 from hetero.contexts.density import DECODE_EVERY, PROMPT_EVERY, column_mass, sampled
 from hetero.solver.plan import Phase
 
@@ -32,27 +33,63 @@ class StepMass:
 
     def __init__(self, columns: int, layers: int) -> None:
         self._sums, self._layers, self._told = np.zeros(columns), layers, 0
+        self._added: dict[DeviceKind, Tensor] = {}
 
     def begin(self) -> None:
         """A step begins."""
         self._sums[:], self._told = 0, 0
+        for tensor in self._added.values():
+            tensor.array[:] = 0
 
-    def add(self, sums: npt.NDArray[Any]) -> None:
-        """Of one layer, and one chunk of a prompt."""
+    def add(self, sums: npt.NDArray[Any], layers: int = 1) -> None:
+        """Of some layers, and one chunk of a prompt."""
         self._sums[: len(sums)] += sums
-        self._told += 1
+        self._told += layers
+
+    def on(self, kind: DeviceKind, device: Device, heads: int) -> Tensor:
+        """Where a device adds up, float32 [heads, columns]."""
+        if kind not in self._added:
+            shape = heads, len(self._sums)
+            self._added[kind] = Tensor(device.allocate(4 * heads * len(self._sums)), shape)
+        return self._added[kind]
 
     def end(self, chunks: int) -> npt.NDArray[Any] | None:
         """Means over layers of a step of so many chunks; None where not all layers told."""
         return self._sums / self._layers if self._told == self._layers * chunks else None
 
 
-class RowMasses:
-    """Those of a step's rows, of several contexts; a step on one context has the first alone."""
+class MassReader(BoundCall):
+    """Takes what a device has added up of a chunk of a prompt, or of a step that decodes."""
 
-    def __init__(self, columns: int, layers: int) -> None:
-        self._columns, self._layers = columns, layers
+    name = "reading column masses"
+
+    def __init__(self, mass: StepMass, tensor: Tensor, layers: int, m: int) -> None:
+        self.m = m
+        self._mass, self._tensor, self._layers = mass, tensor, layers
+
+    def run(self) -> None:
+        """Add the layers' mass, and begin anew."""
+        self._mass.add(self._tensor.array.sum(axis=0), self._layers)
+        self._tensor.array[:] = 0
+
+
+class RowMasses:
+    """Those of a step's rows, of several contexts; a step on one context has the first alone. And
+    the devices' kernels that add some up.
+    """
+
+    def __init__(self, columns: int, layers: int, devices: Mapping[DeviceKind, Device]) -> None:
+        self._columns, self._layers, self._devices = columns, layers, devices
         self._masses: list[StepMass] = []
+        self._kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
+
+    def kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
+        """What adds up columns on a device, where it can."""
+        key = kind, op
+        if key not in self._kernels:
+            device = self._devices[kind]
+            self._kernels[key] = device.prepare(op, {}) if device.accepts(op) else None
+        return self._kernels[key]
 
     def of(self, row: int) -> StepMass:
         """Of one row."""

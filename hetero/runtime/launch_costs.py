@@ -47,8 +47,8 @@ class LaunchCosts:
 
     def seconds(self, launch: LaunchSpec, m: int, context: int, form: Form = "cut") -> float:
         """Seconds of a launch of m tokens behind a context of others, whatever `launch.tokens`."""
-        if launch.kind is None or launch.name != launch.node:  # gathered, or copied
-            return 0.0
+        if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
+            return 0.0  # gathered, copied, or columns' mass
         key = (launch.node, launch.kind, m, launch.rows, context, form)
         found = self._launches.get(key)
         if found is None:

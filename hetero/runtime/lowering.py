@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, describe
+from hetero.backends.ops import OUTPUT_PORTS, Attention, ColumnMass, MatMul, describe
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
@@ -35,7 +35,7 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
-from hetero.runtime.attention_tap import EVERY, AttentionTap, RowMasses
+from hetero.runtime.attention_tap import EVERY, AttentionTap, MassReader, RowMasses
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
@@ -85,7 +85,7 @@ class Lowering:
         self.synchroniser = synchroniser
         attentions = [x.op for x in placement.graph.nodes if isinstance(x.op, Attention)]
         columns = max((op.capacity for op in attentions), default=0)
-        self.masses = RowMasses(columns, len(attentions))
+        self.masses = RowMasses(columns, len(attentions), devices)
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
@@ -208,6 +208,7 @@ class _Chunk:
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
         self.stages: list[tuple[str, Sequence[Item]]] = []
+        self._added: dict[Tensor, int] = {}  # where devices add up columns: of how many layers
         self.gathered_bytes = 0
         self._bind()
 
@@ -231,9 +232,13 @@ class _Chunk:
                 items = self._row_items if apart else self._other_items
                 self._place(node.name, items(node, kind, graph))
                 if self.taps and isinstance(node.op, Attention):
-                    self._place_tap(node, node.op)
+                    self._place_tap(node, node.op, kind)
             else:
                 self._place(node.name, self._matmul_items(node, parts))
+        for tensor, layers in self._added.items():
+            call = MassReader(self.masses.of(0), tensor, layers, self.m)
+            slots = frozenset({SlotRef("mass")})
+            self._place("mass", [Item(None, call, slots, slots, (0, self.m), None)])
 
     def _place(self, node: str, items: Sequence[Item]) -> None:
         self.stages.append((node, items))
@@ -308,13 +313,24 @@ class _Chunk:
             operands[port] = operand
         return operands, reads, writes
 
-    def _place_tap(self, node: Node, op: Attention) -> None:
+    def _place_tap(self, node: Node, op: Attention, kind: DeviceKind) -> None:
         qkv, position = self._operand(node.slots["qkv"]), self._tensor("position")
         if isinstance(qkv, Panels) or self.handover is not None:
             return
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], "position", node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
+        added = ColumnMass(attention=op, every=EVERY[self.phase])
+        own = None if self.rows else self.masses.kernel(kind, added)
+        if own is not None:
+            device, mass = self.devices[kind], self.masses.of(0)
+            tensor = mass.on(kind, device, op.kv_heads)
+            self._added[tensor] = self._added.get(tensor, 0) + 1
+            given: dict[str, Operand] = {"qkv": qkv, "position": position, "mass": tensor}
+            call = CacheCall(f"{node.name} mass", own, given, caches, self.m)
+            item = Item(kind, call, reads | writes, writes, (0, self.m), None)
+            self._place(f"{node.name} mass", [item])
+            return
         count = self.m if self.rows else 1
         name, m, items = f"{node.name} mass", self.m // count, []
         for row in range(count):

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -18,6 +18,7 @@ from hetero.serving.messages import Finished, Said
 from hetero.serving.state import State
 
 T = TypeVar("T")
+_json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all events
 
 
 @dataclass(kw_only=True)
@@ -142,8 +143,7 @@ class _EventStream(StreamingResponse):
 def event(record: Any, name: str = "") -> bytes:
     """A server-sent event."""
     head = f"event: {name}\n" if name else ""
-    text = json.dumps(record, separators=(",", ":"), ensure_ascii=True)
-    return f"{head}data: {text}\n\n".encode()
+    return f"{head}data: {_json(record)}\n\n".encode()
 
 
 def answer_json(record: dict[str, Any]) -> JSONResponse:

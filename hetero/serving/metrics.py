@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from hetero.serving.messages import Finished
 
@@ -42,10 +45,8 @@ class Metrics:
         self.chunks = Gauge(
             "hetero_context_bytes", "Chunks' bytes.", ["where", "bits"], registry=registry
         )
-        self.evictions = Gauge(
-            "hetero_evictions", "Chunks that left the memory.", ["reason"], registry=registry
-        )
-        self.busy = Gauge("hetero_device_busy_seconds", "So far.", ["device"], registry=registry)
+        self.engine = _Engine()
+        registry.register(self.engine)
         for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind)
 
@@ -70,8 +71,26 @@ class Metrics:
         self.chunks.clear()
         for where, bits, nbytes in totals["chunks"]:
             self.chunks.labels(where, bits).set(nbytes)
-        for reason, count in totals["evictions"].items():
-            self.evictions.labels(reason).set(count)
-        for device, use in totals["devices"].items():
-            self.busy.labels(device).set(use["busy_s"])
+        self.engine.totals = totals
         return generate_latest(self.registry)
+
+
+class _Engine(Collector):
+    """Counters that the engine process keeps: it says what they are now."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Any] = {"evictions": {}, "devices": {}}
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """As Prometheus' client says."""
+        evictions = CounterMetricFamily(
+            "hetero_evictions", "Chunks that left the memory.", labels=["reason"]
+        )
+        for reason, count in self.totals["evictions"].items():
+            evictions.add_metric([reason], count)
+        busy = CounterMetricFamily(
+            "hetero_device_busy_seconds", "Of the devices' calls.", labels=["device"]
+        )
+        for device, use in self.totals["devices"].items():
+            busy.add_metric([device], use["busy_s"])
+        yield from (evictions, busy)

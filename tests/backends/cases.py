@@ -16,7 +16,7 @@ from hetero.backends import ops
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.kv_codes import random_channels, random_chunks
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Op, describe, weight_names
+from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS, Op, describe, weight_names
 from hetero.backends.protocol import (
     FIXED_PORTS,
     BoundCall,
@@ -27,7 +27,7 @@ from hetero.backends.protocol import (
     port_shape,
 )
 from hetero.backends.reference.compute import program
-from hetero.backends.weights import pack
+from hetero.backends.weights import PART_STORAGES, pack, stacked
 from tests.helpers import assert_close
 
 CACHES = ("k_cache", "v_cache")
@@ -89,7 +89,7 @@ def _processor_tolerance(op: Op) -> float:
             return _processor_matmul_tolerance(op.weight_format)
         case ops.Embed():
             return 2e-7  # nothing is added up
-        case ops.Attention():
+        case ops.Attention() | ops.ColumnMass():
             return PROCESSOR_ATTENTION_TOLERANCE
         case _:
             return PROCESSOR_TOLERANCE
@@ -147,6 +147,9 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:
                 n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
                 values = rng.standard_normal((n, k), dtype=np.float32)
                 weights[name] = pack(values, op.weight_format.storage)
+                if isinstance(op, ops.Embed) and op.weight_format.of_file:
+                    kind = PART_STORAGES[(n + k) % len(PART_STORAGES)]
+                    weights[name] = stacked([pack(values, kind)])
             case ops.Outliers():
                 weights[name] = outlier_weight(op, name, rng)
             case ops.MatMul() if name == "x_scale":
@@ -201,8 +204,11 @@ def make_tensors(
             assert isinstance(op, ops.Embed)
             array[:] = rng.integers(0, op.vocab, len(array))
         elif port in CACHES:
+            known = position + (m if isinstance(op, ops.ColumnMass) else 0)
             array[:] = np.nan
-            array[:, :position] = rng.standard_normal(array[:, :position].shape)
+            array[:, :known] = rng.standard_normal(array[:, :known].shape)
+        elif port in ADDED_PORTS:
+            array[:] = rng.random(array.shape)
         elif port not in ("codes", "table"):
             array[:] = np.nan
             if port not in OUTPUT_PORTS:
@@ -276,6 +282,8 @@ def check_run(
             actual, limit = tensor.array[:m], tolerance(op, device)
             assert_close(actual, wanted[port][:m], limit, what, floor=floor(op, device))
             np.testing.assert_array_equal(tensor.array[m:], before[port][m:], f"{what} rows ≥ m")
+        elif port in ADDED_PORTS:
+            assert_close(tensor.array, wanted[port], tolerance(op, device), what)
         else:
             np.testing.assert_array_equal(tensor.array, wanted[port], what)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,6 +274,31 @@ def test_attention_on_caches_of_halves(
     for m, position in ((1, 0), (7, 0), (33, 0), (1, 9), (1, 69), (2, 5), (31, 32), (33, 37)):
         rng = np.random.default_rng(m)
         tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        check_call(device, kernel, {}, tensors, m)
+
+
+@pytest.mark.parametrize("every", [1, 2, 16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "more"),
+    [
+        (4, 2, 8, {}),
+        (3, 1, 12, {"window": 5}),
+        (8, 2, 64, {"kv": CacheFormat.F16}),
+        (6, 2, 16, {"softcap": 2.0, "window": 33}),
+        (2, 2, 80, {"scale": 2.0}),
+    ],
+)
+def test_sums_of_what_columns_are_given(
+    device: Device, heads: int, kv_heads: int, head_dim: int, more: dict[str, Any], every: int
+) -> None:
+    """Of sampled rows of prompts and steps, on top of what is there; nothing else is touched."""
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    op = ops.ColumnMass(attention=replace(ATTENTION, **sizes, **more), every=every)
+    require(device, op)
+    kernel = device.prepare(op, {})
+    for m, position in ((1, 0), (7, 0), (33, 0), (1, 15), (1, 69), (2, 5), (33, 37)):
+        rng = np.random.default_rng(m + every)
+        tensors = make_tensors(op, m, rng, position=position, device=device)
         check_call(device, kernel, {}, tensors, m)
 
 

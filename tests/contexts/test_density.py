@@ -109,11 +109,21 @@ def test_taps_tell_what_the_devices_computed_on(
     with open_llm(tiny_model(tmp_path), way) as llm:
         plain = llm.generate(prompt, context=llm.new_context(), max_tokens=30)
         assert not seen
+        added, other = AttentionMass(120), llm.new_context()
+        other.mass = added
+        assert llm.generate(prompt, context=other, max_tokens=30).tokens == plain.tokens
+        able = way not in ("npu", "tensor level, rest on the npu")  # a device with the operation
+        assert bool(seen) != able, "whose host call did not run"
+        sums[:], seen[:] = 0, []
+        monkeypatch.setattr(attention_tap.RowMasses, "kernel", lambda *_: None)
+        llm.engine._lower()
         context = llm.new_context()
         context.mass = AttentionMass(120)
         tapped = llm.generate(prompt, context=context, max_tokens=30)
         assert tapped.tokens == plain.tokens
         assert seen, "taps ran"
+        assert np.allclose(added.sums, sums, rtol=1e-4, atol=1e-6)
+        assert np.array_equal(added.rows, context.mass.rows)
         assert np.allclose(context.mass.sums, sums, rtol=1e-4, atol=1e-6)
         assert [int(context.mass.rows[at]) for at in (15, 16, 69, 70, 95, 96)] == [
             30,  # of the prompt 15, 17, … 69; of the answer 79 and 95

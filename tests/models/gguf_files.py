@@ -312,7 +312,7 @@ def write_mixed(
         "llama.rope.dimension_count": head_dim, "llama.vocab_size": vocabulary,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.tokens": [chr(0x100 + i) for i in range(vocabulary)],
+        "tokenizer.ggml.tokens": ["a", "b", "ab", *(chr(0x200 + i) for i in range(vocabulary - 3))],
         "tokenizer.ggml.pre": "gpt-2",
     }  # fmt: skip
     q, keys = heads * head_dim, kv * head_dim

@@ -80,6 +80,8 @@ def test_a_file_of_many_types_keeps_every_number(tmp_path: Path) -> None:
         ((Kind.Q4_0,), "w4a16"),
         ((Kind.Q8_0,), "w8a16"),
         ((Kind.F16,), "w4a16"),
+        ((Kind.Q4_0, Kind.Q6_K), "gguf-a16"),
+        ((Kind.Q5_0,), "gguf-a16"),
     ],
     ids=str,
 )

@@ -91,7 +91,9 @@ def test_the_fingerprint_follows_the_weights(make_checkpoint: Callable[..., Path
     assert small[0] == open_model("random:qwen3-0.6b").fingerprint
 
 
-DIRECTORY = "MODEL is a Hugging Face directory, a .gguf file, demo, or random:NAME"
+DIRECTORY = (
+    "MODEL is a Hugging Face directory, a .gguf file, OWNER/NAME of the hub, demo, or random:NAME"
+)
 NAMES = ", ".join(KNOWN_MODELS)
 RANDOM = "the shapes of that model with random weights"
 
@@ -107,7 +109,10 @@ RANDOM = "the shapes of that model with random weights"
         ("randm:llama-3-8b", "'randm:llama-3-8b': there is no such directory; did you mean "
          f"'random:llama-3-8b'? {DIRECTORY}"),
         ("dmo", f"'dmo': there is no such directory; did you mean 'demo'? {DIRECTORY}"),
-        ("xyzzy/plugh", f"'xyzzy/plugh': there is no such directory; {DIRECTORY}"),
+        ("xyzzy/plugh", "'xyzzy/plugh': there is no such directory, it is not in the hub's cache, "
+         "and the hub cannot be reached (OfflineModeIsEnabled): where it can, run `hf download "
+         "xyzzy/plugh`"),
+        ("./xyzzy/plugh", f"'./xyzzy/plugh': there is no such directory; {DIRECTORY}"),
         ("", f"'': there is no such directory; {DIRECTORY}"),
         ("random:llama", f"'llama' is not a known model; did you mean 'llama-3-8b'? choose one of: "
          f"{NAMES}"),
@@ -149,7 +154,7 @@ def test_an_unknown_format() -> None:
     with pytest.raises(ModelError) as caught:
         open_model("random:qwen3-0.6b", weights="q4_k_m")
     assert str(caught.value) == (
-        "weights 'q4_k_m' is not a format; choose one of: w4a16, w4a8, w8a16, w8a8, f16, f32"
+        f"weights 'q4_k_m' is not a format; choose one of: {', '.join(WeightFormat)}"
     )
 
 

@@ -1,5 +1,8 @@
-"""What HTTP costs: `python -m tests.serving.speed [ROUNDS]`. Library and server take turns, a round
-each, on one machine; ratios mean something, times only beside each other.
+"""What HTTP costs: `python -m tests.serving.speed [ROUNDS] [DEVICE]`. A library's service and the
+server take turns on one machine, a round each; ratios mean something, times only beside each other.
+
+The first token's time is compared for the same call: the second one of a text whose beginning is in
+the cache, asked of a `Service` in this process and of the server that has one.
 """
 
 from __future__ import annotations
@@ -10,79 +13,122 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 
-from hetero import LLM
+from hetero import Service
+from hetero.contexts.recent import RecentTexts
 from tests.serving.servers import serving
 
 TOKENS = 100
 PROMPT = list(range(100, 140))
+CROWDS = (1, 2, 4, 8)
+
+
+class Taken(NamedTuple):
+    """Seconds to the first token, and from there to the last."""
+
+    first_s: float
+    rest_s: float
 
 
 def prompt_of(i: int) -> list[int]:
     """One that begins as no other does."""
-    return [300 + i, *PROMPT]
+    return [300 + i % 1500, 20 + i % 70, *PROMPT]
 
 
-def library(llm: LLM, prompt: list[int]) -> tuple[float, float]:
-    """Seconds to the first token, and tokens/s after it."""
+def timed(start: Callable[[], Iterator[object]]) -> Taken:
+    """What an iterator of tokens takes."""
     start_s, times = time.perf_counter(), list[float]()
-    for _ in llm.stream(prompt, max_tokens=TOKENS, logit_bias={1: -100.0}):
+    for _ in start():
         times.append(time.perf_counter())
-    return times[0] - start_s, (len(times) - 1) / (times[-1] - times[0])
+    assert len(times) > 0.9 * TOKENS, len(times)
+    return Taken(times[0] - start_s, times[-1] - times[0])
 
 
-def over_http(client: httpx.Client, prompt: list[int]) -> tuple[float, float]:
+def library(recent: RecentTexts, prompt: list[int]) -> Taken:
+    """An answer of a service in this process."""
+    options: dict[str, Any] = {"max_tokens": TOKENS, "logit_bias": {1: -100.0}}
+
+    def pieces() -> Iterator[object]:
+        at = recent.choose(prompt)
+        found = recent.stream(at, prompt, [], **options)
+        return (piece for piece in found if piece is not None and piece.text)
+
+    return timed(pieces)
+
+
+def over_http(client: httpx.Client, prompt: list[int]) -> Taken:
     """The same through the server."""
     asked = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
-    start_s, times = time.perf_counter(), list[float]()
-    with client.stream("POST", "/v1/completions", json=asked | {"logit_bias": {"1": -100}}) as got:
-        for line in got.iter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                times.append(time.perf_counter())
-    return times[0] - start_s, (TOKENS - 1) / (times[-1] - times[0])
+    asked |= {"logit_bias": {"1": -100}}
+
+    def events() -> Iterator[object]:
+        with client.stream("POST", "/v1/completions", json=asked) as got:
+            for line in got.iter_lines():
+                if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                    yield line
+
+    return timed(events)
 
 
 def together(clients: list[httpx.Client], first: int) -> float:
-    """Tokens/s of several clients that ask at the same time."""
+    """Tokens/s of several clients that ask at the same time, while all of them decode."""
+    found: list[tuple[float, float]] = []
+
+    def one(client: httpx.Client, prompt: list[int]) -> None:
+        taken = over_http(client, prompt)
+        found.append((end_s := time.perf_counter(), end_s - taken.rest_s))
+
     threads = [
-        threading.Thread(target=over_http, args=(client, prompt_of(first + i)))
+        threading.Thread(target=one, args=(client, prompt_of(first + i)))
         for i, client in enumerate(clients)
     ]
-    start_s = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return len(clients) * TOKENS / (time.perf_counter() - start_s)
+    ends, starts = zip(*found, strict=True)
+    return len(clients) * (TOKENS - 1) / (max(ends) - min(starts))
+
+
+def median(values: list[float]) -> str:
+    """With its quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
     """Print medians."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    one, two, crowd = [], [], list[list[float]]()
+    device = sys.argv[2] if len(sys.argv) > 2 else "npu"
+    added, shares = [], []
+    gains: dict[int, list[float]] = {count: [] for count in CROWDS[1:]}
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder)) as server,
-        LLM("demo", device="npu") as llm,
-        server.client() as client,
-        server.client("mail") as other,
+        serving(Path(folder) / "server", "--device", device) as server,
+        Service("demo", directory=Path(folder) / "library", device=device, kv_bits="8") as service,
     ):
+        recent = RecentTexts(service.bind("notes"), 8)
+        clients = [server.client(app) for app in ("notes", "mail") * 4]
         for i in range(rounds + 2):
             prompt = prompt_of(i)
-            found = library(llm, prompt), over_http(client, prompt)
-            speeds = [together(clients, 100 + 4 * i) for clients in ([client], [client, other])]
+            library(recent, prompt), over_http(clients[0], prompt)
+            own, http = library(recent, prompt), over_http(clients[0], prompt)
+            speeds = {n: together(clients[:n], 1000 * n + 20 * i) for n in CROWDS}
             if i >= 2:
-                one.append(found[0])
-                two.append(found[1])
-                crowd.append(speeds)
-    added = statistics.median(b[0] - a[0] for a, b in zip(one, two, strict=True))
-    share = statistics.median(b[1] / a[1] for a, b in zip(one, two, strict=True))
-    gain = statistics.median(b / a for a, b in crowd)
-    print(f"{rounds} rounds, measured: first token + {added * 1e3:.1f} ms; decode × {share:.2f}")
-    print(f"two clients together: × {gain:.2f} of one's tokens/s")
+                added.append((http.first_s - own.first_s) * 1e3)
+                shares.append(own.rest_s / http.rest_s)
+                for count, values in gains.items():
+                    values.append(speeds[count] / speeds[1])
+    print(f"{rounds} rounds on {device}, measured in turns; medians (quartiles)")
+    print(f"first token, of a text that is in the cache: + {median(added)} ms over HTTP")
+    print(f"decode over HTTP: × {median(shares)} of the library's")
+    for count, values in gains.items():
+        print(f"{count} clients together: × {median(values)} of one's tokens/s")
 
 
 if __name__ == "__main__":

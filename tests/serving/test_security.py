@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -141,23 +142,42 @@ def test_other_hosts_and_long_bodies_are_refused(server: Server) -> None:
         assert "access-control-allow-origin" not in client.get("/health").headers
 
 
-def test_clients_that_send_nothing_keep_nobody_waiting(server: Server) -> None:
-    port = int(server.url.rsplit(":", 1)[1])
-    lazy = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thousand_clients_that_are_slow_keep_nobody_waiting(server: Server) -> None:
+    """Heads and bodies that stop half-way, answers that nobody reads; memory stays bounded."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    port, before = int(server.url.rsplit(":", 1)[1]), resident(server)
+    lazy = [socket.create_connection(("127.0.0.1", port)) for _ in range(1000)]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    key = b"Authorization: Bearer key-of-mail\r\n"
+    asked = b'{"prompt": "Once", "max_tokens": 200, "stream": true, "logit_bias": {"1": -100}}'
     try:
-        for each in lazy[:100]:
-            each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
-        head = b"Authorization: Bearer key-of-mail\r\nContent-Length: 100000\r\n\r\n{"
-        for each in lazy[100:200]:
-            each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + head)
+        for each in lazy[:400]:
+            each.sendall(head)
+        for each in lazy[400:800]:
+            each.sendall(head + key + b"Content-Length: 100000\r\n\r\n{")
+        for each in lazy[800:810]:
+            each.sendall(head + key + b"Content-Length: %d\r\n\r\n" % len(asked) + asked)
         with server.client() as client:
             start_s = time.monotonic()
-            asked = {"prompt": "Once", "max_tokens": 2}
-            assert client.post("/v1/completions", json=asked).status_code == 200
-            assert time.monotonic() - start_s < 10
+            body = {"prompt": "Once", "max_tokens": 2}
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert time.monotonic() - start_s < 20
+        assert resident(server) - before < 150 << 20
     finally:
         for each in lazy:
             each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def resident(server: Server) -> int:
+    """Bytes of memory of the HTTP process."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) << 10
 
 
 def test_without_keys_only_this_machine_is_served(command: Command, tmp_path: Path) -> None:

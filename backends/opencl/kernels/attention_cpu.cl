@@ -7,40 +7,13 @@
 // row = token * GROUP + head. Scores are in base 2: SCALE includes log2(e).
 // Decode: `attend_few` appends and attends token by token; a vector holds HV dimensions of one key.
 //
-// Caches are read as they lie (caches.cl), halves widened in registers.
-// HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE come from the record; TOKENS (per tile) and
-// KEYS (per block) from tuning; HV divides HEAD_DIM.
+// Caches are read as they lie (caches.cl), halves widened in registers; scores_cpu.cl makes scores.
+// TOKENS (per tile) and KEYS (per block) come from tuning.
 
-#define GROUP (HEADS / KV_HEADS)
-#define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-// A tile of scores is ROWS × 2 vectors of sums in registers: AVX2 has half of AVX-512's 32.
-#if VEC == 16
-#define ROWS 8
-#define EACH_ROW(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
-#else
-#define ROWS 4
-#define EACH_ROW(F) F(0) F(1) F(2) F(3)
-#endif
 #define FEW (GROUP == 1 ? 1 : GROUP == 2 ? 2 : 4)
 #define PADDED_GROUP ((GROUP + FEW - 1) / FEW * FEW)
-#define KT (2 * VEC)
-#define LOWEST -1e30f
-
-#define CHUNKS (HEAD_DIM / HV)
 
 #define LINE (64 / (int)sizeof(cache_t))
-
-// The soft cap on scores (activations.cl), if there is one.
-#ifdef CAP
-#define CAPPED(v) activate(v)
-#define CAPPED1(x) activate_scalar(x)
-#else
-#define CAPPED(v) (v)
-#define CAPPED1(x) (x)
-#endif
-
-// First position that a token at `last` - 1 sees.
-INLINE int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
 INLINE void copy_row(__global const float *from, __global cache_t *to) {
   for (int c = 0; c < CHUNKS; c++) CSTORE(HLOAD(from + c * HV), to + c * HV);
@@ -67,41 +40,7 @@ __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const in
     copy_row(from + KV_HEADS * HEAD_DIM, v_cache + (size_t)key * HEAD_DIM);
   }
   __global const cache_t *k = k_cache + (size_t)key0 * HEAD_DIM;
-#ifdef CACHE_HALF
-  for (int i = 0; i < KT; i++) {
-    for (int c = 0; c < CHUNKS; c++) {
-      float part[HV];
-      HSTORE(i < keys ? CLOAD(k + i * HEAD_DIM + c * HV) : (hfloat)(0.0f), part);
-      for (int j = 0; j < HV; j++) packed[(c * HV + j) * KT + i] = part[j];
-    }
-  }
-#else
-  if (keys == KT) {
-    for (int d = 0; d < HEAD_DIM; d++) {
-      for (int i = 0; i < KT; i++) packed[d * KT + i] = k[i * HEAD_DIM + d];
-    }
-  } else {
-    for (int d = 0; d < HEAD_DIM; d++) {
-      for (int i = 0; i < KT; i++) packed[d * KT + i] = i < keys ? k[i * HEAD_DIM + d] : 0.0f;
-    }
-  }
-#endif
-}
-
-// ROWS × KT scores of one packed block of keys.
-INLINE void scores(const float *restrict q, __global const float *restrict k, float *restrict s) {
-#define DECLARE(r) vfloat a##r = 0, b##r = 0;
-  EACH_ROW(DECLARE)
-  for (int d = 0; d < HEAD_DIM; d++) {
-    const vfloat k0 = VLOAD(k + d * KT), k1 = VLOAD(k + d * KT + VEC);
-#define STEP(r) { const float x = q[d * ROWS + r]; a##r = x * k0 + a##r; b##r = x * k1 + b##r; }
-    EACH_ROW(STEP)
-  }
-#define KEEP(r) VSTORE(a##r, s + r * KEYS); VSTORE(b##r, s + r * KEYS + VEC);
-  EACH_ROW(KEEP)
-#undef DECLARE
-#undef STEP
-#undef KEEP
+  pack_block(k, keys, packed);
 }
 
 // o[r][0 .. 2 HV) = alpha[r] * o + p · v
@@ -138,26 +77,6 @@ INLINE void values1(const float *restrict p, __global const cache_t *restrict v,
 #undef KEEP
 }
 
-// The highest of `count` scores, lane by lane; `count` is a multiple of VEC.
-INLINE vfloat highest(const float *restrict s, const int count) {
-  vfloat high = LOWEST;
-  for (int i = 0; i < count; i += VEC) {
-    const vfloat x = VLOAD(s + i);
-    high = x > high ? x : high;
-  }
-  return high;
-}
-
-// Scores to weights in place; their sum, lane by lane, on top of `total`.
-INLINE vfloat weigh(float *restrict s, const int count, const vfloat top, vfloat total) {
-  for (int i = 0; i < count; i += VEC) {
-    const vfloat weight = exp2_vector(VLOAD(s + i) - top);
-    total += weight;
-    VSTORE(weight, s + i);
-  }
-  return total;
-}
-
 // Scores to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf here).
 // Returns the factor on what was accumulated before.
 INLINE float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
@@ -167,12 +86,6 @@ INLINE float soften(float *restrict s, const int keys, float *restrict top, vflo
   *sum = weigh(s, keys, (vfloat)(now), alpha * *sum);
   *top = now;
   return alpha;
-}
-
-// -inf for keys outside [low, high) of one row.
-INLINE void mask(float *restrict s, const int keys, const int low, const int high) {
-  for (int i = 0; i < min(low, keys); i++) s[i] = -INFINITY;
-  for (int i = max(high, 0); i < keys; i++) s[i] = -INFINITY;
 }
 
 // Work-item (g, tile of TOKENS tokens). `count` is m.

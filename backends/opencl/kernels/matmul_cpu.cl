@@ -5,9 +5,10 @@
 //
 // Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, W8A8, F16, F32; WIDEN (0: on the fly); for
 // W4A16 NIBBLES_STAY (nibbles are not shifted) or PLANES (2: x as two planes of int8), for W4A8 PLANES
-// (1); where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
+// (1); BLOCKS with PLANES, BITS, GROUPS, HALVES, MINIMUM and ZERO (hetero.backends.formats.Blocks);
+// where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
 // finds), for these formats PREFETCH (32-bit words ahead, 0: not).
-// Layout of weights: hetero.backends.weights. Follows matmul_pack.cl, which packs x.
+// Layout of weights: hetero.backends.weights and blocks. Follows matmul_pack.cl, which packs x.
 
 #define EACH_VEC UNROLL for (int r = 0; r < VECTORS; r++)
 #define EACH_TOKEN UNROLL for (int t = 0; t < TOKENS; t++)
@@ -119,6 +120,8 @@ INLINE void scaled_sums(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECT
   }
 }
 
+#elif defined(BLOCKS)
+typedef uchar scale_t;
 #else
 typedef ushort scale_t;
 #endif
@@ -126,7 +129,11 @@ typedef ushort scale_t;
 #if defined(W8A8)
 #elif PLANES
 typedef uint weight_t;
+#ifdef BLOCKS
+#define BLOCK_STRIDE(k) ((size_t)(k) / GROUP * BITS * ROWS)
+#else
 #define BLOCK_STRIDE(k) ((size_t)(k)*2)
+#endif
 #define EACH_PLANE UNROLL for (int p = 0; p < PLANES; p++)
 
 #if DOT == 2 && VEC == 16 && defined(__AVX512VNNI__)
@@ -135,6 +142,7 @@ typedef vint dot_t;
 #define DOT_STEP(sum, w, x) __builtin_ia32_vpdpbusd512(sum, w, (vint)(x))
 #define DOT_SUM(sum, correction) (sum)
 #define DOT_UPPER(sum) ((sum) << 8)
+#define DOT_PAIR(sum, a, x, b, y) DOT_STEP(DOT_STEP(sum, a, x), b, y)
 #elif (DOT >= 1 && VEC == 16 && defined(__AVX512BW__)) || (VEC == 8 && defined(__AVX2__))
 // Pairs of products, each at most 15 * 128 in size: the 8 steps of a group stay within 16 bits.
 typedef short dot_t __attribute__((ext_vector_type(2 * VEC)));
@@ -151,6 +159,9 @@ typedef char bytes_t __attribute__((ext_vector_type(4 * VEC)));
 #define DOT_STEP(sum, w, x) (sum + MULTIPLY_BYTES(BYTES(w), BYTES((vint)(x))))
 #define DOT_SUM(sum, correction) (ADD_PAIRS(sum, (dot_t)(1)) + (vint)(correction))
 #define DOT_UPPER(sum) ADD_PAIRS(sum, (dot_t)(256))
+// Codes of 6 bits fill 16 bits in two steps: 4 · 63 · 128.
+#define DOT_PAIR(sum, a, x, b, y) \
+  (sum + ADD_PAIRS(DOT_STEP(MULTIPLY_BYTES(BYTES(a), BYTES((vint)(x))), b, y), (dot_t)(1)))
 #else
 typedef vint dot_t;
 #define DOT_ZERO(correction) (dot_t)(correction)
@@ -161,7 +172,99 @@ INLINE dot_t dot_step(dot_t sum, const vint w, const int x) {
 #define DOT_STEP(sum, w, x) dot_step(sum, w, x)
 #define DOT_SUM(sum, correction) (sum)
 #define DOT_UPPER(sum) ((sum) << 8)
+#define DOT_PAIR(sum, a, x, b, y) DOT_STEP(DOT_STEP(sum, a, x), b, y)
 #endif
+
+#ifdef BLOCKS
+#define FLOAT_BYTES (ROWS * 2 * (1 + MINIMUM))
+#define SCALE_BYTES (FLOAT_BYTES + ROWS * GROUPS * (HALVES + MINIMUM))
+#define SCALES_STRIDE(k) ((((size_t)(k) / GROUP + GROUPS - 1) / GROUPS) * SCALE_BYTES)
+#define STEPS (4 / HALVES)  // of 8 features
+typedef char vchar_u __attribute__((ext_vector_type(VEC), aligned(1)));
+
+INLINE vfloat load_small(__global const uchar *p) {
+  return __builtin_convertvector(*(__global const vchar_u *)p, vfloat);
+}
+
+// Codes of 4 features of a word of 8, even or odd, with the upper bits of 6.
+INLINE vint codes_of(const vuint word, const vuint upper, const int j, const int odd) {
+  const vuint low = (word >> (4 * odd)) & 0x0f0f0f0fu;
+#if BITS > 4
+  const int up = 4 - 4 * (j & 1) - 2 * odd;
+  return AS_VINT(low | ((up >= 0 ? upper << max(up, 0) : upper >> max(-up, 0)) & 0x30303030u));
+#else
+  return AS_VINT(low);
+#endif
+}
+
+// One group: exact integers, then one scaled addition for each half; the minimum is multiplied with
+// the sum of x. `lane` is that of the first row in its block.
+INLINE void add_group(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTORS],
+                      __global const uchar *small[VECTORS], const vfloat d[VECTORS],
+                      const vfloat e[VECTORS], __global const int *x) {
+  UNROLL for (int h = 0; h < HALVES; h++) {
+    vint dot[PLANES][VECTORS][TOKENS];
+    EACH_PLANE EACH dot[p][r][t] =
+        p < PLANES - 1 || MINIMUM ? 0 : x[(X_SCALES + 1 + h) * TOKENS + t];
+    UNROLL for (int j = h * STEPS; j < (h + 1) * STEPS; j++) {
+      vuint word[VECTORS], upper[VECTORS];
+      EACH_VEC word[r] = LOAD_WORDS(w[r] + j * ROWS);
+      EACH_VEC upper[r] = BITS > 4 ? LOAD_WORDS(w[r] + (4 + j / 2) * ROWS) : word[r];
+#if PREFETCH
+      EACH_VEC __builtin_prefetch(w[r] + j * ROWS + PREFETCH, 0, 3);
+      if (BITS > 4 && j % 2) EACH_VEC __builtin_prefetch(w[r] + (4 + j / 2) * ROWS + PREFETCH, 0, 3);
+#endif
+      EACH_VEC {
+        const vint even = codes_of(word[r], upper[r], j, 0), odd = codes_of(word[r], upper[r], j, 1);
+        EACH_TOKEN EACH_PLANE {
+          __global const int *codes = x + (8 * p + 2 * j) * TOKENS + t;
+          dot[p][r][t] = DOT_PAIR(dot[p][r][t], even, codes[0], odd, codes[TOKENS]);
+        }
+      }
+    }
+    EACH_VEC {
+      const vfloat scale = d[r] * load_small(small[r] + h * ROWS);
+      EACH_TOKEN {
+        vint product = dot[PLANES - 1][r][t];
+        if (PLANES == 2) product += dot[0][r][t] << 8;
+        sum[r][t] += TO_VFLOAT(product) * (scale * as_float(x[X_SCALES * TOKENS + t]));
+      }
+    }
+  }
+#if MINIMUM
+  EACH_VEC {
+    const vfloat least = e[r] * load_small(small[r] + ROWS * GROUPS * HALVES);
+    EACH_TOKEN sum[r][t] -= least * as_float(x[(X_SCALES + 1) * TOKENS + t]);
+  }
+#endif
+}
+
+INLINE void add_blocks(vfloat sum[VECTORS][TOKENS], __global const uint *w[VECTORS],
+                       __global const uchar *scales[VECTORS], const int lane[VECTORS],
+                       __global const int *x, const int features) {
+  for (int first = 0; first < features / GROUP; first += GROUPS) {
+    vfloat d[VECTORS], e[VECTORS];
+    __global const uchar *at[VECTORS];
+    EACH_VEC {
+      at[r] = scales[r] + (size_t)(first / GROUPS) * SCALE_BYTES;
+      d[r] = load_halves((__global const ushort *)at[r] + lane[r]);
+      e[r] = MINIMUM ? load_halves((__global const ushort *)at[r] + ROWS + lane[r]) : d[r];
+      at[r] += FLOAT_BYTES + lane[r];
+    }
+    for (int g = first; g < min(first + GROUPS, features / GROUP); g++) {
+      __global const uint *word[VECTORS];
+      __global const uchar *small[VECTORS];
+      EACH_VEC {
+        word[r] = w[r] + (size_t)g * BITS * ROWS;
+        small[r] = at[r] + (g - first) * HALVES * ROWS;
+      }
+      add_group(sum, word, small, d, e, x);
+      x += X_WORDS * TOKENS;
+    }
+  }
+}
+
+#else
 
 // One group: exact integers (of two planes below 2^24: exact as floats as well), then one scaled
 // addition. Nibbles stay 0..15; the correction that x carries, for the last plane, is -8 times the sum
@@ -190,12 +293,13 @@ INLINE void add_products(vfloat sum[VECTORS][TOKENS], __global const uint *w[VEC
       EACH_TOKEN {
         vint product = DOT_SUM(dot[PLANES - 1][r][t], correction[t]);
         if (PLANES == 2) product += DOT_UPPER(dot[0][r][t]);
-        sum[r][t] += TO_VFLOAT(product) * (scale * as_float(x[(X_WORDS - 2) * TOKENS + t]));
+        sum[r][t] += TO_VFLOAT(product) * (scale * as_float(x[X_SCALES * TOKENS + t]));
       }
     }
     x += X_WORDS * TOKENS;
   }
 }
+#endif
 
 #else  // floating-point activations
 
@@ -366,14 +470,14 @@ INLINE void store_rows(const vfloat value, __global float *p, const int rows) {
 #define PACK_HERE 1  // a single work-item packs x first
 #define PACKED 2     // the kernel `pack` has run
 
-// y[m, n] for row tiles [group * per_group, ...) of `count`. Tokens go in panels of `m_panel` and
+// y[m, n], whose tokens are `stride` apart, for row tiles [group * per_group, ...) of `count`. Tokens go in panels of `m_panel` and
 // features in panels of `k_panel`, so that a panel of x is still in cache for the next row tile;
-// k_panel is a multiple of 64 or at least k, m_panel a multiple of TOKENS or at least m.
+// k_panel is a multiple of 64 (of whole blocks) or at least k, m_panel a multiple of TOKENS or at least m.
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
     const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, all_scales),
     ARRAY(const float, bias), ARRAY(const float, x), __global x_t *packed, ARRAY(float, y),
-    const int m, const int n, const int width, const int k, const int m_panel, const int k_panel,
-    const int per_group, const int has_bias, const int packing X_SCALE_PARAMETER) {
+    const int m, const int n, const int stride, const int width, const int k, const int m_panel,
+    const int k_panel, const int per_group, const int has_bias, const int packing X_SCALE_PARAMETER) {
   AT(weights);
   AT(all_scales);
   AT(bias);
@@ -391,18 +495,20 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
   for (int m0 = 0; m0 < m; m0 += m_panel)
     for (int k0 = 0; k0 < k; k0 += k_panel)
       for (int tile = first; tile < last; tile++) {
-        int row[VECTORS];
+        int row[VECTORS], lane[VECTORS];
         __global const weight_t *w[VECTORS];
         __global const scale_t *scales[VECTORS];
         EACH_VEC {  // the last tile may have fewer vectors: it computes its last one again
           row[r] = min(tile * VECTORS + r, vectors - 1) * VEC;
           const size_t block = row[r] / ROWS;
-          const int lane = row[r] % ROWS;
-          w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane;
+          lane[r] = row[r] % ROWS;
+          w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane[r];
 #if defined(W8A8)
           scales[r] = all_scales + row[r];
+#elif defined(BLOCKS)
+          scales[r] = all_scales + block * SCALES_STRIDE(k) + SCALES_STRIDE(k0);
 #else
-          scales[r] = all_scales + (block * k + k0) / 2 + lane;
+          scales[r] = all_scales + (block * k + k0) / 2 + lane[r];
 #endif
         }
 #if WIDEN
@@ -419,19 +525,21 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
             const size_t token = min(t0 + t, m - 1);
             sum[r][t] = 0.0f;
             if (k0 > 0)
-              sum[r][t] = load_rows(y + token * n + row[r], n - row[r]);
+              sum[r][t] = load_rows(y + token * stride + row[r], n - row[r]);
             else if (has_bias)
               sum[r][t] = load_rows(bias + row[r], n - row[r]);
           }
           __global const x_t *input = inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0);
 #if WIDEN
           add_widened(sum, panel, input, min(k_panel, k - k0));
+#elif defined(BLOCKS)
+          add_blocks(sum, w, scales, lane, input, min(k_panel, k - k0));
 #else
           add_products(sum, w, scales, input, min(k_panel, k - k0));
 #endif
 #endif
           EACH if (tile * VECTORS + r < vectors && t0 + t < m)
-            store_rows(sum[r][t], y + (size_t)(t0 + t) * n + row[r], n - row[r]);
+            store_rows(sum[r][t], y + (size_t)(t0 + t) * stride + row[r], n - row[r]);
         }
       }
 }

@@ -2,8 +2,9 @@
 // weights, so that no row is read beyond its end. Prepended to matmul_cpu.cl.
 //
 // Defines: VEC, TOKENS, and PLANES for int8 codes instead of floats (1: rounded to them, 2: to 16 bits,
-// whose upper and lower bytes are two planes of codes), or NIBBLES_STAY for floats that meet nibbles
-// where they lie in their word (matmul_cpu.cl), or W8A8 for codes of one scale.
+// whose upper and lower bytes are two planes of codes; for BLOCKS with ZERO, HALVES and MINIMUM), or
+// NIBBLES_STAY for floats that meet nibbles where they lie in their word (matmul_cpu.cl), or W8A8 for
+// codes of one scale.
 
 #define UNROLL _Pragma("unroll")
 #define GROUP 32
@@ -49,7 +50,14 @@ INLINE void load_group(vfloat v[PARTS], __global const float *x, const int fille
 
 #if PLANES
 typedef int x_t;
-#define X_WORDS (8 * PLANES + 2)  // per token and group: codes, the scale's bits, the correction
+#ifndef BLOCKS
+#define ZERO 8
+#define HALVES 1
+#define MINIMUM 0
+#endif
+// Per token and group: codes, the scale's bits, the correction of each half.
+#define X_WORDS (8 * PLANES + 1 + HALVES)
+#define X_SCALES (8 * PLANES)
 #define LARGEST (PLANES == 2 ? 32639.0f : 127.0f)  // 127 * 256 + 127
 #define X_STRIDE(k) ((size_t)(k) / GROUP * X_WORDS * TOKENS)
 
@@ -78,7 +86,8 @@ INLINE void store_codes(const vint codes, const int j, __global int *out) {
 }
 
 // One group of one token, of which `filled` features are read: the planes of codes, the upper one
-// first, then the scale's bits and -8 times the sum of the codes. A group of zeros has scale 0.
+// first, then the scale's bits and -ZERO times the sum of the codes of each half or, for weights with
+// a minimum, the sum of what the codes stand for. A group of zeros has scale 0.
 INLINE void quantize_group(__global const float *x, const int filled, __global int *out) {
   vfloat v[PARTS];
   load_group(v, x, filled);
@@ -86,10 +95,11 @@ INLINE void quantize_group(__global const float *x, const int filled, __global i
   EACH_PART largest = MAX(largest, MAX(v[j], -v[j]));  // PoCL's fabs is a call
   const float scale = VMAX_ALL(largest) / LARGEST;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  vint total = 0;
+  vint total[HALVES];
+  UNROLL for (int h = 0; h < HALVES; h++) total[h] = 0;
   EACH_PART {
     const vint codes = nearest(v[j] * inverse);
-    total += codes;
+    total[j * HALVES / PARTS] += codes;
 #if PLANES == 2
     const vint upper = (codes + 128) >> 8;
     store_codes(upper, j, out);
@@ -98,8 +108,10 @@ INLINE void quantize_group(__global const float *x, const int filled, __global i
     store_codes(codes, j, out);
 #endif
   }
-  out[(X_WORDS - 2) * TOKENS] = as_int(scale);
-  out[(X_WORDS - 1) * TOKENS] = -8 * VSUM_ALL(total);
+  out[X_SCALES * TOKENS] = as_int(scale);
+  UNROLL for (int h = 0; h < HALVES; h++)
+    out[(X_SCALES + 1 + h) * TOKENS] = MINIMUM ? as_int(scale * (float)VSUM_ALL(total[h]))
+                                               : -ZERO * VSUM_ALL(total[h]);
 }
 
 // One tile: [group][X_WORDS][token].

@@ -3,7 +3,8 @@
 // block, k split over SPLITS lanes and reduced in local memory. Above: `gemm`, 64 x 64 tiles.
 // Activations are float32 in memory; w4a8 rounds them first (`round_activations`).
 //
-// Defines: TOKENS, SPLITS; one of W4A16, W4A8, W8A16, F16, F32; HALF.
+// Defines: TOKENS, SPLITS; one of W4A16, W4A8, W8A16, F16, F32, BLOCKS (with BITS, GROUPS, HALVES,
+// MINIMUM and ZERO, as in hetero.backends.formats.Blocks); HALF.
 // HALF 1 (devices with cl_khr_fp16; weights and activations of 16 bits or less): products and sums of
 // EXACT features in fp16, everything beyond in float32. HALF 2 computes the same in float32 with
 // every result rounded to fp16, for tests on devices without the extension. HALF 0: float32.
@@ -39,6 +40,20 @@ typedef float real;
 #define UNROLL _Pragma("unroll")
 #define EACH_TOKEN UNROLL for (int t = 0; t < TOKENS; t++)
 
+#if defined(BLOCKS)
+typedef uchar scale_t;
+typedef uint weight_t;
+typedef uint2 word_t;
+#define FEATURES 8
+#define VALUE(word, i) code_of(word, i)
+#define WORD(p, block, g, w, lane, k) word_of(p, block, g, w, lane, k)
+#define SCALE(p, block, g, h, lane, k) scale_of(p, block, g, h, lane, k)
+#define SHIFT(p, block, g, lane, k, scale) shift_of(p, block, g, lane, k, scale)
+#else
+#define HALVES 1
+#define MINIMUM 0
+#define SHIFT(p, block, g, lane, k, scale) 0.0f
+typedef half scale_t;
 #if defined(W4A16) || defined(W4A8)
 #define QUANTIZED
 #define FEATURES 8  // per word
@@ -58,12 +73,12 @@ typedef uint word_t;
 // Word `w` of a group of 32 features, and the group's scale; the padding of k is in the weights.
 #define WORD(p, block, g, w, lane, k) \
   (p)[(((size_t)(block) * (((k) + 31) / GROUP) + (g)) * (GROUP / FEATURES) + (w)) * ROWS + (lane)]
-#define SCALE(p, block, g, lane, k) \
+#define SCALE(p, block, g, h, lane, k) \
   vload_half(((size_t)(block) * (((k) + 31) / GROUP) + (g)) * ROWS + (lane), p)
 #else
 typedef float word_t;
 #define INDEX(block, g, w, lane, k) (((size_t)(block) * (k) + (g) * GROUP + (w)) * ROWS + (lane))
-#define SCALE(p, block, g, lane, k) 1.0f
+#define SCALE(p, block, g, h, lane, k) 1.0f
 #if defined(F16)
 typedef half weight_t;
 #define READ(p, at) vload_half(at, p)
@@ -74,12 +89,13 @@ typedef float weight_t;
 #define WORD(p, block, g, w, lane, k) \
   ((g) * GROUP + (w) < (k) ? READ(p, INDEX(block, g, w, lane, k)) : 0.0f)
 #endif
+#endif
 
-// Local size (16, SPLITS); group (0, block). y[m, n] for m <= TOKENS.
+// Local size (16, SPLITS); group (0, block). y[m, n] for m <= TOKENS, `stride` apart.
 __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
-    const int count, ARRAY(const weight_t, weights), ARRAY(const half, scales),
+    const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, scales),
     ARRAY(const float, bias), ARRAY(const float, x), ARRAY(float, y), const int m, const int n,
-    const int k, const int has_bias) {
+    const int k, const int has_bias, const int stride) {
   __local float sums[SPLITS][TOKENS][ROWS];
   AT(weights);
   AT(scales);
@@ -91,9 +107,10 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
   float sum[TOKENS];
   EACH_TOKEN sum[t] = 0.0f;
   for (int g = split; g * GROUP < k; g += SPLITS) {
-    float part[TOKENS];
+    float part[TOKENS], whole[TOKENS];  // and the sum of x
     real few[TOKENS];
     EACH_TOKEN part[t] = 0.0f;
+    EACH_TOKEN whole[t] = 0.0f;
     EACH_TOKEN few[t] = R(0.0f);
 #if HALF
     float largest[TOKENS], inverse[TOKENS];
@@ -109,6 +126,7 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
         const real value = R(VALUE(word, i));
         if (f < k) EACH_TOKEN {
           const float activation = x[(size_t)min(t, m - 1) * k + f];
+          if (MINIMUM) whole[t] += activation;
 #if HALF
           few[t] = R(few[t] + R(value * R(activation * inverse[t])));
 #else
@@ -120,11 +138,19 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
         part[t] += (float)few[t];
         few[t] = R(0.0f);
       }
-    }
+      if ((w + 1) * FEATURES % (GROUP / HALVES) == 0) {
+        const float scale = SCALE(scales, block, g, w * FEATURES * HALVES / GROUP, lane, k);
+        const float shift = SHIFT(scales, block, g, lane, k, scale);
+        EACH_TOKEN {
 #if HALF
-    EACH_TOKEN part[t] *= SIZE(largest[t]);
+          part[t] *= SIZE(largest[t]);
 #endif
-    EACH_TOKEN sum[t] += SCALE(scales, block, g, lane, k) * part[t];
+          sum[t] += scale * part[t];
+          if (MINIMUM) sum[t] += shift * whole[t];
+          part[t] = 0.0f;
+        }
+      }
+    }
   }
   EACH_TOKEN sums[split][t][lane] = sum[t];
   barrier(CLK_LOCAL_MEM_FENCE);
@@ -132,7 +158,7 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
   EACH_TOKEN if (row < n && t < m && t % SPLITS == split) {
     float total = has_bias ? bias[row] : 0.0f;
     for (int s = 0; s < SPLITS; s++) total += sums[s][t][lane];
-    y[(size_t)t * n + row] = total;
+    y[(size_t)t * stride + row] = total;
   }
 }
 
@@ -144,9 +170,9 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
 
 // Local size (16, SPLITS); group (row tile, token tile). An item owns 4 rows x 64 / SPLITS tokens.
 __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
-    const int count, ARRAY(const weight_t, weights), ARRAY(const half, scales),
+    const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, scales),
     ARRAY(const float, bias), ARRAY(const float, x), ARRAY(float, y), const int m, const int n,
-    const int k, const int has_bias) {
+    const int k, const int has_bias, const int stride) {
   __local real panel[GROUP][TILE_BLOCKS * ROWS];
   __local real tokens[GROUP][TILE_TOKENS + 1];  // + 1: neighbours write to different banks
 #if HALF
@@ -170,9 +196,10 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
       const int r = at / (GROUP / FEATURES), w = at % (GROUP / FEATURES);
       const int block = min(block0 + r, blocks - 1);
       const word_t word = WORD(weights, block, g, w, lane, k);
-      const float scale = SCALE(scales, block, g, lane, k);
+      const float scale = SCALE(scales, block, g, w * FEATURES * HALVES / GROUP, lane, k);
+      const float shift = SHIFT(scales, block, g, lane, k, scale);
       UNROLL for (int i = 0; i < FEATURES; i++)
-        panel[w * FEATURES + i][r * ROWS + lane] = R(scale * VALUE(word, i));
+        panel[w * FEATURES + i][r * ROWS + lane] = R(scale * VALUE(word, i) + shift);
     }
 #if HALF
     for (int t = item; t < TILE_TOKENS; t += ROWS * SPLITS) {
@@ -216,7 +243,7 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemm(
   EACH_BLOCK EACH_OWN {
     const int row = (block0 + r) * ROWS + lane, token = token0 + own * ITEM_TOKENS + t;
     if (row < n && token < m)
-      y[(size_t)token * n + row] = sum[r][t] + (has_bias ? bias[row] : 0.0f);
+      y[(size_t)token * stride + row] = sum[r][t] + (has_bias ? bias[row] : 0.0f);
   }
 }
 

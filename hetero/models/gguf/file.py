@@ -89,6 +89,11 @@ class GgufFile:
         info = self.tensors[name]
         return self._bytes[info.start : info.stop]
 
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """All of the mapped file."""
+        return self._bytes
+
     def forget(self, name: str) -> None:
         """Let the pages of a tensor leave memory; they are read again when touched."""
         if not hasattr(mmap, "MADV_DONTNEED"):

@@ -51,7 +51,7 @@ def default_format(file: GgufFile) -> WeightFormat:
         return WeightFormat.W8A16
     if kinds == {GGMLQuantizationType.Q4_0} or kinds <= FLOATS.keys():
         return WeightFormat.W4A16
-    return WeightFormat.W4A16  # until every backend computes GGUF_A16
+    return WeightFormat.GGUF_A16
 
 
 @dataclass

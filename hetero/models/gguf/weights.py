@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import StorageFormat, WeightFormat
-from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes, stacked
+from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
 from hetero.models.gguf.config import ROTATED_IN_PAIRS
 from hetero.models.gguf.file import GgufFile, TensorInfo
+from hetero.models.gguf.store import PartShape, StoreReader, StoreWriter, joined, open_store
 from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
 from hetero.models.layout import block_matrices, end_matrices, end_vectors
 from hetero.models.packing import check_finite, pack_rows
@@ -37,6 +37,7 @@ _VECTORS: Final = {
     "k_norm": "attn_k_norm",
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
+_UNOPENED: Final = "unopened"
 _DERIVED: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -50,6 +51,7 @@ class GgufWeights(ModelWeights):
         self.source = file.path
         self.file = file
         self.loss = Loss()
+        self._store: StoreReader | StoreWriter | str | None = _UNOPENED
         self._pairs = file.metadata["general.architecture"] in ROTATED_IN_PAIRS
         self._check()
 
@@ -81,6 +83,9 @@ class GgufWeights(ModelWeights):
         for name in self.file.tensors:
             if name.startswith(f"blk.{index}."):
                 self.file.forget(name)
+        if isinstance(self._store, StoreReader):
+            for matrix in block_matrices(self.config):
+                self._store.forget(f"blk.{index}.{matrix.name}")
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = f"blk.{index}."
@@ -89,41 +94,82 @@ class GgufWeights(ModelWeights):
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._packed([f"{_ENDS[name]}.weight"], [None])
+        return self._packed(name)
 
     def _matrix(self, prefix: str, name: str) -> PackedWeight:
-        modules = self._modules(prefix, name)
-        tensors = [f"{prefix}{module}.weight" for module in modules]
-        return self._packed(tensors, [self._order(module) for module in modules])
+        return self._packed(prefix + name)
 
-    def _packed(
-        self, names: Sequence[str], orders: Sequence[npt.NDArray[np.int64] | None]
-    ) -> PackedWeight:
-        loss = self.loss if self.weight_format.storage.quantised else None
-        sources = [
-            GgufTensor(self.file, name, loss, order)
-            for name, order in zip(names, orders, strict=True)
-        ]
+    def _packed(self, name: str) -> PackedWeight:
+        """A matrix, from the store of packed weights or packed for it; `blk.3.qkv`, `embed`."""
+        store = self._opened_store()
+        if isinstance(store, StoreReader):
+            return joined(self.weight_format, store.matrix(name))
+        runs = self._runs(name)
+        used = [source.name for _, members in runs for source in members]
 
         def forget() -> None:
-            for name in names:
-                self.file.forget(name)
+            for tensor in used:
+                self.file.forget(tensor)
 
-        if self.weight_format.of_file:
-            return self._stacked(sources, forget)
-        return pack_rows(sources, self.weight_format.storage, after_batch=forget)
+        parts = [pack_rows(members, kind, after_batch=forget) for kind, members in runs]
+        if isinstance(store, StoreWriter):
+            if self.loss.by_kind():  # it would not be said of the store
+                store.abandon()
+                self._store = None
+            else:
+                store.add(name, parts)
+        return joined(self.weight_format, parts)
 
-    def _stacked(self, sources: Sequence[GgufTensor], forget: Callable[[], None]) -> PackedWeight:
-        """Neighbours of one storage as a part; all as float32 where a part would not start at a
-        block of rows.
+    def _opened_store(self) -> StoreReader | StoreWriter | None:
+        """Opened for the first matrix; none while there are tests of what is lost."""
+        if self._store is _UNOPENED:
+            names = [
+                f"blk.{i}.{x.name}"
+                for i in range(self.config.num_layers)
+                for x in block_matrices(self.config)
+            ]
+            names += [x.name for x in end_matrices(self.config)]
+            shapes = {
+                name: [
+                    PartShape(kind, sum(x.shape[0] for x in members), members[0].shape[1])
+                    for kind, members in self._runs(name)
+                ]
+                for name in names
+            }
+            self._store = open_store(self.file, self.weight_format, shapes)
+        assert not isinstance(self._store, str)
+        return self._store
+
+    def release_ends(self) -> None:
+        """Forget embeddings and output head; all is prepared: the file's content is known now.
+
+        Raises `ModelError` where it is not what was packed.
         """
+        super().release_ends()
+        if isinstance(self._store, StoreReader):
+            self._store.check()
+
+    def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
+        """Tensors of a matrix by their storage, neighbours of one together: in the formats of
+        files each has its own, but all are float32 where a part would not start at a block of rows.
+        """
+        prefix, _, last = name.rpartition(".")
+        modules = self._modules(f"{prefix}.", last) if prefix else (_ENDS[name],)
+        loss = self.loss if self.weight_format.storage.quantised else None
+        sources = [
+            GgufTensor(self.file, f"{prefix}.{x}.weight" if prefix else f"{x}.weight", loss, order)
+            for x in modules
+            for order in [self._order(x) if prefix else None]
+        ]
+        if not self.weight_format.of_file:
+            return [(self.weight_format.storage, sources)]
         runs = [
             (storage, list(members))
             for storage, members in itertools.groupby(sources, lambda x: stored_as(x.kind))
         ]
         if any(sum(x.shape[0] for x in members) % ROW_BLOCK for _, members in runs[:-1]):
-            runs = [(StorageFormat.F32, list(sources))]
-        return stacked([pack_rows(members, kind, after_batch=forget) for kind, members in runs])
+            runs = [(StorageFormat.F32, sources)]
+        return runs
 
     def _modules(self, prefix: str, name: str) -> tuple[str, ...]:
         """The tensors that hold a weight; the first spelling where none is complete."""

@@ -1,0 +1,65 @@
+// What sampled rows of attention give to each column (`ColumnMass` in ops.py), for devices with
+// work-groups (LANES > 1): a group has a key/value head, its queries and its row of `mass`, a lane
+// every LANES-th column. `weights` has a row of CAPACITY floats for each group.
+//
+// HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE (with log2(e)), EVERY come from the record.
+
+#define GROUP (HEADS / KV_HEADS)
+#define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+#ifdef CAP
+#define CAPPED1(x) activate_scalar(x)
+#else
+#define CAPPED1(x) (x)
+#endif
+#ifdef CACHE_HALF
+typedef half cache_t;
+#define CLOAD(p) vload_half(0, p)
+#else
+typedef float cache_t;
+#define CLOAD(p) (*(p))
+#endif
+
+INLINE float lanes_max(float x, __local float *scratch) {
+  barrier(CLK_LOCAL_MEM_FENCE);
+  scratch[LANE] = x;
+  for (int half_lanes = LANES / 2; half_lanes > 0; half_lanes /= 2) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (LANE < half_lanes) scratch[LANE] = larger(scratch[LANE], scratch[LANE + half_lanes]);
+  }
+  barrier(CLK_LOCAL_MEM_FENCE);
+  return scratch[0];
+}
+
+// Work-group (g). `count` is m; with 0 there are no rows (no early return: PoCL 3.0 miscompiles one
+// in front of a barrier).
+__kernel void column_mass(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+                          ARRAY(const cache_t, k_cache), ARRAY(float, mass),
+                          __global float *restrict weights) {
+  __local float scratch[LANES];
+  AT(qkv); AT(position); AT(k_cache); AT(mass);
+  const int g = get_group_id(0);
+  const int start = position[0], first = EVERY - 1 - start % EVERY;
+  const int rows = first < count ? ((count - 1 - first) / EVERY + 1) * GROUP : 0;
+  weights += (size_t)g * CAPACITY;
+  mass += (size_t)g * CAPACITY;
+  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  for (int row = 0; row < rows; row++) {
+    const int t = first + row / GROUP * EVERY, stop = start + t + 1;
+    const int low = WINDOW > 0 && stop > WINDOW ? stop - WINDOW : 0;
+    __global const float *q = qkv + (size_t)t * WIDTH + (g * GROUP + row % GROUP) * HEAD_DIM;
+    float top = -1e30f, sum = 0;
+    for (int key = low + LANE; key < stop; key += LANES) {
+      float x = 0;
+      for (int d = 0; d < HEAD_DIM; d++) x += q[d] * CLOAD(k_cache + (size_t)key * HEAD_DIM + d);
+      weights[key] = CAPPED1(x * SCALE);
+      top = larger(top, weights[key]);
+    }
+    top = lanes_max(top, scratch);
+    for (int key = low + LANE; key < stop; key += LANES) {
+      weights[key] = exp2_scalar(weights[key] - top);
+      sum += weights[key];
+    }
+    sum = lanes_sum(sum, scratch);
+    for (int key = low + LANE; key < stop; key += LANES) mass[key] += weights[key] / (HEADS * sum);
+  }
+}

@@ -1,0 +1,23 @@
+"""`hetero models`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hetero.cli.options import JsonOption
+from hetero.cli.tables import show_or_print
+from hetero.models import DEMO_DIRECTORY
+from hetero.models.hub import models_here
+from hetero.profiler.tables import TableData
+from hetero.solver.report import units
+
+
+def models_command(as_json: JsonOption = False) -> None:
+    """List models that can be opened without a network: here, and in the hub's cache."""
+    found = models_here(Path.cwd(), DEMO_DIRECTORY)
+    if as_json:
+        print(json.dumps([model._asdict() for model in found]))
+        return
+    rows = tuple((model.name, model.format, units.size(model.nbytes)) for model in found)
+    show_or_print(TableData("", ("MODEL", "format", "size"), rows, numbers=("size",)))

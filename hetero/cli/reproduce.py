@@ -1,0 +1,41 @@
+"""`hetero reproduce`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hetero.cli.options import JsonOption, stderr
+from hetero.cli.tables import show_or_print
+from hetero.measuring.reproduction import reproduce
+from hetero.terminal.notices import tell
+
+
+def reproduce_command(
+    profile: Annotated[
+        str, typer.Option("--profile", metavar="PROFILE", help="The chip: a file or shipped name.")
+    ] = "snapdragon-8-gen-3",
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Draw the paper's numbers beside ours (.html).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """HeteroLLM's claims beside a simulated chip; exit code 1 if a stated target is missed.
+
+    The chip is fitted to timings of single kernels alone (docs/snapdragon.md), nothing to these
+    claims; every number is simulated.
+    """
+    with stderr.status("solving"):
+        found = reproduce(profile)
+    if report is not None:
+        found.report(report)
+        tell(f"{report} is written: open it in a browser")
+    if as_json:
+        print(json.dumps(found.document()))
+    else:
+        show_or_print(found.table(), after=found.remarks())
+    if not found.met:
+        raise typer.Exit(1)

@@ -1,0 +1,249 @@
+"""The paper's end-to-end claims beside the simulated chip."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hetero.backends.host.files import atomic_write
+from hetero.errors import UserError
+from hetero.models import model_spec
+from hetero.profiler.pages import COLORS, render
+from hetero.profiler.records import DeviceProfile
+from hetero.profiler.tables import TableData
+from hetero.solver.baselines import force, latency_s
+from hetero.solver.overheads import Overheads
+from hetero.solver.planner import Planner
+from hetero.solver.solution import Scenario
+
+MODELS = {
+    "Llama-8B": "llama-3-8b",
+    "Llama-7B": "llama-2-7b",
+    "Llama-3B": "llama-3.2-3b",
+    "InternLM-1.8B": "internlm2-1.8b",
+}
+MISALIGNED = (135, 300, 525, 600, 1000)
+STRATEGIES = {"auto": "Hetero-tensor", "pipe": "pipe", "padding": "padding",
+              "online-prepare": "online-prepare"}  # fmt: skip
+
+
+def scenario(m: int) -> Scenario:
+    """A prompt of m tokens, or decoding (0)."""
+    return Scenario("prefill", m) if m else Scenario("decode", 1)
+
+
+class Chip:
+    """What the formulas of `paper_claims.toml` ask: planners of all models on the simulated chip,
+    with and without fast synchronisation.
+    """
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        self.fast = {name: Planner(model_spec(x), profile) for name, x in MODELS.items()}
+        sync = Overheads.slow(self.fast["Llama-8B"].cost)
+        self._slow = {x: Planner(model_spec(y), profile, overheads=sync) for x, y in MODELS.items()}
+        self._llama = self.fast["Llama-8B"]
+
+    def value(self, formula: str | float) -> float:
+        """Of a formula."""
+        names = ("speed", "slow", "gain", "seconds", "joules", "down")
+        known = {name: getattr(self, name) for name in names} | {"mean": statistics.fmean}
+        return float(eval(str(formula), {"__builtins__": {}, **known}))  # of our own data file
+
+    def speed(self, model: str, system: str, m: int) -> float:
+        """Tokens per second."""
+        return scenario(m).m / force(self.fast[model], scenario(m), system).seconds
+
+    def slow(self, model: str, system: str, m: int) -> float:
+        """Tokens per second of the same plan when each wait is a `finish` and operands are copied.
+
+        Its tilings stay, under another planner's synchronisation.
+        """
+        planner, chosen = self._slow[model], force(self.fast[model], scenario(m), system)
+        sync, options = planner.overheads, {}
+        for name, option in chosen.options.items():
+            tokens, (n, k) = 1 if name == "lm_head" else chosen.scenario.m, planner.shape(name)
+            copies = sync.copy(tokens * k) + sync.copy(tokens * n)
+            if option.mode == "gpu":
+                enter = (0.0, sync.submit_s)
+            elif option.mode == "npu":
+                enter = (sync.wait_s + copies, copies)
+            else:
+                submit = sync.submit_s if option.mode == "npu-dominant" else 0.0
+                base = sync.join_s + copies
+                enter = (sync.wait_s + submit + base, sync.submit_s + base)
+            options[name] = option._replace(enter_s=enter)
+        return scenario(m).m / planner.evaluate(chosen.scenario, options).seconds
+
+    def gain(self, model: str, system: str, m: int) -> float:
+        """Speed with / without fast synchronisation."""
+        return self.speed(model, system, m) / self.slow(model, system, m)
+
+    def seconds(self, system: str, m: int) -> float:
+        """Of a prompt of Llama-8B, preparation included."""
+        return latency_s(self._llama, scenario(m), system)
+
+    def joules(self, system: str) -> float:
+        """Of a prompt of 256 tokens, Llama-8B."""
+        return force(self._llama, scenario(256), system).joules or math.nan
+
+    def down(self, m: int) -> float:
+        """Part of a layer-level step that FFN-down takes."""
+        found = force(self._llama, scenario(m), "layer")
+        return self._llama.spec.layers * found.options["down"].seconds() / found.seconds
+
+
+class Claim(NamedTuple):
+    """One number of the paper. `within`: allowed deviation as a fraction, None: not a target."""
+
+    key: str
+    what: str
+    unit: str
+    paper: float
+    simulated: float
+    within: float | None
+    reason: str
+
+    @classmethod
+    def of(cls, known: dict[str, Any], chip: Chip) -> Claim:
+        """An entry of the data file with what the chip says."""
+        found = chip.value(known["formula"])
+        low, high = known.get("quiet", (math.inf, -math.inf))
+        reason = "" if low <= found <= high else known.get("reason", "")
+        told = chip.value(known["paper"]), found, known.get("within"), reason
+        return cls(known["key"], known["what"], known["unit"], *told)
+
+    @property
+    def ratio(self) -> float:
+        """Simulated / paper."""
+        return self.simulated / self.paper
+
+    @property
+    def verdict(self) -> str:
+        """Whether the target is met."""
+        if self.within is None:
+            return "differs" if self.reason else ""
+        return "met" if abs(self.ratio - 1) <= self.within else "MISSED"
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        numbers = [f"{x:.4g} {self.unit}" for x in (self.paper, self.simulated)]
+        target = "" if self.within is None else f"±{100 * self.within:.0f} %"
+        verdict = f"{self.verdict}{': ' + self.reason if self.reason else ''}"
+        return [self.key, self.what, *numbers, f"{self.ratio:.3f}", target, verdict]
+
+
+def order(chip: Chip) -> Iterator[str]:
+    """Figure 14's text: which strategy beats which at each misaligned length."""
+    for m in MISALIGNED:
+        times = {x: round(chip.seconds(x, m), 9) for x in STRATEGIES}  # ties
+        rank = sorted(STRATEGIES, key=lambda x, of=times: of[x])  # type: ignore[misc]
+        shown = " < ".join(f"{STRATEGIES[x]} {times[x] * 1e3:.0f} ms" for x in rank)
+        first = "met" if rank[0] == "auto" else "MISSED"
+        pipe = "met" if times["pipe"] <= times["padding"] else "MISSED"
+        longest = "met" if rank[-1] == "online-prepare" else "differs"
+        yield (
+            f"- {m}: {shown} | Hetero-tensor first: {first}; pipe ≤ padding: {pipe}; "
+            f"online-prepare longest (in most cases): {longest}"
+        )
+
+
+class Reproduction(NamedTuple):
+    """All claims beside the simulated chip, figure 14's orders, what the components contradict."""
+
+    profile: str
+    claims: tuple[Claim, ...]
+    orders: tuple[str, ...]
+    contradictions: tuple[str, ...]
+
+    @property
+    def met(self) -> bool:
+        """Whether every stated target is."""
+        missed = any("MISSED" in line for line in self.orders)
+        return not missed and all(claim.verdict != "MISSED" for claim in self.claims)
+
+    def table(self) -> TableData:
+        """A row for each claim."""
+        rows = tuple(tuple(claim.cells()) for claim in self.claims)
+        head = ("claim", "what", "paper", "simulated", "ratio", "target", "verdict")
+        return TableData("", head, rows, lead=2, numbers=head[2:5])
+
+    def remarks(self) -> list[str]:
+        """What follows the table."""
+        return [
+            "Order of strategies (figure 14):",
+            *self.orders,
+            "What the components contradict:",
+            *(f"- {line}" for line in self.contradictions),
+            f"simulated: every number beside the paper's, by the profile {self.profile}",
+        ]
+
+    def document(self) -> list[dict[str, Any]]:
+        """For scripts."""
+        return [c._asdict() | {"ratio": c.ratio, "verdict": c.verdict} for c in self.claims]
+
+    def report(self, path: Path) -> None:
+        """Write a page with the paper's numbers drawn beside ours. Raises `UserError`."""
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise UserError(f"the reproduction is drawn as a page ({path}): choose .html")
+        text = render(
+            "reproduction.html",
+            title="The paper beside the simulated chip",
+            profile=self.profile,
+            met=self.met,
+            charts=[_chart(name, list(claims)) for name, claims in self._figures()],
+            table=self.table(),
+            orders=self.orders,
+            contradictions=self.contradictions,
+        )
+        atomic_write(path, text)
+
+    def _figures(self) -> Iterator[tuple[str, list[Claim]]]:
+        """Claims with one unit, as far as they are comparable: a picture for each unit."""
+        for unit in dict.fromkeys(claim.unit for claim in self.claims):
+            yield unit, [claim for claim in self.claims if claim.unit == unit]
+
+
+def _chart(unit: str, claims: list[Claim]) -> Any:
+    """Bars of the paper and of the simulated chip; targets with their range."""
+    import numpy as np
+
+    from hetero.profiler.pages.figures import Chart, new_axes, own_style, svg_of
+
+    with own_style():
+        axes = new_axes(height=1.0 + 0.36 * len(claims))
+        places = np.arange(len(claims))
+        paper = [c.paper for c in claims]
+        axes.barh(places - 0.2, paper, 0.38, color=COLORS["rest"], label="paper")
+        off = [c.paper * (c.within or 0.0) for c in claims]
+        axes.barh(
+            places + 0.2, [c.simulated for c in claims], 0.38, color=COLORS["both"],
+            label="simulated",
+        )  # fmt: skip
+        axes.errorbar(paper, places - 0.2, xerr=off, fmt="none", ecolor="#1a1d21", lw=1)
+        axes.set_yticks(places, [c.what for c in claims], fontsize=7.5)
+        axes.invert_yaxis()
+        axes.set_xlabel(unit or "ratio")
+        axes.legend(loc="lower right")
+        title = f"In {unit}" if unit else "Ratios"
+        targets = sum(c.within is not None for c in claims)
+        met = sum(c.verdict == "met" for c in claims)
+        note = f"{targets} of {len(claims)} have a target (thin line), {met} are met."
+        return Chart(title, note, svg_of(axes, f"{title} {len(claims)}"))
+
+
+def reproduce(profile: str = "snapdragon-8-gen-3") -> Reproduction:
+    """The paper's end-to-end claims beside the simulated chip (half a minute at most)."""
+    chip = Chip(DeviceProfile.load(profile))
+    claims = resources.files("hetero.measuring") / "data" / "paper_claims.toml"
+    known = tomllib.loads(claims.read_text(encoding="utf-8"))
+    return Reproduction(
+        profile,
+        tuple(Claim.of(claim, chip) for claim in known["claim"]),
+        tuple(order(chip)),
+        tuple(known["contradictions"]),
+    )

@@ -1,0 +1,235 @@
+"""Packed weights of GGUF files, kept so that a file is packed once.
+
+`~/.cache/hetero/packed/KEY.safetensors`, laid out as the weights of a quantised directory. KEY is
+of the file's size, header and samples of its bytes, and of how it is packed; the header of the
+store has the SHA-256 of all bytes of the file (over those of pieces of 16 MiB, which two threads
+take), which is compared while the model is being prepared: before the first token it is known
+whether the store is of this very file, however it was copied or touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import numpy as np
+import platformdirs
+
+from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.host.files import atomic_writer
+from hetero.backends.weights import (
+    PackedWeight,
+    data_dtype,
+    data_shape,
+    scales_dtype,
+    scales_shape,
+    stacked,
+)
+from hetero.errors import ModelError
+from hetero.models.gguf.file import GgufFile
+from hetero.models.layout import page_padded
+from hetero.models.packed_file import PlannedTensor, file_header, matrix_arrays
+from hetero.models.safetensors_file import SafetensorsFile
+
+VERSION: Final = "1"  # of the layout and of how blocks are packed
+SMALLEST_BYTES: Final = 256 << 20  # what is less is packed in less than a second
+MOST_STORES: Final = 4
+PIECE_BYTES: Final = 16 << 20
+SAMPLES: Final = 64
+_DTYPES: Final = {"uint32": "U32", "int8": "I8", "uint8": "U8", "float16": "F16", "float32": "F32"}
+
+
+class PartShape(NamedTuple):
+    """Rows of a matrix in one storage."""
+
+    storage: StorageFormat
+    n: int
+    k: int
+
+
+Shapes = Mapping[str, Sequence[PartShape]]  # matrices in the order in which they are packed
+
+
+def folder() -> Path:
+    """Where stores are."""
+    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "packed"
+
+
+def path_of(file: GgufFile, weight_format: WeightFormat) -> Path:
+    """The store of a file in the storage of a format."""
+    digest = hashlib.sha256(f"{VERSION}|{file.nbytes}|{weight_format.storage}|".encode())
+    digest.update(file.bytes[: file.header_bytes])
+    step = max(file.nbytes // SAMPLES, 1)
+    for start in range(0, file.nbytes, step):
+        digest.update(file.bytes[start : start + 4096])
+    return folder() / f"{digest.hexdigest()[:40]}.safetensors"
+
+
+class Content:
+    """The hash of a file's bytes, in the making."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="hetero-content")
+        pieces = range(0, file.nbytes, PIECE_BYTES)
+        self._found: list[Future[bytes]] = [
+            self._pool.submit(_piece_digest, file, start) for start in pieces
+        ]
+        self._pool.shutdown(wait=False)
+
+    def hexdigest(self) -> str:
+        """Waits for it."""
+        return hashlib.sha256(b"".join(x.result() for x in self._found)).hexdigest()
+
+
+class StoreReader:
+    """A store; `check` says whether it is the file's."""
+
+    def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
+        self.file, self._shapes, self._gguf = SafetensorsFile(path), shapes, file
+        wanted = {x.name: x for x in _plan(shapes)}
+        found = self.file.entries
+        if any(
+            name not in found or (found[name].dtype, found[name].shape) != (x.dtype, x.shape)
+            for name, x in wanted.items()
+        ):
+            raise ModelError(f"{path}: is not laid out as this version does; remove it")
+        self._content: Content | None = Content(file)
+
+    def matrix(self, name: str) -> list[PackedWeight]:
+        """The parts of a matrix, views of the mapped store."""
+        found = []
+        for i, (storage, n, k) in enumerate(self._shapes[name]):
+            scales = self.file.array(f"{name}.{i}.scales") if storage.quantised else None
+            found.append(PackedWeight(storage, n, k, self.file.array(f"{name}.{i}.data"), scales))
+        return found
+
+    def forget(self, name: str) -> None:
+        """Pages of a matrix leave memory until they are read again."""
+        prefix = f"{name}."
+        self.file.forget([x for x in self.file.entries if x.startswith(prefix)])
+
+    def check(self) -> None:
+        """Wait for the file's hash. Raises `ModelError` if the store is another file's."""
+        content, self._content = self._content, None
+        if content is None or content.hexdigest() == self.file.metadata.get("content"):
+            return
+        with contextlib.suppress(OSError):
+            self.file.path.unlink()
+        raise ModelError(
+            f"{self._gguf.path}: has changed since it was packed; its packed copy "
+            f"{self.file.path} is removed: run this again"
+        )
+
+
+class StoreWriter:
+    """Takes matrices as they are packed, in any order, and is there once it has them all."""
+
+    def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
+        self.path, self._shapes = path, shapes
+        self._content = Content(file)
+        self._plan = _plan(shapes)
+        self._header = self._made_header("0" * 64)
+        self._at: dict[str, int] = {}
+        at = len(self._header)
+        for tensor in self._plan:
+            self._at[tensor.name] = at
+            at += page_padded(tensor.nbytes)
+        self._missing = set(shapes)
+        self._stack = contextlib.ExitStack()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(path.parent).free < 2 * at:
+            raise OSError(f"{path.parent} has no room for {at} bytes")
+        self._out: BinaryIO = self._stack.enter_context(atomic_writer(path, durable=False))
+        os.truncate(self._out.fileno(), at)
+
+    def add(self, name: str, parts: Sequence[PackedWeight]) -> None:
+        """A matrix; whatever fails with the store fails without it."""
+        if name not in self._missing:
+            return
+        try:
+            for i, part in enumerate(parts):
+                for kind, array in zip(("data", "scales"), matrix_arrays(part), strict=False):
+                    self._write(array, self._at[f"{name}.{i}.{kind}"])
+            self._missing.remove(name)
+            if not self._missing:
+                self._write(
+                    np.frombuffer(self._made_header(self._content.hexdigest()), np.uint8), 0
+                )
+                self._missing.add("")  # nothing more is taken
+                self._stack.close()
+                _keep_newest(self.path)
+        except OSError:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self._missing = set()
+        with contextlib.suppress(_AbandonedError, OSError), self._stack:
+            raise _AbandonedError
+
+    def _write(self, array: Any, at: int) -> None:
+        left = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        while left:
+            done = os.pwrite(self._out.fileno(), left[: 1 << 28], at)
+            left, at = left[done:], at + done
+
+    def _made_header(self, content: str) -> bytes:
+        return file_header(
+            self._plan, {"format": "hetero-packed", "version": VERSION, "content": content}
+        )
+
+
+class _AbandonedError(Exception):
+    """Ends the block of a writer."""
+
+
+def open_store(
+    file: GgufFile, weight_format: WeightFormat, shapes: Shapes
+) -> StoreReader | StoreWriter | None:
+    """The store of a file, or one to be filled; None where it would not pay or cannot be."""
+    if file.nbytes < SMALLEST_BYTES or not hasattr(os, "pwrite"):
+        return None
+    try:
+        path = path_of(file, weight_format)
+        if path.is_file():
+            os.utime(path)
+            with contextlib.suppress(ModelError):
+                return StoreReader(path, file, shapes)
+        return StoreWriter(path, file, shapes)
+    except OSError:
+        return None
+
+
+def _keep_newest(path: Path) -> None:
+    """The stores that were used last, of which this is one."""
+    found = sorted(path.parent.glob("*.safetensors"), key=lambda x: x.stat().st_mtime)
+    for old in found[:-MOST_STORES]:
+        old.unlink()
+
+
+def _plan(shapes: Shapes) -> list[PlannedTensor]:
+    plan = []
+    for name, parts in shapes.items():
+        for i, (storage, n, k) in enumerate(parts):
+            kind = _DTYPES[data_dtype(storage).name]
+            plan.append(PlannedTensor(f"{name}.{i}.data", kind, data_shape(storage, n, k)))
+            if storage.quantised:
+                kind = _DTYPES[scales_dtype(storage).name]
+                shape = scales_shape(storage, n, k)
+                plan.append(PlannedTensor(f"{name}.{i}.scales", kind, shape))
+    return plan
+
+
+def _piece_digest(file: GgufFile, start: int) -> bytes:
+    return hashlib.sha256(file.bytes[start : start + PIECE_BYTES]).digest()
+
+
+def joined(weight_format: WeightFormat, parts: Sequence[PackedWeight]) -> PackedWeight:
+    """A matrix of its parts."""
+    return stacked(parts) if weight_format.of_file else parts[0]

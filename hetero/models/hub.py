@@ -1,0 +1,258 @@
+"""Models by their names on the Hugging Face hub: `hf:owner/name[:file]`, or `owner/name` where no
+folder `owner` is here.
+
+Files go through `huggingface_hub` into the user's own cache, which other programs share: progress,
+resuming and the endpoint (`HF_ENDPOINT`) are that library's. What is there whole is used without
+asking the network. The hash of every large file is checked once, when it was downloaded: its name
+in the cache is the hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from hetero.backends.host.extras import is_here
+from hetero.errors import ModelError
+
+PREFIX: Final = "hf:"
+_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+PARTS: Final = (
+    "config.json", "generation_config.json", "hetero.json", "tokenizer*", "chat_template*",
+    "special_tokens_map.json", "*.safetensors", "*.safetensors.index.json",
+)  # fmt: skip
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class HubName(NamedTuple):
+    """`owner/name` and perhaps one file of it."""
+
+    repo: str
+    file: str = ""
+
+    @property
+    def command(self) -> str:
+        """The command that downloads it."""
+        return f"hf download {self.repo}{' ' + self.file if self.file else ''}"
+
+
+def hub_name(model: str) -> HubName | None:
+    """The name on the hub that MODEL is, if it is one. Raises `ModelError` for a broken `hf:`."""
+    if model.startswith(PREFIX):
+        repo, _, file = model.removeprefix(PREFIX).partition(":")
+        if not _ID.fullmatch(repo) or ".." in Path(file).parts or Path(file).is_absolute():
+            raise ModelError(f"{model!r}: a model of the hub is named hf:OWNER/NAME or …:FILE")
+        return HubName(repo, file)
+    if _ID.fullmatch(model) and not model.endswith(".gguf"):
+        owner = model.partition("/")[0]
+        return None if Path(owner).exists() or Path(model).exists() else HubName(model)
+    return None
+
+
+def fetch(name: HubName) -> Path:
+    """Directory or GGUF file of a model, downloaded if it is not in the cache whole. Raises
+    `ModelError`.
+    """
+    if not is_here("huggingface_hub"):
+        raise ModelError(
+            f"{name.repo} is a name on the Hugging Face hub, for which huggingface_hub is missing: "
+            "pip install 'hetero[hub]', or download the model and name its directory"
+        )
+    if (found := _in_cache(name)) is not None:
+        return found
+    with _sentences(name):
+        return _download(name)
+
+
+def _in_cache(name: HubName) -> Path | None:
+    """Where the model lies, if all of it is in the cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name.repo, local_files_only=True))
+    except (LocalEntryNotFoundError, FileNotFoundError):
+        return None
+    if name.file:
+        return folder / name.file if (folder / name.file).is_file() else None
+    if is_whole(folder):
+        return folder
+    files = sorted(folder.rglob("*.gguf"))
+    return files[0] if len(files) == 1 and not (folder / "config.json").is_file() else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder has a configuration and all weights that its index names."""
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all((folder / str(name)).is_file() for name in names)
+
+
+def _download(name: HubName) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    endpoint = os.environ.get("HF_ENDPOINT")
+    info = HfApi(endpoint=endpoint).model_info(name.repo, files_metadata=True)
+    sizes = {x.rfilename: x.size or 0 for x in info.siblings or ()}
+    common: dict[str, Any] = {"endpoint": endpoint, "revision": info.sha}
+    if name.file or not {"config.json"} <= set(sizes):
+        file = name.file or _only_gguf(name, sizes)
+        if file not in sizes:
+            raise ModelError(f"{name.repo} has no file {file}; it has {_some(sizes)}")
+        _say(name, sizes[file])
+        path = Path(hf_hub_download(name.repo, file, **common))
+        _check(path)
+        _point_main(path, file, str(info.sha))
+        return path
+    wanted = sum(size for file, size in sizes.items() if any(map(Path(file).match, PARTS)))
+    _say(name, wanted)
+    folder = Path(snapshot_download(name.repo, allow_patterns=list(PARTS), **common))
+    if not is_whole(folder):
+        raise ModelError(
+            f"{name.repo} has no weights as safetensors; it has {_some(sizes)}: choose a model "
+            "that has, or a GGUF file as hf:OWNER/NAME:FILE"
+        )
+    for path in folder.rglob("*"):
+        _check(path)
+    _point_main(folder / "config.json", "config.json", str(info.sha))
+    return folder
+
+
+def _point_main(path: Path, file: str, revision: str) -> None:
+    """The cache's branch `main` is this revision, as a download by the branch's name leaves it: so
+    the model is found again without asking.
+    """
+    snapshots = path.parents[len(Path(file).parts)]
+    if snapshots.name == "snapshots":
+        reference = snapshots.parent / "refs" / "main"
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(revision, encoding="utf-8")
+
+
+def _only_gguf(name: HubName, sizes: dict[str, int]) -> str:
+    files = [file for file in sizes if file.lower().endswith(".gguf")]
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        raise ModelError(f"{name.repo} has neither config.json nor a GGUF file: {_some(sizes)}")
+    raise ModelError(
+        f"{name.repo} has several models: name one, as hf:{name.repo}:{files[0]} ({_some(files)})"
+    )
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+def _say(name: HubName, nbytes: int) -> None:
+    print(f"hetero: downloading {name.repo}, {nbytes / 1e9:.2f} GB", file=sys.stderr)
+
+
+def _check(path: Path) -> None:
+    """Raise `ModelError`, and remove it, where a file of the cache is not what its name says."""
+    blob = path.resolve()
+    if not path.is_file() or not _SHA256.fullmatch(blob.name):
+        return
+    with blob.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != blob.name:
+        blob.unlink()
+        path.unlink(missing_ok=True)
+        raise ModelError(
+            f"{path.name} arrived damaged (its hash is {found[:12]}…): run the command again"
+        )
+
+
+@contextmanager
+def _sentences(name: HubName) -> Iterator[None]:
+    """What the hub, or a network that is not there, says."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except ModelError:
+        raise
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{name.repo} is given to those only who agreed to its licence: do so on its page, "
+            "then `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{name.repo!r}: there is no such directory, and no such model on the hub"
+        ) from error
+    except Exception as error:  # of an HTTP library that is another in each version
+        raise ModelError(
+            f"{name.repo!r}: there is no such directory, it is not in the hub's cache, and the hub "
+            f"cannot be reached ({type(error).__name__}): where it can, run `{name.command}`"
+        ) from error
+
+
+class Here(NamedTuple):
+    """A model that can be opened without a network."""
+
+    name: str
+    format: str
+    nbytes: int
+    where: str
+
+
+def models_here(folder: Path, demo: Path) -> list[Here]:
+    """The demo, models in a folder, and those in the hub's cache that can be opened."""
+    found = [Here("demo", "hetero", _bytes(demo), str(demo))]
+    found.extend(
+        Here(f"./{path.name}", form, _bytes(path), str(path))
+        for path in sorted(folder.iterdir())
+        if (form := _format(path)) is not None
+    )
+    return found + list(_cached())
+
+
+def _cached() -> Iterator[Here]:
+    if not is_here("huggingface_hub"):
+        return
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        for revision in repo.revisions:
+            folder = revision.snapshot_path
+            if repo.repo_type == "model" and "main" in revision.refs and is_whole(folder):
+                size = revision.size_on_disk
+                yield Here(repo.repo_id, _format(folder) or "safetensors", size, str(folder))
+            elif repo.repo_type == "model" and "main" in revision.refs:
+                for file in sorted(folder.rglob("*.gguf")):
+                    named = f"{PREFIX}{repo.repo_id}:{file.relative_to(folder)}"
+                    yield Here(named, "GGUF", file.stat().st_size, str(file))
+
+
+def _format(path: Path) -> str | None:
+    if path.is_file():
+        return "GGUF" if path.suffix.lower() == ".gguf" else None
+    if (path / "hetero.json").is_file():
+        return "hetero"
+    return "safetensors" if is_whole(path) else None
+
+
+def _bytes(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

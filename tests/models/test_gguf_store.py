@@ -1,0 +1,112 @@
+"""Files are packed once: the store has the same numbers, and only for the file that it is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from hetero.errors import ModelError
+from hetero.models import open_model
+from hetero.models.gguf import GgufWeights, store
+from hetero.models.layout import block_matrices
+from hetero.models.weights import ModelWeights
+from tests.models.gguf_files import write_mixed
+
+
+@pytest.fixture(autouse=True)
+def stores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(store, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(store, "folder", lambda: tmp_path / "stores")
+    return tmp_path / "stores"
+
+
+def read_all(weights: ModelWeights) -> list[np.ndarray]:
+    """Every matrix, as when kernels are prepared."""
+    found = []
+    for i in range(weights.config.num_layers):
+        block = weights.block(i)
+        found += [block.matrix(x.name).dequantize() for x in block_matrices(weights.config)]
+        weights.release(i)
+    found += [weights.embed().dequantize(), weights.lm_head().dequantize()]
+    weights.release_ends()
+    return found
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(x.name for x in folder.iterdir())
+
+
+@pytest.mark.parametrize("weights", ["gguf-a16", "f32"])
+def test_the_second_opening_reads_what_the_first_packed(
+    weights: str, stores: Path, tmp_path: Path
+) -> None:
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    first = open_model(path, weights=weights)
+    wanted = read_all(first.weights)
+    assert [x.rpartition(".")[2] for x in kept(stores)] == ["safetensors"]
+    path.rename(tmp_path / "moved.gguf")  # another name and time, the same content
+    (tmp_path / "moved.gguf").touch()
+    again = open_model(tmp_path / "moved.gguf", weights=weights)
+    for ours, theirs in zip(read_all(again.weights), wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert isinstance(again.weights, GgufWeights)
+    assert isinstance(again.weights._store, store.StoreReader)
+    assert len(kept(stores)) == 1
+
+
+def test_another_file_has_another_store(stores: Path, tmp_path: Path) -> None:
+    for seed in range(2):
+        path = write_mixed(tmp_path / f"{seed}.gguf", np.random.default_rng(seed))
+        read_all(open_model(path).weights)
+    assert len(kept(stores)) == 2
+
+
+def test_what_samples_do_not_show_is_found_before_the_first_token(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SAMPLES", 1)
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    read_all(open_model(path).weights)
+    data = bytearray(path.read_bytes())
+    data[-100_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"has changed since it was packed; .* run this again"):
+        read_all(open_model(path).weights)
+    assert kept(stores) == []
+    read_all(open_model(path).weights)
+    assert len(kept(stores)) == 1
+
+
+def test_what_is_quantised_again_is_not_kept(stores: Path, tmp_path: Path) -> None:
+    """What that costs is measured on the way, and is to be said every time."""
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0), (Kind.Q4_K,))
+    weights = open_model(path, weights="w4a16").weights
+    read_all(weights)
+    assert weights.requantised()
+    assert kept(stores) == []
+
+
+def test_a_broken_store_is_made_again(stores: Path, tmp_path: Path) -> None:
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0), (Kind.Q4_K, Kind.Q6_K))
+    wanted = read_all(open_model(path).weights)
+    (found,) = stores.iterdir()
+    found.write_bytes(found.read_bytes()[:5000])
+    for ours, theirs in zip(read_all(open_model(path).weights), wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    exact = gguf.GGUFReader(path)  # type: ignore[no-untyped-call]
+    last = next(x for x in exact.tensors if x.name == "output.weight")
+    np.testing.assert_array_equal(wanted[-1], gguf.quants.dequantize(last.data, Kind.Q6_K))
+
+
+def test_the_oldest_stores_go(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MOST_STORES", 2)
+    for seed in range(3):
+        path = write_mixed(tmp_path / f"{seed}.gguf", np.random.default_rng(seed), (Kind.Q5_0,))
+        read_all(open_model(path).weights)
+    assert len(kept(stores)) == 2
