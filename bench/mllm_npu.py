@@ -1,6 +1,7 @@
 """What "Fast On-device LLM Inference with NPUs" (mllm-NPU) adds to a prefill at layer level.
 
 python bench/mllm_npu.py order      # its section 3.4: chunks of a prompt out of order
+python bench/mllm_npu.py forms      # that, cut matmuls, and both, in the plan of a solver
 python bench/mllm_npu.py ablation --profile MINE    # figure 17: each technique on top of the last
 python bench/mllm_npu.py simulated      # the same on the simulated chip, and table 4's prompts
 
@@ -14,6 +15,7 @@ import statistics
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, get_args
 
 import numpy as np
@@ -49,6 +51,8 @@ from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.schedule import Order, windows
 from hetero.solver.calls import split
 from hetero.solver.placement import Placement
+from hetero.solver.plan import Form
+from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
@@ -177,6 +181,54 @@ def order(
     raise typer.Exit(not same)
 
 
+class Formed(Variant):
+    """A prompt in one form, on an engine that has all."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int], form: Form) -> None:
+        super().__init__(engine, prompt)
+        self.form: Form = form
+
+    def run(self) -> float:
+        """As `Variant.run`."""
+        self.engine.forms.take = self.form
+        return super().run()
+
+    def plan(self, tokens: int) -> None:
+        """As `Variant.plan`, the choice of a form included."""
+        engine, context = self.engine, context_of(self.engine)
+        engine.forms.take = self.form
+        *_, last = windows(engine.forms.of(tokens).calls, engine.window)
+        context.truncate(tokens - sum(last))
+        step = partial(engine.window_step, context, last, form=self.form)
+        if len(last) == 1:
+            step = partial(engine.step, context, "prefill", *last)
+        self.planned_s.append(timed(step))
+
+
+@app.command("forms")
+def forms(
+    profile: Annotated[str, typer.Option(help="a file, or the name of a shipped profile")] = "host",
+    model: str = LLAMA,
+    weights: str = "w4a8",
+    p: Prompt = 1024,
+    rounds: Annotated[int, typer.Option("-r", "--rounds", help="all take turns in each")] = 5,
+) -> None:
+    """The solver's plan cut in order, whole matmuls out of order, and both, with what is predicted.
+    Logits differ in their last bits: matmuls are cut elsewhere.
+    """
+    loaded, taken = open_model(model, weights=weights), DeviceProfile.load(profile)
+    request = PlanRequest(seq_lens=(p,), step_tokens=512, explain=False, shared=True)
+    solver, cost = prepare_solver(loaded.spec(), taken, request), CostModel(taken)
+    engine = open_engine(
+        solver.plan, loaded, p + 256, order="best", cost=cost, solver=solver, adapt=False
+    )
+    print(f"measured; {model} {weights}, {p} tokens; {engine.forms.of(p)}\n")
+    prompt = token_ids(p, loaded.config.vocab_size)
+    names: list[Form] = ["cut", *(flight.form for flight in engine.plan.in_flight)]
+    compare({form: Formed(engine, prompt, form) for form in names}, p, rounds, ())
+    engine.close()
+
+
 @app.command("ablation")
 def ablation(
     profile: Annotated[str, typer.Option(help="a file of `hetero profile --weights w4a8,w8a8`")],
@@ -257,7 +309,7 @@ def _makespan(
     """Seconds of a prompt in calls of `size` tokens, all matmuls on the NPU."""
     request = PlanRequest(graph_sizes=(size,), explain=False)
     plan = strategy_plan(spec, profile, "chunked", [tokens], request)
-    able = {kind: capabilities_of(kind, profile) for kind in profile.devices}
+    able = capabilities_of(plan, profile)
     placement = Placement(plan, spec, able)
     costs, window = LaunchCosts(CostModel(profile), placement), 1 if order == "fifo" else WINDOW
     calls = split(tokens, (), size)

@@ -88,7 +88,8 @@ def in_flight_of(
     """As `in_flight`, beside what a plan's solutions hold; none where energy is what counts, or the
     GPU's share is bounded: those forms are for latency alone.
     """
-    chunk = chunk_tokens(planner, CHUNKED_AT)
+    longest = max(x.scenario.m for x in solutions if x.scenario.phase == "prefill")
+    chunk = min(chunk_tokens(planner, CHUNKED_AT), longest)
     if request.max_gpu_share < 1 or request.objective == "energy":
         return ()
     held = held_by_op(planner, solutions)

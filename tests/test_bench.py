@@ -23,6 +23,7 @@ BRIEFLY = {
     "kernels.py split -m 8 -r 1": "| down | 8 |",
     f"control_plane.py --profile host {DEMO} -n 1": "| tensor level |",
     f"mllm_npu.py order {DEMO} -p 80 --chunk 32 --rounds 1": "| best |",
+    "mllm_npu.py simulated -p 300": "| + order |",
     "paper.py fit --check": "files are up to date",
     "paper_reproduction.py": "Order of strategies",
     "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",

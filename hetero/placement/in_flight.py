@@ -29,7 +29,7 @@ def with_forms(
     """
     if not plan.in_flight:
         return plan
-    able = {kind: capabilities_of(kind, cost.profile) for kind in cost.profile.devices}
+    able = capabilities_of(plan, cost.profile)
     placement = Placement(plan, spec, able, source=source)
     forms = Forms(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
     prompts = [total.m for total in plan.totals if total.phase == "prefill"]
@@ -47,8 +47,13 @@ def with_forms(
     return plan.model_copy(update={"totals": totals, "in_flight": kept})
 
 
-def capabilities_of(kind: DeviceKind, profile: DeviceProfile) -> Capabilities:
-    """What a profile's device can do, as placements ask it."""
-    record = profile.devices[kind].capabilities
-    fields = {name: getattr(record, name) for name in type(record).model_fields}
-    return Capabilities(kind=kind, **fields)
+def capabilities_of(plan: ExecutionPlan, profile: DeviceProfile) -> dict[DeviceKind, Capabilities]:
+    """What a profile's devices can do, with the plan's graphs, as placements ask it."""
+    found: dict[DeviceKind, Capabilities] = {}
+    for kind, device in profile.devices.items():
+        record = device.capabilities
+        fields = {name: getattr(record, name) for name in type(record).model_fields}
+        if kind == "npu" and record.static_shapes and plan.graph_sizes:
+            fields["graph_sizes"] = plan.graph_sizes
+        found[kind] = Capabilities(kind=kind, **fields)
+    return found

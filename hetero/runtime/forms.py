@@ -66,8 +66,11 @@ class Forms:
     """Decides for prompts of one placement, `window` calls of which may be in flight together.
 
     `able` are the capabilities of the devices. The form of prompts that need no decision is `cut`,
-    as it is of all where a plan has no other, or nothing is known of `costs`. Control thread only.
+    as it is of all where a plan has no other, or nothing is known of `costs`. `take` is a form to
+    take whatever is predicted, for comparisons. Control thread only.
     """
+
+    take: Form | None = None
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class Forms:
         seconds: Mapping[Form, float] = {}
         if self._forms and tokens > self._chunk:
             form, seconds = self._decided(tokens, position)
+            form = self.take or form
         return FormOf(form, self.calls(form, tokens), seconds)
 
     def calls(self, form: Form, tokens: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetero.backends.host.processor import memory_bytes
-from hetero.backends.ops import OUTPUT_PORTS, MatMul
+from hetero.backends.ops import OUTPUT_PORTS, MatMul, Outliers
 from hetero.backends.protocol import Device, DeviceKind, takes_panels
 from hetero.contexts.kv_cache import CacheLayout
 from hetero.errors import UserError
@@ -18,8 +18,8 @@ from hetero.solver.plan import PHASES
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Bytes: the pool's slots, the rows of the weights on each device, the keys and values of each
-    of so many `contexts`, the largest single buffer.
+    """Bytes: the pool's slots and lists of outliers, the rows of the weights on each device, the
+    keys and values of each of so many `contexts`, the largest single buffer.
     """
 
     pool_bytes: int
@@ -41,12 +41,22 @@ def needs_of(
 ) -> Needs:
     """What the slots, a context and the plan's weights take."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
+    sizes.append(listed_bytes(placement))
     return Needs(
         pool_bytes=sum(sizes),
         weight_bytes=sum(placement.weight_bytes.values()),
         context_bytes=layout.nbytes,
         largest_bytes=max(*sizes, layout.slot_bytes),
     )
+
+
+def listed_bytes(placement: Placement) -> int:
+    """Bytes of the lists in which a GPU puts what of each token the codes cut off, a column and a
+    value of every feature at most; one buffer for all operations.
+    """
+    shadows = (node.op for node in placement.graph.nodes if isinstance(node.op, Outliers))
+    features = max((op.k for op in shadows if op.excess), default=-1)
+    return 4 * placement.written * (1 + 2 * features) if features > 0 else 0
 
 
 def check_memory(

@@ -6,21 +6,23 @@ import dataclasses
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero import LLM, UserError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import HostBuffer
-from hetero.backends.ops import MatMul
+from hetero.backends.ops import MatMul, Outliers
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.models.graph import model_graph
 from hetero.runtime import memory
 from hetero.runtime.engine import Engine
-from hetero.runtime.sizes import pool_bytes
+from hetero.runtime.sizes import cache_layout, pool_bytes
 from hetero.runtime.slots import SlotRef
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.placement import Placement
 from tests.runtime.models import context_of, tiny_model
 from tests.runtime.plans import random_plan
 
@@ -139,3 +141,19 @@ def test_a_budget_is_said_in_units_and_bounds_plan_and_pool(folder: str) -> None
         LLM(folder, plan=plan, max_seq_len=64, memory_budget="1MiB")
     with LLM(folder, plan=plan, max_seq_len=64, memory_budget="1GiB") as llm:
         assert llm.engine.needs.total_bytes < 1 << 30
+
+
+def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
+    """A column and a value of every feature, for each token that a call writes."""
+    config, found = open_model(folder, weights="f32").config, []
+    able = {"gpu": open_device("reference", kind="gpu").capabilities}
+    for excess in (False, True):
+        op = Outliers(n=config.hidden_size, k=config.intermediate_size, hot=2, excess=excess)
+        graph = model_graph(config, WeightFormat.W8A8, shadows={"blocks.1.down": op})
+        placement = Placement(single_device(graph, "gpu"), graph, able)  # type: ignore[arg-type]
+        layout = cache_layout(config, 64)
+        slots = {SlotRef("x"): ((4, 4), np.dtype(np.float32))}
+        found.append(memory.needs_of(slots, layout, placement))
+    lists = 4 * placement.written * (1 + 2 * config.intermediate_size)
+    assert found[1].pool_bytes - found[0].pool_bytes == lists
+    assert found[1].largest_bytes == max(lists, found[0].largest_bytes)
