@@ -106,7 +106,7 @@ def simulate(
     without: str = "aot,lctru,compression,recompute",
     part: Annotated[float, typer.Option(help="budget, of all contexts' bytes at 16 bits")] = 0.25,
     hours: float = HOURS,
-    decode: Annotated[float, typer.Option(help="floats into the cache, bytes/s")] = 0.9e9,
+    decode: Annotated[float, typer.Option(help="floats into the cache, bytes/s")] = 5e9,
 ) -> None:
     """The whole sweep. A prompt takes 20 ms and what its tokens take; reading a chunk 0.1 ms and
     what its bytes take; writing is half as fast.
