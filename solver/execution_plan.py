@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from hetero.backends.host.extras import is_here
 from hetero.solver.errors import PlanError
 from hetero.solver.plan import Plan, write
 from hetero.solver.report import document, markdown, page
@@ -27,11 +26,7 @@ class ExecutionPlan(Plan):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """The report, for notebooks, in a frame of its own: its style is not theirs. As
-        Markdown where charts cannot be drawn.
-        """
-        if not is_here("matplotlib"):
-            return f"<pre>{escape(markdown.to_markdown(self))}</pre>"
+        """The report, for notebooks, in a frame of its own: its style is not theirs."""
         return (
             f'<iframe srcdoc="{escape(page.to_html(self), quote=True)}" '
             'style="width:100%;height:600px;border:0"></iframe>'

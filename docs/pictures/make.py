@@ -1,4 +1,4 @@
-"""Makes the pictures of README: `python docs/pictures/make.py`, with Chromium and `hetero[report]`.
+"""Makes the pictures of README: `python docs/pictures/make.py`, with Chromium and hetero installed.
 
 `plan.png` is the top of a plan's report in a browser, `trace.png` the first layers of a prompt in a
 trace of `--device hetero` on this machine, its lanes as a viewer of traces shows them.

@@ -16,7 +16,6 @@ from filelock import FileLock, Timeout
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
-from hetero.backends.host.extras import require
 from hetero.errors import UserError
 from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_every_core
 from hetero.measuring.step_cost import measure_step_s
@@ -65,7 +64,6 @@ def profile_device(
             f"{budget_s}"
         )
     _check_budget(budget_s, quick)
-    require("sklearn", "profile", "a profile's trees are fitted by scikit-learn")
     if out is not None:
         refuse_folder(out)
     formats = _formats(weights)

@@ -13,8 +13,6 @@ from typing import Any, Final
 import jinja2
 from markupsafe import Markup
 
-from hetero.backends.host.extras import require
-
 # Okabe and Ito's palette, told apart by the colour-blind; a device has its colour everywhere.
 COLORS: Final[dict[str, str]] = {
     "gpu": "#0072B2", "npu": "#D55E00", "both": "#009E73", "rest": "#9AA1A9",
@@ -26,10 +24,7 @@ LINES: Final = (
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of the folder `profiler/pages`; everything in `values` is text unless it is `Markup`.
-    Raises `UserError` where the charts cannot be drawn.
-    """
-    require("matplotlib", "report", "charts are drawn by matplotlib")
+    """A page of the folder `profiler/pages`; `values` are text, unless they are `Markup`."""
     return _environment().get_template(template).render(colors=COLORS, **values)
 
 
