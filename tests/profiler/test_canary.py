@@ -70,7 +70,7 @@ def check(spoil: Any, shape: tuple[int, int, int], fmt: WeightFormat = W4) -> An
     return canary.check_matmul(task, workload.runner(task))
 
 
-@pytest.mark.parametrize("fmt", list(WeightFormat))
+@pytest.mark.parametrize("fmt", [x for x in WeightFormat if not x.of_file])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_right_kernels_pass(shape: tuple[int, int, int], fmt: WeightFormat) -> None:
     assert check(lambda *_: None, shape, fmt) is None
