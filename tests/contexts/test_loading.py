@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -185,16 +184,19 @@ def test_a_layer_that_does_not_come_is_an_error_and_the_context_goes_on(tmp_path
             assert np.array_equal(llm.engine.prefill(context, [4, 5]), wanted)
 
 
+class OpenedWhenWaited(LayerGate):
+    """Lets the next layer through 10 ms after somebody waits for it."""
+
+    def wait(self, layer: int) -> float:
+        threading.Timer(0.01, self.open).start()
+        return super().wait(layer)
+
+
 def test_a_trace_shows_the_wait(tmp_path: Path) -> None:
     with open_llm(tiny_model(tmp_path), "npu") as llm:
         context = llm.new_context()
         llm.engine.prefill(context, [1, 2, 3])
-        context.gate = gate = LayerGate(3)
-        timers: list[Any] = [threading.Timer(0.01 * (i + 1), gate.open) for i in range(3)]
-        for timer in timers:
-            timer.start()
+        context.gate = OpenedWhenWaited(3)
         with llm.trace(tmp_path / "t.json"):
             llm.engine.prefill(context, [4, 5])
-        for timer in timers:
-            timer.join()
     assert "keys and values for layer0.attention" in (tmp_path / "t.json").read_text()
