@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.opencl import matmul
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.opencl.matmul_tuning import _CPU, INF, CpuTuning, Tile, matmul_tuning
+from hetero.backends.opencl.matmul_tuning import _CPU, INF, CpuTuning, Tile, kind_of, matmul_tuning
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.backends.reference.compute import quantized_activations, static_codes
@@ -78,34 +78,52 @@ def tensor_of(rows: Array) -> Tensor:
     return tensor
 
 
+Codes: TypeAlias = Callable[[StorageFormat], int]
+
+
+def floats(_: StorageFormat) -> int:
+    """Of activations that stay floats."""
+    return 0
+
+
 def error_of(
-    got: Array, x: Array, weight: PackedWeight, bias: Array | None = None, *, codes: int = 0
+    got: Array, x: Array, weight: PackedWeight, bias: Array | None = None, *, codes: Codes = floats
 ) -> float:
     """Norm of the error over that of what random signs would give: root(sum of (x w)²) + |bias|.
 
     (A single output may be next to zero by cancellation; its error is not.) The oracle is float64,
     on the integer codes that the kernel must compute with, if it does (`codes_of`).
     """
-    activations = x.astype(np.float64)
-    if codes == STATIC:
-        activations = static_codes(x, X_SCALE[0]) * X_SCALE.astype(np.float64)
-    elif codes:
-        activations = quantized_activations(x, codes)
-    rows = weight.dequantize().astype(np.float64).T
+    wanted, size = np.zeros(got.shape), np.zeros(got.shape)
+    for first, part in weight.spans():
+        activations, largest = x.astype(np.float64), codes(part.storage)
+        if largest == STATIC:
+            activations = static_codes(x, X_SCALE[0]) * X_SCALE.astype(np.float64)
+        elif largest:
+            activations = quantized_activations(x, largest)
+        rows, columns = part.dequantize().astype(np.float64).T, slice(first, first + part.n)
+        wanted[:, columns] = activations @ rows
+        size[:, columns] = np.sqrt(activations**2 @ rows**2)
     offset = 0.0 if bias is None else bias
-    size = np.sqrt(activations**2 @ rows**2) + np.abs(offset)
-    difference = np.nan_to_num(got - activations @ rows - offset, nan=np.inf)
-    return float(np.linalg.norm(difference) / np.linalg.norm(size))
+    difference = np.nan_to_num(got - wanted - offset, nan=np.inf)
+    return float(np.linalg.norm(difference) / np.linalg.norm(size + np.abs(offset)))
 
 
-def codes_of(device: OpenCLDevice, weight_format: WeightFormat, m: int) -> int:
-    """The largest integer code of activations, 0 where they stay floats, or `STATIC`."""
-    if weight_format.activations.static:
-        return STATIC
+def codes_of(device: OpenCLDevice, weight_format: WeightFormat, m: int) -> Codes:
+    """Of rows in a storage: the largest integer code of activations, 0 where they stay floats, or
+    `STATIC`.
+    """
     tuning = matmul_tuning(device.tuning.family)
-    if not isinstance(tuning, CpuTuning):
-        return 127 if weight_format is WeightFormat.W4A8 else 0
-    return (0, 127, SIXTEEN_BITS)[tuning.planes(weight_format, tuning.tile(weight_format, m))]
+
+    def largest(storage: StorageFormat) -> int:
+        kind = kind_of(weight_format, storage)
+        if kind.activations.static:
+            return STATIC
+        if not isinstance(tuning, CpuTuning):
+            return 0 if kind.activations.are_floats else 127
+        return (0, 127, SIXTEEN_BITS)[tuning.planes(kind, tuning.tile(kind, m))]
+
+    return largest
 
 
 def run(kernel: Kernel, x: Array, n: int) -> Array:
@@ -238,7 +256,7 @@ def test_bindings_are_reusable(family_device: OpenCLDevice, weight_format: Weigh
 
 
 @pytest.mark.parametrize("offset", [0, 64, 192])
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("weight_format", [x for x in WeightFormat if not x.of_file])
 def test_mapped_weights(
     family_device: OpenCLDevice, tmp_path: Path, weight_format: WeightFormat, offset: int
 ) -> None:
@@ -305,13 +323,14 @@ def check_extremes(device: OpenCLDevice, weight_format: WeightFormat, m: int, lo
     rows = np.where(np.arange(n)[:, None] % 2, -8.0, 7.0) * np.ones((n, k))
     weight = pack(rows.astype(np.float32), StorageFormat.Q4)
     kernel = device.prepare(MatMul(n=n, k=k, weight_format=weight_format), {"weight": weight})
-    codes = codes_of(device, weight_format, m)
+    largest = codes_of(device, weight_format, m)
+    codes = largest(StorageFormat.Q4)
     for sign in (1.0, -1.0):
         whole = np.full((m, k), sign * codes)
         if lower:
             whole[:, np.arange(k) % 32 != 0] = sign * (126 * 256 + lower)
         x = (3.0 / codes * whole).astype(np.float32)  # of a step that is not exact
-        assert error_of(run(kernel, x, n), x, weight, codes=codes) < TOLERANCE
+        assert error_of(run(kernel, x, n), x, weight, codes=largest) < TOLERANCE
 
 
 @pytest.fixture(params=["own", "plain"])
@@ -336,7 +355,8 @@ def planes_device(
 @pytest.mark.filterwarnings(WIDE_ARGUMENTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_planes(planes_device: OpenCLDevice, shape: tuple[int, int, int]) -> None:
-    assert codes_of(planes_device, WeightFormat.W4A16, shape[0]) == SIXTEEN_BITS
+    found = codes_of(planes_device, WeightFormat.W4A16, shape[0])(StorageFormat.Q4)
+    assert found == SIXTEEN_BITS
     check(planes_device, WeightFormat.W4A16, shape, bias=True)
 
 
