@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError
 from hetero.measuring.first_start import scaled_here
 from hetero.models import AUTO, LONGEST_NAME, model_spec, open_model
@@ -77,14 +76,14 @@ def plan(
 
 
 def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
-    """What a plan is made for: a MODEL or the name of a known one in a format, by default w4a16, of
-    a quantised directory all that it holds. Raises `ModelError`.
+    """What a plan is made for: a MODEL or the name of a known one in a format, by default that of a
+    GGUF file, all that a quantised directory holds, else w4a16. Raises `ModelError`.
     """
     if weights in (None, AUTO):
         path = Path(model).expanduser()
         if len(path.name) <= LONGEST_NAME and is_quantised(path):
             return open_model(model).spec()
-    return model_spec(model, WeightFormat.W4A16 if weights in (None, AUTO) else str(weights))
+    return model_spec(model, None if weights == AUTO else weights)
 
 
 def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:

@@ -133,7 +133,7 @@ def test_a_hang_is_dropped_like_a_failure(
     with make_engine(folder, deadline_s=0.05) as engine:
         answer(engine, 2)
         slow_down(engine, lambda: float("inf"))
-        with pytest.warns(FallbackWarning, match=r"not complete after 0\.05 s") as caught:
+        with pytest.warns(FallbackWarning, match=r"not complete after 0\.05\d* s") as caught:
             assert answer(engine) == wanted
     assert len(caught) == 1
 
