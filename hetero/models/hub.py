@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hetero.backends.host.extras import is_here
+from hetero.backends.host.files import atomic_write
 from hetero.errors import ModelError
 
 PREFIX: Final = "hf:"
@@ -140,7 +141,7 @@ def _point_main(path: Path, file: str, revision: str) -> None:
     if snapshots.name == "snapshots":
         reference = snapshots.parent / "refs" / "main"
         reference.parent.mkdir(parents=True, exist_ok=True)
-        reference.write_text(revision, encoding="utf-8")
+        atomic_write(reference, revision)
 
 
 def _only_gguf(name: HubName, sizes: dict[str, int]) -> str:
