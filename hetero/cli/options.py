@@ -215,7 +215,7 @@ BiasOption = Annotated[
     typer.Option(
         "--logit-bias",
         metavar="ID=BIAS",
-        help="Added to a token's logit; may be repeated.",
+        help="To a token's logit; repeatable.",
         rich_help_panel=SAMPLING,
     ),
 ]

@@ -48,8 +48,12 @@ def checkpoint(tmp_path_factory: Any) -> tuple[str, Any]:
 
 @pytest.fixture(scope="module", params=["hetero", "gpu", "npu"])
 def llm(checkpoint: tuple[str, Any], request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """By this machine's profile, or the shipped one of a PC."""
-    with LLM(checkpoint[0], device=request.param, weights=WEIGHTS, max_seq_len=CONTEXT) as opened:
+    """By this machine's profile, or the shipped one of a PC; in order, for a prompt whose chunks
+    are out of order has calls of their own (`test_forms.py`).
+    """
+    with LLM(
+        checkpoint[0], device=request.param, weights=WEIGHTS, max_seq_len=CONTEXT, order="fifo"
+    ) as opened:
         yield opened
 
 

@@ -21,6 +21,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
 from hetero.contexts.kv_cache import CacheLayout, KvCache
 from hetero.models import open_model
+from hetero.runtime.engine import STEPS_KEPT
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
 from hetero.runtime.slots import SlotRef
 from hetero.solver.handmade import layer_level
@@ -68,7 +69,7 @@ def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
     first = engine.step(llm.context, "prefill", 7)
     assert engine.step(llm.context, "prefill", 7) is first
     assert engine.step(llm.context, "prefill", 8) is not first
-    for m in range(9, 40):
+    for m in range(9, 9 + STEPS_KEPT):
         engine.step(llm.context, "prefill", m)
     assert engine.step(llm.context, "prefill", 7) is not first, "old steps are let go"
 
