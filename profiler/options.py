@@ -49,6 +49,8 @@ class Options:
     stage_wrong    and by what share one may differ before the stages are dropped
     settings       how carefully
     fitting        how predictors are made of the rows
+    least          part of the grid that is measured even where the budget is used up, within three
+                   times as long: for a default budget on a slow machine
     keep_budget    a budget that is used up before the first matmul is an error
     between        called some times a second, when something else may run
     """
@@ -69,6 +71,7 @@ class Options:
     gpu_core: int | None = None
     control_core: int | None = None
     keep_budget: bool = False
+    least: float = 0.0
     between: Callable[[], None] | None = None
     reserved: float = 0.06
     block: int = 32

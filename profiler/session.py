@@ -272,9 +272,12 @@ class Session:
         until_s = self._until_s()
         start_s, done = self.clock.now(), len(self.rows)
         open_tasks = [task for task in tasks if task.key not in self.rows]
+        least = min(math.ceil(self.options.least * len(tasks)), wanted)
+        latest_s = until_s + 2 * self.options.budget_s
         for turn in range(len(tasks)):
             left = min(wanted - len(self.rows), self.options.block)
-            if left <= 0 or not open_tasks or (self.rows and self.clock.now() >= until_s):
+            end_s = until_s if len(self.rows) >= least else latest_s
+            if left <= 0 or not open_tasks or (self.rows and self.clock.now() >= end_s):
                 break
             passed = (len(self.rows) - done) / max(wanted - done, 1)
             if math.isfinite(until_s) and until_s > start_s:
@@ -282,7 +285,7 @@ class Session:
             self._together(1 + int(passed * (len(STRETCHES) - 1)))
             block = self._choose(open_tasks, left, turn)
             gone = set(block)
-            self._measure(block, until_s)
+            self._measure(block, end_s)
             open_tasks = [task for task in open_tasks if task not in gone and self._usable(task)]
             self._snapshot()
         self._together(len(STRETCHES))

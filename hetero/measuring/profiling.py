@@ -29,6 +29,7 @@ from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Opt
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.session import profile_devices
 
+LEAST_MEASURED: Final = 0.75  # of the grid, where no budget is given
 SHORTEST_BUDGET_S: Final = 1.0
 # What a machine of two cores takes besides the matmuls of the grid (waits, other kernels, both
 # devices at once, fitting), and the fewest matmuls that predictions can be checked by.
@@ -76,6 +77,7 @@ def profile_device(
         gpu_core=assign_cores().gpu,
         control_core=assign_cores().control,
         keep_budget=budget_s is not None,  # the default one may take longer
+        least=LEAST_MEASURED if budget_s is None else 0.0,
         **of_model,
     )
     with _alone(out):
