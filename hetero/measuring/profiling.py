@@ -179,6 +179,7 @@ def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str
 
 def parse_budget(text: str) -> float:
     """Seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
+    # By hand: libraries of durations read far more than these three units, `1 month` among them.
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     factor = units.get(text[-1:].lower())
     number = text[:-1] if factor is not None else text

@@ -145,6 +145,7 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 def parse_size(value: str | int) -> int:
     """Bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
+    # By hand: pydantic's ByteSize takes bits as well, and its errors name neither value nor remedy.
     value = str(value)
     digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = value.strip()[len(digits) :].strip().lower()
