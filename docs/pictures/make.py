@@ -1,7 +1,7 @@
 """Makes the pictures of README: `python docs/pictures/make.py`, with Chromium and hetero installed.
 
-`plan.png` is the top of a plan's report in a browser, `trace.png` the first layers of a prompt in a
-trace of `--device hetero` on this machine, its lanes as a viewer of traces shows them.
+`plan.png` is the top of a plan's report in a browser, `trace.png` two layers of a prompt in a trace
+of `--device hetero` on this machine, its lanes as a viewer of traces shows them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from hetero.profiler.pages import COLORS
 
 HERE = Path(__file__).resolve().parent
 SIZE = "1180,1010"
-SHOWN = 0.15  # of the time of a prompt
+SHOWN = ("layer10.", "layer11.")
+KINDS = {"GPU": "gpu", "NPU": "npu"}
+WARM_UP = 8  # prompts
+LABELLED = 0.04  # of the picture's width: narrower bars have no room for a name
 
 
 def plan_picture(work: Path) -> None:
@@ -38,37 +42,43 @@ def plan_picture(work: Path) -> None:
 
 
 def trace_picture(work: Path) -> None:
-    """Lanes of the first layers of a prompt."""
+    """Lanes of two layers of a prompt, when what is known of the devices has settled."""
     path, prompt = work / "trace.json", list(range(256))
-    with hetero.LLM("random:qwen2.5-0.5b", device="hetero", profile="host", max_seq_len=300) as llm:
-        llm.logits(prompt)
+    with hetero.LLM("random:qwen2.5-0.5b", device="hetero", max_seq_len=300) as llm:
+        for _ in range(WARM_UP):
+            llm.generate(prompt, max_tokens=1)
         with llm.trace(path):
-            llm.logits(prompt)
+            llm.generate(prompt, max_tokens=1)
     events = json.loads(path.read_text())["traceEvents"]
-    bars = [e for e in events if e.get("ph") == "X"]
-    whole = max(e["ts"] + e["dur"] for e in bars) - min(e["ts"] for e in bars)
-    end = min(e["ts"] for e in bars) + SHOWN * whole
-    kept = [e for e in events if e.get("ph") == "M" or (e.get("ph") == "X" and e["ts"] < end)]
-    _draw(kept).savefig(HERE / "trace.png", dpi=130)
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    bars = [
+        {**e, "lane": lanes[e["tid"]]}
+        for e in events
+        if e["ph"] == "X" and e["name"].startswith(SHOWN) and lanes[e["tid"]] in KINDS
+    ]
+    _draw(bars).savefig(HERE / "trace.png", dpi=130)
 
 
-def _draw(events: list[dict[str, Any]]) -> Figure:
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    bars = [e for e in events if e["ph"] == "X"]
+def _draw(bars: list[dict[str, Any]]) -> Figure:
     start = min(e["ts"] for e in bars)
-    lanes = sorted({(e["pid"], e["tid"]) for e in bars})
-    figure = Figure(figsize=(9, 0.8 + 0.6 * len(lanes)), layout="constrained")
+    whole = max(e["ts"] + e["dur"] for e in bars) - start
+    figure = Figure(figsize=(9, 2.2), layout="constrained")
     axes = figure.add_subplot()
-    for place, lane in enumerate(lanes):
-        name = str(names.get(lane, lane)).lower()
-        color = next((COLORS[kind] for kind in ("gpu", "npu") if kind in name), COLORS["rest"])
-        spans = [
-            ((e["ts"] - start) / 1e3, e["dur"] / 1e3) for e in bars if (e["pid"], e["tid"]) == lane
-        ]
-        axes.broken_barh(spans, (place - 0.35, 0.7), color=color, edgecolor="white", linewidth=0.2)
-    axes.set_yticks(range(len(lanes)), [str(names.get(lane, lane)) for lane in lanes])
+    for place, (lane, kind) in enumerate(KINDS.items()):
+        for name, of_one in groupby((e for e in bars if e["lane"] == lane), lambda e: e["name"]):
+            calls = list(of_one)
+            spans = [((e["ts"] - start) / 1e3, e["dur"] / 1e3) for e in calls]
+            axes.broken_barh(
+                spans, (place - 0.35, 0.7), color=COLORS[kind], edgecolor="white", linewidth=0.5
+            )
+            first, last = spans[0][0], sum(spans[-1])
+            if last - first > LABELLED * whole / 1e3:
+                label = name.partition(".")[2].replace("_", "_\n")
+                axes.text((first + last) / 2, place, label, color="white", ha="center", va="center",
+                          fontsize=8)  # fmt: skip
+    axes.set_yticks(range(len(KINDS)), list(KINDS))
     axes.invert_yaxis()
-    axes.set_xlabel("ms (measured)")
+    axes.set_xlabel("ms (measured on a PC)")
     return figure
 
 
