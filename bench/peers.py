@@ -3,9 +3,10 @@
     pip install -e '.[peers]'
     python bench/peers.py --model llama-3.2-1b --profile host -p 256 -n 32 -r 3
     python bench/peers.py levels --profile host      # tensor level, single devices, strategies
+    python bench/peers.py starts --file-type Q4_K_M  # a file to its first text
 
-Without a subcommand: hetero and llama.cpp read one GGUF file of random Q4_0 weights, and compute
-with int8 activations (`w4a8`). Every engine has a process of its own, and rounds are interleaved;
+Without a subcommand: hetero and llama.cpp read one GGUF file of random weights, and compute with
+int8 activations (`w4a8`, `gguf-a8`). Every engine has a process of its own; rounds are interleaved;
 two threads mean both cores. A peer that is not installed, or that fails, is named instead of
 measured.
 """
@@ -24,7 +25,8 @@ import typer
 from common import MIB, Prompt, Rounds, Tokens, Worker, finish, new_app, spread, table
 from parts import engines
 from parts.engines import CONTEXT
-from parts.gguf_files import write_q4
+from parts.gguf_files import write_random
+from parts.gguf_starts import starts
 from parts.levels import levels
 
 from hetero.backends.formats import WeightFormat
@@ -32,6 +34,7 @@ from hetero.models import model_spec
 
 app = new_app(__doc__)
 app.command("levels")(levels)
+app.command("starts")(starts)
 WARM_UP_TOKENS = 4
 BASE = "llama.cpp, 2 threads"
 MODES = {
@@ -40,20 +43,23 @@ MODES = {
     "gpu": "hetero, OpenCL core",
     "npu": "hetero, ONNX Runtime core",
 }
+COMPUTED = {"Q4_0": "w4a8", "Q4_K_M": "gguf-a8", "Q8_0": "w8a16"}
 Samples = dict[str, list[float]]
 
 
-def make_workers(model: str, profile: str | None, length: int, folder: Path) -> Iterator[Worker]:
+def make_workers(
+    model: str, profile: str | None, length: int, folder: Path, file_type: str
+) -> Iterator[Worker]:
     """Everything that is compared; files are written to `folder`."""
     spec, path = model_spec(model, WeightFormat.W4A8), folder / "random.gguf"
-    write_q4(spec, path, CONTEXT)
+    write_random(spec, path, CONTEXT, file_type)
     cores = sorted(os.sched_getaffinity(0))
     for threads in (1, 2):
         name, pinned = f"llama.cpp, {threads} thread{'s' * (threads > 1)}", cores[-threads:]
         yield Worker(name, engines.LlamaCpp, path=str(path), threads=threads, cores=pinned)
     for device, name in MODES.items():
         given = {"path": str(path), "profile": profile, "length": length, "device": device}
-        yield Worker(name, engines.Hetero, **given)
+        yield Worker(name, engines.Hetero, weights=COMPUTED[file_type], **given)
 
 
 def started(workers: list[Worker], prompt: int) -> Iterator[Worker]:
@@ -87,6 +93,7 @@ def peers(
     n: Tokens = 32,
     r: Rounds = 3,
     only: Annotated[str, typer.Option(help="parts of engines' names: 'llama.cpp,auto'")] = "",
+    file_type: Annotated[str, typer.Option(help=", ".join(COMPUTED))] = "Q4_0",
 ) -> None:
     """hetero and its peers on the same weights, quantisation, cores and prompts, interleaved."""
     if ctx.invoked_subcommand is not None:
@@ -96,7 +103,7 @@ def peers(
     with tempfile.TemporaryDirectory() as folder:
         made = [
             worker
-            for worker in make_workers(model, profile, p, Path(folder))
+            for worker in make_workers(model, profile, p, Path(folder), file_type)
             if any(part in worker.name for part in only.split(","))
         ]
         workers = list(started(made, p))
@@ -114,7 +121,7 @@ def peers(
     if not workers:
         raise SystemExit("no engine ran: see the lines above")
     base = BASE if BASE in found else workers[0].name
-    print(f"measured; {model} w4a8, prompt {p}, decode {n}, {r} rounds\n")
+    print(f"measured; {model} {file_type}, prompt {p}, decode {n}, {r} rounds\n")
     head = f"engine|test|tokens/s (median)|min|max|× {base}|PSS MiB"
     table(head, rows(found, memory, base))
     finish()

@@ -14,6 +14,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.profiler.records import (
     Contention,
     DeviceProfile,
+    EveryCore,
     MatMulPredictor,
     OtherPredictor,
     PreparationPredictor,
@@ -88,6 +89,7 @@ def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
     predictors: list[MatMulPredictor] = []
     preparation: list[PreparationPredictor] = []
     contention: list[Contention] = []
+    every_core: list[EveryCore] = []
     for wanted, source in missing.items():
         own = {"weight_format": wanted}
         predictors += [_of_file(p, wanted) for p in profile.predictors if p.weight_format is source]
@@ -99,11 +101,15 @@ def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
         contention += [
             x.model_copy(update=own) for x in profile.contention if x.weight_format is source
         ]
+        every_core += [
+            x.model_copy(update=own) for x in profile.every_core if x.weight_format is source
+        ]
     return profile.model_copy(
         update={
             "predictors": (*profile.predictors, *predictors),
             "preparation_predictors": (*profile.preparation_predictors, *preparation),
             "contention": (*profile.contention, *contention),
+            "every_core": (*profile.every_core, *every_core),
         }
     )
 

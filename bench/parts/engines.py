@@ -39,12 +39,14 @@ def speeds(
 class Hetero:
     """hetero on some devices."""
 
-    def __init__(self, *, path: str, device: str, profile: str | None, length: int) -> None:
+    def __init__(
+        self, *, path: str, device: str, weights: str, profile: str | None, length: int
+    ) -> None:
         both = device in ("hetero", "auto")
         self._llm = LLM(
             path,
             device=device,  # type: ignore[arg-type]
-            weights="w4a8",
+            weights=weights,
             profile=profile if both else None,
             prompt_lengths=(length,) if both else (),
             max_seq_len=CONTEXT,

@@ -28,19 +28,45 @@ def shapes(spec: ModelGraph) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from ((f"blk.{layer}.{name}.weight", shape) for name, shape in block.items())
 
 
-def random_q4(spec: ModelGraph) -> Iterator[tuple[str, Array]]:
-    """Tensors of random Q4_0 blocks [n, k/32 · 18], the same ones every time, and norms of 1."""
+def file_types(name: str, layers: int, file_type: str) -> str:
+    """The block type of a matrix in a file of `Q4_0`, `Q8_0` or `Q4_K_M` (as llama.cpp's quantiser
+    chooses: half of `attn_v` and `ffn_down`, and the embedding that is the head, in Q6_K).
+    """
+    if file_type != "Q4_K_M":
+        return file_type
+    if name == "token_embd.weight":
+        return "Q6_K"
+    layer = int(name.split(".")[1])
+    more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    return "Q6_K" if more and ("attn_v" in name or "ffn_down" in name) else "Q4_K"
+
+
+def random_blocks(
+    kind: str, n: int, k: int, rng: np.random.Generator
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Rows [n, bytes] of random blocks whose values have a deviation of about 1 / sqrt(k)."""
+    values, size, halves, spread = {
+        "Q4_0": (32, 18, {0: 1.0}, 4.6),
+        "Q8_0": (32, 34, {0: 1.0}, 74.0),
+        "Q4_K": (256, 144, {0: 1.0, 2: 7.5}, 255.0),
+        "Q6_K": (256, 210, {208: 1.0}, 1369.0),
+    }[kind]
+    blocks = np.frombuffer(rng.bytes(n * k // values * size), np.uint8).reshape(-1, size).copy()
+    for at, factor in halves.items():
+        scale = np.float16(factor / (spread * np.sqrt(k)))
+        blocks[:, at : at + 2] = np.full((len(blocks), 1), scale).view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
+def random_tensors(spec: ModelGraph, file_type: str) -> Iterator[tuple[str, str, Array]]:
+    """Name, type and bytes of every tensor, the same ones every time; norms are 1."""
     rng = np.random.default_rng(0)
     for name, shape in shapes(spec):
         if len(shape) == 1:
-            yield name, np.ones(shape, np.float32)
-            continue
-        n, k = shape
-        blocks = np.empty((n, k // 32, 18), np.uint8)
-        blocks[..., 2:] = rng.integers(0, 256, (n, k // 32, 16), dtype=np.uint8)
-        scale = np.float16(1 / (4.6 * np.sqrt(k)))
-        blocks[..., :2] = np.full((n, k // 32, 1), scale).view(np.uint8)
-        yield name, blocks.reshape(n, -1)
+            yield name, "F32", np.ones(shape, np.float32)
+        else:
+            kind = file_types(name, spec.layers, file_type)
+            yield name, kind, random_blocks(kind, *shape, rng)
 
 
 def new_writer(spec: ModelGraph, path: Path, context: int) -> Any:
@@ -59,8 +85,8 @@ def new_writer(spec: ModelGraph, path: Path, context: int) -> Any:
     return writer
 
 
-def write_q4(spec: ModelGraph, path: Path, context: int) -> None:
-    """A model of random Q4_0 weights with the shapes of `spec`."""
+def write_random(spec: ModelGraph, path: Path, context: int, file_type: str = "Q4_0") -> None:
+    """A model of random weights with the shapes of `spec`."""
     import gguf
 
     writer = new_writer(spec, path, context)
@@ -73,9 +99,8 @@ def write_q4(spec: ModelGraph, path: Path, context: int) -> None:
     writer.add_token_types([2, 3, 3] + [1] * (spec.vocab_size - 3))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, array in random_q4(spec):
-        kind = gguf.GGMLQuantizationType.Q4_0 if array.dtype == np.uint8 else None
-        writer.add_tensor(name, array, raw_dtype=kind)
+    for name, kind, array in random_tensors(spec, file_type):
+        writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

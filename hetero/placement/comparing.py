@@ -115,7 +115,7 @@ def _on_every_core(planner: Planner, tokens: int, cores: int) -> Seconds | None:
     spec = planner.spec
     found = {
         x.phase: x
-        for x in planner.profile.every_core
+        for x in planner.cost.profile.every_core
         if x.weight_format == spec.weight_format and x.cores <= cores
     }
     one = _alone(planner, "gpu", tokens) if len(found) == 2 else None

@@ -11,7 +11,9 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from hetero import LLM
+from hetero.backends.formats import WeightFormat
 from hetero.models.gguf import GgufFile
+from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
 from tests.checkpoints import relative_error
@@ -107,3 +109,13 @@ def test_a_profile_without_times_of_files_says_what_it_takes(file: Path) -> None
     assert note in made.notes
     found = file_substitution(profile, made.weight_format)
     assert found is not None
+
+
+@pytest.mark.parametrize("wanted", ["gguf-a16", "gguf-a8"])
+def test_every_core_gains_of_a_file_what_it_gains_of_its_substitute(wanted: str) -> None:
+    profile = CostModel(DeviceProfile.load("host")).profile
+    found = file_substitution(DeviceProfile.load("host"), WeightFormat(wanted))
+    assert found is not None
+    speedups = {(x.weight_format, x.phase): x.speedup for x in profile.every_core}
+    for phase in ("prefill", "decode"):
+        assert speedups[WeightFormat(wanted), phase] == speedups[WeightFormat(found.source), phase]
