@@ -11,7 +11,7 @@ from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile, Phase
 from hetero.solver.calls import split
-from hetero.solver.candidates import explain
+from hetero.solver.candidates import Reasons
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
@@ -77,7 +77,11 @@ def assemble(
         if apart
         else weight_memory(planner, solutions)
     )
-    candidates, pipe = request.explain and strategy == "auto", strategy == "pipe"
+    reasons = (
+        Reasons(budget=request.memory_budget_bytes is not None)
+        if request.explain and strategy == "auto"
+        else None
+    )
     return ExecutionPlan(
         model=spec.name,
         strategy=strategy,
@@ -85,7 +89,7 @@ def assemble(
         profile=profile.name,
         objective=request.objective,
         ops=tuple(
-            entries(planner, solutions, with_candidates=candidates, pipe=pipe, decoder=decoder)
+            entries(planner, solutions, reasons=reasons, pipe=strategy == "pipe", decoder=decoder)
         ),
         rest=rest_of(solutions),
         totals=totals_of(
@@ -147,7 +151,7 @@ def entries(
     planner: Planner,
     solutions: Iterable[Solution],
     *,
-    with_candidates: bool = True,
+    reasons: Reasons | None = None,
     pipe: bool = False,
     decoder: Planner | None = None,
 ) -> Iterable[OpPlan]:
@@ -161,7 +165,11 @@ def entries(
                 continue
             heads.update([scenario.phase] if name == "lm_head" else [])
             own = decoder if name == "lm_head" or scenario.phase == "decode" else planner
-            yield entry(own, scenario, name, option, with_candidates=with_candidates, pipe=pipe)
+            found = entry(own, scenario, name, option, pipe=pipe)
+            if reasons is not None:
+                others = reasons.explain(own, solution, name, found.m or 1)
+                found = found.model_copy(update={"candidates": others})
+            yield found
 
 
 def entry(
@@ -170,10 +178,11 @@ def entry(
     name: OpName,
     option: Option,
     *,
-    with_candidates: bool,
     pipe: bool = False,
 ) -> OpPlan:
-    """One matmul. The output head sees one token in either phase and holds for every length."""
+    """One matmul, without what lost. The output head sees one token in either phase and holds for
+    every length.
+    """
     space = planner.space(name)
     head = name == "lm_head"
     m = 1 if head else scenario.m
@@ -191,7 +200,6 @@ def entry(
         gpu_s=option.gpu_s,
         npu_s=option.npu_s,
         energy_j=energy,
-        candidates=explain(planner, name, m, option) if with_candidates else (),
         pipe=pipe,
     )
 

@@ -8,67 +8,101 @@ from hetero.solver.options import INF, Option
 from hetero.solver.plan import Candidate, Strategy
 from hetero.solver.planner import Planner
 from hetero.solver.report import units
+from hetero.solver.solution import Solution
 
 ALL: tuple[Strategy, ...] = (
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
 )  # fmt: skip
 
 
-def explain(planner: Planner, name: OpName, m: int, chosen: Option) -> tuple[Candidate, ...]:
-    """Candidates by time, the best tiling of each strategy, entered after a GPU kernel."""
-    space = planner.whole.space(name)
-    rules = planner.settings.rules
-    chooser = Chooser(planner.overheads, rules, planner.objective())
-    best = {o.strategy: o for o in chooser.named(space, m) if o.together_s < INF}
-    if (
-        chosen.strategy not in best
-        or chosen.seconds_alone() < best[chosen.strategy].seconds_alone()
-    ):
-        best[chosen.strategy] = chosen
-    single = min((o.seconds_alone() for o in best.values() if not o.is_cut), default=INF)
-    found = []
-    for strategy in ALL:
-        option = chosen if strategy == chosen.strategy else best.get(strategy)
-        reason = _reason(planner, option, chosen, strategy, m, single)
-        seconds = None if option is None else option.seconds_alone()
-        found.append(
-            Candidate(
-                strategy=strategy,
-                predicted_s=seconds,
-                reason=reason,
-                detail="" if option is None else describe(option, m, space.n),
+class Reasons:
+    """Explains matmuls of solved steps; with a `budget` of memory that may be a reason."""
+
+    def __init__(self, *, budget: bool = False) -> None:
+        self._budget = budget
+
+    def explain(
+        self, planner: Planner, solution: Solution, name: OpName, m: int
+    ) -> tuple[Candidate, ...]:
+        """Candidates for a matmul by time, the best tiling of each strategy, entered after a GPU
+        kernel.
+        """
+        chosen = solution.options[name]
+        space = planner.whole.space(name)
+        rules = planner.settings.rules
+        chooser = Chooser(planner.overheads, rules, planner.objective())
+        best = {o.strategy: o for o in chooser.named(space, m) if o.together_s < INF}
+        if (
+            chosen.strategy not in best
+            or chosen.seconds_alone() < best[chosen.strategy].seconds_alone()
+        ):
+            best[chosen.strategy] = chosen
+        single = min((o.seconds_alone() for o in best.values() if not o.is_cut), default=INF)
+        found = []
+        for strategy in ALL:
+            option = chosen if strategy == chosen.strategy else best.get(strategy)
+            if option is None:
+                reason = _impossible(planner, strategy, m)
+            elif strategy == chosen.strategy:
+                reason = "chosen"
+            else:
+                reason = self._why(planner, option, solution, name, single)
+            found.append(
+                Candidate(
+                    strategy=strategy,
+                    predicted_s=None if option is None else option.seconds_alone(),
+                    reason=reason,
+                    detail="" if option is None else describe(option, m, space.n),
+                )
             )
+        return tuple(sorted(found, key=lambda c: INF if c.predicted_s is None else c.predicted_s))
+
+    def _why(
+        self, planner: Planner, option: Option, solution: Solution, name: OpName, single: float
+    ) -> str:
+        slower = option.seconds_alone() / solution.options[name].seconds_alone() - 1
+        rules = planner.settings.rules
+        if abs(slower) < 1e-6:
+            return "as fast; the simpler one was kept"
+        if slower > 0:
+            return f"{100 * slower:.1f} % slower; {_limit(option)}"
+        if option.is_cut and option.seconds_alone() > (1 - rules.margin) * single:
+            return f"gains less than the margin of {100 * rules.margin:.0f} % over one device"
+        if option.gpu_s > rules.max_gpu_share * option.together_s:
+            return "over the GPU's share"
+        return self._in_the_step(planner, option, solution, name)
+
+    def _in_the_step(
+        self, planner: Planner, option: Option, solution: Solution, name: OpName
+    ) -> str:
+        """Why a tiling that is faster alone is not there, tried with the step's other matmuls and
+        with the row cuts that are prepared.
+        """
+        before, after = (
+            planner.whole.evaluate(solution.scenario, options, solution.rests.device).seconds
+            for options in (solution.options, {**solution.options, name: option})
         )
-    return tuple(sorted(found, key=lambda c: INF if c.predicted_s is None else c.predicted_s))
-
-
-def _reason(
-    planner: Planner,
-    option: Option | None,
-    chosen: Option,
-    strategy: Strategy,
-    m: int,
-    single: float,
-) -> str:
-    if option is None:
-        return _impossible(planner, strategy, m)
-    if option is chosen or strategy == chosen.strategy:
-        return "chosen"
-    return _why(planner, option, chosen, single)
-
-
-def _why(planner: Planner, option: Option, chosen: Option, single: float) -> str:
-    slower = option.seconds_alone() / chosen.seconds_alone() - 1
-    margin = planner.settings.rules.margin
-    if abs(slower) < 1e-6:
-        return "as fast; the simpler one was kept"
-    if slower > 0:
-        return f"{100 * slower:.1f} % slower; {_limit(option)}"
-    if option.is_cut and option.seconds_alone() > (1 - margin) * single:
-        return f"gains less than the margin of {100 * margin:.0f} % over one device"
-    if option.gpu_s > planner.settings.rules.max_gpu_share * option.together_s:
-        return "over the GPU's share"
-    return "faster alone, but not with its neighbours, other lengths' cuts or the memory budget"
+        if after > before:
+            return (
+                f"faster alone, but the step is {100 * (after / before - 1):.2g} % slower with it"
+            )
+        chooser = Chooser(planner.overheads, planner.settings.rules, planner.objective())
+        m = 1 if name == "lm_head" else solution.scenario.m
+        prepared = [
+            o.seconds_alone()
+            for o in chooser.named(planner.space(name), m)
+            if o.strategy == option.strategy and o.together_s < INF
+        ]
+        if not prepared:
+            return "faster alone, but its row cut is not one that all lengths share"
+        if min(prepared) >= solution.options[name].seconds_alone():
+            return (
+                "faster with graphs of its own; with the row cuts that all lengths share it takes "
+                f"{units.duration(min(prepared))}"
+            )
+        if self._budget:
+            return "faster alone, but its weights do not fit the memory budget where it needs them"
+        return "faster alone, but less than a change of the other lengths' cuts would cost"
 
 
 def _limit(option: Option) -> str:

@@ -219,7 +219,7 @@ class PreparedSolver:
         if (head := options.get("lm_head")) is not None:
             found._heads = dict.fromkeys(self._heads, head.open())
             found._head_entries = tuple(
-                entry(found._decoder, Scenario(op.phase, 1), "lm_head", head, with_candidates=False)
+                entry(found._decoder, Scenario(op.phase, 1), "lm_head", head)
                 for op in self._head_entries
             )
         first = min(op.m for op in self.plan.ops if op.phase == "prefill" and op.m is not None)
@@ -233,10 +233,7 @@ class PreparedSolver:
     def _solve(self, scenario: Scenario) -> ExecutionPlan:
         options = self.solution_for(scenario).options
         planner = self._decoder if scenario.phase == "decode" else self._planner
-        ops = [
-            entry(planner, scenario, name, options[name], with_candidates=False)
-            for name in self._block
-        ]
+        ops = [entry(planner, scenario, name, options[name]) for name in self._block]
         return self.plan.model_copy(update={"ops": (*ops, *self._head_entries), "totals": ()})
 
     def prompt(self, tokens: int, context: int = 0) -> Prompt:

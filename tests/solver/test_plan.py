@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.formats import WeightFormat
+from hetero.models import model_spec
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import make_plan
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import (
@@ -20,6 +23,7 @@ from hetero.solver.plan import (
     Tile,
     check_cover,
 )
+from hetero.solver.request import PlanRequest
 
 
 def op(**changes: Any) -> OpPlan:
@@ -206,3 +210,24 @@ def test_long_prompts_run_in_steps(
 ) -> None:
     long = plan(op()).model_copy(update={"step_tokens": step_tokens})
     assert long.steps(600, longest) == expected
+
+
+def test_what_is_faster_alone_has_one_reason_not_three() -> None:
+    profile = DeviceProfile.load("snapdragon-8-gen-3")
+    spec = model_spec("llama-3-8b")
+    lengths = (64, 256, 1024)
+    free = make_plan(spec, profile, PlanRequest(seq_lens=lengths))
+    budget = make_plan(spec, profile, PlanRequest(seq_lens=lengths, memory_budget_bytes=5 << 30))
+    of = {
+        (op.phase, op.m, op.op, x.strategy): x.reason
+        for plan in (free, budget)
+        for op in plan.ops
+        for x in op.candidates
+        if x.predicted_s is not None and x.predicted_s < op.predicted_s * (1 - 1e-6)
+    }
+    assert of
+    causes = ("other lengths", "all lengths share", "slower with it", "memory budget", "margin")
+    for place, reason in of.items():
+        assert sum(cause in reason for cause in causes) == 1, (place, reason)
+    assert any("memory budget" in reason for reason in of.values())
+    assert any("all lengths share it takes" in x.reason for op in free.ops for x in op.candidates)
