@@ -108,6 +108,7 @@ class LLM:
         check_one_of("kv", kv, [*CacheFormat])
         self.kv = CacheFormat(kv)
         self._loaded: LoadedModel = open_model(model, weights=weights)
+        self._loaded.read_tokenizer_ahead()
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
         self.max_seq_len = self._context_length(length)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,9 +60,23 @@ class LoadedModel:
     source: Path | None = None
     byte_tokenizer: bool = False
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
-        """Read on first use (large vocabularies take a second). Raises `ModelError`."""
+        """Read on first use, or since `read_tokenizer_ahead`. Raises `ModelError`."""
+        return self._tokenizer.result()
+
+    def read_tokenizer_ahead(self) -> None:
+        """Begin in a thread of its own: large vocabularies take half a second."""
+        _ = self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Future[Tokenizer]:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-tokenizer")
+        reading = thread.submit(self._read_tokenizer)
+        thread.shutdown(wait=False)
+        return reading
+
+    def _read_tokenizer(self) -> Tokenizer:
         if self.byte_tokenizer or self.source is None:
             return ByteTokenizer(self.config.vocab_size)
         if self.source.is_file():

@@ -33,8 +33,11 @@ from hetero.backends.weights import (
 )
 from hetero.errors import ModelError
 
-PIECE_ELEMENTS = 1 << 16  # stays in a core's cache
-_BATCH_PIECES = 128
+# What a thread takes at once: larger pieces leave a core's cache, smaller ones are more Python
+# than arithmetic, which threads do one after the other. Codes are mostly copied.
+PIECE_ELEMENTS = 1 << 17
+CODED_ELEMENTS = 1 << 19
+_BATCH_PIECES = 64
 _MAX_THREADS = 4  # each holds the memory of one piece
 _ARENA = Arena()
 
@@ -114,7 +117,9 @@ def pack_rows(
     k = sources[0].shape[1]
     n = sum(source.shape[0] for source in sources)
     packed = empty_packed(storage, n, k)
-    step = max(ROW_BLOCK, PIECE_ELEMENTS // k // ROW_BLOCK * ROW_BLOCK)
+    coded = all(source.codes(0, 1, storage) is not None for source in sources)
+    elements = CODED_ELEMENTS if coded else PIECE_ELEMENTS
+    step = max(ROW_BLOCK, elements // k // ROW_BLOCK * ROW_BLOCK)
 
     def pack_piece(start: int) -> None:
         piece = _pack_piece(_parts(sources, start, min(start + step, n)), k, storage)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import gguf
@@ -110,3 +112,49 @@ def test_the_oldest_stores_go(
         path = write_mixed(tmp_path / f"{seed}.gguf", np.random.default_rng(seed), (Kind.Q5_0,))
         read_all(open_model(path).weights)
     assert len(kept(stores)) == 2
+
+
+def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SAMPLES", 1)
+    monkeypatch.setattr(store, "SETTLED_S", -1.0)
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    wanted = read_all(open_model(path).weights)
+    read_all(open_model(path).weights)  # compares all bytes, and notes that they are the same
+
+    def hashed(file: object, start: int) -> bytes:
+        raise AssertionError("a file that did not change was read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_piece_digest", hashed)
+        for ours, theirs in zip(read_all(open_model(path).weights), wanted, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    times = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-100_000] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if nothing had been written
+    with pytest.raises(ModelError, match="has changed since it was packed"):
+        read_all(open_model(path).weights)
+
+
+def test_a_file_that_was_just_written_is_read_again(stores: Path, tmp_path: Path) -> None:
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    for _ in range(2):
+        read_all(open_model(path).weights)
+    assert [x.suffix for x in stores.iterdir()] == [".safetensors"]
+
+
+def test_a_store_that_cannot_be_written_leaves_nothing(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    wanted = read_all(open_model(path, weights="f32").weights)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(full))
+    for old in stores.iterdir():
+        old.unlink()
+    for ours, theirs in zip(read_all(open_model(path, weights="f32").weights), wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert kept(stores) == []

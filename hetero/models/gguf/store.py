@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,7 @@ SMALLEST_BYTES: Final = 256 << 20  # what is less is packed in less than a secon
 MOST_STORES: Final = 4
 PIECE_BYTES: Final = 16 << 20
 SAMPLES: Final = 64
+SETTLED_S: Final = 2.0
 _DTYPES: Final = {"uint32": "U32", "int8": "I8", "uint8": "U8", "float16": "F16", "float32": "F32"}
 
 
@@ -99,7 +101,7 @@ class StoreReader:
             for name, x in wanted.items()
         ):
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
-        self._content: Content | None = Content(file)
+        self._content: Content | None = None if _seen(path, file) else Content(file)
 
     def matrix(self, name: str) -> list[PackedWeight]:
         """The parts of a matrix, views of the mapped store."""
@@ -117,7 +119,10 @@ class StoreReader:
     def check(self) -> None:
         """Wait for the file's hash. Raises `ModelError` if the store is another file's."""
         content, self._content = self._content, None
-        if content is None or content.hexdigest() == self.file.metadata.get("content"):
+        if content is None:
+            return
+        if content.hexdigest() == self.file.metadata.get("content"):
+            _note_seen(self.file.path, self._gguf)
             return
         with contextlib.suppress(OSError):
             self.file.path.unlink()
@@ -128,7 +133,11 @@ class StoreReader:
 
 
 class StoreWriter:
-    """Takes matrices as they are packed, in any order, and is there once it has them all."""
+    """Takes matrices as they are packed, in any order, and is there once it has them all.
+
+    One thread of its own writes a matrix while the next one is packed; `add`, `finish` and
+    `abandon` are called by one thread, which waits for it first.
+    """
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
         self.path, self._shapes = path, shapes
@@ -141,6 +150,8 @@ class StoreWriter:
             self._at[tensor.name] = at
             at += page_padded(tensor.nbytes)
         self._missing = set(shapes)
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-store")
         self._stack = contextlib.ExitStack()
         path.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(path.parent).free < 2 * at:
@@ -149,29 +160,42 @@ class StoreWriter:
         os.truncate(self._out.fileno(), at)
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> None:
-        """A matrix; whatever fails with the store fails without it."""
-        if name not in self._missing:
-            return
-        try:
-            for i, part in enumerate(parts):
-                for kind, array in zip(("data", "scales"), matrix_arrays(part), strict=False):
-                    self._write(array, self._at[f"{name}.{i}.{kind}"])
+        """A matrix, not changed from now on; whatever fails with the store fails without it."""
+        self._wait()
+        if name in self._missing:
             self._missing.remove(name)
-            if not self._missing:
-                self._write(
-                    np.frombuffer(self._made_header(self._content.hexdigest()), np.uint8), 0
-                )
-                self._missing.add("")  # nothing more is taken
-                self._stack.close()
-                _keep_newest(self.path)
-        except OSError:
-            self.abandon()
+            self._writing = self._thread.submit(self._add, name, parts, last=not self._missing)
+
+    def finish(self) -> None:
+        """Wait until everything is written; a store that lacks a matrix is given up."""
+        self._wait()
+        self.abandon()
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Leave nothing behind, but a store that is whole."""
+        self._wait()
         self._missing = set()
+        self._thread.shutdown()
         with contextlib.suppress(_AbandonedError, OSError), self._stack:
             raise _AbandonedError
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result()
+            except OSError:
+                self.abandon()
+
+    def _add(self, name: str, parts: Sequence[PackedWeight], *, last: bool) -> None:
+        for i, part in enumerate(parts):
+            for kind, array in zip(("data", "scales"), matrix_arrays(part), strict=False):
+                self._write(array, self._at[f"{name}.{i}.{kind}"])
+        if last:
+            header = self._made_header(self._content.hexdigest())
+            self._write(np.frombuffer(header, np.uint8), 0)
+            self._stack.close()
+            _keep_newest(self.path)
 
     def _write(self, array: Any, at: int) -> None:
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -211,6 +235,28 @@ def _keep_newest(path: Path) -> None:
     found = sorted(path.parent.glob("*.safetensors"), key=lambda x: x.stat().st_mtime)
     for old in found[:-MOST_STORES]:
         old.unlink()
+        old.with_suffix(".seen").unlink(missing_ok=True)
+
+
+def _identity(file: GgufFile) -> str:
+    """Changes with any write to the file: a file system's time of change cannot be set."""
+    stat = file.path.stat()
+    return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+
+
+def _seen(path: Path, file: GgufFile) -> bool:
+    try:
+        return path.with_suffix(".seen").read_text(encoding="ascii") == _identity(file)
+    except (OSError, ValueError):
+        return False
+
+
+def _note_seen(path: Path, file: GgufFile) -> None:
+    """Not of a file that was just written, which could be again within a tick of the clock."""
+    with contextlib.suppress(OSError):
+        if os.name != "nt" and time.time() - file.path.stat().st_ctime > SETTLED_S:
+            with atomic_writer(path.with_suffix(".seen"), durable=False) as out:
+                out.write(_identity(file).encode())
 
 
 def _plan(shapes: Shapes) -> list[PlannedTensor]:

@@ -148,6 +148,8 @@ class GgufWeights(ModelWeights):
         super().release_ends()
         if isinstance(self._store, StoreReader):
             self._store.check()
+        elif isinstance(self._store, StoreWriter):
+            self._store.finish()
 
     def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
         """Tensors of a matrix by their storage, neighbours of one together: in the formats of
