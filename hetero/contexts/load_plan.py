@@ -1,11 +1,12 @@
 """What of a context to read and what to compute again, decided before either begins.
 
 LLMS (equation 4) minimises max(T_recompute, T_read) over how many chunks are computed again, both
-taken as linear. Here T_recompute is what this machine was measured to take for so many tokens of a
-prompt behind so many others, and what is computed again is the end of the text, because that rides
-in the prompt's own call, whose weights are read anyway. Layer by layer, reading and decoding (r
-seconds a layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed when
-it is there.
+taken as linear. Here T_recompute is what the solver's cost model predicts for so many tokens of a
+prompt behind so many others, held to what this machine was measured to take
+(`hetero.contexts.prompt_times`), and what is computed again is the end of the text, because that
+rides in the prompt's own call, whose weights are read anyway. Layer by layer, reading and decoding
+(r seconds a layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed
+when it is there.
 
 Chunks that are in memory are always taken; those that are nowhere are computed, each run of them in
 a call of its own, between what lies before them and what lies behind.
@@ -128,42 +129,3 @@ def _alone_s(pieces: Sequence[Piece], rates: Rates, starts: Floats) -> Floats:
     times = np.where(run > 0, rates.prefill_s(np.maximum(run, 1), begun), 0.0)
     steps = [times[i + 1] - times[i] if run[i + 1] else 0.0 for i in range(len(pieces))]
     return _sums(steps)
-
-
-class PromptTimes:
-    """Seconds of prompts, straight between measured lengths, and between (and beyond) the two
-    contexts that they were measured behind; the last slope beyond the longest. A count takes no
-    longer than a larger one, nor than behind a longer text: what was measured so was disturbed.
-
-    `measured` are (tokens, tokens before, seconds), of one or two numbers of tokens before.
-    """
-
-    def __init__(self, measured: Sequence[tuple[int, int, float]]) -> None:
-        befores = sorted({before for _, before, _ in measured})[:2]
-        lines = [_monotone([(m, s) for m, b, s in measured if b == before]) for before in befores]
-        self._lines, self._befores = lines, befores
-
-    def __call__(self, tokens: Any, before: Any) -> Any:
-        """Of arrays of one shape, or of numbers."""
-        first = _along(self._lines[0], tokens)
-        if len(self._lines) == 1:
-            return first
-        more = np.maximum(_along(self._lines[1], tokens) - first, 0.0)
-        low, high = self._befores
-        return first + more * np.maximum(np.asarray(before) - low, 0) / (high - low)
-
-
-def _monotone(points: Sequence[tuple[int, float]]) -> tuple[Floats, Floats]:
-    found: list[tuple[int, float]] = []
-    for count, taken_s in sorted(points, reverse=True):
-        found.insert(0, (count, min([taken_s, *(s for _, s in found[:1])])))
-    return np.array([m for m, _ in found], float), np.array([s for _, s in found], float)
-
-
-def _along(line: tuple[Floats, Floats], tokens: Any) -> Any:
-    counts, seconds = line
-    found = np.interp(tokens, counts, seconds)
-    if len(counts) == 1:
-        return found * np.maximum(np.asarray(tokens) / counts[0], 1.0)
-    slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
-    return found + np.maximum(np.asarray(tokens) - counts[-1], 0) * slope

@@ -44,6 +44,7 @@ from hetero.contexts.measured import (
     measure_prompts,
     rates_of,
 )
+from hetero.contexts.prompt_times import price_prompts
 from hetero.contexts.ratios import Rule
 from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
@@ -268,11 +269,15 @@ class Service:
         able = {} if engine.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
-        measured_on = [MEASURES, names, self.llm.plan.plan_id, sorted(known)]
+        priced = engine.forms.priced
+        measured_on = [MEASURES, names, self.llm.plan.plan_id, priced, sorted(known)]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
+                predicted=price_prompts(engine.forms.prompt_s, engine.max_seq_len)
+                if priced
+                else [],
                 **measure_chunks(self._active, codec, directory.path, known.values()),
                 **measure_disk(directory.path),
             )
