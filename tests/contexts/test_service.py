@@ -13,7 +13,7 @@ import pytest
 
 import hetero
 from hetero import LLM, Service, UserError
-from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts import chunk_files
 
 PROMPTS = ["Once upon a time there was a fox", " The fox saw", " In the end", " Then"]
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "logprobs": 2}
@@ -210,12 +210,12 @@ def test_a_disk_that_cannot_be_written_costs_no_answer(
 ) -> None:
     wanted = story(llm)
 
-    def fail(self: Any, chunks: Any) -> Iterator[bytes]:
+    def fail(chunks: Any, layers: int) -> Iterator[bytes]:
         yield b"a part"
         raise OSError(error, os.strerror(error))
 
     with opened(llm, tmp_path) as service:
-        monkeypatch.setattr(ChunkFiles, "_encoded_pieces", fail)
+        monkeypatch.setattr(chunk_files, "_planes", fail)
         app = service.bind("a")
         context = app.new_context(chat=False)
         for prompt, expected in zip(PROMPTS, wanted, strict=True):
