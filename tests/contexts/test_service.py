@@ -278,7 +278,7 @@ def test_a_log_that_is_damaged_before_its_end_is_refused(llm: LLM, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"eviction": "fifo"}, "eviction is lctru, lru or context, got 'fifo'"),
+        ({"eviction": "fifo"}, "eviction is lctru, lctru-paper, lru or context, got 'fifo'"),
         ({"device": "gpu"}, "device: options of opening a model, and this one is open already"),
         ({"context_memory": 1000}, "context_memory must be more than"),
         ({"kv_bits": "5"}, "kv_bits is raw, 16, 8, 4, 2 or mixed, got '5'"),
