@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.host.affinity import pinned
 from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
@@ -369,7 +370,10 @@ def main() -> None:
             service.warm()
             engine = Engine(service, incoming, send, flush, slots)
             send(Ready(about=controls.about(engine)))
-            engine.run()
+            # For good: to be moved there for each step takes as long as a tenth of it and more,
+            # where clients and HTTP have the core that the system would choose.
+            with pinned(service.llm.devices.control_core):
+                engine.run()
     except (UserError, DeviceError, OSError, MemoryError) as error:
         send(Refused(id=-1, kind="engine", message=str(error)))
         flush()
