@@ -26,7 +26,7 @@ from hetero.contexts.codec import (
     relative_errors,
 )
 from hetero.contexts.context import Context
-from hetero.contexts.decoding import Decoder
+from hetero.contexts.decoding import Decoder, HostDecoder
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.prompt_times import HeldTimes, Point, PricedTimes, PromptTimes
 from hetero.errors import UserError
@@ -219,6 +219,7 @@ def rates_of(facts: dict[str, Any]) -> Rates:
         read_latency_s=_number(facts["read_latency_s"]),
         read_chunk_s=_number(facts["read_chunk_s"]),
         chunk_s={bits: _number(facts["chunk_s"][str(bits)]) for bits in (RAW, HALF, *NESTED)},
+        decodes_beside=facts["decodes"] == HostDecoder.name,
     )
 
 

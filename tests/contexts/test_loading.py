@@ -37,9 +37,12 @@ def simulated(pieces: list[Piece], stop: int, prompt: int, rates: Rates, before:
             alone, run = alone + rates.prefill_s(run, at - run), 0
         at += piece.tokens
     had = [p for p in pieces[:stop] if not p.missing]
-    read_s = sum(p.work_s + p.disk_bytes / rates.read_bytes_per_s for p in had)
+    read_s = sum(p.disk_bytes / rates.read_bytes_per_s for p in had)
+    read_s += sum(rates.read_chunk_s for p in had if p.disk_bytes)
     left = sum(p.tokens for p in pieces[stop:]) + prompt
-    compute_s = rates.prefill_s(left, at)
+    compute_s, work_s = rates.prefill_s(left, at), sum(p.work_s for p in had)
+    read_s += work_s if rates.decodes_beside else 0.0
+    compute_s += 0.0 if rates.decodes_beside else work_s
     layer_read, layer_compute = read_s / LAYERS, compute_s / LAYERS
     there = done = rates.read_latency_s if any(p.disk_bytes for p in had) else 0.0
     for _ in range(LAYERS):
@@ -56,6 +59,7 @@ def simulated(pieces: list[Piece], stop: int, prompt: int, rates: Rates, before:
     slope=st.floats(1e-4, 1e-2),
     latency=st.floats(0, 0.1),
     recompute=st.booleans(),
+    beside=st.booleans(),
 )
 def test_no_other_split_is_shorter(
     kinds: list[tuple[str, int]],
@@ -65,6 +69,7 @@ def test_no_other_split_is_shorter(
     slope: float,
     latency: float,
     recompute: bool,
+    beside: bool,
 ) -> None:
     rates = Rates(
         prefill_s=lambda m, before: 0.01 + slope * m * (1 + before / 50),
@@ -72,6 +77,7 @@ def test_no_other_split_is_shorter(
         read_latency_s=latency,
         chunk_s={8: 1e-3},
         read_chunk_s=1e-4,
+        decodes_beside=beside,
     )
     pieces = [
         Piece(16, 0, 0, missing=True)
@@ -93,20 +99,21 @@ def test_no_other_split_is_shorter(
 
 def test_a_slow_disk_is_not_read_and_a_fast_one_is() -> None:
     """Around the break-even speed: 1000 bytes and 1 ms a token are 1 MB/s."""
-    pieces = [Piece(16, 0.0, 16000)] * 20
     rates = {
         speed: Rates(prefill_s=lambda m, _: 1e-3 * m, read_bytes_per_s=speed)
         for speed in (1e4, 1e6, 1e8)
     }
     assert rates[1e4].break_even_bytes_per_s(1000) == pytest.approx(1e6)
-    stops = [plan_load(pieces, 16, rate, LAYERS).stop for rate in rates.values()]
+    stops = [
+        plan_load([rate.piece(16, 8, 16000)] * 20, 16, rate, LAYERS).stop for rate in rates.values()
+    ]
     assert stops[0] <= 1
     assert 5 < stops[1] < 15, "half of each at once"
     assert stops[2] >= 19
 
 
 def test_a_plan_takes_a_millisecond_at_most() -> None:
-    pieces = [Piece(16, 1e-4, 16000, missing=i % 9 == 4) for i in range(256)]
+    pieces = [Piece(16, 1e-4, 16000, missing=i % 9 == 4, read_s=1e-3) for i in range(256)]
     rates = Rates(
         prefill_s=held(lambda m, b: 0.01 + 1e-4 * m * (1 + b / 999)), read_bytes_per_s=1e8
     )
