@@ -107,7 +107,10 @@ def vault_of(key: str | os.PathLike[str] | bytes | None) -> Vault | None:
 def _of_file(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            if os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077:
+            # A credential of systemd's is for its service by an ACL, which shows as the group's.
+            given = os.environ.get("CREDENTIALS_DIRECTORY")
+            others = 0o007 if given and path.parent == Path(given) else 0o077
+            if os.name == "posix" and os.fstat(file.fileno()).st_mode & others:
                 raise UserError(f"{path}: others can read the encryption key: chmod 600 it")
             data = file.read(_LONGEST_FILE)
     except OSError as error:

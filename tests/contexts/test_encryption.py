@@ -217,6 +217,9 @@ def test_keys_of_files_and_of_the_environment(
         assert found is not None
         assert found.key_id == Vault(KEY).key_id != Vault(OTHER).key_id
     assert KEY.hex()[:8] not in found.key_id
+    path.chmod(0o440)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert vault_of(path) is not None, "as systemd hands it over"
     monkeypatch.delenv("HETERO_ENCRYPTION_KEY", raising=False)
     assert vault_of(None) is None
     monkeypatch.setenv("HETERO_ENCRYPTION_KEY", OTHER.hex())
