@@ -144,12 +144,13 @@ def measure(
     model: str = "demo",
     device: str = "npu",
     without: str = "",
+    length: Annotated[int, typer.Option(help="of contexts, in tokens; 0: MODEL's")] = 0,
 ) -> None:
     """Calls of a model, minutes apart by assumption (all is written, the files are not in the
     system's memory), and the same calls on the virtual clock with the rates that were measured.
     """
     rows = []
-    with LLM(model, device=device) as llm:
+    with LLM(model, device=device, max_seq_len=length or None) as llm:
         about = header(pattern, contexts, llm.max_seq_len - 8, 0)
         calls = [call for call, _ in zip(trace(about), range(count), strict=False)]
         for name, manager in contenders([x for x in without.split(",") if x]).items():

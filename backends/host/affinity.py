@@ -66,3 +66,11 @@ def pinned(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(thread, before)
         if outermost:
             _before.pop(thread, None)
+
+
+def unpinned() -> None:
+    """Let the calling thread run on every core of the process: one that a thread inside `pinned`
+    began would stay on its core.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(threading.get_native_id(), allowed_cores())

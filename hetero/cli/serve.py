@@ -55,6 +55,9 @@ def serve_command(
     context_disk: Annotated[
         str, typer.Option("--context-disk", help="For contexts on the disk.")
     ] = "4GiB",
+    encryption_key: Annotated[
+        Path | None, typer.Option("--encryption-key", help="File of the key of the directory.")
+    ] = None,
     contexts_per_app: Annotated[
         int, typer.Option("--contexts-per-app", min=1, help="Conversations that an app may have.")
     ] = 8,
@@ -89,6 +92,7 @@ def serve_command(
         "context_memory": context_memory,
         "context_disk": context_disk,
         "contexts_per_app": contexts_per_app,
+        "encryption_key": None if encryption_key is None else str(encryption_key.absolute()),
         "kv_bits": kv_bits.value,
         "device": device.value,
         "gpu": gpu,

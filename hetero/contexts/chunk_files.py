@@ -6,9 +6,12 @@ A file holds the chunks of one batch (what a call left to write):
     layer 0: chunk 0, chunk 1, …   layer 1: chunk 0, chunk 1, …
 
 so that a layer of a whole batch is read in one go. A piece is a plane of a chunk's layer, and its
-CRC32, which also covers where it belongs. Keys say what a chunk's contents depend on
-(`hetero.contexts.chunks`), so a file is never believed for another model, format, codec or text.
-What cannot be read, is torn or was changed is an error of one chunk, which is computed again.
+CRC32, which also covers where it belongs. Encrypted (`hetero.contexts.encryption`) the header is a
+salt and the sealed JSON, and a piece is sealed, with its tag in the place of the CRC32.
+
+Keys say what a chunk's contents depend on (`hetero.contexts.chunks`), so a file is never believed
+for another model, format, codec or text. What cannot be read, is torn or was changed is an error of
+one chunk, which is computed again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -30,8 +34,10 @@ from hetero.backends.host.files import atomic_writer
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunks import Chunk, Place
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
+from hetero.contexts.encryption import SALT_BYTES, TAG_BYTES, Box, SealError, Vault
 
 MAGIC: Final = b"HTKV\x00\x00\x00\x01"
+SEALED_MAGIC: Final = b"HTKV\x00\x00\x01\x01"
 _HEAD: Final = struct.Struct("<8sII")
 _CRC: Final = struct.Struct("<I")
 _LONGEST_HEADER: Final = 16 << 20
@@ -61,6 +67,7 @@ class _File:
     nbytes: int
     data: int  # where the first piece begins
     entries: tuple[Entry, ...]
+    box: Box | None = None
     live: set[int] = field(default_factory=set)
     starts: list[int] = field(default_factory=list)
 
@@ -69,11 +76,14 @@ class ChunkFiles:
     """The files of one app's chunks, in a folder of its own. One thread writes; any thread reads.
 
     Bytes on the disk are taken from `budget` before they are written; a file goes when none of its
-    chunks is referred to any more.
+    chunks is referred to any more. With a `vault` all are encrypted.
     """
 
-    def __init__(self, folder: Path, codec: ChunkCodec, budget: ByteBudget) -> None:
-        self.folder, self.codec, self._budget = folder, codec, budget
+    def __init__(
+        self, folder: Path, codec: ChunkCodec, budget: ByteBudget, vault: Vault | None = None
+    ) -> None:
+        self.folder, self.codec, self._budget, self._vault = folder, codec, budget, vault
+        self._tail = _CRC.size if vault is None else TAG_BYTES  # behind a piece
         self._files: dict[int, _File] = {}
         self._next = 0
 
@@ -123,32 +133,53 @@ class ChunkFiles:
         and leaves nothing, where that cannot be.
         """
         entries = [Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks]
-        return self._write(entries, self._encoded_pieces(chunks), durable=durable)
+        return self._write(entries, _planes(chunks, self.codec.layers), durable=durable)
 
     def _write(
-        self, entries: Sequence[Entry], pieces: Iterator[bytes], *, durable: bool = True
+        self, entries: Sequence[Entry], planes: Iterator[bytes], *, durable: bool = True
     ) -> list[Place]:
         room = self._room(entries)
         if not self._budget.take(room):
             raise OSError(errno.ENOSPC, "the contexts' share of the disk is used up")
         number, self._next = self._next, self._next + 1
         path = self.folder / f"{number:08d}.kv"
-        header = json.dumps([[e.key.hex(), e.tokens, e.bits, e.density] for e in entries]).encode()
+        header, box = self._header(entries)
         try:
             with atomic_writer(path, durable=durable) as file:
-                file.write(_HEAD.pack(MAGIC, len(header), zlib.crc32(header)) + header)
-                for piece in pieces:
-                    file.write(piece)
+                file.write(_HEAD.pack(self._magic, len(header), zlib.crc32(header)) + header)
+                for where, data in zip(self._order(entries), planes, strict=True):
+                    file.write(_piece(box, data, *where))
                 size = file.tell()
         except BaseException:
             self._budget.give(room)
             raise
         assert size <= room
         self._budget.give(room - size)
-        file_of = _File(path, size, _HEAD.size + len(header), tuple(entries))
+        file_of = _File(path, size, _HEAD.size + len(header), tuple(entries), box)
         file_of.live |= set(range(len(entries)))
         self._files[number] = file_of
         return [Place(number, index, entry.bits) for index, entry in enumerate(entries)]
+
+    @property
+    def _magic(self) -> bytes:
+        return MAGIC if self._vault is None else SEALED_MAGIC
+
+    def _header(self, entries: Sequence[Entry]) -> tuple[bytes, Box | None]:
+        """What stands behind a file's head, and what seals its pieces."""
+        text = json.dumps([[e.key.hex(), e.tokens, e.bits, e.density] for e in entries]).encode()
+        if self._vault is None:
+            return text, None
+        salt = os.urandom(SALT_BYTES)
+        box = self._vault.box("chunks", salt)
+        return salt + box.seal(text, SEALED_MAGIC), box
+
+    def _order(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, int, int, int]]:
+        """Pieces as they lie: chunk, its number in the file, layer, plane."""
+        counts = [len(self.codec.plane_bytes(entry.tokens, entry.bits)) for entry in entries]
+        for layer in range(self.codec.layers):
+            for index, entry in enumerate(entries):
+                for plane in range(counts[index]):
+                    yield entry, index, layer, plane
 
     def reader(self, chunks: Sequence[Chunk]) -> Reader:
         """Reads layers of chunks that are on the disk. Raises `ChunkError` as it does."""
@@ -169,7 +200,7 @@ class ChunkFiles:
                 if place is not None and place.file == number and place.index in about.live:
                     with contextlib.suppress(ChunkError):
                         for layer in range(self.codec.layers):
-                            for _ in self._pieces(source, about, place.index, layer):
+                            for _ in self._planes_of(source, about, place.index, layer):
                                 pass
                         sound.append((chunk, place.index))
             if not sound:
@@ -178,12 +209,12 @@ class ChunkFiles:
             pairs = zip(old, sound, strict=True)
             entries = [replace(entry, density=chunk.density) for entry, (chunk, _) in pairs]
 
-            def pieces() -> Iterator[bytes]:
+            def planes() -> Iterator[bytes]:
                 for layer in range(self.codec.layers):
                     for _, index in sound:
-                        yield from self._pieces(source, about, index, layer)
+                        yield from self._planes_of(source, about, index, layer)
 
-            places = self._write(entries, pieces())
+            places = self._write(entries, planes())
         return {chunk: place for (chunk, _), place in zip(sound, places, strict=True)}
 
     def entry(self, place: Place) -> Entry:
@@ -234,17 +265,17 @@ class ChunkFiles:
             if len(run) > 1:  # which of them is it?
                 return self._one_by_one(file, run, layer, buffer)
             raise ChunkError(f"{about.path.name}: {error.strerror or error}") from error
-        values, at = np.frombuffer(data, np.uint8), 0
+        at = 0
         for nth, (place, codes) in enumerate(run):
-            key = about.entries[place.index].key
+            entry = about.entries[place.index]
             for number, plane in enumerate(codes.planes):
-                stop = at + plane.shape[1]
-                whole = stop + _CRC.size <= count
-                sum_ = zlib.crc32(data[at:stop], _sign(key, layer, number)) if whole else None
-                if sum_ != _CRC.unpack_from(data, stop)[0]:
+                stop = at + plane.shape[1] + self._tail
+                whole = data[at : min(stop, count)]
+                found = _plane(about.box, whole, entry, place.index, layer, number)
+                if found is None:
                     raise ChunkError(f"{about.path.name}: a piece is damaged", nth)
-                plane[layer] = values[at:stop]
-                at = stop + _CRC.size
+                plane[layer] = np.frombuffer(found, np.uint8)
+                at = stop
         return len(data)
 
     def _one_by_one(
@@ -267,24 +298,21 @@ class ChunkFiles:
         """That a layer of a chunk of so many bits takes in a file, checksums included."""
         return self._layer(tokens, bits)
 
-    def _pieces(self, file: BinaryIO, about: _File, index: int, layer: int) -> Iterator[bytes]:
-        """The planes of a chunk's layer, each with its checksum, which is right. Raises
-        `ChunkError`.
-        """
+    def _planes_of(self, file: BinaryIO, about: _File, index: int, layer: int) -> Iterator[bytes]:
+        """Of a chunk's layer, as they are when they are sound. Raises `ChunkError`."""
         entry, starts = about.entries[index], self._starts(about)
         offset = about.data + layer * starts[-1] + starts[index]
         for number, size in enumerate(self.codec.plane_bytes(entry.tokens, entry.bits)):
             try:
                 file.seek(offset)
-                data = file.read(size + _CRC.size)
+                data = file.read(size + self._tail)
             except OSError as error:
                 raise ChunkError(f"{about.path.name}: {error.strerror or error}") from error
-            sign = _sign(entry.key, layer, number)
-            whole = len(data) == size + _CRC.size
-            if not whole or zlib.crc32(data[:-4], sign) != _CRC.unpack(data[-4:])[0]:
+            found = _plane(about.box, memoryview(data), entry, index, layer, number)
+            if found is None or len(found) != size:
                 raise ChunkError(f"{about.path.name}: a piece is damaged")
             offset += len(data)
-            yield data
+            yield bytes(found)
 
     def _starts(self, about: _File) -> list[int]:
         """Where each chunk begins in a layer, and where the layer ends."""
@@ -300,16 +328,9 @@ class ChunkFiles:
             raise ChunkError("the chunk's place holds another one")
         return chunk.place
 
-    def _encoded_pieces(self, chunks: Sequence[tuple[Chunk, Codes]]) -> Iterator[bytes]:
-        for layer in range(self.codec.layers):
-            for chunk, codes in chunks:
-                for number, plane in enumerate(codes.planes):
-                    data = plane[layer].tobytes()
-                    yield data + _CRC.pack(zlib.crc32(data, _sign(chunk.key, layer, number)))
-
     def _layer(self, tokens: int, bits: int) -> int:
         sizes = self.codec.plane_bytes(tokens, bits)
-        return sum(sizes) + _CRC.size * len(sizes)
+        return sum(sizes) + self._tail * len(sizes)
 
     def _size(self, tokens: int, bits: int) -> int:
         return self.codec.layers * self._layer(tokens, bits)
@@ -321,15 +342,19 @@ class ChunkFiles:
                 head = file.read(_HEAD.size)
                 magic, length, crc = _HEAD.unpack(head)
                 header = file.read(min(length, _LONGEST_HEADER))
-            if magic != MAGIC or len(header) != length or zlib.crc32(header) != crc:
+            if magic != self._magic or len(header) != length or zlib.crc32(header) != crc:
                 return None
-            entries = tuple(_entry(item) for item in json.loads(header))
+            box, text = None, header
+            if self._vault is not None:
+                box = self._vault.box("chunks", header[:SALT_BYTES])
+                text = box.open(header[SALT_BYTES:], SEALED_MAGIC)
+            entries = tuple(_entry(item) for item in json.loads(text))
             size = path.stat().st_size
-        except (OSError, struct.error, ValueError, TypeError, RecursionError):
+        except (OSError, struct.error, ValueError, TypeError, RecursionError, SealError):
             return None
         data = _HEAD.size + length
         pieces = sum(self._size(entry.tokens, entry.bits) for entry in entries)
-        return _File(path, size, data, entries) if size == data + pieces else None
+        return _File(path, size, data, entries, box) if size == data + pieces else None
 
     def _remove(self, number: int) -> None:
         file = self._files.pop(number, None)
@@ -388,9 +413,45 @@ class Reader:
             yield start, len(codes)
 
 
-def _sign(key: bytes, layer: int, plane: int) -> int:
-    """Where a piece belongs, as the beginning of its checksum."""
-    return zlib.crc32(key + bytes((layer & 255, layer >> 8, plane)))
+def _planes(chunks: Sequence[tuple[Chunk, Codes]], layers: int) -> Iterator[bytes]:
+    """Of chunks that are written, as they lie in a file."""
+    for layer in range(layers):
+        for _, codes in chunks:
+            for plane in codes.planes:
+                yield plane[layer].tobytes()
+
+
+def _belongs(key: bytes, layer: int, plane: int) -> bytes:
+    """Where a plane does: what its checksum begins with, or it is sealed for."""
+    return key + bytes((layer & 255, layer >> 8, plane))
+
+
+def _nth(index: int, layer: int, plane: int) -> int:
+    """A number of its own for each piece of a file."""
+    return index << 32 | layer << 8 | plane
+
+
+def _piece(box: Box | None, data: bytes, entry: Entry, index: int, layer: int, plane: int) -> bytes:
+    """A plane as it lies in a file."""
+    belongs = _belongs(entry.key, layer, plane)
+    if box is not None:
+        return box.seal_nth(_nth(index, layer, plane), data, belongs)
+    return data + _CRC.pack(zlib.crc32(data, zlib.crc32(belongs)))
+
+
+def _plane(
+    box: Box | None, data: memoryview, entry: Entry, index: int, layer: int, plane: int
+) -> bytes | memoryview | None:
+    """A piece's plane; None where it is damaged."""
+    belongs = _belongs(entry.key, layer, plane)
+    if box is not None:
+        try:
+            return box.open_nth(_nth(index, layer, plane), data, belongs)
+        except SealError:
+            return None
+    body, crc = data[: -_CRC.size], data[-_CRC.size :]
+    whole = len(crc) == _CRC.size and zlib.crc32(body, zlib.crc32(belongs)) == _CRC.unpack(crc)[0]
+    return body if whole else None
 
 
 def _entry(item: Any) -> Entry:

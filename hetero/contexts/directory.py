@@ -6,7 +6,8 @@
         ctx-ID.log     the text of a context
         00000000.kv    chunks
 
-Folders are for their owner alone. Keys and values tell the text; they are not encrypted.
+Folders are for their owner alone. Keys and values tell the text: with a key (`encryption.py`) they
+are encrypted as it is, and so is the secret that folders of apps and keys of chunks come from.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.contexts.codec import CODEC_VERSION
+from hetero.contexts.encryption import SealError, Vault, check_key
 from hetero.contexts.kv_cache import CacheLayout
 from hetero.contexts.session_file import Identity
 from hetero.errors import UserError
@@ -32,10 +34,14 @@ T = TypeVar("T")
 
 
 class ServiceDirectory:
-    """An open folder, locked. Raises `UserError` if it is another model's, in use, or unusable."""
+    """An open folder, locked. Raises `UserError` if it is another model's, encrypted otherwise than
+    by this `vault`, in use, or unusable.
+    """
 
-    def __init__(self, path: Path, identity: Identity, layout: CacheLayout) -> None:
-        self.path, self._kv = path, layout.kv.value
+    def __init__(
+        self, path: Path, identity: Identity, layout: CacheLayout, vault: Vault | None = None
+    ) -> None:
+        self.path, self._kv, self._vault = path, layout.kv.value, vault
         try:
             (path / "apps").mkdir(parents=True, exist_ok=True, mode=0o700)
             path.chmod(0o700)
@@ -52,6 +58,7 @@ class ServiceDirectory:
             ) from error
         try:
             self.about = self._opened(_described(identity, layout))
+            self._secret = self._unsealed(bytes.fromhex(self.about["secret"]))
         except BaseException:
             self._lock.release()
             raise
@@ -94,8 +101,26 @@ class ServiceDirectory:
         return hashlib.blake2b(facts.encode(), key=self._keyed(b"root", name)).digest()[:32]
 
     def _keyed(self, use: bytes, name: str) -> bytes:
-        key = bytes.fromhex(self.about["secret"])
-        return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=key, person=use).digest()
+        data = name.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, key=self._secret, person=use).digest()
+
+    def _unsealed(self, secret: bytes) -> bytes:
+        if self._vault is None:
+            return secret
+        try:
+            return self._vault.box("secret", b"").open(secret, b"secret")
+        except SealError as error:
+            path = self.path / "service.json"
+            raise UserError(
+                f"{path}: is damaged ({error}): restore it, or choose another directory"
+            ) from error
+
+    def _made(self) -> bytes:
+        """A secret as it is kept."""
+        secret = secrets.token_bytes(32)
+        if self._vault is None:
+            return secret
+        return self._vault.box("secret", b"").seal(secret, b"secret")
 
     def _opened(self, described: dict[str, Any]) -> dict[str, Any]:
         path = self.path / "service.json"
@@ -103,15 +128,19 @@ class ServiceDirectory:
             about = {
                 "version": VERSION,
                 "identity": described,
-                "secret": secrets.token_bytes(32).hex(),
+                "secret": self._made().hex(),
             }
+            if self._vault is not None:
+                about["encryption"] = self._vault.key_id
             atomic_write(path, json.dumps(about))
             os.chmod(path, 0o600)
             return about
         try:
             found = json.loads(read_text(path, LONGEST_DOCUMENT_BYTES))
             same, secret = found["identity"] == described, bytes.fromhex(found["secret"])
-            whole = found["version"] == VERSION and len(secret) == 32
+            sealed = found.get("encryption", "")
+            wanted = len(secret) > 32 if sealed else len(secret) == 32
+            whole = found["version"] == VERSION and wanted and isinstance(sealed, str)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path}: is damaged ({error}): restore it, or choose another directory"
@@ -120,6 +149,7 @@ class ServiceDirectory:
             raise UserError(
                 f"{path}: was written by another version of hetero: choose another directory"
             )
+        check_key(self.path, sealed, self._vault)
         if not same:
             raise UserError(
                 f"{self.path}: these contexts belong to another model or weight format: open them "

@@ -1,11 +1,13 @@
 """What of a context to read and what to compute again, decided before either begins.
 
 LLMS (equation 4) minimises max(T_recompute, T_read) over how many chunks are computed again, both
-taken as linear. Here T_recompute is what this machine was measured to take for so many tokens of a
-prompt behind so many others, and what is computed again is the end of the text, because that rides
-in the prompt's own call, whose weights are read anyway. Layer by layer, reading and decoding (r
-seconds a layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed when
-it is there.
+taken as linear. Here T_recompute is what the solver's cost model predicts for so many tokens of a
+prompt behind so many others, held to what this machine was measured to take
+(`hetero.contexts.prompt_times`), and what is computed again is the end of the text, because that
+rides in the prompt's own call, whose weights are read anyway. Layer by layer, reading and decoding
+(r seconds a layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed
+when it is there. A device that computes and decodes does not do both at once: what it decodes is
+then part of c, and reading alone is r.
 
 Chunks that are in memory are always taken; those that are nowhere are computed, each run of them in
 a call of its own, between what lies before them and what lies behind.
@@ -31,7 +33,8 @@ Seconds: TypeAlias = Callable[[Any, Any], Any]
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """What was measured of this machine. `chunk_s` is what a chunk takes to be decoded into the
-    cache, by its bits; `read_chunk_s` what one takes to be read, whatever its bytes are.
+    cache, by its bits, `decodes_beside` whether that is beside the prompt; `read_chunk_s` what one
+    takes to be read, whatever its bytes are.
     """
 
     prefill_s: Seconds
@@ -39,6 +42,7 @@ class Rates:
     read_latency_s: float = 0.0
     read_chunk_s: float = 0.0
     chunk_s: Mapping[int, float] = field(default_factory=dict)
+    decodes_beside: bool = True
 
     def break_even_bytes_per_s(self, bytes_per_token: float, tokens: int = 256) -> float:
         """The speed of a disk from which on reading keys and values is faster than computing them:
@@ -49,16 +53,18 @@ class Rates:
     def piece(self, tokens: int, bits: int, disk_bytes: int) -> Piece:
         """A chunk of so many bits, in memory or (with `disk_bytes`) to be read."""
         work_s = self.chunk_s.get(bits, 0.0) * tokens / CHUNK_TOKENS
-        return Piece(tokens, work_s + (self.read_chunk_s if disk_bytes else 0.0), disk_bytes)
+        read_s = self.read_chunk_s + disk_bytes / self.read_bytes_per_s if disk_bytes else 0.0
+        return Piece(tokens, work_s, disk_bytes, read_s=read_s)
 
 
 class Piece(NamedTuple):
-    """A chunk to be had: `work_s` of the processor, `disk_bytes` to be read; `missing`: nowhere."""
+    """A chunk to be had: seconds to be decoded and read; `missing`: nowhere."""
 
     tokens: int
     work_s: float
     disk_bytes: int
     missing: bool = False
+    read_s: float = 0.0
 
 
 class LoadPlan(NamedTuple):
@@ -109,7 +115,11 @@ def _seconds(
     compute_s = rates.prefill_s(left + prompt, starts)
     work_s = _sums(0.0 if piece.missing else piece.work_s for piece in pieces)
     read_bytes = _sums(0 if piece.missing else piece.disk_bytes for piece in pieces)
-    fetch_s = work_s + read_bytes / rates.read_bytes_per_s
+    fetch_s = _sums(0.0 if piece.missing else piece.read_s for piece in pieces)
+    if rates.decodes_beside:
+        fetch_s = fetch_s + work_s
+    else:
+        compute_s = compute_s + work_s
     each, computed = fetch_s / layers, compute_s / layers
     found: Floats = each + np.maximum(each, computed) * (layers - 1) + computed
     found = found + np.where(read_bytes > 0, rates.read_latency_s, 0.0)
@@ -128,42 +138,3 @@ def _alone_s(pieces: Sequence[Piece], rates: Rates, starts: Floats) -> Floats:
     times = np.where(run > 0, rates.prefill_s(np.maximum(run, 1), begun), 0.0)
     steps = [times[i + 1] - times[i] if run[i + 1] else 0.0 for i in range(len(pieces))]
     return _sums(steps)
-
-
-class PromptTimes:
-    """Seconds of prompts, straight between measured lengths, and between (and beyond) the two
-    contexts that they were measured behind; the last slope beyond the longest. A count takes no
-    longer than a larger one, nor than behind a longer text: what was measured so was disturbed.
-
-    `measured` are (tokens, tokens before, seconds), of one or two numbers of tokens before.
-    """
-
-    def __init__(self, measured: Sequence[tuple[int, int, float]]) -> None:
-        befores = sorted({before for _, before, _ in measured})[:2]
-        lines = [_monotone([(m, s) for m, b, s in measured if b == before]) for before in befores]
-        self._lines, self._befores = lines, befores
-
-    def __call__(self, tokens: Any, before: Any) -> Any:
-        """Of arrays of one shape, or of numbers."""
-        first = _along(self._lines[0], tokens)
-        if len(self._lines) == 1:
-            return first
-        more = np.maximum(_along(self._lines[1], tokens) - first, 0.0)
-        low, high = self._befores
-        return first + more * np.maximum(np.asarray(before) - low, 0) / (high - low)
-
-
-def _monotone(points: Sequence[tuple[int, float]]) -> tuple[Floats, Floats]:
-    found: list[tuple[int, float]] = []
-    for count, taken_s in sorted(points, reverse=True):
-        found.insert(0, (count, min([taken_s, *(s for _, s in found[:1])])))
-    return np.array([m for m, _ in found], float), np.array([s for _, s in found], float)
-
-
-def _along(line: tuple[Floats, Floats], tokens: Any) -> Any:
-    counts, seconds = line
-    found = np.interp(tokens, counts, seconds)
-    if len(counts) == 1:
-        return found * np.maximum(np.asarray(tokens) / counts[0], 1.0)
-    slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
-    return found + np.maximum(np.asarray(tokens) - counts[-1], 0) * slope

@@ -26,11 +26,12 @@ from hetero.contexts.codec import (
     relative_errors,
 )
 from hetero.contexts.context import Context
-from hetero.contexts.decoding import Decoder
-from hetero.contexts.load_plan import PromptTimes, Rates
+from hetero.contexts.decoding import Decoder, HostDecoder
+from hetero.contexts.load_plan import Rates
+from hetero.contexts.prompt_times import HeldTimes, Point, PricedTimes, PromptTimes
 from hetero.errors import UserError
 
-MEASURES: Final = 3  # counts what is measured: a folder that has other facts measures again
+MEASURES: Final = 4  # counts what is measured: a folder that has other facts measures again
 SAMPLE_TOKENS: Final = 64
 PROMPTS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 LONGEST_BEFORE: Final = 2048
@@ -208,16 +209,26 @@ def errors_of(facts: dict[str, Any]) -> dict[int, float]:
 
 def rates_of(facts: dict[str, Any]) -> Rates:
     """Of what was measured and kept. Raises what a fact that is none does."""
-    prompts = [(int(m), int(before), _number(s)) for m, before, s in facts["prompts"]]
-    if not prompts or min(m for m, _, _ in prompts) < 1:
+    prompts, priced = _points(facts["prompts"]), _points(facts["predicted"])
+    if not prompts:
         raise ValueError("no times of prompts")
+    measured = PromptTimes(prompts)
     return Rates(
-        prefill_s=PromptTimes(prompts),
+        prefill_s=HeldTimes(PricedTimes(priced), measured, prompts) if priced else measured,
         read_bytes_per_s=_number(facts["read_bytes_per_s"]),
         read_latency_s=_number(facts["read_latency_s"]),
         read_chunk_s=_number(facts["read_chunk_s"]),
         chunk_s={bits: _number(facts["chunk_s"][str(bits)]) for bits in (RAW, HALF, *NESTED)},
+        decodes_beside=facts["decodes"] == HostDecoder.name,
     )
+
+
+def _points(found: Any) -> list[Point]:
+    """Times of prompts."""
+    points = [(int(m), int(before), _number(s)) for m, before, s in found]
+    if any(m < 1 or before < 0 for m, before, _ in points):
+        raise ValueError("no times of prompts")
+    return points
 
 
 def _number(value: Any) -> float:

@@ -33,6 +33,7 @@ from hetero.contexts.conversation import Conversation
 from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.directory import ServiceDirectory
+from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
 from hetero.contexts.lanes import Lane, Lanes
 from hetero.contexts.measured import (
@@ -44,6 +45,7 @@ from hetero.contexts.measured import (
     measure_prompts,
     rates_of,
 )
+from hetero.contexts.prompt_times import price_prompts
 from hetero.contexts.ratios import Rule
 from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
@@ -66,6 +68,9 @@ class Service:
     many an app may have. `kv_bits` is how keys and values are kept: `mixed` (by information
     density, all together in `kv_ratio` of the bytes of 8 bits), 16 (float16), 8, 4, 2, or `raw`
     (float32, exact).
+
+    What is in the folder is encrypted by `encryption_key`: 32 bytes, or a file that has them
+    (default: HETERO_ENCRYPTION_KEY of the environment, if it is there), which it then always needs.
 
     `eviction`, `swap` and `recompute` are for comparisons (`hetero.contexts.managers`).
 
@@ -92,6 +97,7 @@ class Service:
         recompute: bool = True,
         wait_s: float = WAIT_S,
         parallel: int = 1,
+        encryption_key: str | os.PathLike[str] | bytes | None = None,
         **options: Any,
     ) -> None:
         check_count("parallel", parallel)
@@ -102,6 +108,7 @@ class Service:
             raise UserError(
                 f"{', '.join(options)}: options of opening a model, and this one is open already"
             )
+        self._vault = vault_of(encryption_key)
         self._owns = not isinstance(model, LLM)
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._turn = Turn(wait_s, joins=parallel > 1)
@@ -111,9 +118,7 @@ class Service:
         try:
             self._active = self.llm.new_context()
             self._closers.callback(self._active.close)
-            self._directory = ServiceDirectory(
-                Path(directory), self.llm.engine.contexts.identity, self._active.cache.layout
-            )
+            self._directory = self._opened(Path(directory))
             self._closers.callback(self._directory.close)
             codec, decoder = self._measured()
             memory = ByteBudget(parse_size(context_memory), "context_memory")
@@ -163,7 +168,8 @@ class Service:
         with self._turn.taken():
             if app not in self._apps:
                 folder, root = self._directory.app(app), self._directory.root(app)
-                bound = App(self, app, root, folder, ChunkFiles(folder, self._codec, self.disk))
+                files = ChunkFiles(folder, self._codec, self.disk, self._vault)
+                bound = App(self, app, root, folder, files)
                 self.swap.drain()  # so that what is taken meanwhile is this one's
                 self._unbound.bind(folder)
                 before = self.disk.used
@@ -254,6 +260,10 @@ class Service:
                 self._turn.check()
         results.append(answer.result())
 
+    def _opened(self, path: Path) -> ServiceDirectory:
+        identity, layout = self.llm.engine.contexts.identity, self._active.cache.layout
+        return ServiceDirectory(path, identity, layout, self._vault)
+
     def _measured(self) -> tuple[ChunkCodec, Decoder]:
         """The model's codec and who decodes; what is measured beside is kept in the folder."""
         directory, about = self._directory, self._directory.about
@@ -268,11 +278,15 @@ class Service:
         able = {} if engine.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
-        measured_on = [MEASURES, names, self.llm.plan.plan_id, sorted(known)]
+        priced = engine.forms.priced
+        measured_on = [MEASURES, names, self.llm.plan.plan_id, priced, sorted(known)]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
+                predicted=price_prompts(engine.forms.prompt_s, engine.max_seq_len)
+                if priced
+                else [],
                 **measure_chunks(self._active, codec, directory.path, known.values()),
                 **measure_disk(directory.path),
             )
@@ -330,16 +344,16 @@ class App:
                 "allows: delete() one, or allow more"
             )
         name = name or secrets.token_hex(16)
-        room = self.service._make_room
-        log = TextLog.create(self.folder / f"ctx-{name}.log", self.service.disk, text, room)
+        service, path = self.service, self.folder / f"ctx-{name}.log"
+        log = TextLog.create(path, service.disk, text, service._make_room, service._vault)
         context = self._contexts[name] = AppContext(self, name, log)
         return context
 
     def _open_all(self) -> None:
         """What the folder holds: texts, then chunks that belong to them."""
-        disk = self.service.disk
+        disk, room, vault = self.service.disk, self.service._make_room, self.service._vault
         logs = [
-            (path.stem.removeprefix("ctx-"), TextLog.open(path, disk, self.service._make_room))
+            (path.stem.removeprefix("ctx-"), TextLog.open(path, disk, room, vault))
             for path in self.folder.glob("ctx-*.log")
         ]
         for name, log in sorted(logs, key=lambda x: x[1].text.created):

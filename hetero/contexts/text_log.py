@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from hetero.backends.host.files import atomic_write, sync_directory
 from hetero.contexts.budget import ByteBudget
+from hetero.contexts.encryption import SALT_BYTES, Box, SealError, Vault
 from hetero.errors import DiskFullError, UserError
 
 VERSION: Final = 1
@@ -60,22 +61,40 @@ class TextLog:
     """
 
     def __init__(
-        self, path: Path, budget: ByteBudget, text: Text, size: int, make_room: MakeRoom
+        self,
+        path: Path,
+        budget: ByteBudget,
+        text: Text,
+        make_room: MakeRoom,
+        records: _Records,
+        size: int = 0,
     ) -> None:
         self.path, self.text = path, text
         self._budget, self._size, self._make_room = budget, size, make_room
+        self._records = records
 
     @classmethod
     def create(
-        cls, path: Path, budget: ByteBudget, text: Text, make_room: MakeRoom = no_room
+        cls,
+        path: Path,
+        budget: ByteBudget,
+        text: Text,
+        make_room: MakeRoom = no_room,
+        vault: Vault | None = None,
     ) -> TextLog:
         """A new log, on the disk."""
-        log = cls(path, budget, text, 0, make_room)
+        log = cls(path, budget, text, make_room, _Records(vault, path.name))
         log._rewrite()
         return log
 
     @classmethod
-    def open(cls, path: Path, budget: ByteBudget, make_room: MakeRoom = no_room) -> TextLog:
+    def open(
+        cls,
+        path: Path,
+        budget: ByteBudget,
+        make_room: MakeRoom = no_room,
+        vault: Vault | None = None,
+    ) -> TextLog:
         """A log as it is on the disk, up to its last whole record. Raises `UserError` if it is
         damaged before its end, or of another version.
         """
@@ -85,8 +104,9 @@ class TextLog:
             raise UserError(
                 f"{path}: cannot be read ({error.strerror or error}); check its permissions"
             ) from error
-        text, stop = _read(data)
-        if text is None or _goes_on(data, stop):
+        records = _Records(vault, path.name)
+        text, stop = records.read(data)
+        if text is None or records.damaged or _goes_on(data, stop):
             raise UserError(
                 f"{path}: is damaged at byte {stop}, or of another version of hetero: restore it, "
                 "or remove it to go on without this context"
@@ -96,7 +116,7 @@ class TextLog:
                 f"the texts of the contexts alone need more than the {budget.limit} bytes of "
                 "context_disk: give it more"
             )
-        return cls(path, budget, text, stop, make_room)
+        return cls(path, budget, text, make_room, records, stop)
 
     def append(
         self, tokens: Sequence[int], messages: Sequence[dict[str, Any]] = (), *, used: int = 0
@@ -104,7 +124,7 @@ class TextLog:
         """The text is now this; it is on the disk when this returns."""
         keep = _common(self.text.tokens, tokens)
         told = _common(self.text.messages, messages)
-        record = _packed(
+        record = self._records.packed(
             {
                 "keep": keep,
                 "tokens": list(tokens[keep:]),
@@ -125,6 +145,7 @@ class TextLog:
             self._budget.give(len(record))
             raise _unwritable(self.path, error) from error
         self._size += len(record)
+        self._records.count += 1
         self.text.tokens, self.text.messages = list(tokens), list(messages)
         self.text.used = used
         if self._size > _WASTE_BYTES + 16 * len(tokens):
@@ -149,7 +170,10 @@ class TextLog:
         }
         turn = {"keep": 0, "tokens": text.tokens, "told": 0, "messages": text.messages}
         turn |= {"used": text.used}
-        data = _packed(about) + _packed(turn)
+        records = _Records(self._records.vault, self.path.name)
+        data = records.begun() + records.packed(about)
+        records.count += 1
+        data += records.packed(turn)
         self._take(len(data))
         try:
             atomic_write(self.path, data)
@@ -158,6 +182,8 @@ class TextLog:
             raise _unwritable(self.path, error) from error
         self._budget.give(self._size)
         self._size = len(data)
+        records.count += 1
+        self._records = records
 
     def _take(self, nbytes: int) -> None:
         take = self._budget.take
@@ -168,30 +194,68 @@ class TextLog:
             )
 
 
-def _packed(value: dict[str, Any]) -> bytes:
-    payload = json.dumps(value, separators=(",", ":")).encode()
+class _Records:
+    """How the records of one log are packed: `count` of them are on the disk. `damaged`: one is
+    whole and does not open.
+    """
+
+    def __init__(self, vault: Vault | None, name: str) -> None:
+        self.vault, self._name = vault, name
+        self.count, self.damaged = 0, False
+        self._box: Box | None = None
+
+    def begun(self) -> bytes:
+        """What a log begins with: a salt, if it is encrypted."""
+        if self.vault is None:
+            return b""
+        salt = os.urandom(SALT_BYTES)
+        self._box, self.count = self.vault.box("text", salt), 1
+        return _framed(salt)
+
+    def packed(self, value: dict[str, Any]) -> bytes:
+        """A record, which is the next one."""
+        payload = json.dumps(value, separators=(",", ":")).encode()
+        return _framed(payload if self._box is None else self._box.seal(payload, self._place))
+
+    def read(self, data: bytes) -> tuple[Text | None, int]:
+        """The text of a log, and where its last whole record ends."""
+        text: Text | None = None
+        at = 0
+        while at + 8 <= len(data):
+            (length,) = _U32.unpack_from(data, at)
+            stop = at + 8 + length
+            if length > _LONGEST_RECORD or stop > len(data):
+                break
+            if zlib.crc32(data[at : stop - 4]) != _U32.unpack_from(data, stop - 4)[0]:
+                break
+            try:
+                text = self._continued(text, data[at + 4 : stop - 4])
+            except SealError:
+                self.damaged = True
+                break
+            except (ValueError, TypeError, KeyError, RecursionError):
+                break
+            at = stop
+            self.count += 1
+        return text, at
+
+    def _continued(self, text: Text | None, payload: bytes) -> Text | None:
+        if self.vault is not None and self._box is None:
+            self._box = self.vault.box("text", payload)
+            return None
+        if self._box is not None:
+            payload = self._box.open(payload, self._place)
+        record = json.loads(payload)
+        return _begun(record) if text is None else _continued(text, record)
+
+    @property
+    def _place(self) -> bytes:
+        return b"%d of %s" % (self.count, self._name.encode())
+
+
+def _framed(payload: bytes) -> bytes:
     head = _U32.pack(len(payload))
     return head + payload + _U32.pack(zlib.crc32(head + payload))
-
-
-def _read(data: bytes) -> tuple[Text | None, int]:
-    """The text of a log, and where its last whole record ends."""
-    text: Text | None = None
-    at = 0
-    while at + 8 <= len(data):
-        (length,) = _U32.unpack_from(data, at)
-        stop = at + 8 + length
-        if length > _LONGEST_RECORD or stop > len(data):
-            break
-        if zlib.crc32(data[at : stop - 4]) != _U32.unpack_from(data, stop - 4)[0]:
-            break
-        try:
-            record = json.loads(data[at + 4 : stop - 4])
-            text = _begun(record) if text is None else _continued(text, record)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            break
-        at = stop
-    return text, at
 
 
 def _goes_on(data: bytes, at: int) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
+from hetero.backends.host.affinity import unpinned
 from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
@@ -152,7 +153,7 @@ class WorkingSet:
         self._reading: Future[None] | None = None
         self._load: _Load | None = None
         self._times = times or CallTimes()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero load")
+        self._thread = ThreadPoolExecutor(1, "hetero load", initializer=unpinned)
 
     def close(self) -> None:
         """End the thread."""

@@ -326,9 +326,12 @@ class Engine:
         logits = self._logits(step, len(rows)).copy()
         made_of = self.pool[self.nodes[-1].slots["x"]].array
         told = self._static and self._sync != "copy"  # as `_sound`
+        whole = all_finite(logits) and not told  # one look for all rows, mostly
         found: list[npt.NDArray[np.float32] | None] = []
         for row, (context, token) in enumerate(rows):
-            sound = all_finite(logits[row]) and not (told and not all_finite(made_of[row]))
+            sound = whole or (
+                all_finite(logits[row]) and not (told and not all_finite(made_of[row]))
+            )
             found.append(logits[row] if sound else None)
             if sound:
                 context.advance((token,))

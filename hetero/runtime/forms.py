@@ -118,6 +118,16 @@ class Forms:
             start += sum(chunks)
         return total_s
 
+    @property
+    def priced(self) -> bool:
+        """Whether there are costs to predict by."""
+        return self._costs is not None
+
+    def prompt_s(self, tokens: int, position: int = 0) -> float:
+        """Predicted seconds of a prompt behind so many tokens, as it would be run."""
+        found = self.of(tokens, position)
+        return self.seconds(found.form, found.calls, position)
+
     def _decided(self, tokens: int, position: int) -> tuple[Form, Mapping[Form, float]]:
         key = (-(-tokens // SAME), -(-position // SAME))
         if key not in self._known:

@@ -126,7 +126,9 @@ async def streamed(
 
 
 class _EventStream(StreamingResponse):
-    """Gives the question up with the client, whether or not a byte was ever sent."""
+    """Gives the question up with the client, whether or not a byte was ever sent. Events that are
+    there together are sent together, and before the next one is waited for.
+    """
 
     def __init__(self, lines: AsyncIterator[bytes], question: Question) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -138,6 +140,24 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._question.close()
+
+    async def stream_response(self, send: Send) -> None:
+        """See `StreamingResponse`."""
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send(head | {"headers": self.raw_headers})
+        lines = list[bytes]()
+
+        async def flush() -> None:
+            if lines:
+                body = b"".join(lines)
+                lines.clear()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        self._question.before_wait = flush
+        async for line in self.body_iterator:
+            assert isinstance(line, bytes)
+            lines.append(line)
+        await send({"type": "http.response.body", "body": b"".join(lines), "more_body": False})
 
 
 def event(record: Any, name: str = "") -> bytes:

@@ -106,7 +106,7 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> Wanted:
     }
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    grammar = await state.texts(body.wanted_grammar)
+    grammar = await state.texts(body.wanted_grammar) if body.guided else ""
     if use.forced:
         if grammar:
             raise ApiError(400, "a call of a tool has a schema of its own: give no other")

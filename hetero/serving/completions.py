@@ -113,7 +113,7 @@ def _sum(ends: Sequence[Finished]) -> dict[str, Any]:
 async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]) -> Wanted:
     tokens = prompt
     if isinstance(tokens, str):
-        tokens = await state.texts(state.model.encode, tokens) if tokens else []
+        tokens = await state.encoded(tokens) if tokens else []
     answers.check_room(state, tokens)
     options = body.options() | {
         "max_tokens": max(16 if body.max_tokens is None else body.max_tokens, 1)
@@ -121,13 +121,14 @@ async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
         options["echo"] = bool(body.echo)
+    grammar = await state.texts(body.wanted_grammar) if body.guided else ""
     return Wanted(
         tokens=list(tokens),
         options=options,
         choices=body.n or 1,
         salt=body.cache_salt,
         slot=state.check_slot(body.id_slot),
-        grammar=await checked_grammar(state, await state.texts(body.wanted_grammar)),
+        grammar=await checked_grammar(state, grammar),
     )
 
 

@@ -8,9 +8,11 @@ lines; everything else is this one thread, which goes round:
     controls  of apps none of whose answers is being made
     begin     questions whose turn it is, as long as there is a cache for them
     decode    the next token of all answers, in one step of the devices
-    step      every answer: choose the token, or read the next call of a prompt; tell what came
+    step      every answer: choose the token, or read the next call of a prompt
 
-so that an answer joins and leaves between two tokens of the others.
+so that an answer joins and leaves between two tokens of the others. What came is told at once,
+before anything that takes long; where tokens come quicker than `TOLD_EVERY_S` several are told
+together, since each time wakes another process, which on two cores is at the devices' expense.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.host.affinity import pinned
 from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
@@ -52,6 +56,7 @@ from hetero.serving.messages import (
 )
 from hetero.serving.turns import Turns
 
+TOLD_EVERY_S: Final = 0.003
 log = logging.getLogger("hetero.serving")
 Send = Callable[[FromEngine], None]
 
@@ -62,10 +67,13 @@ class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
 
 @dataclass(eq=False)
 class Answer:
-    """One in the making: what is to be told of it, None for a step that gave nothing to tell."""
+    """One in the making: what is to be told of it, None for a step that gave nothing to tell.
+    `reading`: its prompt is being read.
+    """
 
     ask: Ask
     messages: Generator[FromEngine | None]
+    reading: bool = True
 
 
 @dataclass
@@ -88,18 +96,21 @@ class Engine:
         model = self.service.llm.model
         self._eos = frozenset(model.eos_ids)
         self._bytes: TokenBytes | None = None
+        self._urgent, self._told_s = False, 0.0
 
     def run(self) -> None:
         """The loop: see the module."""
         try:
             while True:
-                self.flush()
+                self._tell()
                 self._read(wait=not (self.turns or self._controls or self.running))
                 self._control()
                 while (ask := self.turns.next(self._can_begin)) is not None:
+                    self._tell(now=True)
                     answer = Answer(ask, self._messages(ask))
                     self.running.append(answer)
                     self._step(answer)
+                self._tell()
                 self.service.decode_together()
                 for answer in list(self.running):
                     self._step(answer)
@@ -108,6 +119,14 @@ class Engine:
                 answer.messages.close()
         finally:
             self.flush()
+
+    def _tell(self, *, now: bool = False) -> None:
+        """Flush what is not to wait for the next token; with `now` all there is."""
+        reading = any(answer.reading for answer in self.running)
+        due_s = self._told_s + TOLD_EVERY_S
+        if now or self._urgent or reading or not self.running or time.monotonic() >= due_s:
+            self.flush()
+            self._urgent, self._told_s = False, time.monotonic()
 
     @property
     def asks(self) -> list[Ask]:
@@ -182,9 +201,13 @@ class Engine:
             message = Refused(id=number, kind="engine", message=str(error))
         else:
             if message is not None:
+                first_or_last = answer.reading or not isinstance(message, Said)
+                self._urgent = self._urgent or first_or_last
+                answer.reading = False
                 self.send(message)
             return
         self.running.remove(answer)
+        self._urgent = True
         if message is not None:
             self.send(message)
 
@@ -285,6 +308,7 @@ class Engine:
         return self.recent[app.name]
 
     def _reply(self, control: Control) -> None:
+        self._urgent = True
         try:
             value = controls.ACTIONS[control.action](self, control)
         except controls.MissingError as error:
@@ -346,7 +370,10 @@ def main() -> None:
             service.warm()
             engine = Engine(service, incoming, send, flush, slots)
             send(Ready(about=controls.about(engine)))
-            engine.run()
+            # For good: to be moved there for each step takes as long as a tenth of it and more,
+            # where clients and HTTP have the core that the system would choose.
+            with pinned(service.llm.devices.control_core):
+                engine.run()
     except (UserError, DeviceError, OSError, MemoryError) as error:
         send(Refused(id=-1, kind="engine", message=str(error)))
         flush()

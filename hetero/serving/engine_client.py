@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -38,8 +38,11 @@ Event = Said | Finished | Replied | Refused
 class Question:
     """What the engine says to an `Ask`, up to `Finished`. Closing it before that cancels it.
 
-    Iterating raises `ApiError` where it is refused.
+    Iterating raises `ApiError` where it is refused. `before_wait` is called before an event is
+    waited for that has not come yet.
     """
+
+    before_wait: Callable[[], Awaitable[None]] | None = None
 
     def __init__(self, client: EngineClient, number: int, app: str) -> None:
         self.number, self.app = number, app
@@ -52,6 +55,8 @@ class Question:
     async def __anext__(self) -> Said | Finished:
         if self._over:
             raise StopAsyncIteration
+        if self.before_wait is not None and self._events.empty():
+            await self.before_wait()
         event = await self._events.get()
         self._over = isinstance(event, Finished | Refused)
         if isinstance(event, Refused):

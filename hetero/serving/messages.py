@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, Final, TypeAlias
 
 
@@ -113,11 +114,18 @@ _KINDS: Final = {
     for kind in (Ask, Cancel, Control, Stop, Ready, Said, Finished, Replied, Refused)
 }
 
-_json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all: a token is a message
+_json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     """The line. Raises `ValueError` for what is no JSON."""
+    if type(message) is Said and message.logprob is None:  # one for each token
+        end = "true" if message.end else "false"
+        return (
+            f'{{"is":"Said","id":{message.id},"choice":{message.choice},"text":'
+            f'{_quoted(message.text)},"token":{message.token},"end":{end},"finish":'
+            f"{_quoted(message.finish)}}}\n"
+        ).encode()
     return _json({"is": type(message).__name__, **vars(message)}).encode() + b"\n"
 
 

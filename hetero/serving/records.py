@@ -1,7 +1,9 @@
 """What clients were told is kept: responses, conversations and their items, saved slots. SQLite.
 
 Every method is one transaction, on the disk when it returns; what is deleted is overwritten. Each
-row has its app, and no query is without one.
+row has its app, and no query is without one. With a key (`hetero.contexts.encryption`) all that
+users wrote or were answered is sealed, each value for its app and column; names of apps, random ids
+and times are not.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from hetero.contexts.encryption import SALT_BYTES, Box, SealError, Vault, check_key
 from hetero.errors import UserError
 from hetero.serving.errors import ApiError
 
 VERSION: Final = 1
+SEALED: Final = 2  # the version of one that is encrypted
 BYTES_PER_APP: Final = 256 << 20
 _SCHEMA: Final = """
 create table responses (id text primary key, app text not null, conversation text,
@@ -35,7 +40,9 @@ create index items_of on items (conversation, position);
 create index responses_of on responses (app);
 create index conversations_of on conversations (app);
 """
+_SEAL: Final = "create table seal (key text not null, salt blob not null);"
 Item = dict[str, Any]
+Value = str | bytes  # of a column: JSON, or that sealed
 
 
 @dataclass
@@ -52,29 +59,49 @@ class StoredResponse:
 
 
 class Records:
-    """An open database. Any one thread at a time. Raises `UserError` if it cannot be used."""
+    """An open database. Any one thread at a time. Raises `UserError` if it cannot be used, or is
+    encrypted otherwise than by this `vault`.
+    """
 
-    def __init__(self, path: Path, bytes_per_app: int = BYTES_PER_APP) -> None:
+    def __init__(
+        self, path: Path, bytes_per_app: int = BYTES_PER_APP, vault: Vault | None = None
+    ) -> None:
         self._most = bytes_per_app
         self._lock = threading.Lock()
+        self._box: Box | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             for pragma in ("journal_mode=truncate", "synchronous=extra", "secure_delete=on"):
                 self._db.execute(f"pragma {pragma}")
-            (version,) = self._db.execute("pragma user_version").fetchone()
-            if version == 0:
-                self._db.executescript(f"begin; {_SCHEMA} pragma user_version={VERSION}; commit;")
-            elif version != VERSION:
-                raise UserError(
-                    f"{path}: was written by another version of hetero: choose another directory"
-                )
+            self._open(path, vault)
         except (sqlite3.Error, OSError) as error:
             raise UserError(
                 f"{path}: responses cannot be kept here ({error}): restore it, or choose another "
                 "directory"
             ) from error
+
+    def _open(self, path: Path, vault: Vault | None) -> None:
+        (version,) = self._db.execute("pragma user_version").fetchone()
+        if version == 0:
+            made, seal = (VERSION, "") if vault is None else (SEALED, _SEAL)
+            self._db.executescript(f"begin; {_SCHEMA} {seal} pragma user_version={made};")
+            if vault is not None:
+                salt = os.urandom(SALT_BYTES)
+                self._db.execute("insert into seal values (?,?)", (vault.key_id, salt))
+            self._db.execute("commit")
+            version = made
+        if version not in (VERSION, SEALED):
+            raise UserError(
+                f"{path}: was written by another version of hetero: choose another directory"
+            )
+        key, salt = "", b""
+        if version == SEALED:
+            key, salt = self._db.execute("select key, salt from seal").fetchone()
+        check_key(path, key, vault)
+        if vault is not None:
+            self._box = vault.box("responses", salt)
 
     def close(self) -> None:
         """No more of this."""
@@ -91,12 +118,13 @@ class Records:
         """A response; of a conversation, with the items that it adds to it. Raises `ApiError` where
         the app has no room.
         """
+        put = partial(self._put, app)
         row = (
             stored.body["id"],
             app,
             stored.conversation,
             stored.previous,
-            *map(json.dumps, (stored.body, stored.input, stored.tokens)),
+            *map(put, (stored.body, stored.input, stored.tokens)),
         )
         with self._change() as db:
             self._check_room(app, sum(len(x) for x in row if x) + sum(map(_length, items)))
@@ -118,9 +146,8 @@ class Records:
         ).fetchone()
         if row is None:
             return None
-        return StoredResponse(
-            json.loads(row[0]), json.loads(row[1]), row[2], row[3], json.loads(row[4])
-        )
+        get = partial(self._get, app)
+        return StoredResponse(get(row[0]), get(row[1]), row[2], row[3], get(row[4]))
 
     def delete_response(self, app: str, name: str) -> bool:
         """Gone; whether it was there. What follows it keeps what it was told of it."""
@@ -148,8 +175,8 @@ class Records:
                 )
             self._check_room(app, len(json.dumps(metadata)) + sum(map(_length, items)))
             db.execute(
-                "insert into conversations values (?,?,?,?,'[]')",
-                (name, app, created, json.dumps(metadata)),
+                "insert into conversations values (?,?,?,?,?)",
+                (name, app, created, self._put(app, metadata), self._put(app, [])),
             )
             self._insert(app, name, items)
         return created
@@ -159,7 +186,7 @@ class Records:
         row = self._db.execute(
             "select created, metadata, tokens from conversations where id=? and app=?", (name, app)
         ).fetchone()
-        return None if row is None else (row[0], json.loads(row[1]), json.loads(row[2]))
+        return None if row is None else (row[0], self._get(app, row[1]), self._get(app, row[2]))
 
     def conversations(self, app: str) -> list[str]:
         """Ids of an app's, the oldest first."""
@@ -173,7 +200,7 @@ class Records:
         with self._change() as db:
             done = db.execute(
                 "update conversations set metadata=? where id=? and app=?",
-                (json.dumps(metadata), name, app),
+                (self._put(app, metadata), name, app),
             )
             return done.rowcount > 0
 
@@ -191,7 +218,7 @@ class Records:
             "select body from items where conversation=? and app=? order by position",
             (conversation, app),
         )
-        return [json.loads(body) for (body,) in rows]
+        return [self._get(app, body) for (body,) in rows]
 
     def add_items(self, app: str, conversation: str, items: Sequence[Item]) -> bool:
         """Behind the others; whether the conversation was there."""
@@ -214,8 +241,8 @@ class Records:
             )
             if done.rowcount:
                 db.execute(
-                    "update conversations set tokens='[]' where id=? and app=?",
-                    (conversation, app),
+                    "update conversations set tokens=? where id=? and app=?",
+                    (self._put(app, []), conversation, app),
                 )
             return done.rowcount > 0
 
@@ -225,16 +252,35 @@ class Records:
         """A saved slot's name."""
         with self._change() as db:
             self._check_room(app, len(name))
-            db.execute("insert or replace into slots values (?,?,?)", (app, name, context))
+            row = app, self._hidden(app, name), context
+            db.execute("insert or replace into slots values (?,?,?)", row)
 
     def slot(self, app: str, name: str) -> str | None:
         """The context that a slot was saved to."""
         row = self._db.execute(
-            "select context from slots where app=? and name=?", (app, name)
+            "select context from slots where app=? and name=?", (app, self._hidden(app, name))
         ).fetchone()
         return None if row is None else str(row[0])
 
     # --- inside -----------------------------------------------------------------------------
+
+    def _put(self, app: str, value: Any) -> Value:
+        """As a column has it."""
+        text = json.dumps(value)
+        return text if self._box is None else self._box.seal(text.encode(), app.encode())
+
+    def _get(self, app: str, value: Value) -> Any:
+        """Of a column. Raises `ApiError` for what was changed."""
+        if self._box is None or isinstance(value, str):
+            return json.loads(value)
+        try:
+            return json.loads(self._box.open(value, app.encode()))
+        except SealError as error:
+            raise ApiError(500, "what was kept here is damaged: delete it") from error
+
+    def _hidden(self, app: str, name: str) -> str:
+        """A name that the user gave, as a column has it: always the same."""
+        return name if self._box is None else self._box.digest(f"{app} {name}".encode())
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
@@ -254,7 +300,7 @@ class Records:
     def _insert(self, app: str, conversation: str, items: Sequence[Item]) -> None:
         self._db.executemany(
             "insert into items (id, app, conversation, body) values (?,?,?,?)",
-            [(item["id"], app, conversation, json.dumps(item)) for item in items],
+            [(item["id"], app, conversation, self._put(app, item)) for item in items],
         )
 
     def _check_room(self, app: str, more: int) -> None:

@@ -105,6 +105,11 @@ class Guided(Request):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
 
+    @property
+    def guided(self) -> bool:
+        """Whether there is any."""
+        return bool(Guided.model_fields.keys() & self.model_fields_set)
+
     def wanted_grammar(self) -> str:
         """llguidance's grammar; empty: none. Raises `UserError`, `ApiError`."""
         found = [grammar for grammar in self._grammars() if grammar]

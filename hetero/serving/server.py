@@ -12,6 +12,7 @@ import platformdirs
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hetero.contexts.encryption import vault_of
 from hetero.errors import UserError
 from hetero.models import open_model
 from hetero.serving.app import make_app
@@ -55,7 +56,7 @@ def serve(
         model=model,
         names=[*names, model.name],
         engine=client,
-        records=Records(directory / "responses.sqlite"),
+        records=Records(directory / "responses.sqlite", vault=vault_of(engine["encryption_key"])),
         token_bytes=TokenBytes(model),
         slots=engine["slots"],
     )

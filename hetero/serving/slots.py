@@ -16,6 +16,19 @@ from hetero.serving.requests import Request
 from hetero.serving.state import State
 
 router = APIRouter()
+_PARAMS: dict[str, Any] = {  # what a completion gets where nothing is given
+    "seed": 2**32 - 1,  # which is llama-server's for: any
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repeat_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "n_predict": 16,
+    "stop": [],
+    "stream": False,
+}
 
 
 class SlotRequest(Request):
@@ -86,7 +99,7 @@ async def props(request: HttpRequest) -> Response:
         {
             "default_generation_settings": {
                 "n_ctx": state.max_seq_len,
-                "params": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+                "params": _PARAMS,
             },
             "total_slots": state.slots,
             "model_alias": state.names[0],

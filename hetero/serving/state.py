@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio.to_thread
 
@@ -21,6 +21,7 @@ from hetero.serving.metrics import Metrics
 from hetero.serving.records import Records
 
 T = TypeVar("T")
+SHORT: Final = 1000  # characters
 
 
 @dataclass(kw_only=True)
@@ -76,6 +77,15 @@ class State:
         call = partial(work, *arguments, **options)
         try:
             return await anyio.to_thread.run_sync(call, limiter=self._texts)
+        except UserError as error:
+            raise ApiError(400, str(error)) from error
+
+    async def encoded(self, text: str) -> list[int]:
+        """Tokens of a text; what is short is quicker than a thread that wakes."""
+        if len(text) > SHORT:
+            return await self.texts(self.model.encode, text)
+        try:
+            return self.model.encode(text)
         except UserError as error:
             raise ApiError(400, str(error)) from error
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield opened
 
 
+KEY = bytes(range(32))
+
+
 def service(llm: LLM, folder: Path, **options: Any) -> Service:
     given: dict[str, Any] = {"context_memory": "2MiB", "context_disk": "1MiB", "kv_bits": "raw"}
     return Service(llm, directory=folder, **(given | options))
@@ -38,6 +42,15 @@ def folder(llm: LLM, tmp_path: Path) -> Path:
     with service(llm, tmp_path / "c") as opened:
         opened.bind("a").new_context(chat=False).call("hi hi hi hi hi", max_tokens=4)
     return tmp_path / "c"
+
+
+@pytest.fixture
+def sealed(llm: LLM, tmp_path: Path) -> Path:
+    """The same, encrypted."""
+    pytest.importorskip("cryptography")
+    with service(llm, tmp_path / "s", encryption_key=KEY) as opened:
+        opened.bind("a").new_context(chat=False).call("hi hi hi hi hi", max_tokens=4)
+    return tmp_path / "s"
 
 
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -88,6 +101,44 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(llm: LLM, folder: Path, na
     assert {path: path.stat().st_size for path in folder.rglob("*")} == before
 
 
+def test_a_folder_and_a_key_that_do_not_go_together(llm: LLM, folder: Path, sealed: Path) -> None:
+    for path, key, sentence in (
+        (sealed, None, r"is encrypted: give the key \(encryption_key, --encryption-key FILE"),
+        (sealed, bytes(32), r"by another key \(.*, this one is .*\): give that one, or choose"),
+        (folder, KEY, "is not encrypted: open it without a key, or choose another directory"),
+        (folder, b"short", "an encryption key has 32 bytes, got 5"),
+    ):
+        before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+        with pytest.raises(UserError, match=sentence):
+            service(llm, path, encryption_key=key)
+        assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+    edited(lambda x: x.update(secret="00" * 60))(sealed)
+    with pytest.raises(UserError, match=r"service\.json: is damaged"):
+        service(llm, sealed, encryption_key=KEY)
+
+
+def test_keys_that_are_none(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(UserError, match="the encryption key cannot be read"):
+        service(llm, tmp_path / "c", encryption_key=path)
+    path.write_text("no key at all")
+    path.chmod(0o600)
+    with pytest.raises(UserError, match="make one with `openssl rand -hex 32`"):
+        service(llm, tmp_path / "c", encryption_key=path)
+    if os.name == "posix":
+        path.chmod(0o640)
+        with pytest.raises(UserError, match="others can read the encryption key: chmod 600 it"):
+            service(llm, tmp_path / "c", encryption_key=path)
+    monkeypatch.setenv("HETERO_ENCRYPTION_KEY", "abc")
+    with pytest.raises(UserError, match="the environment's HETERO_ENCRYPTION_KEY: an encryption"):
+        service(llm, tmp_path / "c")
+    monkeypatch.delenv("HETERO_ENCRYPTION_KEY")
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(UserError, match=r"another package: pip install 'hetero\[encryption\]'"):
+        service(llm, tmp_path / "c", encryption_key=KEY)
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_locked_folder(llm: LLM, folder: Path) -> None:
     with service(llm, folder), pytest.raises(UserError, match="end it, or choose another"):
         service(llm, folder)
@@ -132,10 +183,12 @@ def test_a_full_disk_before_anything_is_measured(
 
 @pytest.mark.parametrize("seed", range(24))
 def test_damage_anywhere_is_a_sentence_or_costs_computing(
-    llm: LLM, folder: Path, seed: int, tmp_path: Path
+    llm: LLM, seed: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A byte changed, a file cut or gone: the text is whole, or it is said that it is not."""
-    with service(llm, shutil.copytree(folder, tmp_path / "sound")) as opened:
+    folder: Path = request.getfixturevalue("sealed" if seed % 2 else "folder")
+    key: dict[str, Any] = {"encryption_key": KEY} if seed % 2 else {}
+    with service(llm, shutil.copytree(folder, tmp_path / "sound"), **key) as opened:
         (context,) = opened.bind("a").contexts()
         text = context.tokens
         wanted = context.call("hi", max_tokens=6).tokens
@@ -148,7 +201,7 @@ def test_damage_anywhere_is_a_sentence_or_costs_computing(
     else:
         data[at] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
-    with service(llm, folder) as opened:
+    with service(llm, folder, **key) as opened:
         said = ""
         try:
             opened.bind("a")

@@ -37,7 +37,7 @@ def random_operations(count: int, seed: int) -> int:
             bits=chance.choice([32, 8, 4, 2]),
             memory=chance.choice([3, 9, 40]),
             disk=chance.choice([0, 6, 30, 400]),
-            policy=chance.choice(["lctru", "lru"]),
+            policy=chance.choice(["lctru", "lctru-paper", "lru"]),
             recompute=chance.random() < 0.5,
         )
         for _ in range(min(500, count - done)):

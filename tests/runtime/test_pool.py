@@ -15,7 +15,7 @@ import pytest
 
 from hetero import LLM
 from hetero.backends import null
-from hetero.backends.host.affinity import assign_cores, pinned
+from hetero.backends.host.affinity import assign_cores, pinned, unpinned
 from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
@@ -104,6 +104,23 @@ def test_pinning_gives_the_old_cores_back() -> None:
     with pinned(cores.control):
         assert os.sched_getaffinity(0) == {cores.control}
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_thread_that_a_pinned_one_began_is_free() -> None:
+    if assign_cores().control is None:
+        pytest.skip("one core, or a system without affinity: nothing is pinned")
+    every, found = os.sched_getaffinity(0), list[set[int]]()
+
+    def look() -> None:
+        found.append(os.sched_getaffinity(0))
+        unpinned()
+        found.append(os.sched_getaffinity(0))
+
+    with pinned(assign_cores().control):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found == [{max(every)}, every]
 
 
 def test_a_pinned_thread_gives_no_device_its_core() -> None:

@@ -42,11 +42,17 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start(folder: Path, *options: str, keys: bool = True, port: int | None = None) -> Server:
+def start(
+    folder: Path,
+    *options: str,
+    keys: bool = True,
+    port: int | None = None,
+    model: str = "demo",
+) -> Server:
     """Return when it answers."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port() if port is None else port
-    words = ["serve", "demo", "--device", "npu", "--port", str(port)]
+    words = ["serve", model, "--device", "npu", "--port", str(port)]
     words += ["--directory", str(folder / "contexts"), *options]
     if keys:
         path = folder / "keys"
@@ -82,8 +88,10 @@ def start(folder: Path, *options: str, keys: bool = True, port: int | None = Non
 
 
 @contextmanager
-def serving(folder: Path, *options: str, keys: bool = True) -> Iterator[Server]:
-    server = start(folder, *options, keys=keys)
+def serving(
+    folder: Path, *options: str, keys: bool = True, model: str = "demo"
+) -> Iterator[Server]:
+    server = start(folder, *options, keys=keys, model=model)
     try:
         yield server
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.util
 import os
 import signal
 import subprocess
@@ -91,7 +92,13 @@ def test_applications_take_turns(server: Server) -> None:
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )
 def test_what_was_acknowledged_outlives_a_signal(tmp_path: Path, number: int, code: int) -> None:
-    server = start(tmp_path)
+    """With SIGTERM encrypted: then no file has a word of it."""
+    options: list[str] = []
+    if number == signal.SIGTERM and importlib.util.find_spec("cryptography"):
+        (tmp_path / "key").write_text("0f" * 32)
+        (tmp_path / "key").chmod(0o600)
+        options = ["--encryption-key", str(tmp_path / "key")]
+    server = start(tmp_path, *options)
     kept: list[tuple[str, str]] = []
     with server.client() as client:
         conversation = client.post("/v1/conversations", json={}).json()["id"]
@@ -117,7 +124,9 @@ def test_what_was_acknowledged_outlives_a_signal(tmp_path: Path, number: int, co
     log = (tmp_path / "server.log").read_text()
     assert "Traceback" not in log
     assert "interrupted" in log
-    again = start(tmp_path)
+    files = [path for path in (tmp_path / "contexts").rglob("*") if path.is_file()]
+    assert options == [] or not any(b"And 1?" in path.read_bytes() for path in files)
+    again = start(tmp_path, *options)
     with again.client() as client:
         for name, text in kept:
             stored = client.get(f"/v1/responses/{name}").json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -42,12 +43,17 @@ def test_what_was_cancelled_is_no_longer_waited_for() -> None:
     assert [turns.next(), turns.next(), turns.next()] == [1, 3, None]
 
 
-@given(st.text(), st.integers(0, 9))
-def test_messages_are_one_line_each(text: str, number: int) -> None:
-    said = Said(id=number, choice=0, text=text, token=1)
+@given(st.text(), st.integers(0, 9), st.booleans(), st.none() | st.just([-0.5, [[1, -0.5]]]))
+def test_messages_are_one_line_each(
+    text: str, number: int, end: bool, logprob: list[Any] | None
+) -> None:
+    said = Said(
+        id=number, choice=number, text=text, token=number, end=end, logprob=logprob, finish=text
+    )
     line = encode(said)
     assert line.count(b"\n") == 1
     assert decode(line) == said
+    assert json.loads(line) == {"is": "Said", **vars(said)} or logprob is None
     for message in (
         Ask(id=1, app=text, tokens=[1], options={"stop": [text]}),
         Cancel(id=number),

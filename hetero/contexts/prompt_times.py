@@ -1,0 +1,130 @@
+"""Seconds of a prompt of so many tokens behind so many others, for the plan of a load.
+
+Two sources: what the solver's cost model predicts of the plan that runs, in its calls and with
+attention that grows with the text, where the model was opened with a profile; and a few prompts
+that were measured. Predictions say how times change between and beyond those that were measured,
+measurements how far predictions are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Point: TypeAlias = tuple[int, int, float]  # tokens, tokens before them, seconds
+LONGEST: Final = 8192  # tokens: prices go on as they were behind the last two
+
+
+def price_prompts(seconds: Callable[[int, int], float], longest: int) -> list[list[float]]:
+    """Points of a grid up to the longest text, as `seconds` predicts them."""
+    return [
+        [tokens, before, seconds(tokens, before)]
+        for tokens in _grid(1, min(longest, LONGEST))
+        for before in (0, *_grid(64, min(longest, LONGEST)))
+    ]
+
+
+def _grid(first: int, last: int) -> list[int]:
+    """Powers of two and what lies in the middle, from 16 on: times are nearly straight between."""
+    found, step = [first], first
+    while step < last:
+        step *= 2
+        found += [3 * step // 4, step] if step > 16 else [step]
+    return [*(x for x in found if x < last), last]
+
+
+class PricedTimes:
+    """Predicted seconds, straight between the points of a full grid and beyond it. Raises
+    `ValueError` for points that are no grid.
+    """
+
+    def __init__(self, points: Iterable[Point]) -> None:
+        ordered = sorted(points)
+        self._counts = np.unique([float(m) for m, _, _ in ordered])
+        self._befores = np.unique([float(before) for _, before, _ in ordered])
+        seconds = np.array([s for _, _, s in ordered])
+        shape = len(self._counts), len(self._befores)
+        if seconds.size != shape[0] * shape[1] or min(shape) < 2:
+            raise ValueError("predicted times of prompts are no grid")
+        self._seconds = seconds.reshape(shape)
+
+    def __call__(self, tokens: Any, before: Any) -> Any:
+        """Of arrays of one shape, or of numbers; of no token as of one."""
+        row, along = _between(self._counts, np.maximum(tokens, self._counts[0]))
+        column, across = _between(self._befores, before)
+        table = self._seconds
+        low = table[row, column] * (1 - across) + table[row, column + 1] * across
+        high = table[row + 1, column] * (1 - across) + table[row + 1, column + 1] * across
+        return low * (1 - along) + high * along
+
+
+def _between(edges: Floats, at: Any) -> tuple[Any, Any]:
+    """Behind which edge, and how far on the way to the next (above 1 beyond the last)."""
+    index = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
+    return index, (np.asarray(at) - edges[index]) / (edges[index + 1] - edges[index])
+
+
+class HeldTimes:
+    """Predicted times, held to measured ones: multiplied by how much longer prompts took that were
+    measured, straight between those and as the nearest beyond them.
+    """
+
+    def __init__(self, priced: PricedTimes, measured: PromptTimes, points: Sequence[Point]) -> None:
+        self._priced = priced
+        self._befores = sorted({before for _, before, _ in points})[:2]
+        self._ratios = []
+        for at in self._befores:
+            counts = np.array(sorted(m for m, before, _ in points if before == at), float)
+            behind = np.full(counts.shape, float(at))
+            self._ratios.append((counts, measured(counts, behind) / priced(counts, behind)))
+
+    def __call__(self, tokens: Any, before: Any) -> Any:
+        """Of arrays of one shape, or of numbers."""
+        ratios = [np.interp(tokens, counts, ratio) for counts, ratio in self._ratios]
+        if len(ratios) == 1:
+            return self._priced(tokens, before) * ratios[0]
+        share = np.interp(before, self._befores, (0.0, 1.0))
+        return self._priced(tokens, before) * (ratios[0] * (1 - share) + ratios[1] * share)
+
+
+class PromptTimes:
+    """Seconds of prompts, straight between measured lengths, and between (and beyond) the two
+    contexts that they were measured behind; the last slope beyond the longest. A count takes no
+    longer than a larger one, nor than behind a longer text: what was measured so was disturbed.
+
+    `measured` are (tokens, tokens before, seconds), of one or two numbers of tokens before.
+    """
+
+    def __init__(self, measured: Sequence[Point]) -> None:
+        befores = sorted({before for _, before, _ in measured})[:2]
+        lines = [_monotone([(m, s) for m, b, s in measured if b == before]) for before in befores]
+        self._lines, self._befores = lines, befores
+
+    def __call__(self, tokens: Any, before: Any) -> Any:
+        """Of arrays of one shape, or of numbers."""
+        first = _along(self._lines[0], tokens)
+        if len(self._lines) == 1:
+            return first
+        more = np.maximum(_along(self._lines[1], tokens) - first, 0.0)
+        low, high = self._befores
+        return first + more * np.maximum(np.asarray(before) - low, 0) / (high - low)
+
+
+def _monotone(points: Sequence[tuple[int, float]]) -> tuple[Floats, Floats]:
+    found: list[tuple[int, float]] = []
+    for count, taken_s in sorted(points, reverse=True):
+        found.insert(0, (count, min([taken_s, *(s for _, s in found[:1])])))
+    return np.array([m for m, _ in found], float), np.array([s for _, s in found], float)
+
+
+def _along(line: tuple[Floats, Floats], tokens: Any) -> Any:
+    counts, seconds = line
+    found = np.interp(tokens, counts, seconds)
+    if len(counts) == 1:
+        return found * np.maximum(np.asarray(tokens) / counts[0], 1.0)
+    slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+    return found + np.maximum(np.asarray(tokens) - counts[-1], 0) * slope
