@@ -40,10 +40,13 @@ def other_kind(kind: DeviceKind) -> DeviceKind:
 
 
 class Acceptance(NamedTuple):
-    """Answer of `Device.accepts`; `reason` is empty when accepted."""
+    """Answer of `Device.accepts`; `reason` is empty when accepted, `remedy` where there is none but
+    another device or weight format.
+    """
 
     ok: bool
     reason: str = ""
+    remedy: str = ""
 
     def __bool__(self) -> bool:
         return self.ok

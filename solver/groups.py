@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.backends.groups import Group, GroupStep
-from hetero.backends.ops import OUTPUT_PORTS, MatMul
+from hetero.backends.ops import OUTPUT_PORTS, Attention, Outliers
 from hetero.profiler.model_graph import Node
 from hetero.solver.plan import FusedGroup
 
@@ -30,46 +30,66 @@ class NodeGroup:
 
 
 def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
-    """Groups by the name of their first node; a block goes before what is inside it. A matmul whose
-    input is rounded with a static scale joins none: the host rounds for it.
+    """Groups by the name of their first node; a larger one goes before what is inside it. None has
+    outliers in it, which are computed elsewhere meanwhile.
     """
     found: dict[str, NodeGroup] = {}
     i = 0
     while i < len(nodes):
-        count = _length(nodes, i, fused)
-        if any(_is_static(node) for node in nodes[i : i + count]):
-            count = 0
+        kind, count = _longest(nodes, i, fused)
         if count:
-            made = _group(nodes, i, count)
-            found[nodes[i].name] = made
+            found[nodes[i].name] = _group(nodes, i, count, kind)
         i += max(count, 1)
     return found
 
 
-def _is_static(node: Node) -> bool:
-    return isinstance(node.op, MatMul) and node.op.weight_format.activations.static
-
-
-def _length(nodes: Sequence[Node], start: int, fused: Sequence[FusedGroup]) -> int:
-    """Number of nodes of the group that begins here; 0 if none does."""
+def _longest(
+    nodes: Sequence[Node], start: int, fused: Sequence[FusedGroup]
+) -> tuple[FusedGroup, int]:
+    """The group that begins here and the number of its nodes; 0 if none does."""
     layer = nodes[start].layer
-    if layer is not None and "block" in fused:
-        return sum(node.layer == layer for node in nodes[start:])
-    if "feed_forward" in fused and nodes[start].plan_op == "gate_up":
-        return 2
-    return 0
+    members = [x for x in nodes[start:] if x.layer == layer] if layer is not None else []
+    kinds: tuple[FusedGroup, ...] = ("block", "static", "feed_forward")
+    for kind in kinds:
+        count = _length(nodes[start - 1 : start], members, kind) if kind in fused else 0
+        if count and not any(isinstance(x.op, Outliers) for x in members[:count]):
+            return kind, count
+    return "block", 0
 
 
-def _group(nodes: Sequence[Node], start: int, count: int) -> NodeGroup:
+def _length(before: Sequence[Node], members: Sequence[Node], kind: FusedGroup) -> int:
+    """Number of the nodes of a layer from one on that are a group; `before` is what that follows,
+    if anything.
+    """
+    if not members:
+        return 0
+    first = not before or before[0].layer != members[0].layer
+    match kind:
+        case "block":
+            return len(members) if first else 0
+        case "feed_forward":
+            return 2 if members[0].plan_op == "gate_up" else 0
+        case "static":
+            if not (first or isinstance(before[0].op, Attention | Outliers)):
+                return 0
+            ends = (i for i, x in enumerate(members) if isinstance(x.op, Attention | Outliers))
+            count = next(ends, len(members))
+            matmul = any(x.plan_op is not None for x in members[:count])
+            return count if count > 1 and matmul else 0
+
+
+def _group(nodes: Sequence[Node], start: int, count: int, kind: FusedGroup) -> NodeGroup:
     members, after = nodes[start : start + count], nodes[start + count :]
     steps = tuple(GroupStep(node.op, tuple(node.slots.items())) for node in members)
     written = dict.fromkeys(slot for step in steps for slot in step.written)
     outputs = tuple(slot for slot in written if _is_read(slot, after))
-    group = Group("block" if count > 2 else "feed_forward", steps, outputs)
+    group = Group(kind, steps, outputs)
     fixed = {
         port: slot for node in members for port, slot in node.slots.items() if port in group.fixed
     }
-    name = members[0].name.rpartition(".")[0] + "." + group.name
+    layer, _, first = members[0].name.rpartition(".")
+    last = members[-1].name.rpartition(".")[2]
+    name = f"{layer}.{first}_to_{last}" if kind == "static" else f"{layer}.{kind}"
     return NodeGroup(name, tuple(members), group, fixed)
 
 

@@ -31,7 +31,7 @@ NamedStrategy: TypeAlias = Literal[
     "auto", "gpu-only", "npu-only", "layer", "row-cut", "sequence-cut", "multi-sequence-cut",
     "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
 ]  # fmt: skip
-FusedGroup: TypeAlias = Literal["feed_forward", "block"]
+FusedGroup: TypeAlias = Literal["feed_forward", "static", "block"]
 Form: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
 REPORT_KEY = "report"  # of a report's tables in JSON, beside the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -254,7 +254,8 @@ class Plan(_Record):
     call that the plan is meant for; longer prompts run in several (`steps`). `step_sizes` are token
     counts that calls should have because others are padded to them (None: those of the entries).
     `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
-    an NPU that can: gate, up, activation and product (`feed_forward`), or a whole block.
+    an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer that lies
+    between attentions (`static`), or a whole block.
     `in_flight` are other forms of a prompt's calls, for lengths at which they are faster.
     `errors` are mean relative errors of the profile's predictions of matmuls that it left out, of
     the device whose are larger.

@@ -11,6 +11,7 @@ from hetero.backends.groups import Group
 from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import graphs, integer
+from hetero.backends.qnn.graphs import is_static
 from hetero.backends.qnn.store import Identity, weight_digest
 
 
@@ -65,13 +66,6 @@ def piece_rows(op: Op) -> int:
     if isinstance(op, ops.MatMul) and op.k >= SIZES.large_k:
         return SIZES.rows // 2
     return SIZES.rows
-
-
-def is_static(op: Op) -> bool:
-    """Whether the operation is a matmul of 8-bit codes whatever the device's own activations are:
-    its format says so. The scale of x is the host's (`integer`), not a part of the graph.
-    """
-    return isinstance(op, ops.MatMul) and op.weight_format.activations.static
 
 
 def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:

@@ -40,7 +40,7 @@ DEFAULT_GRAPH_SIZES = (1, 32, 128, 256)
 ROW_ALIGNMENT = 256
 TOKEN_ALIGNMENT = 32
 # A MatMul of fused rows is QKV already.
-FUSED_GROUPS = ("feed_forward", "block")
+FUSED_GROUPS = ("feed_forward", "static", "block")
 UNBOUNDED = 1 << 30  # positions of a table whose last row stands for all behind it
 # W4A8 with groups of 32 is not among them: QNN has no integer kernel for it, and F32 has no
 # arithmetic on the Hexagon at all.
@@ -111,14 +111,14 @@ class QnnDevice(Device):
         if isinstance(op, ops.Outliers):
             return Acceptance(
                 False,
-                "outliers are floating-point sums for a GPU; use --device hetero, or quantise with "
-                "--outliers none",
+                "outliers are floating-point sums for a GPU",
+                "use --device hetero, or quantise with --outliers none",
             )
         if isinstance(op, ops.ColumnMass | ops.DecodeChunks):
             return Acceptance(False, "what contexts as a service need is computed on the host")
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
             return Acceptance(
-                False, f"its graphs read keys and values in f32, not {op.kv}; use --kv f32"
+                False, f"its graphs read keys and values in f32, not {op.kv}", "use --kv f32"
             )
         return checks.accept_format(self.capabilities, op)
 
@@ -141,8 +141,6 @@ class QnnDevice(Device):
             accepted = self.accepts(step.op)
             if not accepted:
                 raise ValueError(f"{describe(step.op)} cannot run here: {accepted.reason}")
-            if catalog.is_static(step.op):
-                raise ValueError(f"{describe(step.op)} is rounded by the host: it joins no group")
         digest = catalog.group_digest(weights) if self.store.directory else ""
         held: dict[tuple[int, int], ort.InferenceSession] = {}
 
@@ -166,7 +164,7 @@ class QnnDevice(Device):
 
     def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.QnnKernel:
         match op:
-            case ops.MatMul() if self._activations != "float16" or catalog.is_static(op):
+            case ops.MatMul() if self._activations != "float16" or graphs.is_static(op):
                 return self._prepare_integer(op, weights)
             case ops.MatMul():
                 nbytes = checks.packed(weights).nbytes
@@ -204,7 +202,7 @@ class QnnDevice(Device):
     def _prepare_integer(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
     ) -> kernels.QnnKernel:
-        kind: Activations = "int8" if catalog.is_static(op) else self._activations
+        kind: Activations = "int8" if graphs.is_static(op) else self._activations
         weight = checks.packed(weights)
         if kind == "int8" and not has_row_scales(weight):
             raise ValueError(

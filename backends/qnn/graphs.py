@@ -96,7 +96,8 @@ def group(
             for port, slot in step.slots
             if port in OUTPUT_PORTS
         }
-        site = Inside(graph, m, inputs, outputs, context, scaled=False, appends=True)
+        watched = peak(i) if is_static(step.op) else ""
+        site = Inside(graph, m, inputs, outputs, context, scaled=False, appends=True, peak=watched)
         for port, name in nodes.emit(step.op, values, site).items():
             slots[dict(step.slots)[port]] = name
     return graph.model(OPSET)
@@ -106,6 +107,24 @@ def results(found: Group) -> tuple[str, ...]:
     """Slots that the graph of a group gives."""
     own = found.own_keys
     return found.outputs if own in ("", *found.outputs) else (*found.outputs, own)
+
+
+def peaks(found: Group) -> tuple[str, ...]:
+    """Outputs of the graph of a group that hold the largest codes of its matmuls of codes."""
+    return tuple(peak(i) for i, step in enumerate(found.steps) if is_static(step.op))
+
+
+def peak(step: int) -> str:
+    """Name of the output for the largest code of a step."""
+    return f"step{step}.peak"
+
+
+def is_static(op: Op) -> bool:
+    """Whether the operation is a matmul of 8-bit codes whatever the device's own activations are:
+    its format says so. Alone it has the scale of x from the host (`integer`), in a group it is a
+    constant of the graph.
+    """
+    return isinstance(op, ops.MatMul) and op.weight_format.activations.static
 
 
 def result(slot: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
+from hetero.backends.errors import DeviceError
 from hetero.backends.groups import Group
 from hetero.backends.memory import Tensor
 from hetero.backends.onnx_common.binding import Argument, Array, argument, rows_argument
@@ -20,7 +21,7 @@ from hetero.backends.protocol import (
     port_shape,
     whole,
 )
-from hetero.backends.qnn import ranges
+from hetero.backends.qnn import graphs, ranges
 from hetero.backends.qnn.catalog import contexts, group_piece_rows
 from hetero.backends.qnn.graphs import result, results
 from hetero.backends.qnn.kernels import (
@@ -36,16 +37,21 @@ from hetero.backends.qnn.kernels import (
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.shared_memory import io_binding
 
+HIGHEST = 1 - 1 / 254  # of the largest code that is certain to stand for no larger value
+CLIPPED = "CODES_CLIPPED: a result is beyond its codes, which a group does not compute again"
 GroupSessions = Callable[[int, int], ort.InferenceSession]
 
 
 class GroupLaunch(NamedTuple):
-    """The graph for one context length, bound; `mask` is None without attention."""
+    """The graph for one context length, bound; `mask` is None without attention. `peaks` [steps, 1]
+    are the largest codes of its matmuls of codes, over the last one.
+    """
 
     context: int
     session: ort.InferenceSession
     binding: ort.IOBinding
     mask: Mask | None
+    peaks: Array
 
 
 class GroupKernel(QnnKernel):
@@ -123,6 +129,8 @@ class GroupKernel(QnnKernel):
                 launch.mask.at(first)
             launch.session.run_with_iobinding(launch.binding)
             guard.after()
+            if (launch.peaks > HIGHEST).any():
+                raise DeviceError(BACKEND, name, CLIPPED, 'give a plan without "fused"')
             if op is not None and own is not None:
                 _append(op, own, caches, first)
 
@@ -154,7 +162,9 @@ class GroupKernel(QnnKernel):
         for slot in set(results(group)) - set(group.outputs):
             assert own is not None
             outputs[result(slot)] = argument(own)
-        return GroupLaunch(context, session, io_binding(session, inputs, outputs), mask)
+        peaks = np.zeros((len(graphs.peaks(group)), 1, 1), np.float32)
+        outputs |= {at: argument(row) for at, row in zip(graphs.peaks(group), peaks, strict=True)}
+        return GroupLaunch(context, session, io_binding(session, inputs, outputs), mask, peaks)
 
 
 def _append(op: ops.Attention, own: Array, caches: list[Array], first: int) -> None:

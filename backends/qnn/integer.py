@@ -1,4 +1,4 @@
-"""Matmuls with integer activations: graphs of 16-bit or 8-bit codes, and the rounding around them.
+"""Graphs of matmuls with integer activations, codes of 16 or 8 bits; `rounding` is around them.
 
 Scales of activations are constants of a graph. So each row of x is divided by its largest magnitude
 on the host and rounded to codes of [-1, 1], and each row of the weight is divided by a power of two
@@ -21,14 +21,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from hetero.backends import ops
 from hetero.backends.formats import GROUP_SIZE, StorageFormat
 from hetero.backends.onnx_common import packing
-from hetero.backends.onnx_common.binding import Array, argument
 from hetero.backends.onnx_common.builder import GraphBuilder
-from hetero.backends.qnn.shared_memory import io_binding
 from hetero.backends.weights import PackedWeight, padded
 
 Activations: TypeAlias = Literal["float16", "int16", "int8"]
@@ -104,17 +101,40 @@ def matmul(
     graph.output("y", coding.dtype, (m, op.n))
     coder = _Coder(graph, coding)
     product = _convolution if convolution else _product
-    product(coder, weight, x, m)
+    product(coder, weight, x, m, "y")
     return graph.model(OPSET)
 
 
-class _Coder:
-    """Conversions between codes and values in a graph."""
+def emit_static(
+    graph: GraphBuilder, x: str, x_scale: float, weight: PackedWeight, m: int, *, peak: str
+) -> str:
+    """Nodes of a matmul inside a larger graph: floats `x` [m, k] in, floats [m, n] out.
 
-    def __init__(self, graph: GraphBuilder, coding: Coding) -> None:
-        self.graph = graph
+    The same numbers as by the host (`rounding`), whose codes may differ where fp16 rounds x
+    across a half. A result beyond REACH gets the last code, which nobody computes again: `peak`
+    [1, 1] is the largest code, over the last one.
+    """
+    coder = _Coder(graph, CODINGS["int8"], x_scale * CODINGS["int8"].steps)
+    if (width := padded(weight.k, GROUP_SIZE)) != weight.k:
+        x = graph.node("Concat", x, graph.constant(np.zeros((m, width - weight.k), F32)), axis=1)
+    x = coder.values(coder.codes(x, coder.x_step), coder.x_step)
+    lift, undo = coder.lifts(x)
+    codes = coder.codes(graph.node("Mul", x, lift), coder.x_step)
+    values = coder.values(_convolution(coder, weight, codes, m), coder.y_step)
+    highest = graph.node("ReduceMax", graph.node("Abs", values), graph.ints(0, 1), keepdims=1)
+    graph.node("Mul", highest, graph.scalar(1 / (REACH * coder.size)), out=peak)
+    values = graph.node("Mul", values, undo)
+    return graph.node("Mul", values, graph.constant(row_units(weight)[None, :]))
+
+
+class _Coder:
+    """Conversions between codes and values in a graph, whose largest code stands for `size`."""
+
+    def __init__(self, graph: GraphBuilder, coding: Coding, size: float = 1.0) -> None:
+        self.graph, self.steps, self.size = graph, coding.steps, size
         self._zero = graph.constant(np.array(coding.zero, coding.dtype))
-        self.x_step, self.y_step = (graph.scalar(end / coding.steps) for end in (1.0, REACH))
+        ends = (size, REACH * size)
+        self.x_step, self.y_step = (graph.scalar(end / coding.steps) for end in ends)
 
     def values(self, codes: str, step: str) -> str:
         return self.graph.node("DequantizeLinear", codes, step, self._zero)
@@ -122,18 +142,32 @@ class _Coder:
     def codes(self, values: str, step: str, out: str = "") -> str:
         return self.graph.node("QuantizeLinear", values, step, self._zero, out=out)
 
+    def lifts(self, x: str) -> tuple[str, str]:
+        """Powers of two by which rows of codes fit too, [m, 1], and what undoes them: comparisons,
+        since the Hexagon's own powers and quotients are not exact.
+        """
+        graph = self.graph
+        largest = graph.node("ReduceMax", graph.node("Abs", x), graph.ints(1), keepdims=1)
+        step, steps = self.size / self.steps, self.steps
+        lift, undo = graph.scalar(1.0), graph.scalar(1.0)
+        for times in (1 << i for i in range(1, steps.bit_length())):
+            fits = graph.node("LessOrEqual", largest, graph.scalar((steps // times + 0.5) * step))
+            lift = graph.node("Where", fits, graph.scalar(float(times)), lift)
+            undo = graph.node("Where", fits, graph.scalar(1 / times), undo)
+        return lift, undo
+
     def moved(self, kind: str, values: str, *inputs: str, step: str, **attrs: Any) -> str:
         """Values moved by a node that computes nothing: QNN wants codes on both of its sides."""
         return self.values(self.codes(self.graph.node(kind, values, *inputs, **attrs), step), step)
 
 
-def _product(coder: _Coder, weight: PackedWeight, x: str, m: int) -> None:  # noqa: ARG001
+def _product(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "") -> str:  # noqa: ARG001
     values = coder.values(x, coder.x_step)
     product = coder.graph.node("MatMul", values, _weight(coder.graph, weight))
-    coder.codes(product, coder.y_step, out="y")
+    return coder.codes(product, coder.y_step, out=out)
 
 
-def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int) -> None:
+def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "") -> str:
     """The same numbers as `_product`, by a 1×1 convolution over m pixels."""
     graph, step = coder.graph, coder.x_step
     width = padded(weight.k, GROUP_SIZE)
@@ -143,7 +177,7 @@ def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int) -> None:
     step = coder.y_step
     product = coder.moved("Conv", channels, kernel, step=step, kernel_shape=[1, 1])
     rows = coder.moved("Transpose", product, step=step, perm=[0, 2, 3, 1])  # [1, 1, m, n]
-    coder.codes(graph.node("Reshape", rows, graph.ints(m, weight.n)), step, out="y")
+    return coder.codes(graph.node("Reshape", rows, graph.ints(m, weight.n)), step, out=out)
 
 
 def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = False) -> str:
@@ -166,77 +200,3 @@ def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = Fa
             found, options["axis"] = scales[:, :, None, None], 1
     zeros = store(np.zeros(found.shape, np.int8))
     return graph.node("DequantizeLinear", stored, graph.constant(np.array(found)), zeros, **options)
-
-
-class IntegerProduct:
-    """A matmul's graph on codes, between the caller's float32 x [m, k] and y [m, n].
-
-    `x_scale` is the scale of all of x, if it is given rather than each row's largest magnitude.
-    """
-
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        op: ops.MatMul,
-        x: Array,
-        y: Array,
-        *,
-        coding: Coding,
-        units: npt.NDArray[np.float32],
-        bias: Array | None,
-        x_scale: float | None = None,
-    ) -> None:
-        self._session, self._op, self._x, self._y = session, op, x, y
-        self._coding, self._bias = coding, bias
-        self._x_scale = None if x_scale is None else F32(x_scale)
-        self._units = F32(REACH / coding.steps) * units  # [n], of a code of y
-        self._in = np.full((len(x), padded(op.k, GROUP_SIZE)), coding.zero, coding.dtype)
-        self._out = np.zeros(y.shape, coding.dtype)
-        self._binding = io_binding(session, {"x": argument(self._in)}, {"y": argument(self._out)})
-
-    def run(self) -> None:
-        """Compute y."""
-        sizes = self._sizes()
-        clipped = self._run(sizes, np.True_)
-        for _ in range(2 + self._op.k.bit_length() // 2):
-            rows = clipped.any(axis=1)
-            if not rows.any():
-                break
-            sizes[rows] *= 2
-            clipped = self._run(sizes, clipped)
-        if self._bias is not None:
-            self._y += self._bias
-        if self._op.softcap:
-            self._y[:] = self._op.softcap * np.tanh(self._y / self._op.softcap)
-
-    def _sizes(self) -> Array:
-        """What codes of the largest size stand for, [m, 1]."""
-        if self._x_scale is not None:
-            # Codes of a small row are multiplied by a power of two: the steps of y get as fine.
-            steps = self._coding.steps
-            largest = np.abs(np.rint(self._x / self._x_scale)).max(axis=1, keepdims=True)
-            lift = np.exp2(np.floor(np.log2(steps / largest.clip(1, steps)))).astype(F32)
-            scaled: Array = self._x_scale * F32(steps) / lift
-            return scaled
-        sizes: Array = np.abs(self._x).max(axis=1, keepdims=True)
-        sizes[sizes == 0] = 1
-        return sizes
-
-    def _codes(self, sizes: Array) -> Array:
-        """Codes of x around zero, [m, k]; a given scale is divided by, as the format asks."""
-        steps = self._coding.steps
-        if self._x_scale is None:
-            return np.rint(self._x * (steps / sizes))
-        codes = np.rint(self._x / self._x_scale).clip(-steps - 1, steps)
-        lift = self._x_scale * F32(steps) / sizes  # a power of two, below 1 to make y fit
-        return np.rint(codes * lift).clip(-steps - 1, steps)
-
-    def _run(self, sizes: Array, wanted: Array | np.bool) -> Array:
-        """Compute the wanted elements of y from x / sizes; which of them were clipped."""
-        zero, steps = self._coding.zero, self._coding.steps
-        self._in[:, : self._op.k] = self._codes(sizes) + zero
-        self._session.run_with_iobinding(self._binding)
-        signed = self._out.astype(np.int32) - zero
-        np.copyto(self._y, signed * self._units * sizes, where=wanted, casting="unsafe")
-        clipped: Array = wanted & (np.abs(signed) >= steps)
-        return clipped

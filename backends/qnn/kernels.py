@@ -31,7 +31,7 @@ from hetero.backends.protocol import (
     check_tensors,
     tensors_of,
 )
-from hetero.backends.qnn import integer, ranges
+from hetero.backends.qnn import integer, ranges, rounding
 from hetero.backends.qnn.catalog import contexts, integer_piece_rows, piece_rows
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import device_error
@@ -155,7 +155,7 @@ class IntegerKernel(QnnKernel):
 
     def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
         x, y = tensors["x"], tensors["y"]
-        product = integer.IntegerProduct(
+        product = rounding.IntegerProduct(
             self._sessions(x.shape[0]),
             self._matmul,
             x.array,

@@ -15,6 +15,7 @@ from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.ops import Activation, Op
 from hetero.backends.protocol import WeightValue
+from hetero.backends.qnn import integer
 from hetero.backends.weights import PackedWeight, padded
 
 # Up to here a 1×1 convolution reads a third of what a MatMul reads from VTCM (docs/qnn.md).
@@ -32,7 +33,7 @@ class Site(ABC):
     `inputs` name the tensors of the ports that it reads, `outputs` those that it writes ("" for a
     fresh name). `context` is the number of cache positions that attention reads. `scaled` lets the
     caller scale a matmul's rows (`ranges`). With `appends`, the keys and values of this call are in
-    no cache yet.
+    no cache yet. `peak` is an output for the largest code of a matmul of codes: 1 is the last one.
     """
 
     graph: GraphBuilder
@@ -42,6 +43,7 @@ class Site(ABC):
     context: int = 0
     scaled: bool = True
     appends: bool = False
+    peak: str = ""
 
     @abstractmethod
     def feed(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
@@ -93,6 +95,8 @@ def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
     `unit` and `lift` [m, 1], fed if there is a bias or a cap, undo the scaling of x (`ranges`).
     """
     graph, m, weight = site.graph, site.m, checks.packed(weights)
+    if op.weight_format.activations.static:
+        return _static_matmul(op, weights, site)
     x = graph.cast(site.inputs["x"], F16)
     if not op.weight_format.storage.quantised:
         product = _float_product(graph, op, m, x, weight)
@@ -109,6 +113,20 @@ def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
     if site.scaled:
         whole = graph.node("Mul", whole, site.feed("lift", F32, (m, 1)))
     return _capped(graph, whole, op.softcap, site.outputs["y"])
+
+
+def _static_matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
+    """A matmul of 8-bit codes inside a group: x is rounded by the graph, with its static scale."""
+    graph, scale = site.graph, float(checks.vector(weights, "x_scale")[0])
+    graph.output(site.peak, F32, (1, 1))
+    found = integer.emit_static(
+        graph, site.inputs["x"], scale, checks.packed(weights), site.m, peak=site.peak
+    )
+    if op.bias:
+        found = graph.node("Add", found, graph.constant(checks.vector(weights, "bias")[None, :]))
+    if op.softcap:
+        found = _capped(graph, found, op.softcap)
+    return graph.node("Identity", found, out=site.outputs["y"])
 
 
 def _capped(graph: GraphBuilder, values: str, cap: float, out: str = "") -> str:

@@ -196,7 +196,8 @@ class LLM:
         for op in {node.op for node in spec.nodes if isinstance(node.op, Attention)}:
             accepted = self.devices.devices["npu"].accepts(replace(op, kv=self.kv))
             if not accepted:
-                raise ModelError(f"{self.devices.name('npu')}: {accepted.reason}")
+                why = "; ".join(filter(None, (accepted.reason, accepted.remedy)))
+                raise ModelError(f"{self.devices.name('npu')}: {why}")
 
     @property
     def engine(self) -> Engine:

@@ -10,6 +10,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat
 from hetero.backends.ops import MatMul, Op, describe, weight_names
 from hetero.backends.protocol import (
+    Acceptance,
     BoundCall,
     Completion,
     Device,
@@ -192,7 +193,7 @@ class KernelSet:
     def _check(self, kind: DeviceKind, node: Node) -> None:
         accepted = self._devices[kind].accepts(node.op)
         if not accepted:
-            raise _refused(self._devices[kind], node, accepted.reason)
+            raise _refused(self._devices[kind], node, accepted)
 
 
 def stored_for(
@@ -308,14 +309,14 @@ def _prepare(
 ) -> Kernel:
     accepted = device.accepts(op)
     if not accepted:
-        raise _refused(device, node, accepted.reason)
+        raise _refused(device, node, accepted)
     return device.prepare(op, values) if graph is None else device.prepare_graph(op, values, graph)
 
 
-def _refused(device: Device, node: Node, reason: str) -> DeviceError:
+def _refused(device: Device, node: Node, accepted: Acceptance) -> DeviceError:
     return DeviceError(
         device.info.backend,
         f"preparing {node.name}",
-        reason,
-        "choose another device or weight format",
+        accepted.reason,
+        accepted.remedy or "choose another device or weight format",
     )

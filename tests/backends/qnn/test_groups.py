@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,43 @@ def test_a_result_beyond_fp16_is_an_error(kernel: tuple[Any, list[Any]]) -> None
     h.array[:] = 1e4
     with pytest.raises(DeviceError, match="feed_forward m=1 failed: FP16_OVERFLOW"):
         kernel[0].bind({"h": h}, 1).run()
+
+
+def static_group() -> tuple[Group, list[Any]]:
+    """The same steps with codes of 8 bits and static scales, and their weights."""
+    random = np.random.default_rng(1)
+    steps, weights = [], []
+    for step in GROUP.steps:
+        op = step.op
+        if isinstance(op, ops.MatMul):
+            op = replace(op, weight_format=WeightFormat.W8A8)
+        weights.append(make_weights(op, random))
+        steps.append(replace(step, op=op))
+    for values, scale in ((weights[0], 0.03), (weights[2], 0.05)):
+        values["x_scale"] = np.full(1, scale, np.float32)
+    return Group("feed_forward", tuple(steps), ("h",)), weights
+
+
+def test_matmuls_of_codes_inside_a_group_are_as_those_alone() -> None:
+    """The graph rounds x where the host does; tokens of small codes have steps as fine."""
+    group, weights = static_group()
+    x = np.random.default_rng(9).standard_normal((5, D)).astype(np.float32)
+    x[1] /= 4
+    with qnn.open(graph_sizes=(5,), cache=None) as device:
+        h = new_tensor((5, D))
+        h.array[:] = x
+        device.prepare_group(group, weights).bind({"h": h}, 5).run()
+        alone = x
+        for step, values in zip(group.steps, weights, strict=True):
+            tensors = {port: new_tensor((5, 2 * F if port == "x" else F)) for port in ("x", "y")}
+            if isinstance(step.op, ops.MatMul):
+                tensors = {"x": new_tensor(alone.shape), "y": new_tensor((5, step.op.n))}
+            tensors["x"].array[:], tensors["y"].array[:] = alone, np.nan
+            device.prepare(step.op, values).bind(tensors, 5).run()
+            alone = tensors["y"].array
+        off = np.abs(h.array - alone).max(axis=1) / np.abs(alone).max(axis=1)
+        assert off.max() < 0.1, off  # fp16 may round a code to the other side of a half
+        h.array[:] = np.sign(weights[0]["weight"].dequantize()[3])  # the longest sum of a row
+        weights[0]["x_scale"] = np.full(1, 1 / 127, np.float32)
+        with pytest.raises(DeviceError, match=r"CODES_CLIPPED: .* without .fused."):
+            device.prepare_group(group, weights).bind({"h": h}, 5).run()
