@@ -22,15 +22,39 @@ WeightScales: TypeAlias = Literal["none", "group", "row", "block", "parts"]
 
 
 class CacheFormat(StrEnum):
-    """Element type of cached keys and values."""
+    """How cached keys and values are stored (`hetero.backends.kv_rows`): floats, or `q8`, codes of
+    8 bits with a scale for each token of a head, and one for each channel of a head.
+    """
 
     F32 = "f32"
     F16 = "f16"
+    Q8 = "q8"
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the tensors."""
-        return np.dtype(np.float16 if self is CacheFormat.F16 else np.float32)
+        return np.dtype(_CACHE_TYPES[self])
+
+    @property
+    def coded(self) -> bool:
+        """Whether values are integer codes with scales."""
+        return self is CacheFormat.Q8
+
+    def row(self, head_dim: int) -> int:
+        """Elements of a token of a head: its values, or codes with a float32 scale behind them."""
+        return -(-head_dim // 4) * 4 + 4 if self.coded else head_dim
+
+    def shape(self, kv_heads: int, capacity: int, head_dim: int) -> tuple[int, int, int]:
+        """Of a tensor. Behind the tokens of a head are the scales of its channels, if coded."""
+        return kv_heads, capacity + CHANNEL_ROWS * self.coded, self.row(head_dim)
+
+    def bytes_per_token(self, head_dim: int) -> int:
+        """Of a head's keys, or values."""
+        return self.row(head_dim) * self.dtype.itemsize
+
+
+CHANNEL_ROWS: Final = 4  # rows of codes that hold a float32 for each channel
+_CACHE_TYPES: Final = {CacheFormat.F32: "f4", CacheFormat.F16: "f2", CacheFormat.Q8: "i1"}
 
 
 class StorageFormat(StrEnum):

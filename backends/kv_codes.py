@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.kv_rows import Rows
 from hetero.backends.ops import DecodeChunks
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -23,6 +24,7 @@ def decoded(
     channels: Array,
     *,
     by_token: bool,
+    keys_by_token: bool = False,
 ) -> Array:
     """Float32 [n, 2, G, T, D] of n chunks in 8, 4 or 2 bits, whose planes are uint8 [n, bytes].
 
@@ -30,33 +32,40 @@ def decoded(
     The first plane has the amplitudes and upper bits.
     """
     heads, tokens, _ = shape
-    count = len(planes[0])
-    split = 2 * heads * (1 + (tokens if by_token else 1))
-    amplitudes = np.ascontiguousarray(planes[0][:, :split]).view(np.float16)
-    codes = unpacked2(planes[0][:, split:])  # words of four codes
+    rows = tokens if keys_by_token else 1, tokens if by_token else 1
+    codes, amplitudes = unpacked(bits, planes, heads * sum(rows))
+    values = codes.astype(np.float32).reshape(len(codes), 2, *shape)
+    values += np.float32(0.5 - 2.0 ** (bits - 1))
+    scale = spread(amplitudes * np.float32(2.0 ** (1 - bits)), heads, rows)
+    values[:, 1] *= scale[:, 1]
+    values[:, 0] *= scale[:, 0] * channels[..., None, :]
+    return values
+
+
+def unpacked(bits: int, planes: Sequence[Array], count: int) -> tuple[Array, Array]:
+    """Codes uint8 [n, values] of n chunks, and their `count` amplitudes, fp16 [n, count]."""
+    amplitudes = np.ascontiguousarray(planes[0][:, : 2 * count]).view(np.float16)
+    codes = unpacked2(planes[0][:, 2 * count :])  # words of four codes
     if bits > 2:
         codes <<= 2
         codes |= unpacked2(planes[1])
     if bits > 4:
         codes <<= 4
         codes |= unpacked4(planes[2])
-    values = codes.view(np.uint8).astype(np.float32).reshape(count, 2, *shape)
-    values += np.float32(0.5 - 2.0 ** (bits - 1))
-    scale = spread(amplitudes * np.float32(2.0 ** (1 - bits)), heads, tokens, by_token=by_token)
-    values[:, 1] *= scale[:, 1]
-    values[:, 0] *= scale[:, 0] * channels[..., None, :]
-    return values
+    return codes.view(np.uint8), amplitudes
 
 
-def spread(amplitudes: Array, heads: int, tokens: int, *, by_token: bool) -> Array:
-    """[n, 2, G, T or 1, 1] of amplitudes [n, those of keys, then of values]."""
-    count = len(amplitudes)
-    if not by_token:
+def spread(amplitudes: Array, heads: int, rows: tuple[int, int]) -> Array:
+    """[n, 2, G, most of `rows`, 1] of amplitudes [n, those of keys, then of values], of which a
+    head has as many as `rows` says of keys and of values: one, or one for each token.
+    """
+    count, split = len(amplitudes), heads * rows[0]
+    if rows == (1, 1):
         found: Array = amplitudes.reshape(count, 2, heads, 1, 1)
         return found
-    found = np.empty((count, 2, heads, tokens, 1), np.float32)
-    found[:, 0] = amplitudes[:, :heads].reshape(count, heads, 1, 1)
-    found[:, 1] = amplitudes[:, heads:].reshape(count, heads, tokens, 1)
+    found = np.empty((count, 2, heads, max(rows), 1), np.float32)
+    found[:, 0] = amplitudes[:, :split].reshape(count, heads, rows[0], 1)
+    found[:, 1] = amplitudes[:, split:].reshape(count, heads, rows[1], 1)
     return found
 
 
@@ -98,8 +107,8 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
             by_channel = channels.reshape(op.kv_heads, op.head_dim)
             found = decoded(bits, planes, shape, by_channel, by_token=op.by_token)
         for first, values in zip(rows[:, 0].tolist(), found, strict=True):
-            arrays["k_cache"][:, first : first + op.tokens] = values[0]
-            arrays["v_cache"][:, first : first + op.tokens] = values[1]
+            for port, part in zip(("k_cache", "v_cache"), values, strict=True):
+                Rows(arrays[port], op.kv, op.head_dim).write(first, part)
 
 
 def random_channels(op: DecodeChunks, random: np.random.Generator) -> npt.NDArray[np.float32]:

@@ -156,9 +156,10 @@ class Rope:
 class Attention:
     """Append this call's keys and values to the caches, then attend causally.
 
-    Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache`
-    [G, C, D] in the format `kv` (updated in place at positions position … position + m - 1, rounded
-    to nearest), `out` [m, H·D]. This call's own keys and values are read back from the caches.
+    Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache` of
+    the shape `kv.shape(G, C, D)` (updated in place at positions position … position + m - 1), `out`
+    [m, H·D]. Caches hold floats, rounded to nearest, or codes with scales (`kv_rows`), whose
+    channels they have themselves. This call's own keys and values are read back from the caches.
     Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
     `scale` (default D^-0.5) multiplies the scores; with `softcap` > 0 they then become
     softcap · tanh(score / softcap). Cache contents beyond position + m are never read.

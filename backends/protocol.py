@@ -433,14 +433,14 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return (op.width,)
         case ops.Attention():
             if port in FIXED_PORTS:
-                return (op.kv_heads, op.capacity, op.head_dim)
+                return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
             return (op.width,) if port == "qkv" else (op.heads * op.head_dim,)
         case ops.ColumnMass():
             of = op.attention
             return (of.kv_heads, of.capacity) if port == "mass" else _width(of, port)
         case ops.DecodeChunks():
             if port in CACHE_PORTS:
-                return (op.kv_heads, op.capacity, op.head_dim)
+                return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
             return (op.room,) if port == "codes" else (3,)
         case ops.GatedAct():
             return (2 * op.f,) if port == "x" else (op.f,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import pyopencl as cl
 
@@ -17,6 +18,11 @@ from hetero.backends.ops import Attention
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
 FEW_TOKENS = 4  # up to here packing the keys of the whole context costs more than it saves
+CACHE_DEFINES: Final[dict[CacheFormat, dict[str, int]]] = {
+    CacheFormat.F32: {},
+    CacheFormat.F16: {"CACHE_HALF": 1},
+    CacheFormat.Q8: {"CACHE_CODES": 1},
+}
 GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_DIM / lanes each
 
 
@@ -64,8 +70,7 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         "WINDOW": op.window,
         "SCALE": op.softmax_scale * math.log2(math.e),
     }
-    if op.kv is CacheFormat.F16:
-        shape["CACHE_HALF"] = 1
+    shape |= CACHE_DEFINES[op.kv]
     if op.softcap:  # scores are in base 2
         shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:
@@ -97,7 +102,9 @@ def _prepare_group(device: Resources, op: Attention) -> OpenCLKernel:
     """Work-groups over rows; decode also splits the context."""
     lanes = device.tuning.lanes
     program = device.programs.get(
-        "attention_group.cl", attention_defines(device.tuning, op), before=caps(op)
+        "attention_group.cl",
+        attention_defines(device.tuning, op),
+        before=("caches.cl", *caps(op)),
     )
 
     def flat(name: str, count: int, args: tuple[Tensor | cl.Buffer | int, ...]) -> Launch:
@@ -110,7 +117,7 @@ def _prepare_group(device: Resources, op: Attention) -> OpenCLKernel:
         qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))
         blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
-        appended = m * op.kv_heads * op.head_dim
+        appended = m * op.kv_heads * (1 if op.kv.coded else op.head_dim)
         args = (m, qkv, position, k_cache, v_cache, out, partial, splits)
         steps = [
             flat("append", appended, (qkv, position, k_cache, v_cache)),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetero.backends.checks import vector
-from hetero.backends.formats import CacheFormat
-from hetero.backends.opencl.attention import head_vector
+from hetero.backends.opencl.attention import CACHE_DEFINES, head_vector
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
@@ -18,7 +17,9 @@ GROUPS = 32  # of a GPU, for each head's keys or values: fixed, so that one laun
 
 
 def accepts_decode_chunks(op: DecodeChunks) -> Acceptance:
-    """Heads whose rows are whole vectors."""
+    """Heads whose rows are whole vectors, caches of floats."""
+    if op.kv.coded:
+        return Acceptance(False, "codes are moved into caches of codes by the host")
     if op.head_dim % LEAST:
         return Acceptance(False, f"heads of {op.head_dim} values do not fill bytes of four codes")
     return Acceptance(True)
@@ -38,8 +39,7 @@ def prepare_decode_chunks(
         "TOKENS": op.tokens,
         "BY_TOKEN": int(op.by_token),
     }
-    if op.kv is CacheFormat.F16:
-        defines["CACHE_HALF"] = 1
+    defines |= CACHE_DEFINES[op.kv]
     program = device.programs.get("chunks.cl", defines, before=("caches.cl",))
     channels = device.constant(vector(weights, "channels"))
     size = (1 if lanes == 1 else lanes * GROUPS, 2 * op.kv_heads)

@@ -51,7 +51,9 @@ def prepare_column_mass(
 def _prepare_group(device: Resources, op: ColumnMass) -> OpenCLKernel:
     lanes, attention = device.tuning.lanes, op.attention
     defines = attention_defines(device.tuning, attention) | {"EVERY": op.every}
-    program = device.programs.get("column_mass_group.cl", defines, before=caps(attention))
+    program = device.programs.get(
+        "column_mass_group.cl", defines, before=("caches.cl", *caps(attention))
+    )
 
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
         tensors = tensors_of(operands)

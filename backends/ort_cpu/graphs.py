@@ -12,7 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, WeightFormat
+from hetero.backends.formats import (
+    CHANNEL_ROWS,
+    GROUP_SIZE,
+    CacheFormat,
+    StorageFormat,
+    WeightFormat,
+)
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.ops import Activation
 from hetero.backends.weights import ROW_BLOCK, padded
@@ -340,8 +346,9 @@ def fused_attention(op: ops.Attention) -> bytes:
 def composed_attention(op: ops.Attention) -> bytes:
     """Attention of standard operations, for head sizes and caches that the fused one refuses.
 
-    The caller has appended keys and values. Inputs `qkv` [m, width], `k_cache` and `v_cache`
-    [G, C, D], `first` int64 [1]; output `out` [m, H · D].
+    The caller has appended keys and values. Inputs `qkv` [m, width], `k_cache` and `v_cache` as
+    `Attention` has them, `first` int64 [1]; output `out` [m, H · D]. Of codes there are also
+    `k_words` and `v_words`: the same memory as float32.
     """
     graph = GraphBuilder()
     graph.input("qkv", F32, ("m", op.width))
@@ -354,25 +361,42 @@ def composed_attention(op: ops.Attention) -> bytes:
     group = op.heads // op.kv_heads
     split = graph.node("Reshape", part, graph.ints(0, op.kv_heads, group, op.head_dim))
     queries = graph.node("Transpose", split, perm=[1, 2, 0, 3])  # [G, H/G, m, D]
-    keys = graph.node("Transpose", _cached(graph, op, "k_cache", end), perm=[0, 1, 3, 2])
+    used_keys, used_values = _cached(graph, op, "k", end), _cached(graph, op, "v", end)
+    if op.kv.coded:
+        queries = graph.node("Mul", queries, _channels(graph, op))
+    keys = graph.node("Transpose", used_keys, perm=[0, 1, 3, 2])
     scores = graph.node("MatMul", queries, keys)  # [G, H/G, m, end]
     scaled = graph.node("Mul", scores, graph.scalar(op.softmax_scale))
     capped = softcapped(graph, scaled, op.softcap) if op.softcap else scaled
     masked = graph.node("Where", visible, capped, graph.scalar(-np.inf))
     weights = graph.node("Softmax", masked, axis=-1)
-    mixed = graph.node("MatMul", weights, _cached(graph, op, "v_cache", end))
+    mixed = graph.node("MatMul", weights, used_values)
     by_token = graph.node("Transpose", mixed, perm=[2, 0, 1, 3])  # [m, G, H/G, D]
     graph.node("Reshape", by_token, graph.ints(-1, op.heads * op.head_dim), out="out")
     return graph.model()
 
 
-def _cached(graph: GraphBuilder, op: ops.Attention, name: str, end: str) -> str:
-    """Positions [0, end) of a cache in float32, [G, 1, end, D]."""
-    cache = graph.input(name, op.kv.dtype, (op.kv_heads, op.capacity, op.head_dim))
+def _cached(graph: GraphBuilder, op: ops.Attention, kind: str, end: str) -> str:
+    """Positions [0, end) of a cache in float32, [G, 1, end, D]; codes without their channels."""
+    shape = op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
+    cache = graph.input(f"{kind}_cache", op.kv.dtype, shape)
     used = graph.node("Slice", cache, graph.ints(0), end, graph.ints(1))
-    if op.kv is not CacheFormat.F32:
+    if op.kv.coded:
+        codes = graph.cast(graph.slice(used, 0, op.head_dim, axis=2), F32)
+        words = graph.input(f"{kind}_words", F32, (*shape[:2], shape[2] // 4))
+        last = graph.slice(words, shape[2] // 4 - 1, shape[2] // 4, axis=2)
+        steps = graph.node("Slice", last, graph.ints(0), end, graph.ints(1))
+        used = graph.node("Mul", graph.node("Add", codes, graph.scalar(0.5)), steps)
+    elif op.kv is not CacheFormat.F32:
         used = graph.cast(used, F32)
     return graph.node("Unsqueeze", used, graph.ints(1))
+
+
+def _channels(graph: GraphBuilder, op: ops.Attention) -> str:
+    """Scales of the keys' channels, [G, 1, 1, D], from behind their codes."""
+    tail = graph.slice("k_words", op.capacity, op.capacity + CHANNEL_ROWS, axis=1)
+    flat = graph.node("Reshape", tail, graph.ints(op.kv_heads, 1, 1, -1))
+    return graph.slice(flat, 0, op.head_dim, axis=3)
 
 
 def _visible(graph: GraphBuilder, end: str, window: int) -> str:

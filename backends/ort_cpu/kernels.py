@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime as ort
 
 from hetero.backends import checks, kv_codes, ops, rope
+from hetero.backends.kv_rows import Rows
 from hetero.backends.memory import Tensor
 from hetero.backends.onnx_common.binding import (
     NATIVE_ERRORS,
@@ -260,13 +261,14 @@ class ComposedAttentionKernel(OrtKernel):
         heads = tensors["qkv"].array[:m].reshape(m, -1, op.head_dim).transpose(1, 0, 2)
         keys, values = heads[op.heads : op.heads + op.kv_heads], heads[op.heads + op.kv_heads :]
         k_cache, v_cache = tensors["k_cache"].array, tensors["v_cache"].array
+        k_rows, v_rows = (Rows(array, op.kv, op.head_dim) for array in (k_cache, v_cache))
         position = tensors["position"].array
         name = self.call_name(m)
 
         def before() -> None:
             first = checks.first_position(BACKEND, name, position, m, op.capacity)
-            k_cache[:, first : first + m] = keys
-            v_cache[:, first : first + m] = values
+            k_rows.write(first, keys)
+            v_rows.write(first, values)
             firsts[:, 0] = starts + first
 
         pieces = []
@@ -275,6 +277,9 @@ class ComposedAttentionKernel(OrtKernel):
             count = min(ATTENTION_ROWS, m - start)
             inputs = {"first": argument(firsts[i]), "qkv": rows_argument(rows["qkv"], count)}
             inputs |= {"k_cache": argument(k_cache), "v_cache": argument(v_cache)}
+            if op.kv.coded:
+                inputs["k_words"] = argument(k_cache.view(np.float32))
+                inputs["v_words"] = argument(v_cache.view(np.float32))
             output = {"out": rows_argument(rows["out"], count)}
             pieces.append(Launch(self._session, io_binding(self._session, inputs, output)))
         return pieces, before, firsts

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from hetero.backends import checks, ops, rope
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
+from hetero.backends.kv_rows import Rows
 from hetero.backends.ops import Activation, Op, describe
-from hetero.backends.protocol import WeightValue
+from hetero.backends.protocol import CACHE_PORTS, WeightValue
 from hetero.backends.weights import PackedWeight, padded
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -207,8 +208,10 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
     heads = arrays["qkv"].reshape(m, -1, op.head_dim).transpose(1, 0, 2)  # [H + 2G, m, D]
     first = _first_position(arrays, op, m, op.capacity)
     end = first + m
-    arrays["k_cache"][:, first:end] = heads[op.heads : op.heads + op.kv_heads]
-    arrays["v_cache"][:, first:end] = heads[op.heads + op.kv_heads :]
+    k_rows, v_rows = (Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS)
+    k_rows.write(first, heads[op.heads : op.heads + op.kv_heads])
+    v_rows.write(first, heads[op.heads + op.kv_heads :])
+    keys, values = (rows.read(0, end).astype(np.float64) for rows in (k_rows, v_rows))
     query, key = np.arange(first, end)[:, None], np.arange(end)[None, :]
     visible = key <= query
     if op.window > 0:
@@ -216,12 +219,10 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
     group = op.heads // op.kv_heads
     for g in range(op.kv_heads):
         q = heads[g * group : (g + 1) * group].astype(np.float64)  # [H/G, m, D]
-        keys = arrays["k_cache"][g, :end].astype(np.float64)  # [end, D]
-        values = arrays["v_cache"][g, :end].astype(np.float64)
-        scores = softcapped(q @ keys.T * op.softmax_scale, op.softcap)
+        scores = softcapped(q @ keys[g].T * op.softmax_scale, op.softcap)
         scores = np.where(visible, scores, -np.inf)  # [H/G, m, end]
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values  # [H/G, m, D]
+        mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values[g]  # [H/G, m, D]
         columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
         arrays["out"][:, columns] = mixed.transpose(1, 0, 2).reshape(m, -1)
 
@@ -231,13 +232,14 @@ def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
     of, m = op.attention, len(arrays["qkv"])
     first = _first_position(arrays, op, m, of.capacity)
     group = of.heads // of.kv_heads
+    rows = Rows(arrays["k_cache"], of.kv, of.head_dim)
     for t in (t for t in range(m) if (first + t + 1) % op.every == 0):
         stop = first + t + 1
         low = max(0, stop - of.window) if of.window > 0 else 0
         queries = arrays["qkv"][t].astype(np.float64).reshape(-1, of.head_dim)
+        keys = rows.read(low, stop).astype(np.float64)
         for g in range(of.kv_heads):
-            keys = arrays["k_cache"][g, low:stop].astype(np.float64)
-            scores = queries[g * group : (g + 1) * group] @ keys.T * of.softmax_scale
+            scores = queries[g * group : (g + 1) * group] @ keys[g].T * of.softmax_scale
             scores = softcapped(scores, of.softcap)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             given = weights / weights.sum(axis=-1, keepdims=True) / of.heads
@@ -260,8 +262,8 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
                 found = np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
             else:
                 found = _decoded(op, part, bits, by_channel).reshape(shape)
-            for port, values in zip(("k_cache", "v_cache"), found, strict=True):
-                arrays[port][:, first : first + op.tokens] = values
+            for port, values in zip(CACHE_PORTS, found, strict=True):
+                Rows(arrays[port], op.kv, op.head_dim).write(first, values)
 
     return run, channels.nbytes
 

@@ -48,6 +48,7 @@ class CacheChoice(StrEnum):
 
     F32 = "f32"
     F16 = "f16"
+    Q8 = "q8"
 
 
 class OrderChoice(StrEnum):

@@ -16,6 +16,10 @@ one plane of the float32 values themselves, which is exact, 16 bits one of float
 Groups that share an amplitude: the chunk's T·D values of a layer and head; for values each token's
 D where D is at least 64 (KIVI: keys by channel, values by token). Amplitudes count as bytes.
 
+Where caches hold codes themselves (`hetero.backends.kv_rows`), keys and values have an amplitude
+for each token, as there, and 32 bits mean bytes as they lie there. 8 bits are then the cache's own
+codes and amplitudes: exact, and not computed from floats where channels are the same.
+
 This is numpy on the host. Layer by layer many chunks are decoded together, since each call of numpy
 costs as much as a chunk's layer of a small model.
 """
@@ -29,8 +33,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.kv_codes import decoded, spread
-from hetero.contexts.kv_cache import CacheLayout
+from hetero.backends.kv_codes import decoded, spread, unpacked
+from hetero.backends.kv_rows import Rows
+from hetero.contexts.kv_cache import CacheLayout, KvCache
 
 CODEC_VERSION: Final = 1
 CHUNK_TOKENS: Final = 16
@@ -83,11 +88,20 @@ class ChunkCodec:
         if scales.shape != shape or not (np.isfinite(scales) & (scales > 0)).all():
             raise ValueError(f"channels must be positive numbers of the shape {shape}")
         self.channels = scales
-        self.by_token = self.size >= TOKEN_AMPLITUDES_FROM
+        self.kv = layout.kv
+        self.by_token = self.size >= TOKEN_AMPLITUDES_FROM or self.kv.coded
+        self.keys_by_token = self.kv.coded
+
+    @property
+    def exact(self) -> tuple[int, ...]:
+        """Bits that lose nothing of what caches hold."""
+        return (RAW, 8) if self.kv.coded else (RAW,)
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Bytes of a layer in each plane."""
         values = 2 * self.heads * tokens * self.size
+        if bits == RAW and self.kv.coded:
+            return (2 * self.heads * tokens * self.kv.row(self.size),)
         if bits > 8:
             return (bits // 8 * values,)
         each = (2 * self._amplitudes(tokens) + values // 4, values // 4, values // 2)
@@ -102,7 +116,7 @@ class ChunkCodec:
         """At most what encoding a chunk and decoding some take, both at once, beside their codes:
         4.1 raw chunks, and 9 bytes for each value that is decoded together.
         """
-        raw = self.nbytes(CHUNK_TOKENS, RAW)
+        raw = 2 * self.nbytes(CHUNK_TOKENS, HALF)
         return 5 * raw + 10 * max(DECODED_TOGETHER, raw // 4 // self.layers)
 
     def empty(self, tokens: int, bits: int) -> Codes:
@@ -117,16 +131,51 @@ class ChunkCodec:
         if values.shape != (self.layers, 2, self.heads, tokens, self.size):
             raise ValueError(f"a chunk of this model has another shape than {values.shape}")
         if bits == RAW:
-            plane = np.array(values, np.float32, order="C").view(np.uint8)
+            plane = self._exact(values).view(np.uint8)
             return Codes(RAW, tokens, (plane.reshape(self.layers, -1),))
         if bits == HALF:
             return Codes(HALF, tokens, (_halves(values).view(np.uint8).reshape(self.layers, -1),))
         scaled = values.astype(np.float32)
         scaled[:, 0] /= self.channels[:, :, None, :]
         amplitudes = self._measured(scaled)
-        divisors = spread(amplitudes, self.heads, tokens, by_token=self.by_token)
+        divisors = spread(amplitudes, self.heads, self._rows(tokens))
         scaled /= np.where(divisors > 0, divisors, np.float32(1))
         codes = np.clip(np.floor((scaled + 1) * 128), 0, 255).astype(np.uint8)
+        return self._packed(codes, amplitudes, tokens).lowered(bits)
+
+    def encode_cached(self, cache: KvCache, start: int, stop: int, bits: int) -> Codes:
+        """Codes of tokens of a cache. Raises `CodecError`."""
+        own = cache.channels
+        if own is None or bits == HALF or not np.array_equal(own, self.channels):
+            return self.encode(cache.read(start, stop), bits)
+        if bits == RAW:
+            rows = [[x[:, start:stop] for x in cache.layer(i)] for i in range(self.layers)]
+            return Codes(
+                RAW, stop - start, (np.array(rows).view(np.uint8).reshape(self.layers, -1),)
+            )
+        both = [cache.rows(i) for i in range(self.layers)]
+        steps = np.array([[x.steps[:, start:stop] for x in rows] for rows in both])
+        if not (steps < 65504 / 128).all():  # nor NaN
+            raise CodecError("keys or values are not finite, or too large for codes")
+        codes = np.array([[x.codes[:, start:stop] for x in rows] for rows in both])
+        amplitudes = (steps * 128).reshape(self.layers, -1)
+        return self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start).lowered(bits)
+
+    def _exact(self, values: Array) -> Array:
+        """Of `RAW`: floats, or what a cache of codes holds of them."""
+        if not self.kv.coded:
+            return np.array(values, np.float32, order="C")
+        shape = self.kv.shape(self.heads, values.shape[3], self.size)
+        found = np.zeros((self.layers, 2, *shape), np.int8)
+        for layer, both in enumerate(values):
+            for kind, (part, array) in enumerate(zip(both, found[layer], strict=True)):
+                rows = Rows(array, self.kv, self.size)
+                rows.channels[:] = 1 if kind else self.channels[layer]
+                rows.write(0, part)
+        return np.ascontiguousarray(found[:, :, :, : values.shape[3]])
+
+    def _packed(self, codes: Array, amplitudes: Array, tokens: int) -> Codes:
+        """8 bits of codes uint8 [L, 2, G, T, D] and amplitudes [L, of keys, then of values]."""
         flat = codes.reshape(self.layers, -1)
         head = amplitudes.astype(np.float16).view(np.uint8).reshape(self.layers, -1)
         planes: tuple[Array, ...] = (
@@ -134,7 +183,7 @@ class ChunkCodec:
             _packed2((flat >> 4) & 3),
             (flat[:, 0::2] & 15) | ((flat[:, 1::2] & 15) << 4),
         )
-        return Codes(8, tokens, planes).lowered(bits)
+        return Codes(8, tokens, planes)
 
     def decode(self, codes: Codes) -> Array:
         """Values float32 [L, 2, G, T, D] of codes."""
@@ -147,11 +196,13 @@ class ChunkCodec:
         return found
 
     def decode_into(
-        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: Array, values: Array
+        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: Rows, values: Rows
     ) -> None:
-        """A layer of chunks, each at its first token, into a cache's keys and values
-        [G, capacity, D]. `DECODED_TOGETHER` values at once, of chunks with equal bits.
+        """A layer of chunks, each at its first token, into a cache's keys and values.
+        `DECODED_TOGETHER` values at once, of chunks with equal bits.
         """
+        if self.kv.coded and np.array_equal(keys.channels, self.channels[layer]):
+            chunks = [x for x in chunks if not self._moved(*x, layer, (keys, values))]
         kinds: dict[tuple[int, int], list[tuple[int, Codes]]] = {}
         for start, codes in chunks:
             kinds.setdefault((codes.bits, codes.tokens), []).append((start, codes))
@@ -162,32 +213,64 @@ class ChunkCodec:
                 planes = [np.stack([plane[layer] for plane in row]) for row in rows]
                 decoded = self._decoded(bits, tokens, planes, slice(layer, layer + 1))
                 for (start, _), (k, v) in zip(part, decoded, strict=True):
-                    keys[:, start : start + tokens] = k
-                    values[:, start : start + tokens] = v
+                    keys.write(start, k)
+                    values.write(start, v)
+
+    def _moved(self, start: int, codes: Codes, layer: int, into: tuple[Rows, Rows]) -> bool:
+        """Whether a chunk went into caches of codes with the same channels as it is."""
+        stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
+        planes = [plane[layer : layer + 1] for plane in codes.planes]
+        if codes.bits == RAW:
+            for rows, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
+                rows.array[:, start:stop] = part
+        elif codes.bits == 8:
+            found, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
+            steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
+            parts = (found ^ 128).view(np.int8).reshape(shape)
+            for rows, part, step in zip(into, parts, steps, strict=True):
+                rows.codes[:, start:stop], rows.steps[:, start:stop] = part, step
+        return codes.bits in (8, RAW)
 
     def _decoded(self, bits: int, tokens: int, planes: Sequence[Array], layers: slice) -> Array:
         """Float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of one."""
         count = len(planes[0])
         shape = (count, 2, self.heads, tokens, self.size)
         if bits == RAW:
-            exact: Array = planes[0].reshape(-1).view(np.float32).reshape(shape)
-            return exact
+            return self._of_raw(planes[0].reshape(-1), shape, layers)
         if bits == HALF:
             return planes[0].reshape(-1).view(np.float16).astype(np.float32).reshape(shape)
         heads = self.heads, tokens, self.size
-        return decoded(bits, planes, heads, self.channels[layers], by_token=self.by_token)
+        scales, both = self.channels[layers], (self.by_token, self.keys_by_token)
+        return decoded(bits, planes, heads, scales, by_token=both[0], keys_by_token=both[1])
+
+    def _of_raw(self, plane: Array, shape: tuple[int, ...], layers: slice) -> Array:
+        if not self.kv.coded:
+            exact: Array = plane.view(np.float32).reshape(shape)
+            return exact
+        row = self.kv.row(self.size)
+        rows = plane.view(np.int8).reshape(*shape[:-1], row)
+        steps = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
+        steps = np.broadcast_to(steps, shape).copy()
+        steps[:, 0] *= self.channels[layers][..., None, :]
+        found: Array = (rows[..., : self.size] + np.float32(0.5)) * steps
+        return found
 
     # --- amplitudes -------------------------------------------------------------------------
 
     def _amplitudes(self, tokens: int) -> int:
         """Of a layer: of the keys, then of the values."""
-        return self.heads * (1 + (tokens if self.by_token else 1))
+        return self.heads * sum(self._rows(tokens))
+
+    def _rows(self, tokens: int) -> tuple[int, int]:
+        """Amplitudes of a head's keys and values."""
+        return tokens if self.keys_by_token else 1, tokens if self.by_token else 1
 
     def _measured(self, values: Array) -> Array:
         """Largest magnitudes [L, amplitudes], fp16 rounded up, as float32. Raises `CodecError`."""
-        keys = np.abs(values[:, 0]).max(axis=(2, 3))
+        keys = np.abs(values[:, 0]).max(axis=3 if self.keys_by_token else (2, 3))
         others = np.abs(values[:, 1]).max(axis=3 if self.by_token else (2, 3))
-        exact = np.concatenate([keys, others.reshape(self.layers, -1)], axis=1)
+        flat = [part.reshape(self.layers, -1) for part in (keys, others)]
+        exact = np.concatenate(flat, axis=1)
         if not (exact < 65504).all():  # nor NaN
             raise CodecError("keys or values are not finite, or too large for codes")
         rounded = exact.astype(np.float16)

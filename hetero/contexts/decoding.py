@@ -43,7 +43,7 @@ class HostDecoder:
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
         """See `Decoder.decode`."""
-        self._codec.decode_into(chunks, layer, *cache.layer(layer))
+        self._codec.decode_into(chunks, layer, *cache.rows(layer))
 
 
 class SharedDecoder:
@@ -155,8 +155,8 @@ def decoders(
 ) -> Iterator[Decoder]:
     """All there are: the host, and devices that can beside their other calls."""
     yield HostDecoder(codec)
-    if layout.head_dim * CHUNK_TOKENS % 4:
-        return
+    if layout.kv.coded or layout.head_dim * CHUNK_TOKENS % 4:
+        return  # of codes: they are moved as they are
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
         beside = device.beside() if device.accepts(op) else None

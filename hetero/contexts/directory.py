@@ -162,5 +162,5 @@ def _described(identity: Identity, layout: CacheLayout) -> dict[str, Any]:
     """Everything that keys and values of equal texts depend on."""
     return identity.metadata | {
         "codec": CODEC_VERSION,
-        "cache": [layout.layers, layout.kv_heads, layout.head_dim],
+        "cache": [layout.layers, layout.kv_heads, layout.head_dim, *[layout.kv] * layout.kv.coded],
     }

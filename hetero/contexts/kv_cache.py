@@ -1,14 +1,16 @@
 """The memory of one context: keys and values of every layer, which attention works on in place.
 
-Each layer has two tensors [kv_heads, capacity, head_dim], float32 or float16, in buffers of their
-own: the slots `k_cache.i` and `v_cache.i` of a step. A token is one row of every head, so a run of
-tokens can be taken out and put back, whole (`read`, `write`) or layer by layer (`layer`), whatever
-lies before and behind it. Pages are taken from the system when tokens first reach them, and are
-small: each head would take a huge page for the first token.
+Each layer has two tensors in buffers of their own, the slots `k_cache.i` and `v_cache.i` of a step:
+[kv_heads, capacity, head_dim] of floats, or codes with their scales (`hetero.backends.kv_rows`). A
+token is one row of every head, so a run of tokens can be taken out and put back, whole (`read`,
+`write`), layer by layer, or as it lies (`rows`), whatever lies before and behind it. Pages are
+taken from the system when tokens first reach them, and are small: each head would take a huge page
+for the first token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import CacheFormat
+from hetero.backends.kv_rows import Rows
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
@@ -42,13 +45,13 @@ class CacheLayout:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of every tensor: [kv_heads, capacity, head_dim]."""
-        return self.kv_heads, self.capacity, self.head_dim
+        """Of every tensor."""
+        return self.kv.shape(self.kv_heads, self.capacity, self.head_dim)
 
     @property
     def slot_bytes(self) -> int:
         """Address space of one tensor: whole pages."""
-        size = self.kv_heads * self.capacity * self.head_dim * self.kv.dtype.itemsize
+        size = math.prod(self.shape) * self.kv.dtype.itemsize
         return -(-size // PAGE_BYTES) * PAGE_BYTES
 
     @property
@@ -71,6 +74,10 @@ class KvCache:
                 name: Tensor(allocate(layout.slot_bytes), layout.shape, layout.kv.dtype)
                 for name in layout.slots
             }
+        if layout.kv.coded:
+            for index in range(layout.layers):
+                for rows in self.rows(index):
+                    rows.channels[:] = 1
 
     def __getitem__(self, slot: str) -> Tensor:
         return self._slots[slot]
@@ -81,17 +88,35 @@ class KvCache:
         return sum(tensor.buffer.nbytes for tensor in self._slots.values())
 
     def layer(self, index: int) -> tuple[Array, Array]:
-        """Keys and values of a layer, [kv_heads, capacity, head_dim]: views."""
+        """Keys and values of a layer, the tensors as they lie: views."""
         keys, values = (self._slots[f"{port}.{index}"].array for port in CACHE_PORTS)
         return keys, values
+
+    def rows(self, index: int) -> tuple[Rows, Rows]:
+        """Keys and values of a layer, to read and write tokens of."""
+        keys, values = (Rows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index))
+        return keys, values
+
+    @property
+    def channels(self) -> Array | None:
+        """The scales of the keys' channels [layers, kv_heads, head_dim], where keys are codes."""
+        if not self.layout.kv.coded:
+            return None
+        return np.stack([self.rows(i)[0].channels for i in range(self.layout.layers)])
+
+    def scale_by(self, channels: Array | None) -> None:
+        """Take these for tokens to come; there are none yet. None: as it is."""
+        if channels is not None and self.layout.kv.coded:
+            for index in range(self.layout.layers):
+                self.rows(index)[0].channels[:] = channels[index]
 
     def read(self, start: int, stop: int) -> Array:
         """Tokens [start, stop): a copy as float32 [layers, 2 (k and v), kv_heads, tokens, dim]."""
         self._check(start, stop)
         found = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
         for index in range(self.layout.layers):
-            for into, cache in zip(found[index], self.layer(index), strict=True):
-                into[:] = cache[:, start:stop]
+            for into, rows in zip(found[index], self.rows(index), strict=True):
+                into[:] = rows.read(start, stop)
         return found
 
     def write(self, start: int, values: Array) -> None:
@@ -102,14 +127,17 @@ class KvCache:
         stop = start + values.shape[3]
         self._check(start, stop)
         for index in range(self.layout.layers):
-            for cache, part in zip(self.layer(index), values[index], strict=True):
-                cache[:, start:stop] = part
+            for rows, part in zip(self.rows(index), values[index], strict=True):
+                rows.write(start, part)
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
-        """The first tokens of another cache of the same model, whatever its capacity."""
+        """The first tokens of another cache of the same model, whatever its capacity, and nothing
+        else: as they lie, with their channels, where both have the same format.
+        """
+        self.scale_by(other.channels)
         for index in range(self.layout.layers):
-            for cache, source in zip(self.layer(index), other.layer(index), strict=True):
-                cache[:, :tokens] = source[:, :tokens]
+            for rows, source in zip(self.rows(index), other.rows(index), strict=True):
+                rows.copy(0, source, 0, tokens)
 
     def _part(self, tokens: int) -> tuple[int, int, int]:
         return self.layout.kv_heads, tokens, self.layout.head_dim

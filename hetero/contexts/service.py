@@ -275,6 +275,7 @@ class Service:
             lambda facts: ChunkCodec(layout, np.array(facts["channels"], np.float32).reshape(shape))
         )
         engine = self.llm.engine
+        engine.contexts.scale_by(codec.channels)
         able = {} if engine.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())

@@ -2,7 +2,9 @@
 
 A safetensors file: `tokens` int32 [tokens], `k.i` and `v.i` float32 [G, cached, D] of every layer
 for the first of them (all but what was chosen last); its metadata has the `Identity` and the hash
-of all bytes of the tensors. The destination is complete or absent (`hetero.backends.host.files`).
+of all bytes of the tensors. Caches of codes are saved as they lie: int8, of the shape
+`CacheFormat.Q8.shape(G, cached, D)`. Any file is read into caches of any format. The destination is
+complete or absent (`hetero.backends.host.files`).
 
 Keys and values depend on the model and on the format that it computes in. They do not depend on
 which device computed which part of a matmul, so a file says nothing of the plan (files of version 1
@@ -22,7 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.arguments import check_messages
+from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import atomic_writer
+from hetero.backends.kv_rows import Rows
 from hetero.contexts.kv_cache import KvCache
 from hetero.errors import ModelError, UserError
 from hetero.models.safetensors_file import SafetensorsFile
@@ -31,7 +35,8 @@ KIND: Final = "hetero-session"
 SCHEMA_VERSION: Final = "2"
 READABLE: Final = ("1", SCHEMA_VERSION)
 NUMERICS: Final = "float32, keys after RoPE"
-_DTYPES: Final = {"tokens": "I32"}
+CODED: Final = "q8, keys after RoPE"
+_DTYPES: Final = {"float32": "F32", "int32": "I32", "int8": "I8"}
 Array = npt.NDArray[Any]
 
 
@@ -52,6 +57,10 @@ class Identity:
         """As a file has it."""
         return {"model": self.model, "weights": self.weights, "numerics": NUMERICS}
 
+    def of_file(self, *, coded: bool) -> dict[str, str]:
+        """As a session has it."""
+        return self.metadata | {"numerics": CODED if coded else NUMERICS}
+
 
 @dataclass(frozen=True)
 class Session:
@@ -64,8 +73,13 @@ class Session:
 
     def restore(self, cache: KvCache) -> None:
         """Copy the keys and values into a cache."""
-        for name, into in _caches(cache, self.cached):
-            into[:] = self.file.array(name)
+        kv, size = _format_of(self.file), cache.layout.head_dim
+        for layer in range(cache.layout.layers):
+            for kind, into in zip("kv", cache.rows(layer), strict=True):
+                source = Rows(self.file.array(f"{kind}.{layer}"), kv, size)
+                if kv.coded and cache.layout.kv.coded:
+                    into.channels[:] = source.channels
+                into.copy(0, source, 0, self.cached)
 
 
 def save_session(
@@ -80,8 +94,8 @@ def save_session(
     if not cached:
         raise UserError(f"{path}: there is nothing to save yet; generate something first")
     arrays: dict[str, Array] = {"tokens": np.asarray(tokens, dtype=np.int32)}
-    arrays |= {name: np.ascontiguousarray(x, np.float32) for name, x in _caches(cache, cached)}
-    metadata = identity.metadata | {
+    arrays |= {name: _saved(x, cached) for name, x in _caches(cache)}
+    metadata = identity.of_file(coded=cache.layout.kv.coded) | {
         "kind": KIND,
         "schema_version": SCHEMA_VERSION,
         "messages": json.dumps(list(messages)),
@@ -112,7 +126,7 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
             f"{path}: holds {count} tokens, more than the context of {limit}; open the model with "
             "a larger max_seq_len"
         )
-    names = ["tokens", *(name for name, _ in _caches(cache, 0))]
+    names = ["tokens", *(name for name, _ in _caches(cache))]
     if _digest(file.array(name) for name in names) != file.metadata.get("sha256"):
         raise ModelError(f"{path}: session file is damaged (its hash differs); save it again")
     tokens = [int(x) for x in file.array("tokens")]
@@ -121,11 +135,23 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
     return Session(tokens, cached, _messages(path, file.metadata.get("messages", "[]")), file)
 
 
-def _caches(cache: KvCache, tokens: int) -> Iterator[tuple[str, Array]]:
-    """The first tokens of every cache, [G, tokens, D], with its name in the file."""
+def _caches(cache: KvCache) -> Iterator[tuple[str, Rows]]:
+    """Every cache with its name in the file."""
     for layer in range(cache.layout.layers):
-        for kind, array in zip("kv", cache.layer(layer), strict=True):
-            yield f"{kind}.{layer}", array[:, :tokens]
+        for kind, rows in zip("kv", cache.rows(layer), strict=True):
+            yield f"{kind}.{layer}", rows
+
+
+def _saved(rows: Rows, tokens: int) -> Array:
+    """The first tokens of a cache, with the scales of the channels of codes."""
+    if not rows.kv.coded:
+        return np.ascontiguousarray(rows.array[:, :tokens], np.float32)
+    return np.concatenate([rows.array[:, :tokens], rows.array[:, rows.tokens :]], axis=1)
+
+
+def _format_of(file: SafetensorsFile) -> CacheFormat:
+    """Of its keys and values."""
+    return CacheFormat.Q8 if file.metadata.get("numerics") == CODED else CacheFormat.F32
 
 
 def _digest(arrays: Iterable[Array]) -> str:
@@ -140,7 +166,7 @@ def _write(file: BinaryIO, arrays: Mapping[str, Array], metadata: dict[str, str]
     offset = 0
     for name, array in arrays.items():
         header[name] = {
-            "dtype": _DTYPES.get(name, "F32"),
+            "dtype": _DTYPES[array.dtype.name],
             "shape": list(array.shape),
             "data_offsets": [offset, offset + array.nbytes],
         }
@@ -165,7 +191,8 @@ def _check_metadata(path: Path, file: SafetensorsFile, identity: Identity) -> No
         "weights": f"was saved with --weights {found.get('weights')}",
         "numerics": f"holds keys and values as {found.get('numerics')}",
     }
-    wrong = [reason for name, reason in reasons.items() if found.get(name) != wanted[name]]
+    known = {name: (value,) for name, value in wanted.items()} | {"numerics": (NUMERICS, CODED)}
+    wrong = [reason for name, reason in reasons.items() if found.get(name) not in known[name]]
     if found.get("schema_version") not in READABLE:
         wrong.insert(0, "was written by another version of hetero")
     if wrong:
@@ -176,9 +203,11 @@ def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[in
     """Tokens of the session and how many are cached, when every tensor is there in its shape."""
     count, cached = _length(file, "tokens", 0), _length(file, "k.0", 1)
     layout = cache.layout
-    shape = ("F32", (layout.kv_heads, cached, layout.head_dim))
+    kv = _format_of(file)
+    cached -= kv.shape(0, 0, 0)[1]
+    shape = (_DTYPES[kv.dtype.name], kv.shape(layout.kv_heads, cached, layout.head_dim))
     expected: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("I32", (count,))}
-    expected |= {name: shape for name, _ in _caches(cache, 0)}
+    expected |= {name: shape for name, _ in _caches(cache)}
     found = {name: (x.dtype, x.shape) for name, x in file.entries.items()}
     if not 0 < cached <= min(count, layout.capacity) or found != expected:
         raise ModelError(f"{path}: session file does not hold this model's cache; save it again")

@@ -39,8 +39,8 @@ def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None
     """Tokens [start, stop) go, [stop, cached) move to where they were."""
     count = stop - start
     for index in range(cache.layout.layers):
-        keys, values = cache.layer(index)
+        keys, values = cache.rows(index)
         for at in range(stop, cached, MOVED_TOGETHER):
             end = min(at + MOVED_TOGETHER, cached)
-            keys[:, at - count : end - count] = turned_back(keys[:, at:end], op, count)
-            values[:, at - count : end - count] = values[:, at:end].copy()
+            keys.write(at - count, turned_back(keys.read(at, end), op, count))
+            values.copy(at - count, values, at, end)

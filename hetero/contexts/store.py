@@ -10,7 +10,7 @@ from hetero.backends.errors import DeviceLostError
 from hetero.backends.host import forks
 from hetero.backends.ops import Rope
 from hetero.contexts.context import Context
-from hetero.contexts.kv_cache import Allocate, CacheLayout, KvCache
+from hetero.contexts.kv_cache import Allocate, Array, CacheLayout, KvCache
 from hetero.contexts.session_file import Identity
 from hetero.errors import UserError
 from hetero.runtime.step_lock import StepLock
@@ -34,6 +34,7 @@ class ContextStore:
         self.rope = rope
         self._lock = lock
         self._open: weakref.WeakSet[Context] = weakref.WeakSet()
+        self._channels: Array | None = None
         forks.in_child(self._forked)
 
     def provide(self, layout: CacheLayout, allocate: Allocate, admit: Admit) -> None:
@@ -42,6 +43,15 @@ class ContextStore:
         self._admit = weakref.WeakMethod(admit)
         for context in self.open_contexts():
             context.move(KvCache(layout, allocate))
+
+    def scale_by(self, channels: Array) -> None:
+        """Contexts whose keys are codes have these scales of channels, those that hold nothing from
+        here on.
+        """
+        self._channels = channels
+        for context in self.open_contexts():
+            if not context.cached:
+                context.cache.scale_by(channels)
 
     def open_contexts(self) -> list[Context]:
         """Those that take memory."""
@@ -54,7 +64,9 @@ class ContextStore:
             if admit is None:
                 raise DeviceLostError("engine", "opening a context", "the model is gone")
             admit(len(self.open_contexts()) + 1)
-            context = Context(self, KvCache(self._layout, self._allocate), waits=waits)
+            cache = KvCache(self._layout, self._allocate)
+            cache.scale_by(self._channels)
+            context = Context(self, cache, waits=waits)
             self._open.add(context)
         return context
 

@@ -175,7 +175,7 @@ class SwapOut:
             if not self._memory.claim(room):
                 return None
         try:
-            codes = self._codec.encode(cache.read(chunk.start, chunk.stop), bits)
+            codes = self._codec.encode_cached(cache, chunk.start, chunk.stop, bits)
         except CodecError:  # text alone can stand for it
             self._memory.budget.give(room)
             return None

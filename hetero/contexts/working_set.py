@@ -24,7 +24,7 @@ from hetero.backends.host.affinity import unpinned
 from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, ChunkCodec, Codes
 from hetero.contexts.decoding import Decoder, HostDecoder
 from hetero.contexts.density import AttentionMass
 from hetero.contexts.kv_cache import KvCache
@@ -364,7 +364,7 @@ class WorkingSet:
         items = [(c, c.codes or claimed[c], c in claimed) for c in chunks]
         switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
         for chunk, codes, _ in items:
-            self._lossy[chunk.start : chunk.stop] = codes.bits != RAW
+            self._lossy[chunk.start : chunk.stop] = codes.bits not in self._codec.exact
         switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
         self._load = _Load(items, LayerGate(self._codec.layers))
         self._reading = self._thread.submit(self._read, self._load, self._active.cache)

@@ -70,8 +70,8 @@ class LLM:
     logits. Calls of a long prompt are in flight together, in an `order` that a profile predicts to
     be shorter (`best`), by mllm-NPU's greedy rule (`paper`), or one after another (`fifo`); the
     order changes no bit of an answer, cuts of long prompts that go with it the last ones. `kv` is
-    how keys and values are cached: f32, or f16, which halves the memory of a context and what
-    decoding reads of it.
+    how keys and values are cached: f32; f16, which halves the memory of a context and what decoding
+    reads of it; or q8, codes of 8 bits, about a quarter.
 
     A prompt is answered on a context: the model's own (`context`), from the start unless `reuse`,
     or one of `new_context`, which the prompt goes on from. Answers on different contexts take turns

@@ -15,6 +15,7 @@ import pytest
 from hetero.backends import ops
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.kv_codes import random_channels, random_chunks
+from hetero.backends.kv_rows import cache_rows, random_rows
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS, Op, describe, weight_names
 from hetero.backends.protocol import (
@@ -205,8 +206,7 @@ def make_tensors(
             array[:] = rng.integers(0, op.vocab, len(array))
         elif port in CACHES:
             known = position + (m if isinstance(op, ops.ColumnMass) else 0)
-            array[:] = np.nan
-            array[:, :known] = rng.standard_normal(array[:, :known].shape)
+            random_rows(cache_rows(op, array), known, rng, keys=port == "k_cache")
         elif port in ADDED_PORTS:
             array[:] = rng.random(array.shape)
         elif port not in ("codes", "table"):

@@ -263,12 +263,13 @@ def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, win
         check_call(device, kernel, {}, tensors, m)
 
 
+@pytest.mark.parametrize("kv", [kv for kv in CacheFormat if kv is not CacheFormat.F32])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
-def test_attention_on_caches_of_halves(
-    device: Device, heads: int, kv_heads: int, head_dim: int
+def test_attention_on_narrow_caches(
+    device: Device, heads: int, kv_heads: int, head_dim: int, kv: CacheFormat
 ) -> None:
-    """Keys and values are rounded to nearest when they are appended, and read as they lie."""
-    op = replace(ATTENTION, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv=CacheFormat.F16)
+    """Keys and values are rounded when they are appended, and read as they lie."""
+    op = replace(ATTENTION, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv=kv)
     require(device, op)
     kernel = device.prepare(op, {})
     for m, position in ((1, 0), (7, 0), (33, 0), (1, 9), (1, 69), (2, 5), (31, 32), (33, 37)):
@@ -284,6 +285,7 @@ def test_attention_on_caches_of_halves(
         (4, 2, 8, {}),
         (3, 1, 12, {"window": 5}),
         (8, 2, 64, {"kv": CacheFormat.F16}),
+        (6, 2, 12, {"kv": CacheFormat.Q8}),
         (6, 2, 16, {"softcap": 2.0, "window": 33}),
         (2, 2, 80, {"scale": 2.0}),
     ],

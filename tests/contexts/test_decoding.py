@@ -52,7 +52,7 @@ def chunks_of(codec: ChunkCodec, count: int, seed: int) -> list[tuple[int, Codes
     return found
 
 
-@pytest.mark.parametrize("kv", CacheFormat)
+@pytest.mark.parametrize("kv", [CacheFormat.F32, CacheFormat.F16])
 @pytest.mark.parametrize(("heads", "size"), [(2, 64), (3, 12), (4, 32), (1, 128)])
 def test_a_device_decodes_what_the_host_does(
     device: Device, kv: CacheFormat, heads: int, size: int

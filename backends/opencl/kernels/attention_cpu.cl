@@ -7,7 +7,9 @@
 // row = token * GROUP + head. Scores are in base 2: SCALE includes log2(e).
 // Decode: `attend_few` appends and attends token by token; a vector holds HV dimensions of one key.
 //
-// Caches are read as they lie (caches.cl), halves widened in registers; scores_cpu.cl makes scores.
+// Caches are read as they lie (caches.cl), halves and codes widened in registers; scores_cpu.cl makes
+// scores. Codes' scales: of keys' channels in q (decode) or in packed keys, of keys' tokens on the
+// scores (or in packed keys), of values' tokens on the weights.
 // TOKENS (per tile) and KEYS (per block) come from tuning.
 
 #define FEW (GROUP == 1 ? 1 : GROUP == 2 ? 2 : 4)
@@ -15,8 +17,19 @@
 
 #define LINE (64 / (int)sizeof(cache_t))
 
-INLINE void copy_row(__global const float *from, __global cache_t *to) {
-  for (int c = 0; c < CHUNKS; c++) CSTORE(HLOAD(from + c * HV), to + c * HV);
+// A token of a head to where it belongs in caches of a head; the values lie `apart` from the keys.
+INLINE void append_row(__global const float *from, const int apart, const int key,
+                       __global cache_t *k_head, __global cache_t *v_head) {
+  __global cache_t *k = k_head + (size_t)key * ROW, *v = v_head + (size_t)key * ROW;
+#ifdef CACHE_CODES
+  code_row(from, k, CHANNELS_OF(k_head));
+  code_row(from + apart, v, 0);
+#else
+  for (int c = 0; c < CHUNKS; c++) {
+    CSTORE(HLOAD(from + c * HV), k + c * HV);
+    CSTORE(HLOAD(from + apart + c * HV), v + c * HV);
+  }
+#endif
 }
 
 // Work-item (g, block of KT keys). `count` is m.
@@ -28,19 +41,17 @@ __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const in
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
   const int start = position[0], stop = start + count, key0 = block * KT;
   if (key0 >= stop || key0 + KT <= window_start(start + 1)) return;
-  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
-  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  k_cache += (size_t)g * HEAD_ROWS * ROW;
+  v_cache += (size_t)g * HEAD_ROWS * ROW;
   packed += ((size_t)g * ((CAPACITY + KT - 1) / KT) + block) * KT * HEAD_DIM;
   const int keys = min(KT, stop - key0);
   for (int i = 0; i < keys; i++) {
     const int key = key0 + i;
     if (key < start) continue;
     __global const float *from = qkv + (size_t)(key - start) * WIDTH + (HEADS + g) * HEAD_DIM;
-    copy_row(from, k_cache + (size_t)key * HEAD_DIM);
-    copy_row(from + KV_HEADS * HEAD_DIM, v_cache + (size_t)key * HEAD_DIM);
+    append_row(from, KV_HEADS * HEAD_DIM, key, k_cache, v_cache);
   }
-  __global const cache_t *k = k_cache + (size_t)key0 * HEAD_DIM;
-  pack_block(k, keys, packed);
+  pack_block(k_cache, key0, keys, packed);
 }
 
 // o[r][0 .. 2 HV) = alpha[r] * o + p · v
@@ -50,7 +61,7 @@ INLINE void values2(const float *restrict p, __global const cache_t *restrict v,
                           b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV);
   EACH_ROW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = CLOAD(v + key * HEAD_DIM), v1 = CLOAD(v + key * HEAD_DIM + HV);
+    const hfloat v0 = CLOAD(v + key * ROW), v1 = CLOAD(v + key * ROW + HV);
 #define STEP(r) { const float x = p[r * KEYS + key]; a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
     EACH_ROW(STEP)
   }
@@ -66,7 +77,7 @@ INLINE void values1(const float *restrict p, __global const cache_t *restrict v,
 #define DECLARE(r) hfloat a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
   EACH_ROW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = CLOAD(v + key * HEAD_DIM);
+    const hfloat v0 = CLOAD(v + key * ROW);
 #define STEP(r) a##r = p[r * KEYS + key] * v0 + a##r;
     EACH_ROW(STEP)
   }
@@ -100,7 +111,7 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
   const int rows = min(TOKENS, count - t0) * GROUP;
   const int slabs = (rows + ROWS - 1) / ROWS;
   packed += (size_t)g * ((CAPACITY + KT - 1) / KT) * KT * HEAD_DIM;
-  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  v_cache += (size_t)g * HEAD_ROWS * ROW;
 
   float q[SLABS * HEAD_DIM * ROWS], o[SLABS * ROWS * HEAD_DIM], p[ROWS * KEYS];
   float top[SLABS * ROWS];
@@ -119,7 +130,11 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
   const int first = window_start(start + t0 + 1) / KT * KT;
   const int end = start + t0 + (rows - 1) / GROUP + 1;
   for (int key0 = first; key0 < end; key0 += KEYS) {
-    __global const cache_t *v = v_cache + (size_t)key0 * HEAD_DIM;
+    __global const cache_t *v = v_cache + (size_t)key0 * ROW;
+#ifdef CACHE_CODES
+    float steps[KEYS];
+    for (int i = 0; i < KEYS; i++) steps[i] = key0 + i < end ? STEP_OF(v + i * ROW) : 0.0f;
+#endif
     for (int slab = 0; slab < slabs; slab++) {
       const int row0 = slab * ROWS, row1 = min(row0 + ROWS, rows) - 1;
       const int early = start + t0 + row0 / GROUP + 1, late = start + t0 + row1 / GROUP + 1;
@@ -142,6 +157,11 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
           mask(p + r * KEYS, padded, window_start(limit) - key0, limit - key0);
         }
         alpha[r] = soften(p + r * KEYS, padded, top + row0 + r, sum + row0 + r);
+#ifdef CACHE_CODES
+        for (int i = r * KEYS; i < r * KEYS + padded; i += VEC) {
+          VSTORE(VLOAD(p + i) * VLOAD(steps + i - r * KEYS), p + i);
+        }
+#endif
       }
       float *acc = o + row0 * HEAD_DIM;
       int c = 0;
@@ -168,7 +188,7 @@ INLINE float dot1(const float *restrict q, __global const cache_t *restrict k) {
 
 // Number i of a decode step's VEC scores at once: row i % FEW of key i / FEW.
 #define Q_OF(i) (q + (i) % FEW * HEAD_DIM)
-#define K_OF(i) (k + (i) / FEW * HEAD_DIM)
+#define K_OF(i) (k + (i) / FEW * ROW)
 #define START(i) hfloat d##i = HLOAD(Q_OF(i)) * CLOAD(K_OF(i));
 #define DIMENSIONS(i) d##i = HLOAD(Q_OF(i) + c * HV) * CLOAD(K_OF(i) + c * HV) + d##i;
 #define HALVES(a, b) ((vfloat)(a.lo + a.hi, b.lo + b.hi))
@@ -207,6 +227,20 @@ INLINE vfloat dots(const float *restrict q, __global const cache_t *restrict k) 
 #endif
 }
 
+#ifdef CACHE_CODES
+// The steps of VEC / FEW tokens, each as often as there are rows.
+INLINE vfloat few_steps(__global const cache_t *rows) {
+  float s[VEC];
+  for (int i = 0; i < VEC; i++) s[i] = STEP_OF(rows + i / FEW * ROW);
+  return VLOAD(s);
+}
+#define SCALED_BY(rows, x) (few_steps(rows) * (x))
+#define SCALED_BY1(row, x) (STEP_OF(row) * (x))
+#else
+#define SCALED_BY(rows, x) (x)
+#define SCALED_BY1(row, x) (x)
+#endif
+
 // The caches come from memory, in runs of KEYS: keys of the next runs and the run's own values are
 // fetched while scores are made.
 #define AHEAD 32
@@ -220,7 +254,7 @@ INLINE void few_values2(const float *restrict p, __global const cache_t *restric
                                                 b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV); }
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = CLOAD(v + key * HEAD_DIM), v1 = CLOAD(v + key * HEAD_DIM + HV);
+    const hfloat v0 = CLOAD(v + key * ROW), v1 = CLOAD(v + key * ROW + HV);
 #define STEP(r) LIVE(r) { const float x = p[key * FEW + r]; \
                           a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
     EACH_FEW(STEP)
@@ -237,7 +271,7 @@ INLINE void few_values1(const float *restrict p, __global const cache_t *restric
 #define DECLARE(r) hfloat a##r = 0; LIVE(r) a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = CLOAD(v + key * HEAD_DIM);
+    const hfloat v0 = CLOAD(v + key * ROW);
 #define STEP(r) LIVE(r) a##r = p[key * FEW + r] * v0 + a##r;
     EACH_FEW(STEP)
   }
@@ -274,12 +308,11 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
   if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
   const int start = position[0];
-  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
-  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  k_cache += (size_t)g * HEAD_ROWS * ROW;
+  v_cache += (size_t)g * HEAD_ROWS * ROW;
   for (int t = 0; t < count; t++) {
     __global const float *from = qkv + (size_t)t * WIDTH + (HEADS + g) * HEAD_DIM;
-    copy_row(from, k_cache + (size_t)(start + t) * HEAD_DIM);
-    copy_row(from + KV_HEADS * HEAD_DIM, v_cache + (size_t)(start + t) * HEAD_DIM);
+    append_row(from, KV_HEADS * HEAD_DIM, start + t, k_cache, v_cache);
   }
   float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM];
   float p[FEW * KEYS], top[PADDED_GROUP], alpha[FEW];
@@ -290,30 +323,41 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
       q[i] = i < GROUP * HEAD_DIM ? from[i] * SCALE : 0.0f;
       o[i] = 0;
     }
+#ifdef CACHE_CODES
+    for (int i = 0; i < GROUP * HEAD_DIM; i++) q[i] *= CHANNELS_OF(k_cache)[i % HEAD_DIM];
+#endif
     for (int r = 0; r < PADDED_GROUP; r++) top[r] = LOWEST;
     for (int b = 0; b < PADDED_GROUP / FEW; b++) sum[b] = 0;
     const int end = start + t + 1;
     for (int key0 = window_start(end); key0 < end; key0 += KEYS) {
       const int keys = min(KEYS, end - key0), padded = (keys * FEW + VEC - 1) / VEC * VEC;
-      __global const cache_t *k = k_cache + (size_t)key0 * HEAD_DIM;
-      __global const cache_t *v = v_cache + (size_t)key0 * HEAD_DIM;
+      __global const cache_t *k = k_cache + (size_t)key0 * ROW;
+      __global const cache_t *v = v_cache + (size_t)key0 * ROW;
       for (int r = 0; r < PADDED_GROUP; r += FEW) {
         int key = 0;
         for (; key + VEC / FEW <= keys; key += VEC / FEW) {
           if (r == 0) {
-            for (int i = 0; i < VEC / FEW * HEAD_DIM; i += LINE) {
-              __builtin_prefetch(k + (key + AHEAD) * HEAD_DIM + i);
-              __builtin_prefetch(v + key * HEAD_DIM + i);
+            for (int i = 0; i < VEC / FEW * ROW; i += LINE) {
+              __builtin_prefetch(k + (key + AHEAD) * ROW + i);
+              __builtin_prefetch(v + key * ROW + i);
             }
           }
-          VSTORE(CAPPED(dots(q + r * HEAD_DIM, k + key * HEAD_DIM)), p + key * FEW);
+          const vfloat dot = dots(q + r * HEAD_DIM, k + key * ROW);
+          VSTORE(CAPPED(SCALED_BY(k + key * ROW, dot)), p + key * FEW);
         }
         int i = key * FEW;
         for (; i < keys * FEW; i++) {
-          p[i] = CAPPED1(dot1(q + (r + i % FEW) * HEAD_DIM, k + i / FEW * HEAD_DIM));
+          const float dot = dot1(q + (r + i % FEW) * HEAD_DIM, k + i / FEW * ROW);
+          p[i] = CAPPED1(SCALED_BY1(k + i / FEW * ROW, dot));
         }
         for (; i < padded; i++) p[i] = -INFINITY;
         few_soften(p, padded, top + r, sum + r / FEW, alpha);
+#ifdef CACHE_CODES
+        for (i = 0; i + VEC <= keys * FEW; i += VEC) {
+          VSTORE(VLOAD(p + i) * few_steps(v + i / FEW * ROW), p + i);
+        }
+        for (; i < keys * FEW; i++) p[i] *= STEP_OF(v + i / FEW * ROW);
+#endif
         float *acc = o + r * HEAD_DIM;
         int c = 0;
         for (; c + 2 <= CHUNKS; c += 2) few_values2(p, v + c * HV, keys, alpha, acc + c * HV);

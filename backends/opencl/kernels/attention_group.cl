@@ -13,42 +13,31 @@
 #define DIMS ((HEAD_DIM + LANES - 1) / LANES)
 #define RECORD (HEAD_DIM + 2)
 
-#ifdef CACHE_HALF
-typedef half cache_t;
-#define CLOAD(p) vload_half(0, p)
-#define CSTORE(x, p) vstore_half_rte(x, 0, p)
-#define CLOAD2(p) vload_half2(0, p)
-#define CLOAD4(p) vload_half4(0, p)
-#else
-typedef float cache_t;
-#define CLOAD(p) (*(p))
-#define CSTORE(x, p) (*(p) = (x))
-#define CLOAD2(p) vload2(0, p)
-#define CLOAD4(p) vload4(0, p)
-#endif
-
 inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
-// One float of k and of v per work-item. `count` is m · KV_HEADS · HEAD_DIM.
+// `count` is m · KV_HEADS · HEAD_DIM: one float of k and of v per work-item; with codes
+// m · KV_HEADS, a row of each.
 __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                      ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache)) {
   const int i = get_global_id(0);
   if (i >= count) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
-  const int token = i / (KV_HEADS * HEAD_DIM), g = i / HEAD_DIM % KV_HEADS, d = i % HEAD_DIM;
-  const size_t to = ((size_t)g * CAPACITY + position[0] + token) * HEAD_DIM + d;
-  qkv += (size_t)token * WIDTH + (HEADS + g) * HEAD_DIM + d;
-  CSTORE(qkv[0], k_cache + to);
-  CSTORE(qkv[KV_HEADS * HEAD_DIM], v_cache + to);
-}
-
-#if HV == 1
-#define PRODUCT(a, b) (CLOAD(a) * *(b))
-#elif HV == 2
-#define PRODUCT(a, b) dot(CLOAD2(a), vload2(0, b))
+#ifdef CACHE_CODES
+  const int token = i / KV_HEADS, g = i % KV_HEADS, d = 0;
 #else
-#define PRODUCT(a, b) dot(CLOAD4(a), vload4(0, b))
+  const int token = i / (KV_HEADS * HEAD_DIM), g = i / HEAD_DIM % KV_HEADS, d = i % HEAD_DIM;
 #endif
+  const size_t head = (size_t)g * HEAD_ROWS * ROW;
+  const size_t to = head + (size_t)(position[0] + token) * ROW + d;
+  qkv += (size_t)token * WIDTH + (HEADS + g) * HEAD_DIM + d;
+#ifdef CACHE_CODES
+  code_row(qkv, k_cache + to, CHANNELS_OF(k_cache + head));
+  code_row(qkv + KV_HEADS * HEAD_DIM, v_cache + to, 0);
+#else
+  CSTORE1(qkv[0], k_cache + to);
+  CSTORE1(qkv[KV_HEADS * HEAD_DIM], v_cache + to);
+#endif
+}
 
 // Work-group (block of rows, g, split). `count` is m; with 0 there are no rows (no early return:
 // PoCL 3.0 miscompiles one in front of a barrier).
@@ -61,12 +50,15 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
   const int g = get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
   const int rows = clamp(count * GROUP - row0, 0, ROWS);
   const int start = position[0];
-  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
-  v_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  k_cache += (size_t)g * HEAD_ROWS * ROW;
+  v_cache += (size_t)g * HEAD_ROWS * ROW;
   for (int i = LANE; i < (rows > 0 ? ROWS * HEAD_DIM : 0); i += LANES) {
     const int row = row0 + min(i / HEAD_DIM, rows - 1);
     q[i] = SCALE * qkv[(size_t)(row / GROUP) * WIDTH + (g * GROUP + row % GROUP) * HEAD_DIM +
                        i % HEAD_DIM];
+#ifdef CACHE_CODES
+    q[i] *= CHANNELS_OF(k_cache)[i % HEAD_DIM];
+#endif
   }
   float acc[ROWS][DIMS], top[ROWS], sum[ROWS];
   for (int r = 0; r < ROWS; r++) {
@@ -85,11 +77,13 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
     float s[ROWS];
     for (int r = 0; r < ROWS; r++) s[r] = 0;
     if (key < high) {
+      __global const cache_t *k = k_cache + (size_t)key * ROW;
       for (int d = 0; d < HEAD_DIM; d += HV) {
-        for (int r = 0; r < ROWS; r++) {
-          s[r] += PRODUCT(k_cache + (size_t)key * HEAD_DIM + d, q + r * HEAD_DIM + d);
-        }
+        for (int r = 0; r < ROWS; r++) s[r] += dot(CLOAD(k + d), HLOAD(q + r * HEAD_DIM + d));
       }
+#ifdef CACHE_CODES
+      for (int r = 0; r < ROWS; r++) s[r] *= STEP_OF(k);
+#endif
     }
     for (int r = 0; r < ROWS; r++) {
       const int limit = start + (row0 + min(r, rows - 1)) / GROUP + 1;
@@ -123,7 +117,12 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
       const int d = c * LANES + LANE;
       if (d < HEAD_DIM) {
         for (int i = 0; i < keys; i++) {
-          const float v = CLOAD(v_cache + (size_t)(key0 + i) * HEAD_DIM + d);
+          __global const cache_t *row = v_cache + (size_t)(key0 + i) * ROW;
+#ifdef CACHE_CODES
+          const float v = CLOAD1(row + d) * STEP_OF(row);
+#else
+          const float v = CLOAD1(row + d);
+#endif
           for (int r = 0; r < ROWS; r++) acc[r][c] += p[r * LANES + i] * v;
         }
       }

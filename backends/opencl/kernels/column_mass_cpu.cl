@@ -10,8 +10,8 @@ __kernel void pack_columns(const int count, ARRAY(const int, position),
   AT(position); AT(k_cache);
   const int start = position[0], stop = start + count, key0 = block * KT;
   if (key0 >= stop || key0 + KT <= window_start(start + 1)) return;
-  k_cache += ((size_t)g * CAPACITY + key0) * HEAD_DIM;
-  pack_block(k_cache, min(KT, stop - key0), packed + ((size_t)g * STRIDE + key0) * HEAD_DIM);
+  k_cache += (size_t)g * HEAD_ROWS * ROW;
+  pack_block(k_cache, key0, min(KT, stop - key0), packed + ((size_t)g * STRIDE + key0) * HEAD_DIM);
 }
 
 // Work-item (g). `count` is m.

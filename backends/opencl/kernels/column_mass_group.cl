@@ -11,14 +11,6 @@
 #else
 #define CAPPED1(x) (x)
 #endif
-#ifdef CACHE_HALF
-typedef half cache_t;
-#define CLOAD(p) vload_half(0, p)
-#else
-typedef float cache_t;
-#define CLOAD(p) (*(p))
-#endif
-
 INLINE float lanes_max(float x, __local float *scratch) {
   barrier(CLK_LOCAL_MEM_FENCE);
   scratch[LANE] = x;
@@ -42,7 +34,7 @@ __kernel void column_mass(const int count, ARRAY(const float, qkv), ARRAY(const 
   const int rows = first < count ? ((count - 1 - first) / EVERY + 1) * GROUP : 0;
   weights += (size_t)g * CAPACITY;
   mass += (size_t)g * CAPACITY;
-  k_cache += (size_t)g * CAPACITY * HEAD_DIM;
+  k_cache += (size_t)g * HEAD_ROWS * ROW;
   for (int row = 0; row < rows; row++) {
     const int t = first + row / GROUP * EVERY, stop = start + t + 1;
     const int low = WINDOW > 0 && stop > WINDOW ? stop - WINDOW : 0;
@@ -50,7 +42,13 @@ __kernel void column_mass(const int count, ARRAY(const float, qkv), ARRAY(const 
     float top = -1e30f, sum = 0;
     for (int key = low + LANE; key < stop; key += LANES) {
       float x = 0;
-      for (int d = 0; d < HEAD_DIM; d++) x += q[d] * CLOAD(k_cache + (size_t)key * HEAD_DIM + d);
+      __global const cache_t *k = k_cache + (size_t)key * ROW;
+#ifdef CACHE_CODES
+      for (int d = 0; d < HEAD_DIM; d++) x += q[d] * CHANNELS_OF(k_cache)[d] * CLOAD1(k + d);
+      x *= STEP_OF(k);
+#else
+      for (int d = 0; d < HEAD_DIM; d++) x += q[d] * CLOAD1(k + d);
+#endif
       weights[key] = CAPPED1(x * SCALE);
       top = larger(top, weights[key]);
     }

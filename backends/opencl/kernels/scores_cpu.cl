@@ -35,10 +35,21 @@
 // First position that a token at `last` - 1 sees.
 INLINE int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
-// The first `keys` of KT keys, transposed; zeros behind them.
-INLINE void pack_block(__global const cache_t *restrict k, const int keys,
+// The first `keys` of KT keys, transposed; zeros behind them. `head` is where the head's begin.
+INLINE void pack_block(__global const cache_t *restrict head, const int first, const int keys,
                        __global float *restrict packed) {
-#ifdef CACHE_HALF
+  __global const cache_t *k = head + (size_t)first * ROW;
+#if defined(CACHE_CODES)
+  for (int i = 0; i < KT; i++) {
+    const float step = i < keys ? STEP_OF(k + i * ROW) : 0.0f;
+    for (int c = 0; c < CHUNKS; c++) {
+      float part[HV];
+      HSTORE(i < keys ? CLOAD(k + i * ROW + c * HV) * (step * HLOAD(CHANNELS_OF(head) + c * HV))
+                      : (hfloat)(0.0f), part);
+      for (int j = 0; j < HV; j++) packed[(c * HV + j) * KT + i] = part[j];
+    }
+  }
+#elif defined(CACHE_HALF)
   for (int i = 0; i < KT; i++) {
     for (int c = 0; c < CHUNKS; c++) {
       float part[HV];

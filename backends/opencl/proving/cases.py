@@ -8,15 +8,16 @@ the flag and gate that synchronisation rests on. Shapes are small and most odd, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.kv_codes import random_channels, random_chunks
+from hetero.backends.kv_rows import cache_rows, random_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.matmul import WEIGHT_FORMATS
@@ -48,7 +49,7 @@ class Case:
 def cases() -> Iterator[Case]:
     """Every family; those that compile fast come first, so that a fault shows soon."""
     # Programs that name a shape take the demo model's, which then loads what is compiled here.
-    attention = ops.Attention(heads=8, kv_heads=4, head_dim=32, capacity=1024)
+    attention = ops.Attention(heads=8, kv_heads=4, head_dim=32, capacity=1024, kv=CacheFormat.F16)
     yield Case(ops.Add(d=101), (9,))
     yield Case(ops.RMSNorm(d=256, eps=1e-5), (1, 9))
     yield Case(ops.RMSNorm(d=256, eps=1e-5, add=True), (9,))
@@ -61,8 +62,12 @@ def cases() -> Iterator[Case]:
     yield Case(ops.Embed(vocab=40, d=256, weight_format=WeightFormat.W4A16), (7,))
     yield Case(ops.Rope(heads=8, kv_heads=4, head_dim=32, theta=1e4, max_position=64), (1, 9))
     yield Case(attention, (1, 40))
+    yield Case(replace(attention, kv=CacheFormat.Q8), (1, 40))
     yield Case(ops.ColumnMass(attention=attention, every=2), (1, 40))
-    yield Case(ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16), (5,))
+    yield Case(
+        ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16, kv=attention.kv),
+        (5,),
+    )
     for name in (x for x in WEIGHT_FORMATS if not x.of_file):  # whose kernels depend on the file
         integers = name.activations.static  # of the same codes as the twin's
         tokens = (1, 4, 40) if name.storage is StorageFormat.Q4 or integers else (1, 40)
@@ -154,8 +159,7 @@ def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Ten
             array[:] = random.integers(0, op.vocab, array.shape)
         elif port in CACHE_PORTS:
             known = POSITION + (m if isinstance(op, ops.ColumnMass) else 0)
-            array[:] = np.nan
-            array[:, :known] = random.standard_normal(array[:, :known].shape)
+            random_rows(cache_rows(op, array), known, random, keys=port == "k_cache")
         elif port in OUTPUT_PORTS:
             array[:] = np.nan
         else:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops, rope
+from hetero.backends.kv_rows import Rows, random_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.protocol import port_dtype, port_shape
 
@@ -37,7 +38,9 @@ def tensors_for(
         if port in ("y", "sum", "out"):
             tensor.array[:] = np.nan
         if port in ("k_cache", "v_cache"):
-            tensor.array[:, position:] = np.nan
+            assert isinstance(op, ops.Attention)
+            rows = Rows(tensor.array, op.kv, op.head_dim)
+            random_rows(rows, position, rng, keys=port == "k_cache")
         if port == "position":
             tensor.array[:] = position
         if port == "tokens":
@@ -88,9 +91,14 @@ def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
     new_k, new_v = heads[:, op.heads : op.heads + op.kv_heads], heads[:, op.heads + op.kv_heads :]
     caches = {"k_cache": inputs["k_cache"].copy(), "v_cache": inputs["v_cache"].copy()}
     end = position + m
+    wide = []
     for cache, new in zip(caches.values(), (new_k, new_v), strict=True):
-        cache[:, position:end] = new.swapaxes(0, 1)  # rounded to its type
-    k, v = (cache.astype(np.float64) for cache in caches.values())
+        if op.kv.coded:
+            wide.append(codes_appended(op, cache, position, new.swapaxes(0, 1)))
+        else:
+            cache[:, position:end] = new.swapaxes(0, 1)  # rounded to its type
+            wide.append(cache.astype(np.float64))
+    k, v = wide
     at, key = position + np.arange(m)[:, None], np.arange(end)[None]
     seen = (key <= at) & ((key > at - op.window) if op.window else True)
     out = np.zeros((m, op.heads, op.head_dim))
@@ -102,6 +110,28 @@ def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
         weight = np.exp(scores - scores.max(axis=1, keepdims=True))
         out[:, head] = weight / weight.sum(axis=1, keepdims=True) @ v[group, :end]
     return {"out": out.reshape(m, -1), **caches}
+
+
+def codes_appended(op: ops.Attention, cache: Array, position: int, new: Array) -> Array:
+    """What a cache of codes holds, once `new` tokens are in it: token by token, value by value."""
+    size, capacity = op.head_dim, op.capacity
+    found = np.full((op.kv_heads, capacity, size), np.nan)
+    for g in range(op.kv_heads):
+        channels = cache[g, capacity:].tobytes()[: 4 * size]
+        scales = np.frombuffer(channels, np.float32)
+        for t, values in enumerate(new[g].astype(np.float32)):
+            scaled = values / scales
+            most = np.abs(scaled).max()
+            half = np.float16(most)
+            amplitude = np.float32(half if half >= most else np.nextafter(half, np.float16(np.inf)))
+            codes = ((scaled / (amplitude or np.float32(1)) + np.float32(1)) * 128).astype(int)
+            row = cache[g, position + t]
+            row[:size] = np.minimum(codes, 255) - 128
+            row[-4:] = np.frombuffer((amplitude / np.float32(128)).tobytes(), np.int8)
+        for t in range(position + new.shape[1]):
+            step = np.frombuffer(cache[g, t, -4:].tobytes(), np.float32)[0]
+            found[g, t] = (cache[g, t, :size] + 0.5) * step.astype(np.float64) * scales
+    return found
 
 
 def relative_error(got: Array, want: Array) -> float:

@@ -29,6 +29,11 @@ OPS = {
     "wide": Attention(heads=2, kv_heads=1, head_dim=128, capacity=150),
     "halves": replace(LLAMA, kv=CacheFormat.F16),
     "odd_halves": Attention(heads=3, kv_heads=1, head_dim=7, capacity=101, kv=CacheFormat.F16),
+    "codes": replace(LLAMA, kv=CacheFormat.Q8),
+    "odd_codes": Attention(heads=3, kv_heads=1, head_dim=7, capacity=101, kv=CacheFormat.Q8),
+    "twelve_codes": Attention(
+        heads=6, kv_heads=2, head_dim=12, capacity=200, window=40, kv=CacheFormat.Q8
+    ),
     "twelve_halves": Attention(
         heads=6, kv_heads=2, head_dim=12, capacity=200, window=40, kv=CacheFormat.F16
     ),
@@ -51,8 +56,20 @@ def run_and_compare(
 # Every shape compiles its own kernels, about a second each: few of them on the forced variants.
 PAIRS = [
     *(("default", name) for name in OPS),
-    *(("lanes", name) for name in ("llama", "window", "odd", "capped", "halves", "odd_halves")),
-    *(("narrow", name) for name in ("llama", "twelve", "capped", "halves")),
+    *(
+        ("lanes", name)
+        for name in (
+            "llama",
+            "window",
+            "odd",
+            "capped",
+            "halves",
+            "odd_halves",
+            "codes",
+            "odd_codes",
+        )
+    ),
+    *(("narrow", name) for name in ("llama", "twelve", "capped", "halves", "codes")),
     ("copies", "llama"),
     ("mapped", "llama"),
 ]
