@@ -29,13 +29,15 @@ typedef float cache_t;
 
 inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
-// One float of k and of v per work-item. `count` is m · KV_HEADS · HEAD_DIM.
+// One float of k and of v per work-item. `count` is m · heads · HEAD_DIM: of `heads` key/value heads,
+// the first of them `first`.
 __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                     ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache)) {
+                     ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), const int first,
+                     const int heads) {
   const int i = get_global_id(0);
   if (i >= count) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
-  const int token = i / (KV_HEADS * HEAD_DIM), g = i / HEAD_DIM % KV_HEADS, d = i % HEAD_DIM;
+  const int token = i / (heads * HEAD_DIM), g = first + i / HEAD_DIM % heads, d = i % HEAD_DIM;
   const size_t to = ((size_t)g * CAPACITY + position[0] + token) * HEAD_DIM + d;
   qkv += (size_t)token * WIDTH + (HEADS + g) * HEAD_DIM + d;
   CSTORE(qkv[0], k_cache + to);
@@ -55,10 +57,10 @@ __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, 
 __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                            ARRAY(const cache_t, k_cache), ARRAY(const cache_t, v_cache),
                            ARRAY(float, out), __global float *restrict partial,
-                           const int splits) {
+                           const int splits, const int first) {
   __local float q[ROWS * HEAD_DIM], p[ROWS * LANES], red[ROWS * LANES];
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
-  const int g = get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
+  const int g = first + get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
   const int rows = clamp(count * GROUP - row0, 0, ROWS);
   const int start = position[0];
   k_cache += (size_t)g * CAPACITY * HEAD_DIM;
