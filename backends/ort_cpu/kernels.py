@@ -38,7 +38,7 @@ from hetero.backends.protocol import (
 )
 
 # Graphs to run, what to compute before each run, and what to keep alive.
-Prepared: TypeAlias = tuple[list[Launch | Copied], Callable[[], None] | None, object]
+Prepared: TypeAlias = tuple[Sequence[Launch | Copied], Callable[[], None] | None, object]
 
 CACHE_FRIENDLY_BYTES = 1 << 18
 ATTENTION_ROWS = 64
