@@ -15,7 +15,7 @@ the names in `weight_names`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
@@ -194,6 +194,41 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionHeads:
+    """Key/value heads first … first + count - 1 of `attention`, with the query heads that read
+    them: two devices share an attention when each has some of its heads.
+
+    Ports: those of `attention`, whole. Of `qkv` its heads' columns are read; of the caches and of
+    `out` its heads are all that is touched, so that others may be computed at the same time.
+    """
+
+    attention: Attention
+    first: int
+    count: int
+    ports: ClassVar[tuple[str, ...]] = Attention.ports
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.first + self.count <= self.attention.kv_heads:
+            raise ValueError(
+                f"heads are some of {self.attention.kv_heads} key/value heads, got {self.count} "
+                f"from {self.first} on"
+            )
+
+    @property
+    def alone(self) -> Attention:
+        """The attention that has these heads and no others."""
+        group = self.attention.heads // self.attention.kv_heads
+        return replace(self.attention, heads=self.count * group, kv_heads=self.count)
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of `out`, which are those of the queries in `qkv`, too."""
+        of = self.attention
+        width = of.heads // of.kv_heads * of.head_dim
+        return self.first * width, (self.first + self.count) * width
+
+
+@dataclass(frozen=True, kw_only=True)
 class ColumnMass:
     """What attention's sampled rows give to each column, added up (LLMS, equation 1).
 
@@ -337,6 +372,7 @@ Op: TypeAlias = (
     | LayerNorm
     | Rope
     | Attention
+    | AttentionHeads
     | ColumnMass
     | DecodeChunks
     | GatedAct
@@ -383,6 +419,9 @@ def describe(op: Op) -> str:  # noqa: PLR0911
             return f"MatMul(n={op.n}, k={op.k}, {op.weight_format})"
         case Embed():
             return f"Embed(vocab={op.vocab}, d={op.d}, {op.weight_format})"
+        case AttentionHeads():
+            stop = op.first + op.count
+            return f"AttentionHeads({op.first} to {stop} of {describe(op.attention)})"
         case ColumnMass():
             return f"ColumnMass({describe(op.attention)}, every={op.every})"
         case DecodeChunks():

@@ -75,6 +75,8 @@ class Capabilities:
     per_graph_size       what each graph size of a matmul has for itself: nothing (one graph serves
                          all), a graph that shares its weights, or a graph with weights of its own
     every_core           it computes on the control thread's core as well: who polls slows it down
+    attention_heads      it computes some heads of an attention beside a device that has the others
+                         (`ops.AttentionHeads`)
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
     """
@@ -95,6 +97,7 @@ class Capabilities:
     weight_bytes: Mapping[WeightFormat, float] = field(default_factory=dict)
     per_graph_size: PerGraphSize = "nothing"
     every_core: bool = False
+    attention_heads: bool = False
     reads_panels: bool = False
 
 
@@ -406,7 +409,7 @@ def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
 
 def port_dtype(op: Op, port: str) -> np.dtype[Any]:
     """Element type of a port's tensor."""
-    if isinstance(op, ops.ColumnMass):
+    if isinstance(op, ops.ColumnMass | ops.AttentionHeads):
         return port_dtype(op.attention, port)
     if isinstance(op, ops.Attention | ops.DecodeChunks) and port in CACHE_PORTS:
         return op.kv.dtype
@@ -435,6 +438,8 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             if port in FIXED_PORTS:
                 return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
             return (op.width,) if port == "qkv" else (op.heads * op.head_dim,)
+        case ops.AttentionHeads():
+            return _width(op.attention, port)
         case ops.ColumnMass():
             of = op.attention
             return (of.kv_heads, of.capacity) if port == "mass" else _width(of, port)

@@ -252,6 +252,8 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
     """
     terms = {"calls": 1.0, "tokens": float(m)}
     match op:
+        case ops.AttentionHeads():
+            return work(op.alone, m, context)
         case ops.Attention():
             average = context + (m + 1) / 2
             reach = min(average, op.window) if op.window else average
@@ -279,6 +281,10 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
 
 
 def op_name(op: Op) -> str:
-    """Name under which an operation's kernel is measured: its class, `+add` if it is fused."""
+    """Name under which an operation's kernel is measured: its class, `+add` if it is fused. Some
+    heads of an attention are an attention.
+    """
+    if isinstance(op, ops.AttentionHeads):
+        return op_name(op.alone)
     fused = isinstance(op, ops.RMSNorm | ops.LayerNorm) and op.add
     return type(op).__name__ + ("+add" if fused else "")

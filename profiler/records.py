@@ -72,6 +72,7 @@ class CapabilityRecord(Record):
     memory_limit_bytes: Whole | None = None
     weight_bytes: dict[WeightFormat, Positive] = {}
     per_graph_size: PerGraphSize = "nothing"
+    attention_heads: bool = False
 
     @classmethod
     def of(cls, capabilities: Capabilities) -> Self:

@@ -30,6 +30,7 @@ def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
     """The step under a named strategy. Raises `PlanError` where it is unknown or cannot run."""
     if strategy == "auto":
         return planner.solve(scenario)
+    planner = planner.with_heads(())  # which cuts no attention
     if strategy in ("gpu-only", "npu-only"):
         return _single(planner, scenario, "gpu" if strategy == "gpu-only" else "npu")
     if strategy == "layer":

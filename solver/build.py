@@ -18,7 +18,15 @@ from hetero.solver.in_flight import in_flight_of
 from hetero.solver.memory import held_by_op, weight_memory
 from hetero.solver.options import Option
 from hetero.solver.place import tiles_of
-from hetero.solver.plan import NamedStrategy, OpPlan, Residency, Rest, Total
+from hetero.solver.plan import (
+    AttentionShare,
+    HeadCounts,
+    NamedStrategy,
+    OpPlan,
+    Residency,
+    Rest,
+    Total,
+)
 from hetero.solver.planner import Planner
 from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_of, steps_alone
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
@@ -109,6 +117,29 @@ def assemble(
         model_fingerprint=planner.model_fingerprint,
         errors=errors_of(profile, spec.base or spec.weight_format),
         notes=(*notes, *planner.notes),
+        attention=attention_of(planner, solutions),
+    )
+
+
+def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[AttentionShare, ...]:
+    """Who has which heads of attention in each prompt's call; nothing where no call shares them."""
+    calls = [s for s in solutions if s.scenario.phase == "prefill"]
+    if not any(s.heads for s in calls):
+        return ()
+    return tuple(share_of(planner, s) for s in calls)
+
+
+def share_of(planner: Planner, call: Solution) -> AttentionShare:
+    """The heads of one call's attention."""
+    every, chosen = planner.spec.kv_heads, call.attention
+    gpu = every - call.heads if call.rests.device == "gpu" else 0
+    return AttentionShare(
+        phase="prefill",
+        m=call.scenario.m,
+        heads=HeadCounts(gpu=gpu, npu=every - gpu),
+        predicted_s=chosen.together_s if chosen is not None else None,
+        gpu_s=chosen.gpu_s if chosen is not None else None,
+        npu_s=chosen.npu_s if chosen is not None else None,
     )
 
 
@@ -227,8 +258,9 @@ def _prompt_total(
 ) -> Total:
     """A prompt in calls that are solved as if each came first."""
     done = prompt_of(
-        planner.evaluate(scenario, solved[scenario.m].options, solved[scenario.m].rests.device)
+        planner.evaluate(scenario, known.options, known.rests.device, heads=known.heads)
         for scenario in call_scenarios(steps)
+        for known in [solved[scenario.m]]
     )
     singles = {
         kind: prompt_alone(planner.uncut, steps_alone(planner, tokens, kind), kind)

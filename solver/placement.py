@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from hetero.backends.formats import StorageFormat, WeightFormat
-from hetero.backends.ops import MatMul, Op, OperandOrder, Outliers
-from hetero.backends.protocol import Capabilities, DeviceKind, prepared_sizes
+from hetero.backends.ops import Attention, AttentionHeads, MatMul, Op, OperandOrder, Outliers
+from hetero.backends.protocol import KINDS, Capabilities, DeviceKind, prepared_sizes
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.calls import padded_size
@@ -27,6 +27,7 @@ from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.plan import (
     PHASES,
     Form,
+    HeadCounts,
     OpPlan,
     Phase,
     Tile,
@@ -44,10 +45,12 @@ KEPT: Final = 64  # matmuls of calls that are remembered, since layers are alike
 class PlanSource(Protocol):
     """Plans for token counts that a plan does not list (`hetero.solver.prepared`).
 
-    `rows` are the row cuts of each matmul that those plans may have.
+    `rows` are the row cuts of each matmul that those plans may have, `heads` how many key/value
+    heads of attention the NPU may have in them beside the GPU.
     """
 
     rows: dict[OpName, tuple[int, ...]]
+    heads: tuple[int, ...]
 
     def plan_for(self, m: int) -> ExecutionPlan:
         """Entries for prompts of m tokens, within the cuts."""
@@ -100,11 +103,26 @@ class Part:
         return Segment(self.rows, self.order, self.precision)
 
 
+class Heads(NamedTuple):
+    """One launch of an attention that both devices share: key/value heads first … stop - 1, bound
+    with `graph` tokens, padding included.
+    """
+
+    kind: DeviceKind
+    first: int
+    stop: int
+    graph: int
+
+    def op(self, whole: Attention) -> AttentionHeads:
+        """The operation on these heads."""
+        return AttentionHeads(attention=whole, first=self.first, count=self.stop - self.first)
+
+
 class Assignment(NamedTuple):
     """What computes a node in a call, or as one graph the `group` of nodes that begins with it.
 
     A matmul's `parts` are its launches. Everything else is one launch on `kind`, bound with `graph`
-    tokens, padding included.
+    tokens, padding included; of an attention whose `heads` both devices share one on each.
     """
 
     node: Node
@@ -112,6 +130,7 @@ class Assignment(NamedTuple):
     graph: int = 0
     parts: tuple[Part, ...] = ()
     group: NodeGroup | None = None
+    heads: tuple[Heads, ...] = ()
 
 
 class Placement:
@@ -144,6 +163,7 @@ class Placement:
         self._tiled: dict[_Call, tuple[Part, ...]] = {}
         self._parts: dict[_Call, tuple[Part, ...]] = {}
         self._check_graphs()
+        self._check_heads()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
         """The same devices and kernels with another plan within the same cuts."""
@@ -161,6 +181,18 @@ class Placement:
                     continue
                 if tile.graph_size not in able.graph_sizes:
                     raise _no_graph(entry.op, tile.graph_size, tile.device, able)
+
+    def _check_heads(self) -> None:
+        """Devices that share attention must be able to."""
+        if not self.plan.shares_attention:
+            return
+        self.plan.check_heads(self.graph)
+        for kind, able in self._capabilities.items():
+            if not able.attention_heads:
+                raise PlanError(
+                    f"the plan shares the heads of attention between both devices, and the {kind} "
+                    "computes all of them or none: make a plan with a profile of this device"
+                )
 
     @property
     def online(self) -> bool:
@@ -205,7 +237,49 @@ class Placement:
                 tokens = logit_rows if node.name == "lm_head" else m
                 yield Assignment(node, parts=self.parts(node, phase, tokens, form))
             else:
-                yield Assignment(node, *self._other(node, phase, m))
+                heads = self.heads(phase, m, form) if isinstance(node.op, Attention) else ()
+                yield Assignment(node, *self._other(node, phase, m), heads=heads)
+
+    def heads(self, phase: Phase, m: int, form: Form = "cut") -> tuple[Heads, ...]:
+        """The launches of an attention of m tokens that both devices share: the NPU has the first
+        key/value heads. None where the device of the other operators has all; it has in decoding,
+        of calls that are cut for being in flight together, and where no graph holds m tokens.
+        """
+        if phase != "prefill" or form != "cut" or len(self._capabilities) < len(KINDS):
+            return ()
+        found = self._head_counts(m)
+        if found is None or not found.shared:
+            return ()
+        able, count = self._capabilities["npu"], found.npu
+        sizes = prepared_sizes(able)
+        if sizes and m > sizes[-1]:
+            return ()
+        graph = padded_size(m, sizes)
+        return (Heads("gpu", count, count + found.gpu, m), Heads("npu", 0, count, graph))
+
+    def _head_counts(self, m: int) -> HeadCounts | None:
+        """What holds for the attention of a call of m tokens."""
+        known = {x.m for x in self.plan.attention}
+        if self._source is not None and not known & {m, None}:
+            return self._source.plan_for(m).heads(m) if self._source.heads else None
+        return self.plan.heads(m)
+
+    @cached_property
+    def head_cuts(self) -> tuple[int, ...]:
+        """How many heads the NPU may have of an attention beside the GPU, rising."""
+        if self._prepared is not self:
+            return self._prepared.head_cuts
+        later = self._source.heads if self._source is not None else ()
+        return tuple(
+            sorted({x.heads.npu for x in self.plan.attention if x.heads.shared} | {*later})
+        )
+
+    def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
+        """The runs of key/value heads that a device computes of some attention."""
+        if len(self._capabilities) < len(KINDS):
+            return ()
+        last = self.graph.kv_heads
+        return tuple((0, x) if kind == "npu" else (x, last) for x in self.head_cuts)
 
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
         """Device and tokens of a node that is no matmul."""

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.backends.ops import Op, OperandOrder, Outliers
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
@@ -133,6 +133,31 @@ class OpPlan(_Record):
 
     def _cuts_tokens(self) -> bool:
         return any(tile.tokens != (0, None) for tile in self.tiles)
+
+
+class HeadCounts(_Record):
+    """Key/value heads of an attention that each device has: the NPU the first ones."""
+
+    gpu: Annotated[int, Field(ge=0, lt=2**16)]
+    npu: Annotated[int, Field(ge=0, lt=2**16)]
+
+    @property
+    def shared(self) -> bool:
+        """Whether both have some."""
+        return self.gpu > 0 and self.npu > 0
+
+
+class AttentionShare(_Record):
+    """Who computes which heads of the attention of a prompt's calls of m tokens, or of any number;
+    all heads on one device mean that of the other operators. Predicted seconds are of a layer.
+    """
+
+    phase: Literal["prefill"]
+    m: Stop | None
+    heads: HeadCounts
+    predicted_s: Positive | None = None
+    gpu_s: Quantity | None = None
+    npu_s: Quantity | None = None
 
 
 class InFlight(_Record):
@@ -256,6 +281,7 @@ class Plan(_Record):
     `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
     an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer that lies
     between attentions (`static`), or a whole block.
+    `attention` says who computes which heads; none means the device of the other operators, all.
     `in_flight` are other forms of a prompt's calls, for lengths at which they are faster.
     `errors` are mean relative errors of the profile's predictions of matmuls that it left out, of
     the device whose are larger.
@@ -290,6 +316,7 @@ class Plan(_Record):
     front: tuple[FrontPoint, ...] = ()
     fused: tuple[FusedGroup, ...] = ()
     in_flight: tuple[InFlight, ...] = ()
+    attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -297,6 +324,10 @@ class Plan(_Record):
             raise ValueError("the curves have points at other lengths than each other")
         if len({x.form for x in self.in_flight}) < len(self.in_flight):
             raise ValueError("each form of calls in flight is there once")
+        if len({x.m for x in self.attention}) < len(self.attention):
+            raise ValueError("attention's heads are shared in one way at each token count")
+        if self.shares_attention and self.rest.prefill != "gpu":
+            raise ValueError("attention's heads are shared where the GPU has the other operators")
         return self
 
     @property
@@ -307,7 +338,8 @@ class Plan(_Record):
         what = {"phase", "m", "op", "n", "k", "tiles"}
         ops = sorted(op.model_dump_json(include=what) for op in self.all_ops)
         rest = self.model_dump_json(include={"model", "rest", "graph_sizes", "fused"})
-        return hashlib.sha256("\n".join([rest, *ops]).encode()).hexdigest()[:12]
+        heads = [f"{x.m} {x.heads}" for x in self.attention] if self.shares_attention else []
+        return hashlib.sha256("\n".join([rest, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
         """Tiles of one matmul at m tokens. Raises `PlanError` if the plan says nothing of it."""
@@ -370,6 +402,19 @@ class Plan(_Record):
         return tuple(sorted(set.intersection(*(set(graphs[k]) for k in kinds)))) if kinds else ()
 
     @property
+    def shares_attention(self) -> bool:
+        """Whether both devices have heads of some attention."""
+        return any(x.heads.shared for x in self.attention)
+
+    def heads(self, m: int) -> HeadCounts | None:
+        """Who has which heads of attention in a prompt's call of m tokens: as said for exactly m,
+        else for any, else for the next longer call; None where nothing is said.
+        """
+        known = {x.m: x.heads for x in self.attention}
+        longer = [count for count in known if count is not None and count > m]
+        return known.get(m) or known.get(None) or (known[min(longer)] if longer else None)
+
+    @property
     def all_ops(self) -> tuple[OpPlan, ...]:
         """Entries of all forms."""
         return (*self.ops, *(op for flight in self.in_flight for op in flight.ops))
@@ -377,7 +422,17 @@ class Plan(_Record):
     def devices(self) -> frozenset[DeviceKind]:
         """Device kinds that the plan uses."""
         tiles = {tile.device for op in self.all_ops for tile in op.tiles}
-        return frozenset(tiles | {self.rest.prefill, self.rest.decode})
+        both = KINDS if self.shares_attention else ()
+        return frozenset(tiles | {self.rest.prefill, self.rest.decode, *both})
+
+    def check_heads(self, spec: ModelGraph) -> None:
+        """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""
+        counts = {x.heads.gpu + x.heads.npu for x in self.attention}
+        if counts and counts != {spec.kv_heads}:
+            raise PlanError(
+                f"the plan shares {min(counts)} key/value heads of attention; {spec.name} has "
+                f"{spec.kv_heads}: make a plan for this model"
+            )
 
     def check_fits(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless every matmul of the plan has the model's shape, and every tile
@@ -385,6 +440,7 @@ class Plan(_Record):
 
         Names are not compared: a quantised copy of a model may be called otherwise.
         """
+        self.check_heads(spec)
         shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}
         stored = {x.storage for x in (spec.weight_format, *spec.also)}
         for op in self.all_ops:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hetero.backends.protocol import DeviceKind, prepared_sizes
@@ -16,6 +17,7 @@ from hetero.solver.chain import solve_chain
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.errors import PlanError
+from hetero.solver.heads import Heads, HeadShares, allowed
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernels import Kernels, Precision
 from hetero.solver.memory import holds_alone
@@ -49,7 +51,8 @@ class Settings:
 class Planner:
     """Tables of one model on one profile; `solve` is then quick for any length.
 
-    `rows` limits the row cuts of a matmul, by name.
+    `rows` limits the row cuts of a matmul, by name; `heads` how many heads of attention the NPU may
+    have beside the GPU (None: any number).
     """
 
     def __init__(
@@ -61,8 +64,9 @@ class Planner:
         cost: CostModel | None = None,
         overheads: Overheads | None = None,
         rows: Mapping[OpName, Sequence[int]] | None = None,
+        heads: tuple[int, ...] | None = None,
     ) -> None:
-        self.rows = dict(rows or {})
+        self.rows, self.heads = dict(rows or {}), heads
         self.spec, self.profile, self.settings = spec, profile, settings
         self.cost = cost or CostModel(profile)
         self.kernels = Kernels(self.cost, spec.weight_format, settings.precision, spec.base)
@@ -125,7 +129,14 @@ class Planner:
             cost=self.cost.with_profile(profile),
             overheads=self.overheads,
             rows=self.rows,
+            heads=self.heads,
         )
+
+    def with_heads(self, heads: tuple[int, ...]) -> Planner:
+        """The same with one of these numbers of attention's heads on the NPU, or none."""
+        found = copy.copy(self)
+        found.heads = heads
+        return found
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
         """The same with these row cuts alone, which are prepared (`MatMulSpace`)."""
@@ -136,6 +147,7 @@ class Planner:
             cost=self.cost,
             overheads=self.overheads,
             rows=rows,
+            heads=self.heads,
         )
         limited.whole = self.whole
         return limited
@@ -150,6 +162,7 @@ class Planner:
             cost=cost,
             overheads=self.overheads,
             rows=self.rows,
+            heads=self.heads,
         )
 
     def menu(self, name: OpName, m: int, objective: Objective) -> list[Option]:
@@ -210,7 +223,11 @@ class Planner:
             context = scenario.context
         able = self.rest_devices(scenario.m)
         kinds = (only,) if only is not None and only in able else able
-        return {kind: self._rest_costs.on(kind, scenario.m, context) for kind in kinds}
+        found = {kind: self._rest_costs.on(kind, scenario.m, context) for kind in kinds}
+        if "gpu" in found and scenario.phase == "prefill" and self.heads != ():
+            shared = self._head_shares.at(scenario.m, context)
+            found["gpu"] = replace(found["gpu"], shared=shared) if shared else found["gpu"]
+        return found
 
     def evaluate(
         self,
@@ -218,12 +235,16 @@ class Planner:
         options: Mapping[OpName, Option],
         rest: DeviceKind | None = None,
         objective: Objective | None = None,
+        *,
+        heads: Heads = 0,
     ) -> Solution:
-        """The step with these options and no choice left but the rest's device."""
+        """The step with these options and no choice left but the rest's device; so many `heads` of
+        attention are the NPU's.
+        """
         single: Extra = {name: [o.open()] for name, o in options.items()}
         wanted = self.rests(scenario, rest).values()
         objective = objective or Objective()
-        solved = [self._solve_groups(scenario, objective, r, single) for r in wanted]
+        solved = [self._solve_groups(scenario, objective, r, single, heads) for r in wanted]
         return min((s for s in solved if s is not None), key=lambda s: s.chain.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
@@ -261,6 +282,10 @@ class Planner:
     def _rest_costs(self) -> RestCosts:
         return RestCosts(self.cost, self.spec, self.overheads)
 
+    @cached_property
+    def _head_shares(self) -> HeadShares:
+        return HeadShares(self.cost, self.spec, self.kernels, self.overheads)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What to say of the operators' times."""
@@ -287,7 +312,7 @@ class Planner:
     ) -> Solution | None:
         best: Solution | None = None
         for rests in self.rests(scenario, rest).values():
-            candidate = self._solve_groups(scenario, objective, rests, options)
+            candidate = self._solve_groups(scenario, objective, rests, options, self.heads)
             if candidate is not None and (best is None or candidate.chain.cost < best.chain.cost):
                 best = candidate
         return best
@@ -308,7 +333,12 @@ class Planner:
         return min(shared, key=lambda s: s.chain.cost, default=None)
 
     def _solve_groups(
-        self, scenario: Scenario, objective: Objective, rests: Rests, options: Extra
+        self,
+        scenario: Scenario,
+        objective: Objective,
+        rests: Rests,
+        options: Extra,
+        heads: Heads,
     ) -> Solution | None:
         """Try fused groups and their parts; fused unless apart wins by the margin."""
         choices = [
@@ -317,7 +347,7 @@ class Planner:
         ]
         best: Solution | None = None
         for groups in itertools.product(*choices):
-            found = self._solve_chain(scenario, objective, rests, options, groups)
+            found = self._solve_chain(scenario, objective, rests, options, groups, heads)
             if found is None:
                 continue
             if best is None or self._beats(found, best, objective):
@@ -337,17 +367,24 @@ class Planner:
         rests: Rests,
         options: Extra,
         groups: tuple[tuple[OpName, ...], ...],
+        heads: Heads,
     ) -> Solution | None:
+        margin = self.settings.rules.margin
+        behind = {
+            name: allowed(whole, rests.shared.get(name, ()), heads, margin, objective)
+            for name, whole in rests.behind.items()
+        }
         tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in options]
-        block = _Run(options, rests, zip(self.spec.block, groups, strict=True))
-        ending = _Run(options, rests, tail)
+        block = _Run(options, behind, zip(self.spec.block, groups, strict=True))
+        ending = _Run(options, behind, tail)
         layers = self.spec.layers
         chain = solve_chain([[rests.head]], block.stages, ending.stages, layers, objective)
         if chain is None:
             return None
         chosen = block.chosen(chain.block) | ending.chosen(chain.tail)
         around_s = self.overheads.around_s(rests.device)
-        return Solution(scenario, chosen, rests, chain, layers, self.power, around_s)
+        attention = next((o for o in block.others(chain.block) if o.rows), None)
+        return Solution(scenario, chosen, rests, chain, layers, self.power, around_s, attention)
 
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:
@@ -372,21 +409,28 @@ class _Run:
     """Stages of a chain: matmuls of plans, each with what runs behind it, if anything does."""
 
     def __init__(
-        self, options: Extra, rests: Rests, groups: Iterable[tuple[Stage, tuple[OpName, ...]]]
+        self,
+        options: Extra,
+        behind: Mapping[OpName, list[Option]],
+        groups: Iterable[tuple[Stage, tuple[OpName, ...]]],
     ) -> None:
         self.stages: list[list[Option]] = []
         self._names: list[OpName | None] = []
         for stage, members in groups:
             self.stages += [options[name] for name in members]
             self._names += members
-            if stage.name in rests.behind:
-                self.stages.append([rests.behind[stage.name]])
+            if stage.name in behind:
+                self.stages.append(behind[stage.name])
                 self._names.append(None)
 
     def chosen(self, options: Sequence[Option]) -> dict[OpName, Option]:
         """Options of the matmuls, of one option for each stage."""
         named = zip(self._names, options, strict=True)
         return {name: option for name, option in named if name is not None}
+
+    def others(self, options: Sequence[Option]) -> list[Option]:
+        """Options of what is behind matmuls."""
+        return [o for name, o in zip(self._names, options, strict=True) if name is None]
 
 
 def shortest(*limits: int | None) -> int | None:

@@ -16,7 +16,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
-from hetero.solver.build import assemble, entry
+from hetero.solver.build import assemble, entry, share_of
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import row_cuts
 from hetero.solver.drift import Factors
@@ -111,8 +111,8 @@ class PreparedSolver:
     """Solves one length at a time with prepared row cuts and residency.
 
     `plan` is the plan that it was prepared with; `plan_for` has entries of the same kind for any
-    token count. `rows` are the row cuts that may be used, `held` the rows on each device. Not for
-    several threads at once.
+    token count. `rows` are the row cuts that may be used, `heads` the numbers of attention's heads
+    on the NPU, `held` the rows on each device. Not for several threads at once.
     """
 
     def __init__(
@@ -145,12 +145,20 @@ class PreparedSolver:
             head = decoding.options["lm_head"].open()
             before = [
                 self._planner.evaluate(
-                    s.scenario, {**s.options, "lm_head": head}, s.rests.device, self._objective
+                    s.scenario,
+                    {**s.options, "lm_head": head},
+                    s.rests.device,
+                    self._objective,
+                    heads=s.heads,
                 )
                 for s in before
             ]
             solutions = [*before, decoding]
             self.held = held_by_op(self._planner, [s.without_head() for s in before])
+        self.heads = tuple(sorted({s.heads for s in solutions if s.heads}))
+        self._planner = self._planner.with_heads(self.heads)
+        if decoder is None:
+            self._decoder = self._planner
         self._decoding = solutions[-1]
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
         self._rest = {s.scenario.phase: s.rests.device for s in solutions}
@@ -226,15 +234,23 @@ class PreparedSolver:
         parts = (found.plan_for(1, "decode"), found.plan_for(first))
         ops = [op for part in parts for op in part.ops if op.op != "lm_head"]
         found.plan = self.plan.model_copy(
-            update={"ops": (*ops, *found._head_entries), "totals": (), "residency": {}}
+            update={
+                "ops": (*ops, *found._head_entries),
+                "totals": (),
+                "residency": {},
+                "attention": parts[1].attention,
+            }
         )
         return found
 
     def _solve(self, scenario: Scenario) -> ExecutionPlan:
-        options = self.solution_for(scenario).options
+        solution = self.solution_for(scenario)
         planner = self._decoder if scenario.phase == "decode" else self._planner
-        ops = [entry(planner, scenario, name, options[name]) for name in self._block]
-        return self.plan.model_copy(update={"ops": (*ops, *self._head_entries), "totals": ()})
+        ops = [entry(planner, scenario, name, solution.options[name]) for name in self._block]
+        found: dict[str, object] = {"ops": (*ops, *self._head_entries), "totals": ()}
+        if self.heads and scenario.phase == "prefill":
+            found["attention"] = (share_of(planner, solution),)
+        return self.plan.model_copy(update=found)
 
     def prompt(self, tokens: int, context: int = 0) -> Prompt:
         """A prompt of any length behind `context` tokens, in the plan's calls."""

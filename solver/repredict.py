@@ -61,7 +61,9 @@ def repredict(
             for (of, name), parts in tiles.items()
             if of == step
         }
-        return planner.evaluate(step, options, placement.rest(step.phase))
+        counts = plan.heads(step.m) if step.phase == "prefill" else None
+        heads = counts.npu if counts is not None and counts.shared else 0
+        return planner.evaluate(step, options, placement.rest(step.phase), heads=heads)
 
     def preparation_s(step: Scenario) -> float:
         return online_s(prepared, step.m, plan.strategy) if step.phase == "prefill" else 0.0

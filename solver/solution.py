@@ -26,7 +26,8 @@ class Scenario(NamedTuple):
 
 class Solution(NamedTuple):
     """A solved scenario: option of every matmul by name, the rest's device, and the whole step.
-    `around_s` is what the step takes besides its operators (`Overheads.around_s`).
+    `around_s` is what the step takes besides its operators (`Overheads.around_s`). `attention` is
+    what was chosen of attention (and what else is behind that matmul), None where it has no choice.
     """
 
     scenario: Scenario
@@ -36,12 +37,19 @@ class Solution(NamedTuple):
     layers: int
     power: Power | None
     around_s: float = 0.0
+    attention: Option | None = None
 
     @property
     def devices(self) -> frozenset[DeviceKind]:
         """Devices that work in the step; the output head of a prompt, one token, does not count."""
-        block = (option.devices for name, option in self.options.items() if name != "lm_head")
+        block = [option.devices for name, option in self.options.items() if name != "lm_head"]
+        block += [self.attention.devices] if self.attention is not None else []
         return frozenset({self.rests.device}).union(*block)
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads of attention on the NPU beside the GPU; 0 where one device has all."""
+        return self.attention.rows if self.attention is not None else 0
 
     def without_head(self) -> Solution:
         """The same step without logits: a call that is not the last one of its prompt."""

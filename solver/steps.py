@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -44,11 +44,13 @@ Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of tho
 @dataclass(frozen=True)
 class Rests:
     """One device's time of everything that is no matmul of a plan: before the layers, and behind
-    each matmul (those with nothing behind them are left out).
+    each matmul (those with nothing behind them are left out). `shared`: behind a matmul, the same
+    with attention's heads shared by both devices (`hetero.solver.heads`).
     """
 
     head: Option
     behind: Mapping[OpName, Option]
+    shared: Mapping[OpName, tuple[Option, ...]] = field(default_factory=dict)
 
     @property
     def device(self) -> DeviceKind:
@@ -118,7 +120,7 @@ class RestCosts:
     def _rests(self, kind: DeviceKind, m: int, context: int) -> Rests:
         if kind not in self._timers:
             self._timers[kind] = [
-                _timer(self.cost, self._where(kind, x.op), x.op) for _, x in self._shares
+                timer_of(self.cost, self._where(kind, x.op), x.op) for _, x in self._shares
             ]
         tokens = padded_count(self.cost.device(kind), m)
         times: dict[OpName | None, float] = {None: 0.0}
@@ -131,7 +133,7 @@ class RestCosts:
         )
 
 
-def _timer(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
+def timer_of(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
     """Seconds of an operator on a device."""
     if isinstance(op, MatMul):
         whole = partial(cost.matmul_s, kind, op.weight_format, n=op.n, k=op.k, order=op.order)

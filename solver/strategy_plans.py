@@ -48,6 +48,7 @@ def strategy_plan(
         wanted, objective = scenarios_of(calls.seq_lens), planner.objective(*request.weights)
         planner, solutions = solve_together(planner, wanted, objective, calls, notes)
     else:
+        planner = planner.with_heads(())  # which cuts no attention
         planner, solutions = solve_strategy(planner, strategy, sorted(set(calls.seq_lens)))
     plan = assemble(planner, solutions, request, notes, strategy=strategy, longest=longest)
     totals = tuple(_with_preparation(planner, t, strategy) for t in plan.totals)

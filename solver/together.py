@@ -169,7 +169,11 @@ def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective)
         members = [s for s in solutions if s.scenario.phase == phase]
         kinds = _able(planner, members)
         tried = [
-            [planner.evaluate(s.scenario, s.options, k, objective) for s in members] for k in kinds
+            [
+                planner.evaluate(s.scenario, s.options, k, objective, heads=planner.heads)
+                for s in members
+            ]
+            for k in kinds
         ]
         found += min(tried, key=lambda group: sum(s.chain.cost for s in group)) if kinds else []
     return found

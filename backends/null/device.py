@@ -70,6 +70,7 @@ class NullDevice(Device):
             row_alignment=row_alignment,
             token_alignment=token_alignment,
             early_visibility=False,
+            attention_heads=True,
             reads_panels=True,
         )
         self.clock = clock

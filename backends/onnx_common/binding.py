@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -59,3 +59,20 @@ class Launch(NamedTuple):
 
     session: ort.InferenceSession
     binding: ort.IOBinding
+
+    @property
+    def bound(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """What to call, and with what."""
+        return self.session.run_with_iobinding, (self.binding,)
+
+
+class Copied(NamedTuple):
+    """Elements to copy by the calling thread: columns that no graph's input or output can be."""
+
+    target: Array
+    source: Array
+
+    @property
+    def bound(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """What to call, and with what."""
+        return np.copyto, (self.target, self.source)

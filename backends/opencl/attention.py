@@ -14,7 +14,7 @@ from hetero.backends.opencl.calls import Launch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
-from hetero.backends.ops import Attention
+from hetero.backends.ops import Attention, AttentionHeads
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
 FEW_TOKENS = 4  # up to here packing the keys of the whole context costs more than it saves
@@ -30,8 +30,21 @@ def prepare_attention(
     device: Resources, op: Attention, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """Compile for the record's heads, capacity and window."""
+    return prepare_attention_heads(
+        device, AttentionHeads(attention=op, first=0, count=op.kv_heads), {}, op
+    )
+
+
+def prepare_attention_heads(
+    device: Resources,
+    heads: AttentionHeads,
+    _weights: Mapping[str, WeightValue],
+    whole: Attention | None = None,
+) -> OpenCLKernel:
+    """The program of all heads, launched for some; of all of them as the operation `whole`."""
+    op = heads.attention
     if device.tuning.lanes > 1:
-        return _prepare_group(device, op)
+        return _prepare_group(device, heads, whole)
     program = device.programs.get(
         "attention_cpu.cl",
         attention_defines(device.tuning, op),
@@ -42,10 +55,10 @@ def prepare_attention(
         tensors = tensors_of(operands)
         if m <= FEW_TOKENS:
             args = tuple(tensors[port] for port in op.ports)
-            return [Launch(program, "attend_few", (op.kv_heads,), (1,), (m, *args))]
-        return _attend_tiles(device, program, op, tensors, m)
+            return [Launch(program, "attend_few", (heads.count,), (1,), (m, *args, heads.first))]
+        return _attend_tiles(device, program, heads, tensors, m)
 
-    return OpenCLKernel(device, op, launches)
+    return OpenCLKernel(device, whole or heads, launches)
 
 
 def head_vector(head_dim: int, widest: int) -> int:
@@ -81,26 +94,29 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
 def _attend_tiles(
     device: Resources,
     program: cl.Program,
-    op: Attention,
+    heads: AttentionHeads,
     tensors: Mapping[str, Tensor],
     m: int,
 ) -> list[Launch]:
+    op = heads.attention
     block = 2 * device.tuning.vector
     blocks = -(-op.capacity // block)
     tiles = -(-m // device.tuning.attention_tokens)
     packed = device.shared_scratch(4 * op.kv_heads * blocks * block * op.head_dim)
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
-    pack_args = (m, qkv, position, k_cache, v_cache, packed)
-    args = (m, qkv, position, v_cache, out, packed)
+    pack_args = (m, qkv, position, k_cache, v_cache, packed, heads.first)
+    args = (m, qkv, position, v_cache, out, packed, heads.first)
     return [
-        Launch(program, "pack_keys", (op.kv_heads, blocks), (1, 1), pack_args),
-        Launch(program, "attend_tile", (op.kv_heads, tiles), (1, 1), args),
+        Launch(program, "pack_keys", (heads.count, blocks), (1, 1), pack_args),
+        Launch(program, "attend_tile", (heads.count, tiles), (1, 1), args),
     ]
 
 
-def _prepare_group(device: Resources, op: Attention) -> OpenCLKernel:
-    """Work-groups over rows; decode also splits the context."""
-    lanes = device.tuning.lanes
+def _prepare_group(
+    device: Resources, heads: AttentionHeads, whole: Attention | None
+) -> OpenCLKernel:
+    """Work-groups over rows; decode also splits the context, where all heads are computed."""
+    op, lanes = heads.attention, device.tuning.lanes
     program = device.programs.get(
         "attention_group.cl",
         attention_defines(device.tuning, op),
@@ -113,18 +129,20 @@ def _prepare_group(device: Resources, op: Attention) -> OpenCLKernel:
 
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
         tensors = tensors_of(operands)
-        splits = device.tuning.decode_splits if m <= FEW_TOKENS else 1
+        few = m <= FEW_TOKENS and heads.count == op.kv_heads
+        splits = device.tuning.decode_splits if few else 1
         qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))
         blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
-        appended = m * op.kv_heads * (1 if op.kv.coded else op.head_dim)
-        args = (m, qkv, position, k_cache, v_cache, out, partial, splits)
+        appended = m * heads.count * (1 if op.kv.coded else op.head_dim)
+        args = (m, qkv, position, k_cache, v_cache, out, partial, splits, heads.first)
+        some = (heads.first, heads.count)
         steps = [
-            flat("append", appended, (qkv, position, k_cache, v_cache)),
+            flat("append", appended, (qkv, position, k_cache, v_cache, *some)),
             Launch(
                 program,
                 "attend_group",
-                (blocks * lanes, op.kv_heads, splits),
+                (blocks * lanes, heads.count, splits),
                 (lanes, 1, 1),
                 args,
             ),
@@ -133,4 +151,4 @@ def _prepare_group(device: Resources, op: Attention) -> OpenCLKernel:
             steps.append(flat("combine", m * op.heads * op.head_dim, (partial, out, splits)))
         return steps
 
-    return OpenCLKernel(device, op, launches)
+    return OpenCLKernel(device, whole or heads, launches)

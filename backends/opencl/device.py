@@ -74,6 +74,7 @@ class OpenCLDevice(Resources):
             memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
             max_allocation_bytes=int(native.max_mem_alloc_size),
             every_core=every_core,
+            attention_heads=self.unified_memory,
             reads_panels=True,
         )
         self._table = table

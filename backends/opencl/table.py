@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero.backends import ops
-from hetero.backends.opencl.attention import prepare_attention
+from hetero.backends.opencl.attention import prepare_attention, prepare_attention_heads
 from hetero.backends.opencl.chunks import accepts_decode_chunks, prepare_decode_chunks
 from hetero.backends.opencl.column_mass import accepts_column_mass, prepare_column_mass
 from hetero.backends.opencl.device import Entry
@@ -23,6 +23,7 @@ TABLE: dict[type[Op], Entry] = {
     ops.LayerNorm: Entry(prepare_norm),
     ops.Rope: Entry(prepare_rope),
     ops.Attention: Entry(prepare_attention),
+    ops.AttentionHeads: Entry(prepare_attention_heads),
     ops.ColumnMass: Entry(prepare_column_mass, accepts_column_mass),
     ops.DecodeChunks: Entry(prepare_decode_chunks, accepts_decode_chunks),
     ops.GatedAct: Entry(prepare_gated_act),

@@ -14,7 +14,7 @@ from hetero.backends import checks, ops
 from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.host import hugepages
 from hetero.backends.host.processor import cpu_name
-from hetero.backends.memory import HostBuffer
+from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
@@ -64,6 +64,7 @@ class OrtCpuDevice(Device):
             weight_formats=formats,
             row_alignment=ROW_ALIGNMENT,
             early_visibility=False,
+            attention_heads=True,
             weight_bytes={
                 known: sum(_own_bytes(known, split=split) for _, split in self._paths(known))
                 for known in formats
@@ -74,6 +75,9 @@ class OrtCpuDevice(Device):
         self._sessions: dict[Any, ort.InferenceSession] = {}
         self._rope_tables: dict[Op, dict[str, npt.NDArray[Any]]] = {}
         self._kernels: weakref.WeakSet[kernels.OrtKernel] = weakref.WeakSet()
+        self._rooms: weakref.WeakValueDictionary[tuple[int, int], Tensor] = (
+            weakref.WeakValueDictionary()
+        )
         self._packed_inputs: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def map(self, buffer: HostBuffer) -> int:
@@ -136,6 +140,9 @@ class OrtCpuDevice(Device):
             case ops.Attention():
                 session = self._session(op, graphs.fused_attention)
                 return kernels.FusedAttentionKernel(self._host, op, session)
+            case ops.AttentionHeads():
+                inner = self._prepare(op.alone, weights)
+                return kernels.AttentionHeadsKernel(self._host, op, inner, self._rooms)
             case ops.ColumnMass():
                 raise ValueError(f"{describe(op)}: {self.accepts(op).reason}")
             case ops.DecodeChunks():

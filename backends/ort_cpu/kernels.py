@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,11 +14,12 @@ import onnxruntime as ort
 
 from hetero.backends import checks, kv_codes, ops, rope
 from hetero.backends.kv_rows import Rows
-from hetero.backends.memory import Tensor
+from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.onnx_common.binding import (
     NATIVE_ERRORS,
     Argument,
     Array,
+    Copied,
     Launch,
     argument,
     io_binding,
@@ -26,6 +28,7 @@ from hetero.backends.onnx_common.binding import (
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
 from hetero.backends.protocol import (
+    CACHE_PORTS,
     FIXED_PORTS,
     BoundCall,
     Capabilities,
@@ -36,7 +39,7 @@ from hetero.backends.protocol import (
 )
 
 # Graphs to run, what to compute before each run, and what to keep alive.
-Prepared: TypeAlias = tuple[list[Launch], Callable[[], None] | None, object]
+Prepared: TypeAlias = tuple[Sequence[Launch | Copied], Callable[[], None] | None, object]
 
 CACHE_FRIENDLY_BYTES = 1 << 18
 ATTENTION_ROWS = 64
@@ -285,6 +288,60 @@ class ComposedAttentionKernel(OrtKernel):
         return pieces, before, firsts
 
 
+class AttentionHeadsKernel(OrtKernel):
+    """Some heads of an attention, by the kernel `inner` of an attention that has no others.
+
+    Of a cache these heads are a run of memory; of the queries, keys and values, and of the output,
+    they are columns, which are copied for the graph: `rooms` has the room, one for all layers.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        op: ops.AttentionHeads,
+        inner: OrtKernel,
+        rooms: MutableMapping[tuple[int, int], Tensor],
+    ) -> None:
+        super().__init__(host, op)
+        self._heads, self._inner, self._rooms = op, inner, rooms
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        op, of = self._heads, self._heads.attention
+        qkv, out = self._room(m, op.alone.width), self._room(m, op.alone.heads * of.head_dim)
+        own = {"position": tensors["position"], "qkv": qkv, "out": out}
+        own |= {port: _heads_of(tensors[port], op.first, op.count) for port in CACHE_PORTS}
+        pieces, before, keep = self._inner.launches(own, m)
+        start, stop = op.columns
+        taken = [(start, stop)] + [
+            (first * of.head_dim, (first + op.count) * of.head_dim)
+            for first in (of.heads + op.first, of.heads + of.kv_heads + op.first)
+        ]
+        given, wanted = tensors["qkv"].array[:m], tensors["out"].array[:m, start:stop]
+        at = np.cumsum([0, *(b - a for a, b in taken)]).tolist()
+        columns = [
+            (qkv.array[:, i:j], given[:, a:b])
+            for (a, b), (i, j) in zip(taken, pairwise(at), strict=True)
+        ]
+
+        def prepare() -> None:
+            for target, source in columns:
+                np.copyto(target, source)
+            if before is not None:
+                before()
+
+        steps: list[Launch | Copied] = []
+        for i, piece in enumerate(pieces):
+            rows = slice(i * ATTENTION_ROWS, (i + 1) * ATTENTION_ROWS)
+            steps += [piece, Copied(wanted[rows], out.array[rows])]
+        return steps, prepare, (keep, own)
+
+    def _room(self, m: int, width: int) -> Tensor:
+        found = self._rooms.get((m, width))
+        if found is None:
+            found = self._rooms[m, width] = new_tensor((m, width))
+        return found
+
+
 class DecodeChunksKernel(OrtKernel):
     """On the host: a graph of such operations on integers takes longer than numpy."""
 
@@ -338,6 +395,11 @@ def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Ten
         port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
         for port, tensor in tensors.items()
     }
+
+
+def _heads_of(cache: Tensor, first: int, count: int) -> Tensor:
+    """Heads of a cache [G, C, D]."""
+    return cache.rows(first, first + count)
 
 
 def _batch_of_one(tensor: Tensor, rows: int) -> Argument:

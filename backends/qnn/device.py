@@ -114,6 +114,8 @@ class QnnDevice(Device):
                 "outliers are floating-point sums for a GPU",
                 "use --device hetero, or quantise with --outliers none",
             )
+        if isinstance(op, ops.AttentionHeads):
+            return Acceptance(False, "its graphs have all heads of an attention, or none")
         if isinstance(op, ops.ColumnMass | ops.DecodeChunks):
             return Acceptance(False, "what contexts as a service need is computed on the host")
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:

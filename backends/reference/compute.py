@@ -32,7 +32,7 @@ Weights: TypeAlias = Mapping[str, WeightValue]
 Program: TypeAlias = Callable[[Arrays], None]
 
 
-def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
+def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, PLR0912
     """The function that computes `op`, and the bytes of weights that it holds."""
     match op:
         case ops.MatMul():
@@ -45,6 +45,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911
             return rotate(op, _wide(weights))
         case ops.Attention():
             return partial(attention, op), 0
+        case ops.AttentionHeads():
+            return partial(attention_heads, op), 0
         case ops.ColumnMass():
             return partial(column_mass, op), 0
         case ops.DecodeChunks():
@@ -225,6 +227,19 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
         mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values[g]  # [H/G, m, D]
         columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
         arrays["out"][:, columns] = mixed.transpose(1, 0, 2).reshape(m, -1)
+
+
+def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
+    """Attention of these heads alone, on what is theirs of every tensor."""
+    of, (start, stop) = op.attention, op.columns
+    keys = (of.heads + op.first) * of.head_dim
+    values = keys + of.kv_heads * of.head_dim
+    width, qkv = op.count * of.head_dim, arrays["qkv"]
+    own = [qkv[:, start:stop], qkv[:, keys : keys + width], qkv[:, values : values + width]]
+    caches = {port: arrays[port][op.first : op.first + op.count] for port in ("k_cache", "v_cache")}
+    out = arrays["out"][:, start:stop]
+    mine = {"qkv": np.concatenate(own, axis=1), "out": out, "position": arrays["position"]}
+    attention(op.alone, mine | caches)
 
 
 def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:

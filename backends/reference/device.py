@@ -65,6 +65,7 @@ class ReferenceDevice(Device):
             row_alignment=row_alignment,
             token_alignment=token_alignment,
             early_visibility=False,
+            attention_heads=True,
             reads_panels=True,
         )
         self.health = checks.Health("reference")

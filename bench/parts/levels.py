@@ -112,9 +112,22 @@ class Contender:
 def contender(
     name: str, loaded: LoadedModel, profile: DeviceProfile, strategy: str, lengths: list[int]
 ) -> Contender:
-    """An engine on a plan of a named strategy."""
+    """An engine on a plan of a named strategy; `whole-attention` is the solver's own plan for
+    devices that share no attention.
+    """
+    if strategy == "whole-attention":
+        strategy, profile = "auto", sharing_no_attention(profile)
     plan = strategy_plan(loaded.spec(), profile, strategy, lengths)  # type: ignore[arg-type]
     return Contender(name, plan, open_engine(plan, loaded, max(*lengths, CONTEXT) + SPACE))
+
+
+def sharing_no_attention(profile: DeviceProfile) -> DeviceProfile:
+    """The profile of devices that compute all heads of an attention or none."""
+    devices = {}
+    for kind, record in profile.devices.items():
+        able = record.capabilities.model_copy(update={"attention_heads": False})
+        devices[kind] = record.model_copy(update={"capabilities": able})
+    return profile.model_copy(update={"devices": devices})
 
 
 def chosen(name: str, known: list[Contender], lengths: list[int], **options: str) -> Contender:
@@ -213,7 +226,9 @@ def levels(
     p: Lengths = "256,1024",
     n: Tokens = 32,
     r: Rounds = 5,
-    strategies: Annotated[str, typer.Option(help="others, such as layer,pipe,padding")] = "",
+    strategies: Annotated[
+        str, typer.Option(help="others, such as layer,pipe,padding,whole-attention")
+    ] = "",
     choices: Annotated[str, typer.Option(help=", ".join(CHOICES))] = "",
 ) -> None:
     """Tensor level against single devices and other strategies, with the ideal and the prediction.

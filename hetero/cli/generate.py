@@ -307,6 +307,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, shown(share))
     _work_rows(table, stats)
     said = [("adapted", reason) for reason in stats.adaptations]
+    said.insert(0, ("attention", _heads(llm, stats.prompt_tokens)))
     for what, text in [("prompt's calls", stats.prompt_form), *said, ("chosen", stats.choice)]:
         if text:
             table.add_row(what, shown(text))
@@ -323,6 +324,17 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
         table.add_row(shown(f"{kind} quantised again"), f"relative error {error:.3f}")
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
     stderr.print(table)
+
+
+def _heads(llm: LLM, tokens: int) -> str:
+    """Who has which heads of attention in a prompt's first call, where the plan shares them."""
+    placement = llm.engine.placement
+    m = placement.plan.steps(tokens)[0]
+    runs = {x.kind: x for x in placement.heads("prefill", m)}
+    if not runs:
+        return ""
+    npu, gpu = (runs[kind].stop - runs[kind].first for kind in ("npu", "gpu"))
+    return f"in calls of {m} tokens cut in order {npu} of {npu + gpu} heads are the NPU's"
 
 
 def _work_rows(table: Table, stats: Stats) -> None:

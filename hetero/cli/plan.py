@@ -188,7 +188,12 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
     for sentence in conclusion.sentences(plan):
         console.print(shown(sentence))
     tables = [brief.gains(plan), content.forms(plan), brief.operators(plan)]
-    for table in (*tables, content.what_if(plan, others), content.memory(plan)):
+    for table in (
+        *tables,
+        content.attention(plan),
+        content.what_if(plan, others),
+        content.memory(plan),
+    ):
         if table is not None:
             show(table, console)
     for note in plan.notes:

@@ -96,7 +96,7 @@ class _Use(NamedTuple):
 
 def _uses(assignment: Assignment) -> Iterator[_Use]:
     """The graphs of an assignment that are prepared ahead."""
-    node, kind, graph, parts, group = assignment
+    node, kind, graph, parts, group, _ = assignment
     if kind == "npu":
         yield _Use(node, None, group, graph)
     for part in parts:

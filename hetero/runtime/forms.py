@@ -10,6 +10,7 @@ Pure: no kernels and no devices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -176,16 +177,19 @@ class Forms:
         stage = 0
         for chunk, m in enumerate(chunks):
             rows = logit_rows if chunk == len(chunks) - 1 else 0
-            for node, kind, _, parts, _ in self._placement.at("prefill", m, rows, form=form):
+            for node, kind, _, parts, _, heads in self._placement.at("prefill", m, rows, form=form):
                 if node.layer is not None and node.layer >= layers:
                     continue
                 stage += 1
-                for kind_of, tokens, span in (
-                    [(kind, (0, m), None)]
-                    if kind is not None
-                    else [(part.kind, part.tokens, part.rows) for part in parts]
-                ):
-                    yield self._spec(node, kind_of, tokens, span, stage, chunk)
+                found: list[tuple[DeviceKind, Span, Span | None, Span | None]]
+                if heads:
+                    found = [(x.kind, (0, m), None, (x.first, x.stop)) for x in heads]
+                elif kind is not None:
+                    found = [(kind, (0, m), None, None)]
+                else:
+                    found = [(part.kind, part.tokens, part.rows, None) for part in parts]
+                for kind_of, tokens, span, of in found:
+                    yield replace(self._spec(node, kind_of, tokens, span, stage, chunk), heads=of)
 
     def _spec(
         self,

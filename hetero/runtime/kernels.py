@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat
-from hetero.backends.ops import MatMul, Op, describe, weight_names
+from hetero.backends.ops import Attention, MatMul, Op, describe, weight_names
 from hetero.backends.protocol import (
     Acceptance,
     BoundCall,
@@ -26,7 +26,7 @@ from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
-from hetero.solver.placement import Part, Placement, Segment
+from hetero.solver.placement import Heads, Part, Placement, Segment
 
 Devices = Mapping[DeviceKind, Device]
 Progress = Callable[[int, int], None]
@@ -95,6 +95,7 @@ class KernelSet:
     def __init__(self, devices: Devices) -> None:
         self._devices = dict(devices)
         self._others: dict[tuple[str, DeviceKind], Kernel] = {}
+        self._heads: dict[tuple[str, DeviceKind, tuple[int, int]], Kernel] = {}
         self._matmuls: dict[MatMulKey, Kernel] = {}
         self._mapped: WeakValueDictionary[MatMulKey, Kernel] = WeakValueDictionary()
         self._weights: dict[str, Mapping[str, WeightValue]] = {}  # of kernels made when asked for
@@ -107,7 +108,8 @@ class KernelSet:
 
     def _all(self) -> Iterable[Kernel]:
         matmuls = (*self._matmuls.values(), *self._mapped.values())
-        return (*self._others.values(), *matmuls, *self._groups.values())
+        others = (*self._others.values(), *self._heads.values())
+        return (*others, *matmuls, *self._groups.values())
 
     def group(self, group: NodeGroup) -> Kernel:
         """The kernel of nodes that run as one graph on the NPU."""
@@ -123,6 +125,10 @@ class KernelSet:
     def other(self, node: Node, kind: DeviceKind) -> Kernel:
         """The kernel of a node that is not a matmul."""
         return self._others[node.name, kind]
+
+    def heads(self, node: Node, part: Heads) -> Kernel:
+        """The kernel of some heads of an attention."""
+        return self._heads[node.name, part.kind, (part.first, part.stop)]
 
     def matmul(self, node: Node, part: Part) -> Kernel:
         """The kernel of a part's rows.
@@ -155,6 +161,14 @@ class KernelSet:
                     self._matmuls[node.name, kind, segment] = kernel
                 if placement.online:
                     self._weights[node.name] = values
+        if isinstance(node.op, Attention):
+            self._add_heads(node, node.op, placement)
+
+    def _add_heads(self, node: Node, whole: Attention, placement: Placement) -> None:
+        for kind, device in self._devices.items():
+            for run in placement.shared_heads(kind):
+                op = Heads(kind, *run, graph=0).op(whole)
+                self._heads[node.name, kind, run] = _prepare(device, node, op, {})
 
     def _in_place(self, node: Node, part: Part) -> Kernel:
         key = (node.name, part.kind, part.segment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from hetero.backends.ops import MatMul
+from hetero.backends.ops import Attention, AttentionHeads, MatMul, Op
 from hetero.backends.protocol import CACHE_PORTS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
@@ -49,7 +49,7 @@ class LaunchCosts:
         """Seconds of a launch of m tokens behind a context of others, whatever `launch.tokens`."""
         if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
             return 0.0  # gathered, copied, or columns' mass
-        key = (launch.node, launch.kind, m, launch.rows, context, form)
+        key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, form)
         found = self._launches.get(key)
         if found is None:
             members = self._members[launch.node]
@@ -62,9 +62,13 @@ class LaunchCosts:
         assert kind is not None
         n = None if rows is None else rows[1] - rows[0]
         seen = context if set(CACHE_PORTS) & set(node.op.ports) else 0
-        key = (kind, node.op, m, n, seen, form)
+        key = (kind, node.op, m, n, launch.heads, seen, form)
         if key not in self._known:
-            self._known[key] = self._asked(kind, node, m, n, seen, form)
+            op = node.op
+            if launch.heads is not None and isinstance(op, Attention):
+                first, stop = launch.heads
+                op = AttentionHeads(attention=op, first=first, count=stop - first)
+            self._known[key] = self._asked(kind, node, op, m, n, seen, form)
         return self._known[key]
 
     def _segment(self, kind: DeviceKind, node: Node, op: MatMul, m: int, form: Form) -> MatMul:
@@ -75,9 +79,15 @@ class LaunchCosts:
         return next((part.segment.op(op) for part in parts if part.kind == kind), op)
 
     def _asked(
-        self, kind: DeviceKind, node: Node, m: int, n: int | None, context: int, form: Form
+        self,
+        kind: DeviceKind,
+        node: Node,
+        op: Op,
+        m: int,
+        n: int | None,
+        context: int,
+        form: Form,
     ) -> float:
-        op = node.op
         if isinstance(op, MatMul):
             own = self._segment(kind, node, op, m, form)
             rows = n or op.n

@@ -39,7 +39,8 @@ class LaunchSpec:
     `name` is for people; `node` the node of the model that it is for (copies are for the node that
     reads them). `kind` is None for the control thread's own work. `asynchronous` launches are
     queued and end in the order of their queue; all others keep the control thread until their end.
-    `tokens` × `rows` is a matmul's part of the output. Launches of one `stage` use slots that
+    `tokens` × `rows` is a matmul's part of the output, `heads` are the key/value heads of a shared
+    attention (None: all). Launches of one `stage` use slots that
     differ, or different places in them.
     """
 
@@ -53,6 +54,7 @@ class LaunchSpec:
     rows: Span | None
     stage: int
     chunk: int = 0
+    heads: Span | None = None
 
 
 class Edge(NamedTuple):

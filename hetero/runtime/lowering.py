@@ -46,7 +46,7 @@ from hetero.runtime.step import Item, Placed, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
-from hetero.solver.placement import Part, Placement, Span
+from hetero.solver.placement import Heads, Part, Placement, Span
 from hetero.solver.plan import Form, Phase
 
 CHUNKS_KEPT: Final = 32
@@ -222,15 +222,18 @@ class _Chunk:
             placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
 
     def _bind(self) -> None:
-        for node, kind, graph, parts, group in self.placement.at(
+        for node, kind, graph, parts, group, heads in self.placement.at(
             self.phase, self.m, self.logit_rows, form=self.form
         ):
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
                 apart = self.rows and "position" in node.slots
-                items = self._row_items if apart else self._other_items
-                self._place(node.name, items(node, kind, graph))
+                if heads and self.handover is None:
+                    self._place(node.name, self._head_items(node, kind, heads))
+                else:
+                    items = self._row_items if apart else self._other_items
+                    self._place(node.name, items(node, kind, graph))
                 if self.taps and isinstance(node.op, Attention):
                     self._place_tap(node, node.op, kind)
             else:
@@ -259,6 +262,21 @@ class _Chunk:
         operands, reads, writes = self._operands(node, kind)
         call = self._other_call(node, kind, operands, graph)
         return [Item(kind, call, reads, writes, (0, self.m), None, operands)]
+
+    def _head_items(self, node: Node, kind: DeviceKind, heads: Sequence[Heads]) -> list[Item]:
+        """A launch for the heads of each device. They are in different places of the caches and of
+        the output, as the parts of a matmul are. (Not where a device works on a copy of its own,
+        which it would copy back as a whole.)
+        """
+        operands, reads, writes = self._operands(node, kind)
+        caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
+        items = []
+        for part in heads:
+            kernel = self.kernels.heads(node, part)
+            call = CacheCall(describe(kernel.op), kernel, operands, caches, part.graph)
+            run = (part.first, part.stop)
+            items.append(Item(part.kind, call, reads, writes, (0, self.m), None, operands, run))
+        return items
 
     def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[Item]:
         """A launch for each row. On a device with static shapes one writes rows behind its own,

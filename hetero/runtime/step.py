@@ -119,6 +119,7 @@ class Item(NamedTuple):
     tokens: Span
     rows: Span | None
     operands: Mapping[str, Operand] = {}  # in the pool, for hand-overs by copying
+    heads: Span | None = None
 
 
 class Placed:
@@ -197,6 +198,7 @@ class Placed:
                     rows=item.rows,
                     stage=stage,
                     chunk=chunk,
+                    heads=item.heads,
                 )
             )
 

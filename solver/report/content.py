@@ -117,6 +117,24 @@ def forms(plan: Plan) -> TableData | None:
     return TableData("Form of long prompts", ("tokens", *FORMS.values(), "taken"), rows, note)
 
 
+def attention(plan: Plan) -> TableData | None:
+    """Who has which heads of attention, where both devices share them."""
+    if not plan.shares_attention:
+        return None
+    rows = tuple(
+        (
+            f"{x.phase} {'any length' if x.m is None else x.m}",
+            f"{x.heads.npu} NPU + {x.heads.gpu} GPU",
+            f"{units.duration(x.gpu_s)} / {units.duration(x.npu_s)}",
+            units.duration(x.predicted_s),
+        )
+        for x in plan.attention
+    )
+    note = f"{_kind(plan)} times of one layer's attention and rotary embedding (the GPU's)."
+    head = ("step", "key/value heads", "GPU / NPU busy", "time")
+    return TableData("Attention, shared by its heads", head, rows, note)
+
+
 def where(op: OpPlan) -> str:
     """Phase and length of an entry."""
     if op.m is None:
@@ -301,7 +319,7 @@ def name(plan: Plan) -> str:
 
 def tables(plan: Plan, others: Sequence[Plan]) -> Iterator[TableData]:
     """All tables but the alternatives, in the order of the report."""
-    found = (gains(plan), what_if(plan, others), forms(plan), operators(plan), curves(plan))
-    for table in (*found, memory(plan), front(plan)):
+    found = (gains(plan), what_if(plan, others), forms(plan), operators(plan), attention(plan))
+    for table in (*found, curves(plan), memory(plan), front(plan)):
         if table is not None:
             yield table

@@ -50,8 +50,8 @@ def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
         cuts=steps,
         operators=_numeric(content.operators(plan)),
         charts=_charts(plan),
-        last=_tables(content.memory(plan)) if steps else _tables(
-            content.operators(plan), content.memory(plan)
+        last=_tables(content.attention(plan), content.memory(plan)) if steps else _tables(
+            content.operators(plan), content.attention(plan), content.memory(plan)
         ),
         rest=list(map(_numeric, rest)),
     )  # fmt: skip

@@ -24,9 +24,11 @@ from tests.backends.cases import (
     check_op,
     check_run,
     execute,
+    expected,
     make_tensors,
     make_weights,
     require,
+    snapshot,
     tolerance,
 )
 from tests.backends.conftest import GRAPH_SIZES
@@ -302,6 +304,33 @@ def test_sums_of_what_columns_are_given(
         rng = np.random.default_rng(m + every)
         tensors = make_tensors(op, m, rng, position=position, device=device)
         check_call(device, kernel, {}, tensors, m)
+
+
+@pytest.mark.parametrize("kv", CacheFormat)
+@pytest.mark.parametrize(("kv_heads", "head_dim", "window"), [(4, 16, 0), (3, 12, 9), (2, 64, 0)])
+def test_heads_of_an_attention_touch_nothing_else(
+    device: Device, kv_heads: int, head_dim: int, window: int, kv: CacheFormat
+) -> None:
+    """Runs of heads that follow each other make the whole; before that each leaves as it was what
+    is not its own.
+    """
+    sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    whole = replace(ATTENTION, **sizes, kv=kv, window=window)  # type: ignore[arg-type]
+    require(device, ops.AttentionHeads(attention=whole, first=0, count=1))
+    rng = np.random.default_rng(kv_heads + head_dim)
+    for m, position in ((1, 7), (3, 0), (32, 13), (33, 0)):
+        cut = int(rng.integers(1, kv_heads))
+        tensors = make_tensors(whole, m, rng, position=position, spare_rows=1, device=device)
+        tensors["out"].array[:] = rng.standard_normal(tensors["out"].shape)
+        wanted = expected(whole, {}, snapshot(tensors), m)["out"]
+        for first, stop in ((cut, kv_heads), (0, cut)):
+            op = ops.AttentionHeads(attention=whole, first=first, count=stop - first)
+            before, (start, end) = snapshot(tensors)["out"], op.columns
+            check_run(device, op, device.prepare(op, {}).bind(tensors, m), {}, tensors)
+            others = np.r_[:start, end : before.shape[1]]
+            np.testing.assert_array_equal(tensors["out"].array[:, others], before[:, others])
+        limit = tolerance(whole, device)
+        assert_close(tensors["out"].array[:m], wanted[:m], limit, f"{cut} of {kv_heads} heads")
 
 
 @pytest.mark.parametrize("kv", CacheFormat)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.launch_graph import LaunchGraph
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import OpPlan, Rest, Tile
+from hetero.solver.plan import AttentionShare, HeadCounts, OpPlan, Rest, Tile
 
 STRATEGIES = (
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
@@ -24,8 +24,11 @@ def random_plan(
     *,
     strategies: Sequence[str] = STRATEGIES,
     rest: str = "gpu",
+    shares: bool = False,
 ) -> ExecutionPlan:
-    """A plan for prompts of `tokens` and for decoding; each matmul has a strategy of its own."""
+    """A plan for prompts of `tokens` and for decoding; each matmul has a strategy of its own. With
+    `shares` both devices have heads of attention, where the GPU has the other operators.
+    """
     entries = []
     for matmul in spec.matmuls:
         for phase, m in (("prefill", tokens), ("decode", 1)):
@@ -51,7 +54,15 @@ def random_plan(
         model=spec.name,
         ops=tuple(entries),
         rest=Rest.model_validate({"prefill": rest, "decode": rest}),
+        attention=(share_of(spec, rng),) if shares and rest == "gpu" and spec.kv_heads > 1 else (),
     )
+
+
+def share_of(spec: ModelGraph, rng: random.Random) -> AttentionShare:
+    """Some heads for each device, whatever the token count."""
+    npu = rng.randint(1, spec.kv_heads - 1)
+    heads = HeadCounts(gpu=spec.kv_heads - npu, npu=npu)
+    return AttentionShare(phase="prefill", m=None, heads=heads)
 
 
 def random_order(graph: LaunchGraph, rng: random.Random) -> list[int]:

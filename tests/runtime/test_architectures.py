@@ -69,7 +69,9 @@ def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) 
         expected = run(engine)
     both = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
     prompt, drawn = len(TOKENS) - 3, random.Random(3)
-    plan = random_plan(loaded.spec(), prompt, GRAPHS, drawn, strategies=[strategy], rest=rest)
+    plan = random_plan(
+        loaded.spec(), prompt, GRAPHS, drawn, strategies=[strategy], rest=rest, shares=True
+    )
     assert {op.op for op in plan.ops if len(op.tiles) > 1} >= {"qkv", "o", "gate_up", "down"}
     with Engine(loaded.weights, plan, both, max_seq_len=LENGTH) as engine:
         for got, want in zip(run(engine), expected, strict=True):

@@ -40,8 +40,9 @@ def launched(step: Step) -> Counter[Any]:
 
 def said(placement: Placement, phase: Phase, m: int, logit_rows: int) -> Counter[Any]:
     found: list[Any] = []
-    for node, kind, graph, parts, _ in placement.at(phase, m, logit_rows):
-        if kind is not None:
+    for node, kind, graph, parts, _, heads in placement.at(phase, m, logit_rows):
+        found += [(node.name, x.kind, (0, m), None, x.graph) for x in heads]
+        if kind is not None and not heads:
             found.append((node.name, kind, (0, m), None, graph))
         found += [(node.name, x.kind, x.tokens, x.rows, x.graph) for x in parts]
     return Counter(found)
@@ -57,7 +58,7 @@ def said(placement: Placement, phase: Phase, m: int, logit_rows: int) -> Counter
 def test_a_steps_launches_are_those_of_the_placement(
     loaded: LoadedModel, backend: str, seed: int, tokens: int, rest: str
 ) -> None:
-    plan = random_plan(loaded.spec(), tokens, GRAPHS, random.Random(seed), rest=rest)
+    plan = random_plan(loaded.spec(), tokens, GRAPHS, random.Random(seed), rest=rest, shares=True)
     devices: Any = {
         "gpu": open_device(backend, kind="gpu"),
         "npu": open_device(backend, kind="npu", graph_sizes=GRAPHS),

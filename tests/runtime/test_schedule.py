@@ -361,7 +361,9 @@ DEVICES = ((False, True, "fast"), (True, True, "event"), (False, False, "fast"),
 def engine_of(folder: Path, seed: int) -> Engine:
     queued, panels, sync = DEVICES[seed % len(DEVICES)]
     loaded, rng = open_model(str(folder), weights="f32"), random.Random(seed)
-    plan = random_plan(loaded.spec(), PROMPT, GRAPHS, rng, rest=rng.choice(["gpu", "npu"]))
+    plan = random_plan(
+        loaded.spec(), PROMPT, GRAPHS, rng, rest=rng.choice(["gpu", "npu"]), shares=True
+    )
     devices: Any = {
         "gpu": open_device("reference", kind="gpu", asynchronous=True),
         "npu": open_device("reference", kind="npu", asynchronous=queued, graph_sizes=GRAPHS),

@@ -155,7 +155,7 @@ def test_random_cuts_change_no_result(
     """A strategy of its own for every matmul and phase; prompts at and below the plan's length."""
     rng = random.Random(seed)
     spec = open_model(str(folder), weights=weights.value).spec()
-    plan = random_plan(spec, tokens, GRAPHS, rng, rest=rest)
+    plan = random_plan(spec, tokens, GRAPHS, rng, rest=rest, shares=True)
     with make_engine(folder, plan, pair, weights.value) as engine:
         for count in {tokens, rng.randint(1, tokens)}:
             ids = np.random.default_rng(seed).integers(0, 263, count + 3).tolist()

@@ -50,6 +50,17 @@ def plan_of(model: str, profile: str, *lengths: int) -> ExecutionPlan:
     return make_plan(model_spec(model), DeviceProfile.load(profile), request)
 
 
+def without_shared_heads(found: DeviceProfile) -> DeviceProfile:
+    """The profile of devices that compute all heads of an attention or none."""
+    devices = {
+        kind: x.model_copy(
+            update={"capabilities": x.capabilities.model_copy(update={"attention_heads": False})}
+        )
+        for kind, x in found.devices.items()
+    }
+    return found.model_copy(update={"devices": devices})
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_every_known_model_is_planned_on_every_shipped_profile(name: str, profile: str) -> None:
@@ -64,8 +75,9 @@ def test_every_known_model_is_planned_on_every_shipped_profile(name: str, profil
 
 @pytest.mark.parametrize("known", SECONDS)
 def test_blocks_of_a_llama_cost_what_they_did(known: tuple[str, str]) -> None:
-    profile, name = known
-    totals = plan_of(name, profile, *LENGTHS).totals
+    name, request = known[1], PlanRequest(seq_lens=LENGTHS)
+    profile = without_shared_heads(DeviceProfile.load(known[0]))
+    totals = make_plan(model_spec(name), profile, request).totals
     assert [total.predicted_s for total in totals] == pytest.approx(SECONDS[known], rel=1e-5)
 
 

@@ -117,7 +117,7 @@ def test_tokens_and_rows_of_every_node_are_computed_once(
     for phase, m in calls:
         assigned = list(placement.at(phase, m))
         assert [x.node for x in assigned] == list(model.nodes)
-        for node, kind, graph, parts, _ in assigned:
+        for node, kind, graph, parts, *_ in assigned:
             if node.plan_op is None:
                 assert kind == placement.rest(phase)
                 assert not parts

@@ -10,6 +10,7 @@
 // Caches are read as they lie (caches.cl), halves and codes widened in registers; scores_cpu.cl makes
 // scores. Codes' scales: of keys' channels in q (decode) or in packed keys, of keys' tokens on the
 // scores (or in packed keys), of values' tokens on the weights.
+// A launch is for the key/value heads from `first` on: work-item 0 has that one.
 // TOKENS (per tile) and KEYS (per block) come from tuning.
 
 #define FEW (GROUP == 1 ? 1 : GROUP == 2 ? 2 : 4)
@@ -35,8 +36,8 @@ INLINE void append_row(__global const float *from, const int apart, const int ke
 // Work-item (g, block of KT keys). `count` is m.
 __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                         ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache),
-                        __global float *restrict packed) {
-  const int g = get_global_id(0), block = get_global_id(1);
+                        __global float *restrict packed, const int first) {
+  const int g = first + get_global_id(0), block = get_global_id(1);
   if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
   const int start = position[0], stop = start + count, key0 = block * KT;
@@ -102,9 +103,9 @@ INLINE float soften(float *restrict s, const int keys, float *restrict top, vflo
 // Work-item (g, tile of TOKENS tokens). `count` is m.
 __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                           ARRAY(const cache_t, v_cache), ARRAY(float, out),
-                          __global const float *restrict packed) {
+                          __global const float *restrict packed, const int first) {
 #define SLABS ((TOKENS * GROUP + ROWS - 1) / ROWS)
-  const int g = get_global_id(0), t0 = get_global_id(1) * TOKENS;
+  const int g = first + get_global_id(0), t0 = get_global_id(1) * TOKENS;
   if (t0 >= count) return;
   AT(qkv); AT(position); AT(v_cache); AT(out);
   const int start = position[0];
@@ -127,9 +128,9 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
     sum[r] = 0;
   }
 
-  const int first = window_start(start + t0 + 1) / KT * KT;
+  const int begin = window_start(start + t0 + 1) / KT * KT;
   const int end = start + t0 + (rows - 1) / GROUP + 1;
-  for (int key0 = first; key0 < end; key0 += KEYS) {
+  for (int key0 = begin; key0 < end; key0 += KEYS) {
     __global const cache_t *v = v_cache + (size_t)key0 * ROW;
 #ifdef CACHE_CODES
     float steps[KEYS];
@@ -303,8 +304,9 @@ INLINE void few_soften(float *restrict s, const int count, float *restrict top,
 
 // Work-item (g): appends all tokens of the call, then attends one after the other. `count` is m.
 __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                         ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), ARRAY(float, out)) {
-  const int g = get_global_id(0);
+                         ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), ARRAY(float, out),
+                         const int first) {
+  const int g = first + get_global_id(0);
   if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
   const int start = position[0];

@@ -15,17 +15,18 @@
 
 inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
 
-// `count` is m · KV_HEADS · HEAD_DIM: one float of k and of v per work-item; with codes
-// m · KV_HEADS, a row of each.
+// `count` is m · heads · HEAD_DIM: one float of k and of v per work-item; with codes m · heads, a row
+// of each. Of `heads` key/value heads, the first of them `first`.
 __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                     ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache)) {
+                     ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), const int first,
+                     const int heads) {
   const int i = get_global_id(0);
   if (i >= count) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
 #ifdef CACHE_CODES
-  const int token = i / KV_HEADS, g = i % KV_HEADS, d = 0;
+  const int token = i / heads, g = first + i % heads, d = 0;
 #else
-  const int token = i / (KV_HEADS * HEAD_DIM), g = i / HEAD_DIM % KV_HEADS, d = i % HEAD_DIM;
+  const int token = i / (heads * HEAD_DIM), g = first + i / HEAD_DIM % heads, d = i % HEAD_DIM;
 #endif
   const size_t head = (size_t)g * HEAD_ROWS * ROW;
   const size_t to = head + (size_t)(position[0] + token) * ROW + d;
@@ -44,10 +45,10 @@ __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, 
 __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                            ARRAY(const cache_t, k_cache), ARRAY(const cache_t, v_cache),
                            ARRAY(float, out), __global float *restrict partial,
-                           const int splits) {
+                           const int splits, const int first) {
   __local float q[ROWS * HEAD_DIM], p[ROWS * LANES], red[ROWS * LANES];
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
-  const int g = get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
+  const int g = first + get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
   const int rows = clamp(count * GROUP - row0, 0, ROWS);
   const int start = position[0];
   k_cache += (size_t)g * HEAD_ROWS * ROW;
