@@ -33,7 +33,7 @@ def test_the_papers_numbers_are_drawn_beside_ours(tmp_path: Path) -> None:
     assert "Llama &lt;109&gt;" in page
     assert "Llama <" not in page
     assert "a &lt; b" in page
-    assert "1 of 2 have a target (thin line), 1 are met" in page
+    assert "1 of 1 targets (thin lines) are met; 1 have none" in page
     assert [row["ratio"] for row in found.document()] == [1.09, 0.8]
     with pytest.raises(UserError, match=r"choose \.html"):
         found.report(tmp_path / "r.pdf")

@@ -27,6 +27,8 @@ MODELS = {
     "Llama-3B": "llama-3.2-3b",
     "InternLM-1.8B": "internlm2-1.8b",
 }
+TITLES = {"tok/s": "Speed", "×": "Ratios", "%": "Savings and shares"}  # of pictures, by unit
+NEAR = 0.1
 MISALIGNED = (135, 300, 525, 600, 1000)
 STRATEGIES = {"auto": "Hetero-tensor", "pipe": "pipe", "padding": "padding",
               "online-prepare": "online-prepare"}  # fmt: skip
@@ -166,6 +168,18 @@ class Reproduction(NamedTuple):
         missed = any("MISSED" in line for line in self.orders)
         return not missed and all(claim.verdict != "MISSED" for claim in self.claims)
 
+    def summary(self) -> str:
+        """What a reader should take along: targets, and how far all else is off."""
+        aimed = [c for c in self.claims if c.within is not None]
+        met = sum(c.verdict == "met" for c in aimed)
+        others = [c for c in self.claims if c.within is None]
+        near = sum(abs(c.ratio - 1) <= NEAR for c in others)
+        return (
+            f"{met} of the {len(aimed)} claims that have a target are within it. Of the "
+            f"{len(others)} others {near} are within {100 * NEAR:.0f} % of the paper's number; the "
+            "table says why the rest differs, and where the paper contradicts itself."
+        )
+
     def table(self) -> TableData:
         """A row for each claim."""
         rows = tuple(tuple(claim.cells()) for claim in self.claims)
@@ -195,6 +209,7 @@ class Reproduction(NamedTuple):
             title="The paper beside the simulated chip",
             profile=self.profile,
             met=self.met,
+            summary=self.summary(),
             charts=[_chart(name, list(claims)) for name, claims in self._figures()],
             table=self.table(),
             orders=self.orders,
@@ -227,12 +242,14 @@ def _chart(unit: str, claims: list[Claim]) -> Any:
         axes.errorbar(paper, places - 0.2, xerr=off, fmt="none", ecolor="#1a1d21", lw=1)
         axes.set_yticks(places, [c.what for c in claims], fontsize=7.5)
         axes.invert_yaxis()
-        axes.set_xlabel(unit or "ratio")
-        axes.legend(loc="lower right")
-        title = f"In {unit}" if unit else "Ratios"
+        axes.set_xlabel(unit)
+        axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
+        title = TITLES.get(unit, unit)
         targets = sum(c.within is not None for c in claims)
         met = sum(c.verdict == "met" for c in claims)
-        note = f"{targets} of {len(claims)} have a target (thin line), {met} are met."
+        note = (
+            f"{met} of {targets} targets (thin lines) are met; {len(claims) - targets} have none."
+        )
         return Chart(title, note, svg_of(axes, f"{title} {len(claims)}"))
 
 
