@@ -51,7 +51,7 @@ class Command:
 COMMANDS: Final = {
     command.name: command
     for command in (
-        Command("generate", "generate", USE, "Go on from PROMPT; the text streams to stdout."),
+        Command("generate", "generate", USE, "Answer PROMPT; the text streams to stdout."),
         Command("chat", "chat", USE, "Talk with MODEL in the terminal."),
         Command("serve", "serve", USE, "Serve MODEL over HTTP, with contexts that persist."),
         Command("models", "models", PREPARE, "List models that can be opened without a network."),

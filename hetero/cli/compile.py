@@ -23,9 +23,11 @@ PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's secti
 
 
 def compile_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model to compile.")],
-    soc: Annotated[str, typer.Option("--soc", help="Chip, such as sm8650.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Directory to write.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for generate.")],
+    soc: Annotated[str, typer.Option("--soc", help="Chip, such as sm8650 (Snapdragon 8 Gen 3).")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory to write.")
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option("--plan", help="A plan; default: prefill's matmuls on the NPU.")
     ] = None,

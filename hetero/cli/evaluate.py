@@ -77,11 +77,16 @@ def eval_command(
     no_reference: Annotated[
         bool, typer.Option("--no-reference", help="Perplexity only: half the time.")
     ] = False,
-    window: Annotated[int, typer.Option("--window", help="Tokens.")] = 0,
-    stride: Annotated[int | None, typer.Option("--stride", help="Half a window.")] = None,
+    window: Annotated[
+        int, typer.Option("--window", help="Tokens scored at a time; 0: 512, or what fits.")
+    ] = 0,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", help="From window to window.", show_default="half a window"),
+    ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", min=LEAST_TOKENS, help="Stop after so much."),
+        typer.Option("--max-tokens", min=LEAST_TOKENS, help="Score this much of the text."),
     ] = None,
     kv: Annotated[
         list[KvWay] | None,

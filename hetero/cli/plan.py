@@ -69,23 +69,37 @@ ReportOption = Annotated[
 
 
 def plan_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A MODEL, or a known name.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="As for generate, or the name of known shapes, such as llama-3-8b.",
+        ),
+    ],
     profile: Annotated[
-        str | None, typer.Option("--profile", help="A file or shipped name.")
+        str | None,
+        typer.Option("--profile", help="A file or shipped name.", show_default="this machine's"),
     ] = None,
     seq_lens: Annotated[
         str, typer.Option("--seq-lens", help="Prompt lengths; LENGTH:WEIGHT says how often.")
     ] = "64,256,1024",
     graph_sizes: Annotated[
-        str | None, typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`.")
+        str | None,
+        typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`: the best."),
     ] = None,
     graph_memory: Annotated[
         str | None,
-        typer.Option("--graph-memory", help="With auto: most that graphs hold for themselves."),
+        typer.Option(
+            "--graph-memory",
+            help="With --graph-sizes auto: the most that graphs may hold, such as 1GiB.",
+        ),
     ] = None,
     preparation_budget: Annotated[
         float | None,
-        typer.Option("--preparation-budget", help="With auto: most seconds to prepare graphs."),
+        typer.Option(
+            "--preparation-budget",
+            help="With --graph-sizes auto: the most seconds to prepare them.",
+        ),
     ] = None,
     objective: Annotated[
         ObjectiveChoice, typer.Option("--objective", help="What is minimised.")
@@ -116,7 +130,10 @@ def plan_command(
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
     report: ReportOption = None,
     explain: Annotated[
-        str | None, typer.Option("--explain", help="Every candidate of one matmul.")
+        str | None,
+        typer.Option(
+            "--explain", help="Every candidate of one matmul: qkv, o, gate_up, down or lm_head."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:

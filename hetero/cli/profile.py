@@ -31,7 +31,7 @@ from hetero.terminal.notices import tell
 
 def profile_command(
     out: Annotated[
-        Path | None, typer.Option("--out", help="File to write (default: this machine's).")
+        Path | None, typer.Option("--out", help="File to write.", show_default="this machine's")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Less of everything, in a minute.")
@@ -42,11 +42,14 @@ def profile_command(
         str | None, typer.Option("--model", help="Measure exactly this model's shapes.")
     ] = None,
     weights: Annotated[
-        list[str] | None, typer.Option("--weights", help="Formats; repeat for several.")
+        list[str] | None,
+        typer.Option("--weights", help="A format; repeat for several.", show_default="w4a16"),
     ] = None,
     soc: Annotated[
         str | None,
-        typer.Option("--soc", help="A chip that is not here, or just a name."),
+        typer.Option(
+            "--soc", help="A chip that is not here, such as sm8650; else a name for the profile."
+        ),
     ] = None,
     gpu: Annotated[str, typer.Option("--gpu", help="GPU backend.")] = "auto",
     npu: Annotated[str, typer.Option("--npu", help="NPU backend.")] = "auto",

@@ -20,7 +20,7 @@ from hetero.terminal import printable
 
 def quantize_command(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("--out", help="Directory to write.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
     weights: Annotated[
         str, typer.Option("--weights", help="What to store; several: w8a8,w4a16.")
     ] = WeightFormat.W4A16.value,

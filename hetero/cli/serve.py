@@ -44,10 +44,17 @@ def serve_command(
         list[str] | None, typer.Option("--alias", help="Another name of MODEL; `*`: any.")
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option("--allow-host", help="A Host to answer to besides.")
+        list[str] | None,
+        typer.Option("--allow-host", help="Another name of this machine that clients may use."),
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option("--directory", help="Where contexts are kept.")
+        Path | None,
+        typer.Option(
+            "--directory",
+            metavar="DIR",
+            help="Where contexts are kept.",
+            show_default="one for MODEL among the user's data",
+        ),
     ] = None,
     context_memory: Annotated[
         str, typer.Option("--context-memory", help="For keys and values kept in memory.")
