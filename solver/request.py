@@ -25,7 +25,7 @@ MOST_SIZES = 64
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `hetero plan` asks for; see INTERFACES for the meaning of each.
+    """What `hetero plan` asks for; its help has the meaning of each.
 
     `step_tokens`: the longest call, which longer prompts run in several of (None: as many tokens
     as two NPU graphs hold).
