@@ -64,7 +64,7 @@ class BenchReport:
     )  # fmt: skip
 
     def to_json(self) -> str:
-        """One line with the keys of INTERFACES."""
+        """One line of JSON (docs/json.md)."""
         return json.dumps(asdict(self))
 
     def to_csv(self) -> str:
