@@ -24,7 +24,7 @@ import typer
 from common import MIB, Prompt, Rounds, Tokens, Worker, finish, new_app, spread, table
 from parts import engines
 from parts.engines import CONTEXT
-from parts.gguf_files import write_q4
+from parts.gguf_files import write_random
 from parts.levels import levels
 
 from hetero.backends.formats import WeightFormat
@@ -46,7 +46,7 @@ Samples = dict[str, list[float]]
 def make_workers(model: str, profile: str | None, length: int, folder: Path) -> Iterator[Worker]:
     """Everything that is compared; files are written to `folder`."""
     spec, path = model_spec(model, WeightFormat.W4A8), folder / "random.gguf"
-    write_q4(spec, path, CONTEXT)
+    write_random(spec, path, CONTEXT)
     cores = sorted(os.sched_getaffinity(0))
     for threads in (1, 2):
         name, pinned = f"llama.cpp, {threads} thread{'s' * (threads > 1)}", cores[-threads:]

@@ -28,17 +28,19 @@ def shapes(spec: ModelGraph) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from ((f"blk.{layer}.{name}.weight", shape) for name, shape in block.items())
 
 
-def random_q4(spec: ModelGraph) -> Iterator[tuple[str, Array]]:
-    """Tensors of random Q4_0 blocks [n, k/32 · 18], the same ones every time, and norms of 1."""
-    rng = np.random.default_rng(0)
+def random_blocks(spec: ModelGraph, kind: str) -> Iterator[tuple[str, Array]]:
+    """Tensors of random Q4_0 or Q8_0 blocks [n, k/32 · 18 or 34], the same ones every time, and
+    norms of 1.
+    """
+    rng, codes = np.random.default_rng(0), {"Q4_0": 16, "Q8_0": 32}[kind]
     for name, shape in shapes(spec):
         if len(shape) == 1:
             yield name, np.ones(shape, np.float32)
             continue
         n, k = shape
-        blocks = np.empty((n, k // 32, 18), np.uint8)
-        blocks[..., 2:] = rng.integers(0, 256, (n, k // 32, 16), dtype=np.uint8)
-        scale = np.float16(1 / (4.6 * np.sqrt(k)))
+        blocks = np.empty((n, k // 32, 2 + codes), np.uint8)
+        blocks[..., 2:] = rng.integers(0, 256, (n, k // 32, codes), dtype=np.uint8)
+        scale = np.float16(1 / (4.6 * np.sqrt(k)) / (1 if codes == 16 else 16))
         blocks[..., :2] = np.full((n, k // 32, 1), scale).view(np.uint8)
         yield name, blocks.reshape(n, -1)
 
@@ -59,8 +61,8 @@ def new_writer(spec: ModelGraph, path: Path, context: int) -> Any:
     return writer
 
 
-def write_q4(spec: ModelGraph, path: Path, context: int) -> None:
-    """A model of random Q4_0 weights with the shapes of `spec`."""
+def write_random(spec: ModelGraph, path: Path, context: int, blocks: str = "Q4_0") -> None:
+    """A model of random Q4_0 or Q8_0 weights with the shapes of `spec`."""
     import gguf
 
     writer = new_writer(spec, path, context)
@@ -73,8 +75,8 @@ def write_q4(spec: ModelGraph, path: Path, context: int) -> None:
     writer.add_token_types([2, 3, 3] + [1] * (spec.vocab_size - 3))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, array in random_q4(spec):
-        kind = gguf.GGMLQuantizationType.Q4_0 if array.dtype == np.uint8 else None
+    for name, array in random_blocks(spec, blocks):
+        kind = gguf.GGMLQuantizationType[blocks] if array.dtype == np.uint8 else None
         writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
