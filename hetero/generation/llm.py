@@ -109,8 +109,7 @@ class LLM:
         if kv is not None:
             check_one_of("kv", kv, [*CacheFormat])
         self.kv, self._kv_asked = CacheFormat(kv or DEFAULT_CACHE), kv is not None
-        self._loaded: LoadedModel = open_model(model, weights=weights)
-        self._loaded.read_tokenizer_ahead()
+        self._loaded: LoadedModel = open_model(model, weights=weights).reading_tokenizer()
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
         self.max_seq_len = self._context_length(length)

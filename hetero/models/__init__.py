@@ -62,12 +62,15 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Read on first use, or since `read_tokenizer_ahead`. Raises `ModelError`."""
+        """Read on first use, or since `reading_tokenizer`. Raises `ModelError`."""
         return self._tokenizer.result()
 
-    def read_tokenizer_ahead(self) -> None:
-        """Begin in a thread of its own: large vocabularies take half a second."""
+    def reading_tokenizer(self) -> LoadedModel:
+        """The model, whose tokenizer is read by a thread from now on: large vocabularies take half
+        a second.
+        """
         _ = self._tokenizer
+        return self
 
     @cached_property
     def _tokenizer(self) -> Future[Tokenizer]:
