@@ -53,6 +53,7 @@ class CacheFormat(StrEnum):
         return self.row(head_dim) * self.dtype.itemsize
 
 
+DEFAULT_CACHE: Final = CacheFormat.F16
 CHANNEL_ROWS: Final = 4  # rows of codes that hold a float32 for each channel
 _CACHE_TYPES: Final = {CacheFormat.F32: "f4", CacheFormat.F16: "f2", CacheFormat.Q8: "i1"}
 

@@ -3,6 +3,7 @@
 python bench/mllm_npu.py order      # its section 3.4: chunks of a prompt out of order
 python bench/mllm_npu.py forms      # that, cut matmuls, and both, in the plan of a solver
 python bench/mllm_npu.py ablation --profile MINE    # figure 17: each technique on top of the last
+python bench/mllm_npu.py formats --profile MINE     # w8a8 and w4a8, shadows, every core, llama.cpp
 python bench/mllm_npu.py simulated      # the same on the simulated chip, and table 4's prompts
 
 A command makes `Variant`s of one prompt's prefill, `compare` runs them in turns and prints them
@@ -11,11 +12,14 @@ beside what the paper says of that step (`data/mllm_npu.toml`).
 
 from __future__ import annotations
 
+import os
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, get_args
 
 import numpy as np
@@ -24,6 +28,7 @@ from common import (
     DATA,
     LLAMA,
     Prompt,
+    Worker,
     context_of,
     finish,
     in_turns,
@@ -34,12 +39,15 @@ from common import (
     timed,
     token_ids,
 )
+from parts.engines import LlamaCpp
+from parts.gguf_files import write_random
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Outliers
-from hetero.models import LoadedModel, open_model
+from hetero.models import LoadedModel, model_spec, open_model
 from hetero.models.random_models import PREFIX, RandomWeights, known_config, limited
 from hetero.models.weights import BlockWeights, Shadow
+from hetero.placement.device_set import open_devices
 from hetero.placement.in_flight import capabilities_of
 from hetero.placement.planning import planned
 from hetero.profiler.cost import CostModel
@@ -50,6 +58,7 @@ from hetero.runtime.forms import WINDOW, Forms
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.schedule import Order, windows
 from hetero.solver.calls import split
+from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Form
 from hetero.solver.prepared import prepare_solver
@@ -263,6 +272,81 @@ def ablation(
     )
     found = {name: Variant(one, prompt) for name, one in variants.items()}
     compare(found, p, rounds, CLAIMS["ablation"])
+
+
+class Prefill:
+    """Prefills of one format at tensor level, or on every core of one engine; lives in a worker."""
+
+    def __init__(self, *, model: str, weights: str, where: str, profile: str, p: int) -> None:
+        stored, _, kept = weights.partition("+")
+        loaded, taken = open_model(model, weights=stored), DeviceProfile.load(profile)
+        if kept:
+            loaded = replace(loaded, weights=Shadowed(model, 0.15, 0.003))
+        self._prompt = token_ids(p, loaded.config.vocab_size)
+        if where == "opencl-cores":
+            plan, opened = single_device(loaded.spec(), "gpu"), open_devices("gpu", gpu=where)
+            self._engine = Engine(loaded.weights, plan, opened.devices, max_seq_len=p + 64)
+            return
+        request = PlanRequest(seq_lens=(p,), step_tokens=min(p, 512), explain=False, shared=True)
+        solver = prepare_solver(loaded.spec(), taken, request)
+        cost = CostModel(taken)
+        self._engine = open_engine(
+            solver.plan, loaded, p + 256, order="best", cost=cost, solver=solver
+        )
+
+    def round(self) -> float:
+        """Seconds of one prompt."""
+        context = context_of(self._engine)
+        context.truncate(0)
+        return timed(lambda: self._engine.prefill(context, self._prompt))
+
+
+@app.command("formats")
+def formats(
+    profile: Annotated[str, typer.Option(help="a file of `hetero profile --weights w4a8,w8a8`")],
+    model: str = "llama-3.2-1b",
+    p: Prompt = 256,
+    rounds: Annotated[int, typer.Option("-r", "--rounds", help="all take turns in each")] = 3,
+    peers: Annotated[bool, typer.Option(help="llama.cpp too, two threads")] = True,
+) -> None:
+    """One prompt at tensor level in w8a8, with shadows beside 15 % of the matmuls, and in w4a8;
+    every core of one engine in both; llama.cpp with Q8_0 and Q4_0. Random weights.
+    """
+    given = {"model": f"{PREFIX}{model}", "profile": profile, "p": p}
+    runs = [("tensor level", w) for w in ("w8a8", "w8a8+", "w4a8")]
+    runs += [("opencl-cores", w) for w in ("w8a8", "w4a8")]
+    workers = [Worker(f"{x}, {w}", Prefill, weights=w, where=x, **given) for x, w in runs]
+    with TemporaryDirectory() as folder:
+        turns: dict[str, Callable[[], float]] = {}
+        for worker in workers:
+            worker.start()
+            turns[worker.name] = partial(worker.ask, "round")
+        for kind in ("Q8_0", "Q4_0") if peers else ():
+            path = Path(folder) / f"{kind}.gguf"
+            write_random(model_spec(model, WeightFormat.W4A8), path, p + 64, kind)
+            cores = sorted(os.sched_getaffinity(0))[-2:]
+            options = {
+                "path": str(path),
+                "threads": 2,
+                "cores": cores,
+                "kv": "f16",
+                "context": p + 64,
+            }
+            worker = Worker(f"llama.cpp, {kind}", LlamaCpp, **options)
+            worker.start()
+            workers.append(worker)
+            turns[worker.name] = lambda w=worker: p / w.ask("round", p, 1)["prefill"]  # type: ignore[misc]
+        found = in_turns(turns, rounds)
+    for worker in workers:
+        worker.stop()
+    print(f"measured; {model}, {p} tokens, {rounds} rounds; `+`: shadows beside 15 %\n")
+    (first, _), *_ = found.items()
+    rows = []
+    for name, seconds in found.items():
+        ratio = statistics.median(np.divide(seconds, found[first]).tolist())
+        rows.append([name, *spread(seconds, digits=3), f"{ratio:.3f}"])
+    table(f"prefill|s (median)|min|max|time × {first}", rows)
+    finish()
 
 
 @app.command("simulated")

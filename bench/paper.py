@@ -3,12 +3,13 @@
 python bench/paper.py reproduction          # simulated
 python bench/paper.py fit --check           # the simulated chip, from component timings
 python bench/paper.py schedules            # the compiler-predicted NPU
+python bench/paper.py layouts -m 512 --shapes 2048x8192    # equal shapes of a w8a8 matmul
 python bench/paper.py solver-speed
 """
 
 from common import new_app
 from parts.reproduction import command
-from parts.schedules import schedules
+from parts.schedules import layouts, schedules
 from parts.snapdragon import fit
 from parts.solver_speed import solver_speed
 
@@ -16,6 +17,7 @@ app = new_app(__doc__)
 app.command("reproduction")(command)
 app.command("fit")(fit)
 app.command("schedules")(schedules)
+app.command("layouts")(layouts)
 app.command("solver-speed")(solver_speed)
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from typing import Annotated
 import typer
 from common import MIB, Prompt, Rounds, Tokens, Worker, finish, new_app, spread, table
 from parts import engines
-from parts.engines import CONTEXT
 from parts.gguf_files import write_random
 from parts.gguf_starts import starts
 from parts.levels import levels
@@ -48,18 +47,28 @@ Samples = dict[str, list[float]]
 
 
 def make_workers(
-    model: str, profile: str | None, length: int, folder: Path, file_type: str
+    model: str,
+    profile: str | None,
+    length: int,
+    context: int,
+    kv: list[str],
+    folder: Path,
+    file_type: str,
 ) -> Iterator[Worker]:
     """Everything that is compared; files are written to `folder`."""
     spec, path = model_spec(model, WeightFormat.W4A8), folder / "random.gguf"
-    write_random(spec, path, CONTEXT, file_type)
+    write_random(spec, path, context, file_type)
     cores = sorted(os.sched_getaffinity(0))
-    for threads in (1, 2):
-        name, pinned = f"llama.cpp, {threads} thread{'s' * (threads > 1)}", cores[-threads:]
-        yield Worker(name, engines.LlamaCpp, path=str(path), threads=threads, cores=pinned)
-    for device, name in MODES.items():
-        given = {"path": str(path), "profile": profile, "length": length, "device": device}
-        yield Worker(name, engines.Hetero, weights=COMPUTED[file_type], **given)
+    for cached in kv:
+        said, both = "" if cached == kv[0] else f", {cached}", {"kv": cached, "context": context}
+        both["path"] = str(path)
+        for threads in (1, 2):
+            name, pinned = f"llama.cpp, {threads} thread{'s' * (threads > 1)}", cores[-threads:]
+            yield Worker(name + said, engines.LlamaCpp, threads=threads, cores=pinned, **both)
+        for device, name in MODES.items():
+            given = {"profile": profile, "length": length, "device": device}
+            given["weights"] = COMPUTED[file_type]
+            yield Worker(name + said, engines.Hetero, **given, **both)
 
 
 def started(workers: list[Worker], prompt: int) -> Iterator[Worker]:
@@ -79,6 +88,8 @@ def rows(found: dict[str, Samples], memory: dict[str, int], base: str) -> Iterat
     """Medians with spread, the median of the rounds' ratios to a peer, memory."""
     for test in ("prefill", "decode"):
         for name, samples in found.items():
+            if test not in samples:
+                continue
             ratios = (a / b for a, b in zip(samples[test], found[base][test], strict=True))
             ratio, nbytes = f"{statistics.median(ratios):.2f}", memory[name]
             yield [name, test, *spread(samples[test]), ratio, f"{nbytes / MIB:.0f}"]
@@ -94,16 +105,24 @@ def peers(
     r: Rounds = 3,
     only: Annotated[str, typer.Option(help="parts of engines' names: 'llama.cpp,auto'")] = "",
     file_type: Annotated[str, typer.Option(help=", ".join(COMPUTED))] = "Q4_0",
+    kv: Annotated[str, typer.Option(help="formats of everybody's caches: 'f16,q8'")] = "f16",
+    steps: Annotated[bool, typer.Option(help="the prompt once, rounds of decoding")] = False,
 ) -> None:
     """hetero and its peers on the same weights, quantisation, cores and prompts, interleaved."""
     if ctx.invoked_subcommand is not None:
         return
-    if p + n > CONTEXT:
-        raise typer.BadParameter(f"-p and -n together are at most {CONTEXT}, got {p + n}")
     with tempfile.TemporaryDirectory() as folder:
         made = [
             worker
-            for worker in make_workers(model, profile, p, Path(folder), file_type)
+            for worker in make_workers(
+                model,
+                profile,
+                p,
+                max(4096, p + (r if steps else 1) * (n + 8)),
+                kv.split(","),
+                Path(folder),
+                file_type,
+            )
             if any(part in worker.name for part in only.split(","))
         ]
         workers = list(started(made, p))
@@ -111,7 +130,8 @@ def peers(
         for turn in range(r):
             print(f"round {turn + 1} of {r}", file=sys.stderr, flush=True)
             for worker in workers:
-                for test, speed in worker.ask("round", p, n).items():
+                ask = ("steps", n) if steps else ("round", p, n)
+                for test, speed in worker.ask(*ask).items():
                     found[worker.name].setdefault(test, []).append(speed)
                 last = ", ".join(f"{x} {v[-1]:.2f}" for x, v in found[worker.name].items())
                 print(f"  {worker.name}: {last}", file=sys.stderr, flush=True)
@@ -121,7 +141,7 @@ def peers(
     if not workers:
         raise SystemExit("no engine ran: see the lines above")
     base = BASE if BASE in found else workers[0].name
-    print(f"measured; {model} {file_type}, prompt {p}, decode {n}, {r} rounds\n")
+    print(f"measured; {model} {file_type}, caches {kv}, prompt {p}, decode {n}, {r} rounds\n")
     head = f"engine|test|tokens/s (median)|min|max|× {base}|PSS MiB"
     table(head, rows(found, memory, base))
     finish()

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
-from hetero.backends.formats import INT8_STATIC, StorageFormat, WeightFormat
+from hetero.backends.formats import INT8_STATIC, CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.host.clock import Clock
+from hetero.backends.kv_rows import cache_rows, random_rows
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, Op, weight_names
 from hetero.backends.protocol import (
@@ -48,6 +49,7 @@ from hetero.profiler.workload import WeightPool
 TOKENS: Final = (1, 8, 64, 256, 1024)
 QUICK_TOKENS: Final = (1, 256)
 CONTEXTS: Final = (0, 256, 1000)
+CACHES: Final = (CacheFormat.F16, CacheFormat.Q8, CacheFormat.F32)  # the default first
 CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
 
 
@@ -140,7 +142,7 @@ def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool =
         ops.LayerNorm(d=block.d, eps=eps),
         ops.LayerNorm(d=block.d, eps=eps, add=True),
         ops.Rope(heads=h, kv_heads=g, head_dim=d, theta=1e4, max_position=CAPACITY),
-        ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY),
+        *(ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY, kv=x) for x in CACHES),
         ops.GatedAct(f=block.f),
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
@@ -272,7 +274,7 @@ class OtherMeter:
         self._format = weight_format
         self._matmuls: dict[tuple[int, int], Matmuls] = {}
         self._weights: dict[Op, dict[str, WeightValue]] = {}
-        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...], np.dtype[Any]], Tensor] = {}
         self._cold = HostBuffer(cold) if cold else None
         self._model_bytes = model_bytes
         self._next_cold = 0
@@ -381,7 +383,9 @@ class OtherMeter:
             own = dict(tensors)
             for port in CACHE_PORTS:
                 shape = tensors[port].shape
-                own[port] = Tensor(self.device.allocate(tensors[port].nbytes), shape)
+                own[port] = Tensor(
+                    self.device.allocate(tensors[port].nbytes), shape, tensors[port].dtype
+                )
                 own[port].array[...] = tensors[port].array
             found.append(kernel.bind(own, case.m))
         return found
@@ -456,15 +460,18 @@ class OtherMeter:
         return canary.check_other(self.kind, op, tensors, wanted)
 
     def _tensor(self, op: Op, port: str, m: int) -> Tensor:
-        shape = port_shape(op, port, m)
-        if (port, shape) not in self._buffers:
-            dtype = port_dtype(op, port)
+        shape, dtype = port_shape(op, port, m), port_dtype(op, port)
+        if (port, shape, dtype) not in self._buffers:
             nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             buffer = self.device.allocate(nbytes, huge=port not in CACHE_PORTS)  # as the runtime
             tensor = Tensor(buffer, shape, dtype)
-            tensor.array[...] = self._values(port, shape)
-            self._buffers[port, shape] = tensor
-        return self._buffers[port, shape]
+            if port in CACHE_PORTS:
+                rows = cache_rows(op, tensor.array)
+                random_rows(rows, rows.tokens, self._rng, keys=port == "k_cache")
+            else:
+                tensor.array[...] = self._values(port, shape)
+            self._buffers[port, shape, dtype] = tensor
+        return self._buffers[port, shape, dtype]
 
     def _values(self, port: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         if port == "tokens":

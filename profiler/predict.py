@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import Op
 from hetero.profiler.records import (
     DECODE_TOKENS,
@@ -248,7 +248,8 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
     """Work terms of an operation that is not a matmul, by name; an `OtherPredictor` weighs them.
 
     calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
-    feature) and the cached elements that are read; for outliers products with hot features.
+    feature) and the cached elements that are read, counted as float32 by their bytes; for outliers
+    products with hot features.
     """
     terms = {"calls": 1.0, "tokens": float(m)}
     match op:
@@ -261,7 +262,8 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["pairs"] = float(m * reach * op.heads * op.head_dim)
             keys = context + m
             cached = min(keys, op.window + m) if op.window else keys
-            terms["cached"] = float(cached * op.kv_heads * op.head_dim)
+            floats = op.kv.bytes_per_token(op.head_dim) / 4  # as many as have a token's bytes
+            terms["cached"] = float(cached * op.kv_heads * floats)
         case ops.Rope():
             terms["elements"] = float(m * op.width)
         case ops.GatedAct() | ops.Act():
@@ -281,10 +283,12 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
 
 
 def op_name(op: Op) -> str:
-    """Name under which an operation's kernel is measured: its class, `+add` if it is fused. Some
-    heads of an attention are an attention.
+    """Name under which an operation's kernel is measured: its class, `+add` if it is fused, `+f16`
+    or `+q8` by the caches that attention reads. Some heads of an attention are an attention.
     """
     if isinstance(op, ops.AttentionHeads):
         return op_name(op.alone)
+    if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
+        return f"{type(op).__name__}+{op.kv}"
     fused = isinstance(op, ops.RMSNorm | ops.LayerNorm) and op.add
     return type(op).__name__ + ("+add" if fused else "")

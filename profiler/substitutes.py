@@ -33,6 +33,10 @@ SUBSTITUTES: Final = {
     "Act": ("GatedAct",),
     "Add": ("RMSNorm+add", "RMSNorm"),
     "AddPositions": ("Add", "RMSNorm+add", "RMSNorm"),
+    # Caches of another format, whose bytes are among the terms of the work.
+    "Attention": ("Attention+f16", "Attention+q8"),
+    "Attention+f16": ("Attention", "Attention+q8"),
+    "Attention+q8": ("Attention+f16", "Attention"),
 }
 
 
@@ -57,7 +61,7 @@ class Substitution(NamedTuple):
 
 def stand_in(source: OtherPredictor, op: str) -> OtherPredictor:
     """What predicts `op` by the work of another operation."""
-    ratio = TENSORS[op] / TENSORS[source.op]
+    ratio = TENSORS.get(op, 1) / TENSORS.get(source.op, 1)
 
     def scaled(terms: dict[str, float]) -> dict[str, float]:
         return {name: x * (1.0 if name == "calls" else ratio) for name, x in terms.items()}

@@ -436,6 +436,15 @@ class Placement:
                 found[kind] += outlier_bytes(node.op)
         return found
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weights that some device computes with, each counted once, as stored."""
+        return sum(
+            packed_bytes(node.op.weight_format.storage, node.op.n, node.op.k)
+            for node in self.graph.nodes
+            if isinstance(node.op, MatMul)
+        ) + sum(outlier_bytes(x.op) for x in self.graph.nodes if isinstance(x.op, Outliers))
+
     def rows_bytes(self, node: Node, segment: Segment, kind: DeviceKind) -> int:
         """Bytes of a run of rows on a device: as stored, or as it says of its own layout."""
         assert isinstance(node.op, MatMul)

@@ -129,18 +129,25 @@ def test_the_shipped_host_profile_comes_with_a_notice(
 
 
 @pytest.mark.parametrize(
-    ("level", "shipped", "name"),
+    ("level", "flags", "shipped", "name"),
     [
-        ("avx512-vnni", ("host", "host-avx2"), "host"),
-        ("avx512", ("host", "host-avx2"), "host-avx2"),
-        ("avx2", ("host", "host-avx2"), "host-avx2"),
-        ("x86-64", ("host",), "host"),  # of another kind of processor, which the notice says
-        ("x86-64", ("snapdragon-8-gen-3",), None),
+        ("avx512-vnni", "", ("host", "host-amx", "host-avx2"), "host"),
+        ("avx512-vnni", "amx_int8", ("host", "host-amx", "host-avx2"), "host-amx"),
+        ("avx512-vnni", "amx_int8", ("host", "host-avx2"), "host"),
+        ("avx512", "", ("host", "host-avx2"), "host-avx2"),
+        ("avx2", "amx_int8", ("host", "host-amx", "host-avx2"), "host-avx2"),
+        ("x86-64", "", ("host",), "host"),  # of another kind of processor, which the notice says
+        ("x86-64", "", ("snapdragon-8-gen-3",), None),
     ],
 )
 def test_the_shipped_profile_of_a_pc_like_this(
-    monkeypatch: pytest.MonkeyPatch, level: str, shipped: tuple[str, ...], name: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    level: str,
+    flags: str,
+    shipped: tuple[str, ...],
+    name: str | None,
 ) -> None:
+    monkeypatch.setattr("hetero.profiler.files.cpu_flags", lambda: frozenset(flags.split()))
     monkeypatch.setattr("hetero.profiler.files.processor_levels", lambda: (LEVELS[level],))
     monkeypatch.setattr("hetero.profiler.files.shipped_names", lambda: shipped)
     assert shipped_host() == name

@@ -33,6 +33,8 @@ GENERATE_KEYS = {
     "npu",
     "plan_id",
     "peak_rss_bytes",
+    "weight_bytes",
+    "copied_weight_bytes",
 }
 BENCH_KEYS = {
     "model", "rows", "load_cold_s", "load_warm_s", "peak_rss_bytes", "environment", "choices",

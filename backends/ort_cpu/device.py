@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -14,13 +15,14 @@ from hetero.backends import checks, ops
 from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.host import hugepages
 from hetero.backends.host.processor import cpu_name
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
 from hetero.backends.ort_cpu import graphs, integers, kernels, mixed
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (
+    CACHE_PORTS,
     Acceptance,
     Capabilities,
     Device,
@@ -78,6 +80,7 @@ class OrtCpuDevice(Device):
         self._rooms: weakref.WeakValueDictionary[tuple[int, int], Tensor] = (
             weakref.WeakValueDictionary()
         )
+        self._widened: dict[tuple[int, ...], dict[str, Tensor]] = {}
         self._packed_inputs: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def map(self, buffer: HostBuffer) -> int:
@@ -134,12 +137,8 @@ class OrtCpuDevice(Device):
                 session = self._session(op, graphs.rotate)
                 tables = self._rope_tables.setdefault(op, kernels.rope_inputs(op))
                 return kernels.RopeKernel(self._host, op, session, tables | _vectors(weights))
-            case ops.Attention() if op.head_dim % 8 or op.kv is not CacheFormat.F32:
-                session = self._session(op, graphs.composed_attention)
-                return kernels.ComposedAttentionKernel(self._host, op, session)
             case ops.Attention():
-                session = self._session(op, graphs.fused_attention)
-                return kernels.FusedAttentionKernel(self._host, op, session)
+                return self._prepare_attention(op)
             case ops.AttentionHeads():
                 inner = self._prepare(op.alone, weights)
                 return kernels.AttentionHeadsKernel(self._host, op, inner, self._rooms)
@@ -167,6 +166,25 @@ class OrtCpuDevice(Device):
                 return kernel
             case ops.Add():
                 return kernels.GraphKernel(self._host, op, self._session(op, graphs.add), {})
+
+    def _prepare_attention(self, op: ops.Attention) -> kernels.OrtKernel:
+        floats = replace(op, kv=CacheFormat.F32)
+        if op.head_dim % 8 or op != floats:
+            session = self._session(op, graphs.composed_attention)
+            composed = kernels.ComposedAttentionKernel(self._host, op, session)
+            if op.head_dim % 8:
+                return composed
+        session = self._session(floats, graphs.fused_attention)
+        fused = kernels.FusedAttentionKernel(self._host, floats, session)
+        if op == floats:
+            return fused
+        shape = op.kv_heads, op.capacity, op.head_dim
+        if shape not in self._widened:
+            self._widened[shape] = {
+                port: new_tensor(shape, np.dtype(np.float32)) for port in CACHE_PORTS
+            }
+        scratch = self._widened[shape]
+        return kernels.WidenedAttentionKernel(self._host, op, composed, fused, scratch)
 
     def _prepare_embed(
         self, op: ops.Embed, weights: Mapping[str, WeightValue]

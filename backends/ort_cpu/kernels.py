@@ -43,6 +43,7 @@ Prepared: TypeAlias = tuple[Sequence[Launch | Copied], Callable[[], None] | None
 
 CACHE_FRIENDLY_BYTES = 1 << 18
 ATTENTION_ROWS = 64
+WIDEN_FROM = 16  # tokens of a call from which caches are widened first
 
 
 class Host(NamedTuple):
@@ -340,6 +341,50 @@ class AttentionHeadsKernel(OrtKernel):
         if found is None:
             found = self._rooms[m, width] = new_tensor((m, width))
         return found
+
+
+class WidenedAttentionKernel(OrtKernel):
+    """Caches that the fused operator does not read: from `WIDEN_FROM` tokens on they are widened
+    into `scratch`, one pair for all layers, and it works on that; few tokens are composed.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        op: ops.Attention,
+        composed: ComposedAttentionKernel,
+        fused: FusedAttentionKernel,
+        scratch: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__(host, op)
+        self._attention, self._composed, self._fused = op, composed, fused
+        self._scratch = scratch
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        if m < WIDEN_FROM:
+            return self._composed.launches(tensors, m)
+        op, position, name = self._attention, tensors["position"].array, self.call_name(m)
+        own = new_tensor((m, op.width), np.dtype(np.float32))
+        given, rounded = tensors["qkv"].array[:m], own.array
+        heads = rounded.reshape(m, -1, op.head_dim).transpose(1, 0, 2)
+        parts = heads[op.heads : op.heads + op.kv_heads], heads[op.heads + op.kv_heads :]
+        caches = [Rows(tensors[port].array, op.kv, op.head_dim) for port in CACHE_PORTS]
+        wide = [self._scratch[port].array for port in CACHE_PORTS]
+        pieces, before_pieces, keep = self._fused.launches(
+            {**tensors, **self._scratch, "qkv": own}, m
+        )
+
+        def before() -> None:
+            first = checks.first_position(BACKEND, name, position, m, op.capacity)
+            rounded[:] = given
+            for rows, part, into in zip(caches, parts, wide, strict=True):
+                rows.write(first, part)
+                into[:, : first + m] = rows.read(0, first + m)
+                part[:] = into[:, first : first + m]  # as they are read back
+            assert before_pieces is not None
+            before_pieces()
+
+        return pieces, before, (keep, own, self._scratch)
 
 
 class DecodeChunksKernel(OrtKernel):

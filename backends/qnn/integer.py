@@ -33,6 +33,8 @@ ACTIVATIONS: tuple[Activations, ...] = ("float16", "int16", "int8")
 OPSET = 21
 REACH = 2.0  # largest result with a code, over the size of x and the norm of the row
 F32 = np.float32
+# From so many codes of x on, its pixels are better laid out in two dimensions (`height`).
+TALL_CODES, TALL = 5 << 19, 16
 
 
 @dataclass(frozen=True)
@@ -167,16 +169,27 @@ def _product(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "")
     return coder.codes(product, coder.y_step, out=out)
 
 
+def height(m: int, k: int) -> int:
+    """Rows of the image whose m pixels a convolution computes; the numbers are the same.
+
+    What the compiler's schedules say (docs/qnn.md, `python bench/paper.py layouts`): one row, or 8,
+    moves least, but where x takes a third of VTCM 16 rows move up to half less.
+    """
+    return TALL if m % TALL == 0 and m * padded(k, GROUP_SIZE) >= TALL_CODES else 1
+
+
 def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "") -> str:
     """The same numbers as `_product`, by a 1×1 convolution over m pixels."""
     graph, step = coder.graph, coder.x_step
     width = padded(weight.k, GROUP_SIZE)
-    image = coder.moved("Reshape", coder.values(x, step), graph.ints(1, 1, m, width), step=step)
-    channels = coder.moved("Transpose", image, step=step, perm=[0, 3, 1, 2])  # [1, K, 1, m]
+    tall = height(m, weight.k)
+    shape = graph.ints(1, tall, m // tall, width)
+    image = coder.moved("Reshape", coder.values(x, step), shape, step=step)
+    channels = coder.moved("Transpose", image, step=step, perm=[0, 3, 1, 2])  # [1, K, rows, …]
     kernel = _weight(graph, weight, convolution=True)
     step = coder.y_step
     product = coder.moved("Conv", channels, kernel, step=step, kernel_shape=[1, 1])
-    rows = coder.moved("Transpose", product, step=step, perm=[0, 2, 3, 1])  # [1, 1, m, n]
+    rows = coder.moved("Transpose", product, step=step, perm=[0, 2, 3, 1])  # [1, rows, …, n]
     return coder.codes(graph.node("Reshape", rows, graph.ints(m, weight.n)), step, out=out)
 
 

@@ -41,7 +41,7 @@ from hetero.backends.weights import PackedWeight
 
 FORMAT = 1
 # Part of every key: raised whenever `graphs` changes what it builds.
-GRAPHS_VERSION = 2
+GRAPHS_VERSION = 3
 MODEL, BINARY, ENTRY = "graph.onnx", "graph_qnn.bin", "entry.json"
 COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 

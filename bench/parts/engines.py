@@ -13,7 +13,7 @@ import numpy as np
 
 from hetero.generation.llm import LLM
 
-CONTEXT = 4096
+GGML_TYPES = {"f32": 0, "f16": 1, "q8": 8}  # 8 bits: Q8_0, which needs flash attention
 
 
 def tokens_of(prompt: int, decode: int) -> tuple[list[int], list[int]]:
@@ -36,11 +36,27 @@ def speeds(
     return {"prefill": prompt / (middle_s - start_s), "decode": decode / (end_s - middle_s)}
 
 
+def paced(decode: int, step: Callable[[int], object]) -> dict[str, float]:
+    """Tokens/s of steps."""
+    start_s = time.perf_counter()
+    for token in tokens_of(0, decode)[1]:
+        step(token)
+    return {"decode": decode / (time.perf_counter() - start_s)}
+
+
 class Hetero:
     """hetero on some devices."""
 
     def __init__(
-        self, *, path: str, device: str, weights: str, profile: str | None, length: int
+        self,
+        *,
+        path: str,
+        device: str,
+        weights: str,
+        profile: str | None,
+        length: int,
+        kv: str = "f16",
+        context: int = 4096,
     ) -> None:
         both = device in ("hetero", "auto")
         self._llm = LLM(
@@ -49,7 +65,8 @@ class Hetero:
             weights=weights,
             profile=profile if both else None,
             prompt_lengths=(length,) if both else (),
-            max_seq_len=CONTEXT,
+            max_seq_len=context,
+            kv=kv,
         )
         print(f"{device}: {self._llm.choice.reason or self._llm.plan.plan_id}", file=sys.stderr)
 
@@ -61,15 +78,20 @@ class Hetero:
         run = partial(engine.prefill, context), partial(engine.decode, context)
         return speeds(prompt, decode, *run)
 
+    def steps(self, decode: int) -> dict[str, float]:
+        """Decoding behind what is there."""
+        return paced(decode, partial(self._llm.engine.decode, self._llm.context))
+
 
 class LlamaCpp:
     """llama.cpp with a number of threads, each on a core of its own."""
 
-    def __init__(self, *, path: str, threads: int, cores: list[int]) -> None:
+    def __init__(self, *, path: str, threads: int, cores: list[int], kv: str, context: int) -> None:
         os.sched_setaffinity(0, cores)
         from llama_cpp import Llama
 
-        sizes = {"n_ctx": CONTEXT, "n_batch": 512, "n_ubatch": 512}
+        sizes = {"n_ctx": context, "n_batch": 512, "n_ubatch": 512}
+        sizes |= dict.fromkeys(("type_k", "type_v"), GGML_TYPES[kv]) | {"flash_attn": kv != "f16"}
         count = {"n_threads": threads, "n_threads_batch": threads}
         self._model: Any = Llama(path, verbose=False, **sizes, **count)
 
@@ -77,3 +99,7 @@ class LlamaCpp:
         """One prefill and the decode after it."""
         self._model.reset()
         return speeds(prompt, decode, self._model.eval, lambda token: self._model.eval([token]))
+
+    def steps(self, decode: int) -> dict[str, float]:
+        """Decoding behind what is there."""
+        return paced(decode, lambda token: self._model.eval([token]))

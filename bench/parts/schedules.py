@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+from unittest.mock import patch
 
 import numpy as np
-from common import DATA, finish, table
+import typer
+from common import DATA, finish, integers, random_weight, table
 
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import MatMul
+from hetero.backends.qnn import find_chip, integer
+from hetero.backends.qnn.library import load
+from hetero.backends.qnn.schedule import Schedule, ScheduleStore
+from hetero.backends.qnn.session import Target
+from hetero.backends.qnn.store import Identity
 from hetero.profiler.compiled import Scheduler, Work, fit_model, leave_one_out
 
 SOC = "sm8650"
@@ -34,3 +46,36 @@ def schedules() -> None:
     alone = np.mean(np.abs(leave_one_out(memory, seconds, 1e15)))
     mean = f"mean absolute error left out: {np.mean(np.abs(left_out)):.0%}"
     finish(f"{mean}; from DRAM traffic alone: {alone:.0%}")
+
+
+def layouts(
+    shapes: Annotated[str, typer.Option(help="n x k, such as 2048x8192,8192x2048")] = "2048x8192",
+    m: Annotated[str, typer.Option("-m", help="token counts")] = "256,512",
+    heights: Annotated[str, typer.Option(help="rows of pixels to try")] = "1,2,8,16,32",
+) -> None:
+    """Equal shapes (height x width) of the convolution that is a w8a8 matmul, by the compiler's
+    schedule; `*` is what `integer.height` takes.
+    """
+    print(f"the schedules of Qualcomm's compiler for {SOC}; nothing is measured\n")
+    fmt, rows = WeightFormat.W8A8, []
+    with TemporaryDirectory() as folder:
+        store = ScheduleStore(Target(load(None), find_chip(SOC)), Path(folder))
+        for shape in shapes.split(","):
+            n, k = map(int, shape.split("x"))
+            op, weight = MatMul(n=n, k=k, weight_format=fmt), random_weight(fmt.storage, n, k)
+            for tokens in integers(m):
+                for tall in (x for x in integers(heights) if tokens % x == 0):
+                    own = integer.height(tokens, k) == tall
+                    with patch.object(integer, "height", return_value=tall):
+                        model = integer.matmul(op, tokens, weight, "int8")
+                    found = store.find(Identity(f"{op} {tall}", tokens), lambda x=model: x)
+                    mark = f"{tall}x{tokens // tall}" + " *" * own
+                    rows.append([shape, str(tokens), mark, *_traffic(found)])
+        store.close()
+    table("n x k|m|height x width|DRAM MiB|HMX MiB|HVX MiB", rows)
+    finish()
+
+
+def _traffic(found: Schedule) -> list[str]:
+    moved = (found.dram_bytes, found.hmx.vtcm_bytes, found.hvx.vtcm_bytes)
+    return [f"{nbytes / 2**20:.1f}" for nbytes in moved]

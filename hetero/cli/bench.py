@@ -8,7 +8,6 @@ from typing import Annotated, get_args
 import typer
 
 from hetero.cli.options import (
-    CacheChoice,
     CacheOption,
     DeviceChoice,
     GpuOption,
@@ -68,7 +67,7 @@ def bench_command(
         typer.Option("--sync", help="How to wait; repeat to compare.", show_default="fast"),
     ] = None,
     profile: ProfileOption = None,
-    kv: CacheOption = CacheChoice.F32,
+    kv: CacheOption = None,
     output: Annotated[OutputFormat, typer.Option("-o", help="Format.")] = OutputFormat.MD,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed; several --device take turns in one run."""
@@ -84,7 +83,7 @@ def bench_command(
         strategies=tuple(parse_strategy(name) for name in dict.fromkeys(strategy or ())),
         syncs=tuple(dict.fromkeys(s.value for s in sync or [SyncChoice.FAST])),
         profile=profile,
-        kv=kv.value,
+        kv=kv,
     )
     with stderr.status("loading") as status:
         report = run_benchmark(model, options, note=status.update)

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from hetero.cli.generate import print_stats
 from hetero.cli.options import (
-    CacheChoice,
     CacheOption,
     ContextOption,
     DeviceChoice,
@@ -65,7 +64,7 @@ def chat_command(
     ] = None,
     max_seq_len: ContextOption = None,
     context_shift: ShiftOption = False,
-    kv: CacheOption = CacheChoice.F32,
+    kv: CacheOption = None,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -87,7 +86,15 @@ def chat_command(
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
     read_options({**options, **given})
     with open_llm(
-        model, device, gpu, npu, weights, None, max_seq_len, profile=profile, kv=kv.value
+        model,
+        device,
+        gpu,
+        npu,
+        weights,
+        None,
+        max_seq_len,
+        profile=profile,
+        kv=kv,
     ) as llm:
         options = {**options, **(model_sampling(llm.model.source) or SAMPLING), **given}
         talk = Talk(llm, llm.conversation(system=system), options, session)

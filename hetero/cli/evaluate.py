@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.cli.options import (
+    CacheChoice,
     DeviceChoice,
     DeviceOption,
     GpuOption,
@@ -89,8 +92,12 @@ def eval_command(
         typer.Option("--max-tokens", min=LEAST_TOKENS, help="Score this much of the text."),
     ] = None,
     kv: Annotated[
+        list[CacheChoice] | None,
+        typer.Option("--kv", help="Compare formats of cached keys and values with f32; repeat."),
+    ] = None,
+    kv_bits: Annotated[
         list[KvWay] | None,
-        typer.Option("--kv", help="Score on keys and values of so many bits; repeat to compare."),
+        typer.Option("--kv-bits", help="Bits of what contexts keep of them; repeat to compare."),
     ] = None,
     kv_ratio: Annotated[
         float, typer.Option("--kv-ratio", min=0.25, max=1, help="Of mixed, of the bytes at 8.")
@@ -104,38 +111,64 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self."""
-    if simulate and calibrate is None:
-        raise UserError("--simulate needs scales from a text; give --calibrate TEXT, not --text's")
-    if calibrate is not None and calibrate.resolve() == text.resolve():
-        raise UserError(f"--calibrate and --text are both {text}; give two different texts")
-    if kv:
-        choice = weights[0] if weights else WeightFormat(default_weights(model))
-        with open_llm(model, device, gpu, npu, choice, None, None) as llm:
-            tokens = read_tokens(llm, text, max_tokens)
-            _print_kv(llm, tokens, kv, kv_ratio, kv_seeds, window, as_json)
+    _check_texts(simulate, calibrate, text)
+    opened = partial(open_llm, device=device, gpu=gpu, npu=npu, plan=None, max_seq_len=None)
+    opened = partial(opened, kv=CacheFormat.F32.value)
+    sizes: Any = {"limit": max_tokens, "window": window, "stride": stride}
+    if kv or kv_bits:
+        own = partial(opened, model, weights=(weights or [WeightFormat(default_weights(model))])[0])
+        with own() as exact:
+            if kv:
+                caches = {x: {"kv": x.value} for x in kv}
+                print_qualities(_against(exact, own, caches, text, **sizes), as_json, "caches")
+            if kv_bits:
+                tokens = read_tokens(exact, text, max_tokens)
+                _print_kv(exact, tokens, kv_bits, kv_ratio, kv_seeds, window, as_json)
         return
-    found: dict[str, Evaluation] = {}
     base: LLM | None = None
     try:
         if not no_reference:
-            base = open_llm(reference or model, device, gpu, npu, REFERENCE, None, None)
+            base = opened(reference or model, weights=REFERENCE)
         formats = weights or ([] if simulate else [WeightFormat(default_weights(model))])
-        for choice in formats:
-            with open_llm(model, device, gpu, npu, choice, None, None) as llm:
-                tokens = read_tokens(llm, text, max_tokens)
-                size = window or min(DEFAULT_WINDOW, llm.max_seq_len)
-                with progress_bar(f"scoring {choice.value}") as advance:
-                    found[choice.value] = evaluate(
-                        llm, tokens, reference=base, window=size, stride=stride, progress=advance
-                    )
+        ways = {choice: {"weights": choice} for choice in formats}
+        found = _against(base, partial(opened, model), ways, text, **sizes)
         if simulate and calibrate is not None:
-            sizes = {"limit": max_tokens, "window": window, "stride": stride}
             texts = calibrate, text, calibration_tokens
             found |= _simulated(model, texts, simulate, base, **sizes)
     finally:
         if base is not None:
             base.close()
     print_qualities(found, as_json)
+
+
+def _check_texts(simulate: list[str] | None, calibrate: Path | None, text: Path) -> None:
+    if simulate and calibrate is None:
+        raise UserError("--simulate needs scales from a text; give --calibrate TEXT, not --text's")
+    if calibrate is not None and calibrate.resolve() == text.resolve():
+        raise UserError(f"--calibrate and --text are both {text}; give two different texts")
+
+
+def _against(
+    base: LLM | None,
+    opened: Callable[..., LLM],
+    ways: Mapping[Any, dict[str, Any]],
+    text: Path,
+    *,
+    limit: int | None,
+    window: int | None,
+    stride: int | None,
+) -> dict[str, Evaluation]:
+    """A model opened in several ways, each against `base`."""
+    found = {}
+    for name, options in ways.items():
+        with opened(**options) as llm:
+            tokens = read_tokens(llm, text, limit)
+            size = window or min(DEFAULT_WINDOW, llm.max_seq_len)
+            with progress_bar(f"scoring {name}") as advance:
+                found[str(name)] = evaluate(
+                    llm, tokens, reference=base, window=size, stride=stride, progress=advance
+                )
+    return found
 
 
 def _print_kv(
@@ -217,16 +250,16 @@ def _by_chance(found: dict[str, KvQuality]) -> list[str]:
     ]
 
 
-def print_qualities(found: dict[str, Evaluation], as_json: bool) -> None:
+def print_qualities(found: dict[str, Evaluation], as_json: bool, what: str = "weights") -> None:
     """A table of formats, or a line of JSON."""
     if as_json:
         print(json.dumps({k: asdict(v) for k, v in found.items()}))
     else:
-        show_or_print(_table(found), after=[BRACKETS])
+        show_or_print(_table(found, what), after=[BRACKETS])
 
 
-def _table(found: dict[str, Evaluation]) -> TableData:
-    head = ("weights", "tokens", "perplexity", "top-1 agreement", "KL mean (nats)", "KL p99")
+def _table(found: dict[str, Evaluation], what: str) -> TableData:
+    head = (what, "tokens", "perplexity", "top-1 agreement", "KL mean (nats)", "KL p99")
     rows = []
     for name, x in found.items():
         compared = ("", "", "")

@@ -15,7 +15,6 @@ from hetero.cli.options import (
     AdaptOption,
     BiasOption,
     BudgetOption,
-    CacheChoice,
     CacheOption,
     ChatOption,
     ContextOption,
@@ -68,6 +67,8 @@ from hetero.generation.llm import LLM
 from hetero.generation.loop import DeviceShare, GenerationResult, Stats
 from hetero.generation.options import DEFAULT_MAX_TOKENS, GenerateOptions, read_options
 from hetero.measuring.benchmark import peak_rss_bytes
+from hetero.runtime.memory import Needs
+from hetero.solver.report.units import size
 from hetero.terminal import answer_text
 
 
@@ -106,7 +107,7 @@ def generate_command(
     order: OrderOption = OrderChoice.BEST,
     echo: EchoOption = False,
     logprobs: LogprobsOption = None,
-    kv: CacheOption = CacheChoice.F32,
+    kv: CacheOption = None,
     trace: TraceOption = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
@@ -138,7 +139,7 @@ def generate_command(
             memory_budget=memory_budget,
             adapt=adapt,
             order=order.value,
-            kv=kv.value,
+            kv=kv,
             first_prompt=text,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
@@ -281,6 +282,8 @@ def _result_json(llm: LLM, result: GenerationResult, options: GenerateOptions) -
         "weights": ",".join((llm.model.weights.weight_format, *llm.model.weights.also)),
         "plan_id": llm.plan.plan_id,
         "numbers": llm.devices.numbers,
+        "weight_bytes": llm.engine.needs.weight_bytes,
+        "copied_weight_bytes": llm.engine.needs.copied_bytes,
         "peak_rss_bytes": peak_rss_bytes(),
     }
     if result.logprobs:
@@ -322,8 +325,15 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
         )
     for kind, error in llm.model.weights.requantised().items():
         table.add_row(shown(f"{kind} quantised again"), f"relative error {error:.3f}")
+    table.add_row("weights", _weights(llm.engine.needs))
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
     stderr.print(table)
+
+
+def _weights(needs: Needs) -> str:
+    """Their bytes on all devices, and what of these lies there twice."""
+    copied = f", {size(needs.copied_bytes)} of these a second time" if needs.copied_bytes else ""
+    return f"{size(needs.weight_bytes)}{copied}"
 
 
 def _heads(llm: LLM, tokens: int) -> str:

@@ -272,8 +272,10 @@ OrderOption = Annotated[
     ),
 ]
 CacheOption = Annotated[
-    CacheChoice,
-    typer.Option("--kv", help="How keys and values are cached.", rich_help_panel=DEVICES),
+    CacheChoice | None,
+    typer.Option(
+        "--kv", help="Format of cached keys and values.  [default: f16]", rich_help_panel=DEVICES
+    ),
 ]
 PromptArgument = Annotated[
     str | None,

@@ -11,6 +11,7 @@ import typer
 
 from hetero.cli.options import (
     BudgetOption,
+    CacheOption,
     ContextOption,
     DeviceChoice,
     DeviceOption,
@@ -85,6 +86,7 @@ def serve_command(
     profile: ProfileOption = None,
     max_seq_len: ContextOption = None,
     memory_budget: BudgetOption = None,
+    kv: CacheOption = None,
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's and Anthropic's APIs, contexts that persist."""
     if any(importlib.util.find_spec(x) is None for x in ("fastapi", "uvicorn", "llguidance")):
@@ -101,6 +103,7 @@ def serve_command(
         "contexts_per_app": contexts_per_app,
         "encryption_key": None if encryption_key is None else str(encryption_key.absolute()),
         "kv_bits": kv_bits.value,
+        "kv": kv,
         "device": device.value,
         "gpu": gpu,
         "npu": npu,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
@@ -87,7 +88,7 @@ def prepare(request: CompileRequest) -> Compilation:
     from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
 
     loaded = open_model(request.model, weights=request.weights)
-    spec = loaded.spec()
+    spec = loaded.spec(CacheFormat.F32)  # what its graphs read
     planned = request.plan.graph_sizes if request.plan is not None else ()
     sizes = tuple(sorted(set(request.graph_sizes or planned or DEFAULT_GRAPH_SIZES)))
     plan = request.plan or layer_level(spec, graph_sizes=sizes)

@@ -23,7 +23,7 @@ from hetero.arguments import (
     check_prompt,
 )
 from hetero.backends.errors import KernelBuildError
-from hetero.backends.formats import CacheFormat
+from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.host.files import is_replaceable
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
@@ -70,8 +70,9 @@ class LLM:
     logits. Calls of a long prompt are in flight together, in an `order` that a profile predicts to
     be shorter (`best`), by mllm-NPU's greedy rule (`paper`), or one after another (`fifo`); the
     order changes no bit of an answer, cuts of long prompts that go with it the last ones. `kv` is
-    how keys and values are cached: f32; f16, which halves the memory of a context and what decoding
-    reads of it; or q8, codes of 8 bits, about a quarter.
+    how keys and values are cached: f16 (the default), half of what f32 takes and decoding reads;
+    q8, codes of 8 bits, half of that again; or f32, the default of an NPU alone that reads no
+    others.
 
     A prompt is answered on a context: the model's own (`context`), from the start unless `reuse`,
     or one of `new_context`, which the prompt goes on from. Answers on different contexts take turns
@@ -101,18 +102,18 @@ class LLM:
         memory_budget: str | int | None = None,
         adapt: bool = True,
         order: Order = "best",
-        kv: str = "f32",
+        kv: str | None = None,
         progress: Progress | None = None,
     ) -> None:
         check_one_of("order", order, get_args(Order))
-        check_one_of("kv", kv, [*CacheFormat])
-        self.kv = CacheFormat(kv)
-        self._loaded: LoadedModel = open_model(model, weights=weights)
-        self._loaded.read_tokenizer_ahead()
+        if kv is not None:
+            check_one_of("kv", kv, [*CacheFormat])
+        self.kv, self._kv_asked = CacheFormat(kv or DEFAULT_CACHE), kv is not None
+        self._loaded: LoadedModel = open_model(model, weights=weights).reading_tokenizer()
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
         self.max_seq_len = self._context_length(length)
-        spec = self._loaded.spec()
+        spec = self._loaded.spec(self.kv)
         if (
             bundle is not None
             and plan is None
@@ -188,16 +189,21 @@ class LLM:
         return engine, engine.new_context(waits=True)
 
     def _check_caches(self, spec: ModelGraph) -> None:
-        """Attention is the GPU's where there is one. Raises `ModelError` if the NPU alone cannot
-        read caches of this format.
+        """Attention is the GPU's where there is one. An NPU alone that cannot read caches of the
+        default format has them in float32. Raises `ModelError` if another one was asked for.
         """
         if len(self.devices.devices) > 1 or "npu" not in self.devices.devices:
             return
         for op in {node.op for node in spec.nodes if isinstance(node.op, Attention)}:
             accepted = self.devices.devices["npu"].accepts(replace(op, kv=self.kv))
-            if not accepted:
+            if not accepted and self._kv_asked:
                 why = "; ".join(filter(None, (accepted.reason, accepted.remedy)))
                 raise ModelError(f"{self.devices.name('npu')}: {why}")
+            if not accepted:
+                note = f"keys and values are cached in f32: {self.devices.name('npu')} reads no f16"
+                self.kv = CacheFormat.F32
+                self.choice = replace(self.choice, notes=(*self.choice.notes, note))
+                return
 
     @property
     def engine(self) -> Engine:

@@ -128,7 +128,7 @@ class BenchOptions:
     gpu: str = "auto"
     npu: str = "auto"
     weights: str | None = None
-    kv: str = "f32"
+    kv: str | None = None
 
 
 class Contender(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from hetero.backends.formats import DEFAULT_CACHE
 from hetero.backends.host.affinity import assign_cores
 from hetero.backends.memory import HostBuffer
 from hetero.models import open_model
@@ -44,6 +45,7 @@ def measure_step_s(
             opened.devices,
             max_seq_len=2 * CONTEXT,
             control_core=opened.control_core,
+            kv=DEFAULT_CACHE,
         )
         return _measure(engine, weights, steps, warm)
     finally:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
 from hetero.errors import ModelError
 from hetero.models import hub, quantized, random_models
 from hetero.models.chat_template import Message
@@ -62,12 +62,15 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Read on first use, or since `read_tokenizer_ahead`. Raises `ModelError`."""
+        """Read on first use, or since `reading_tokenizer`. Raises `ModelError`."""
         return self._tokenizer.result()
 
-    def read_tokenizer_ahead(self) -> None:
-        """Begin in a thread of its own: large vocabularies take half a second."""
+    def reading_tokenizer(self) -> LoadedModel:
+        """The model, whose tokenizer is read by a thread from now on: large vocabularies take half
+        a second.
+        """
         _ = self._tokenizer
+        return self
 
     @cached_property
     def _tokenizer(self) -> Future[Tokenizer]:
@@ -107,13 +110,14 @@ class LoadedModel:
         """Ids that end a text: those of the configuration, else the tokenizer's."""
         return self.config.eos_ids or self.tokenizer.eos_ids
 
-    def spec(self) -> ModelGraph:
-        """Shapes only, for the solver."""
+    def spec(self, kv: CacheFormat = DEFAULT_CACHE) -> ModelGraph:
+        """Shapes only, for the solver, with caches of that format."""
         found = model_graph(
             self.config,
             self.weights.weight_format,
             self.name,
             shadows=self.weights.outliers(),
+            kv=kv,
         )
         also = self.weights.also
         return found.model_copy(update={"also": also}) if also else found

@@ -18,14 +18,16 @@ from hetero.solver.plan import PHASES
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Bytes: the pool's slots and lists of outliers, the rows of the weights on each device, the
-    keys and values of each of so many `contexts`, the largest single buffer.
+    """Bytes: the pool's slots and lists of outliers, the rows of the weights on each device (of
+    these `copied_bytes` beside one copy as stored), the keys and values of each of so many
+    `contexts`, the largest single buffer.
     """
 
     pool_bytes: int
     weight_bytes: int
     context_bytes: int
     largest_bytes: int
+    copied_bytes: int = 0
     contexts: int = 1
 
     @property
@@ -42,9 +44,11 @@ def needs_of(
     """What the slots, a context and the plan's weights take."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
     sizes.append(listed_bytes(placement))
+    weight_bytes = sum(placement.weight_bytes.values())
     return Needs(
         pool_bytes=sum(sizes),
-        weight_bytes=sum(placement.weight_bytes.values()),
+        weight_bytes=weight_bytes,
+        copied_bytes=max(weight_bytes - placement.stored_bytes, 0),
         context_bytes=layout.nbytes,
         largest_bytes=max(*sizes, layout.slot_bytes),
     )

@@ -37,7 +37,7 @@ def test_qualities_of_a_text() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(STORY)
-    words = ["--kv", "8", "--kv", "mixed", "--kv-seeds", "2", "--window", "64"]
+    words = ["--kv-bits", "8", "--kv-bits", "mixed", "--kv-seeds", "2", "--window", "64"]
     with pytest.raises(SystemExit):
         cli.main(["eval", "demo", "--text", str(text), *words])
     out = capsys.readouterr().out

@@ -157,3 +157,15 @@ def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
     lists = 4 * placement.written * (1 + 2 * config.intermediate_size)
     assert found[1].pool_bytes - found[0].pool_bytes == lists
     assert found[1].largest_bytes == max(lists, found[0].largest_bytes)
+
+
+@pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
+def test_what_lies_there_twice_is_counted(device: str) -> None:
+    with LLM("demo", device=device) as llm:  # type: ignore[arg-type]
+        needs, placement = llm.engine.needs, llm.engine.placement
+        assert needs.weight_bytes == sum(placement.weight_bytes.values())
+        assert needs.copied_bytes == max(needs.weight_bytes - placement.stored_bytes, 0)
+        if device == "gpu":  # reads them where they are stored
+            assert needs.copied_bytes == 0
+        if device == "hetero":
+            assert 0 < needs.copied_bytes < needs.weight_bytes

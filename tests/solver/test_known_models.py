@@ -28,7 +28,7 @@ from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
 from tests.helpers import Command
 
-PROFILES = ("host", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")
+PROFILES = ("host", "host-amx", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")
 LENGTHS = (64, 135, 256, 1024)
 # Seconds of prompts of these lengths and of a decoding step, as they were before blocks were
 # graphs: what is derived from nodes is what was written down for a Llama's block.

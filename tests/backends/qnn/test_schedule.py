@@ -17,7 +17,7 @@ from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_weights
 
 qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
-from hetero.backends.qnn import catalog, schedule  # noqa: E402
+from hetero.backends.qnn import catalog, integer, schedule  # noqa: E402
 
 # MatMulNBits of 32×512×512 for sm8650, onnxruntime-qnn 2.7.0.
 RECORDED = Path(__file__).parent / "data" / "matmul_32x512x512_sm8650.txt.gz"
@@ -91,3 +91,21 @@ def test_the_compiler_is_asked_once(tmp_path: Path) -> None:
         file.write_text("{")
         with pytest.raises(AssertionError, match="compiled again"):
             again.find(graph.identity, never)
+
+
+@pytest.mark.parametrize("tokens", [512, 256])
+def test_equal_shapes_of_a_matmul_of_codes(tokens: int, tmp_path: Path) -> None:
+    """Of 512 tokens of 5632 features in two dimensions, of 256 in one: what moves less."""
+    op = ops.MatMul(n=256, k=5632, weight_format=WeightFormat.W8A8)
+    weights = make_weights(op, np.random.default_rng(0))
+    own = integer.height(tokens, op.k)
+    assert own == (16 if tokens == 512 else 1)
+    moved = {}
+    with qnn.open(cache=None) as device, pytest.MonkeyPatch.context() as patch:
+        store = schedule.ScheduleStore(device.store.target, tmp_path)
+        for tall in (1, 16):
+            patch.setattr(integer, "height", lambda *_, tall=tall: tall)
+            graph = catalog.graph(op, tokens, weights, f"rows of {tall}")
+            moved[tall] = store.find(*graph).hmx.vtcm_bytes
+        store.close()
+    assert moved[own] == min(moved.values())
