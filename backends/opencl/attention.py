@@ -83,10 +83,11 @@ def _attend_few(
 ) -> list[Launch]:
     op = heads.attention
     partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
-    args = (m, *(tensors[port] for port in op.ports), heads.first, partial)
+    qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
+    args = (m, qkv, position, k_cache, v_cache, out, heads.first, partial)
     found = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
-        combined = (m, partial, tensors["out"], heads.first)
+        combined = (m, partial, out, heads.first)
         found.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
     return found
 
