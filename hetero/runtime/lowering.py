@@ -260,9 +260,9 @@ class _Chunk:
                     self._place("last row", [Item(None, call, both, both, (0, self.m), None)])
                 self._place(node.name, self._matmul_items(node, parts))
         for tensor, layers in self._added.items():
-            call = MassReader(self.masses.of(0), tensor, layers, self.m)
+            reader = MassReader(self.masses.of(0), tensor, layers, self.m)
             slots = frozenset({SlotRef("mass")})
-            self._place("mass", [Item(None, call, slots, slots, (0, self.m), None)])
+            self._place("mass", [Item(None, reader, slots, slots, (0, self.m), None)])
 
     def _place(self, node: str, items: Sequence[Item]) -> None:
         self.stages.append((node, items))
