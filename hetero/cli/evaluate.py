@@ -54,6 +54,22 @@ class KvWay(StrEnum):
     PAPER = "paper"
 
 
+FormatsOption = Annotated[
+    list[CacheChoice] | None,
+    typer.Option("--kv", help="Compare formats of cached keys and values with f32; repeat."),
+]
+BitsOption = Annotated[
+    list[KvWay] | None,
+    typer.Option("--kv-bits", help="Bits of what contexts keep of them; repeat to compare."),
+]
+RatioOption = Annotated[
+    float, typer.Option("--kv-ratio", min=0.25, max=1, help="Of mixed, of the bytes at 8.")
+]
+SeedsOption = Annotated[
+    int, typer.Option("--kv-seeds", min=0, help="Random orders of densities beside mixed.")
+]
+
+
 def eval_command(
     model: ModelArgument,
     text: Annotated[Path, typer.Option("--text", help="A text file in UTF-8.")],
@@ -91,20 +107,10 @@ def eval_command(
         int | None,
         typer.Option("--max-tokens", min=LEAST_TOKENS, help="Score this much of the text."),
     ] = None,
-    kv: Annotated[
-        list[CacheChoice] | None,
-        typer.Option("--kv", help="Compare formats of cached keys and values with f32; repeat."),
-    ] = None,
-    kv_bits: Annotated[
-        list[KvWay] | None,
-        typer.Option("--kv-bits", help="Bits of what contexts keep of them; repeat to compare."),
-    ] = None,
-    kv_ratio: Annotated[
-        float, typer.Option("--kv-ratio", min=0.25, max=1, help="Of mixed, of the bytes at 8.")
-    ] = 0.5,
-    kv_seeds: Annotated[
-        int, typer.Option("--kv-seeds", min=0, help="Random orders of densities beside mixed.")
-    ] = 0,
+    kv: FormatsOption = None,
+    kv_bits: BitsOption = None,
+    kv_ratio: RatioOption = 0.5,
+    kv_seeds: SeedsOption = 0,
     device: DeviceOption = DeviceChoice.NPU,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",

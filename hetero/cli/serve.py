@@ -34,6 +34,17 @@ class KvBitsChoice(StrEnum):
     MIXED = "mixed"
 
 
+DirectoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--directory",
+        metavar="DIR",
+        help="Where contexts are kept.",
+        show_default="one for MODEL among the user's data",
+    ),
+]
+
+
 def serve_command(
     model: ModelArgument,
     host: Annotated[str, typer.Option("--host", help="Address.")] = "127.0.0.1",
@@ -48,15 +59,7 @@ def serve_command(
         list[str] | None,
         typer.Option("--allow-host", help="Another name of this machine that clients may use."),
     ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--directory",
-            metavar="DIR",
-            help="Where contexts are kept.",
-            show_default="one for MODEL among the user's data",
-        ),
-    ] = None,
+    directory: DirectoryOption = None,
     context_memory: Annotated[
         str, typer.Option("--context-memory", help="For keys and values kept in memory.")
     ] = "256MiB",

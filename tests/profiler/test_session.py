@@ -68,7 +68,8 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
     assert {row.m for row in whole.matmuls if row.device == "gpu"} == set(TOKENS)
     assert {p.device for p in whole.predictors} == {"gpu", "npu"}
     assert {p.op for p in whole.other_predictors} == {
-        "RMSNorm", "RMSNorm+add", "LayerNorm", "LayerNorm+add", "Rope", "Attention", "GatedAct",
+        "RMSNorm", "RMSNorm+add", "LayerNorm", "LayerNorm+add", "Rope", "GatedAct", "Attention",
+        "Attention+f16", "Attention+q8",
         "Act", "Add", "AddPositions", "Embed",
     }  # fmt: skip
     assert {row.device for row in whole.preparation} == {"gpu", "npu"}
