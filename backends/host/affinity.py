@@ -18,6 +18,7 @@ class CoreAssignment:
 
 
 _before: dict[int, set[int]] = {}  # of threads that `pinned` holds: their cores without it
+_held: dict[int, int] = {}  # the core of each
 
 
 def allowed_cores() -> list[int]:
@@ -52,17 +53,25 @@ def assign_cores() -> CoreAssignment:
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Hold the calling thread to one core, and give its old set back."""
-    if core is None:
+    """Hold the calling thread to one core, and give its old set back. Inside of such a hold another
+    one of the same core asks the system nothing.
+    """
+    thread = threading.get_native_id()
+    outer = _held.get(thread)
+    if core is None or outer == core:
         yield
         return
-    thread = threading.get_native_id()
     before, outermost = os.sched_getaffinity(thread), thread not in _before
     try:  # around the calls too: Ctrl-C may come right after one
         _before.setdefault(thread, before)
         os.sched_setaffinity(thread, {core})
+        _held[thread] = core
         yield
     finally:
+        if outer is None:
+            _held.pop(thread, None)
+        else:
+            _held[thread] = outer
         os.sched_setaffinity(thread, before)
         if outermost:
             _before.pop(thread, None)

@@ -255,9 +255,9 @@ class _Chunk:
             else:
                 if node.name == "lm_head" and self.chunk and self.handover is None:
                     slot = self._ref(node.slots["x"])
-                    call = _LastRow(self.pool, self.chunk, self._operand(node.slots["x"]), self.m)
+                    last = _LastRow(self.pool, self.chunk, self._operand(node.slots["x"]), self.m)
                     both = frozenset({slot})
-                    self._place("last row", [Item(None, call, both, both, (0, self.m), None)])
+                    self._place("last row", [Item(None, last, both, both, (0, self.m), None)])
                 self._place(node.name, self._matmul_items(node, parts))
         for tensor, layers in self._added.items():
             reader = MassReader(self.masses.of(0), tensor, layers, self.m)

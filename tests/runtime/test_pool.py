@@ -214,3 +214,21 @@ def test_a_cache_has_room_for_the_longest_padded_call(llm: LLM) -> None:
     capacity = llm.context.cache.layout.capacity
     assert capacity >= llm.max_seq_len + llm.engine.pool.tokens // 2  # the longest call, padded
     assert llm.engine.pool.nbytes > 0
+
+
+def test_a_thread_that_is_held_is_not_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside, a hold of the same core asks the system nothing; one of another core does."""
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core, or a system without affinity: nothing is pinned")
+    control, other = assign_cores().control, assign_cores().gpu
+    before = os.sched_getaffinity(0)
+    with pinned(control):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "sched_setaffinity", None)
+            with pinned(control):
+                assert os.sched_getaffinity(0) == {control}
+        with pinned(other):
+            assert os.sched_getaffinity(0) == {other}
+        with pinned(control):
+            assert os.sched_getaffinity(0) == {control}
+    assert os.sched_getaffinity(0) == before
