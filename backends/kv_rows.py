@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import CHANNEL_ROWS, CacheFormat
-from hetero.backends.ops import Attention, ColumnMass, DecodeChunks, Op
+from hetero.backends.ops import Attention, AttentionHeads, ColumnMass, DecodeChunks, Op
 
 Array: TypeAlias = npt.NDArray[Any]
 LARGEST: Final = 127
@@ -88,7 +88,7 @@ class Rows:
 
 def cache_rows(op: Op, array: Array) -> Rows:
     """A cache of an operation that has some."""
-    of = op.attention if isinstance(op, ColumnMass) else op
+    of = op.attention if isinstance(op, ColumnMass | AttentionHeads) else op
     assert isinstance(of, Attention | DecodeChunks)
     return Rows(array, of.kv, of.head_dim)
 

@@ -2,6 +2,7 @@
 
 python bench/kernels.py split -m 256,1           # a cut matmul against its two tiles alone
 python bench/kernels.py matmul --formats w4a8    # one core of OpenCL against ONNX Runtime
+python bench/kernels.py attention                # on caches of every format
 python bench/kernels.py ceiling                  # one core reads memory, the other, both
 """
 
@@ -30,6 +31,7 @@ from common import (
     table,
     timed,
 )
+from parts.attention import attention
 from parts.matmul import matmul
 
 from hetero.backends.formats import WeightFormat
@@ -44,6 +46,7 @@ from hetero.runtime.waits import Synchroniser
 
 app = new_app(__doc__)
 app.command("matmul")(matmul)
+app.command("attention")(attention)
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
 Devices = dict[DeviceKind, Device]

@@ -56,7 +56,7 @@ def logits_of(llm: LLM) -> npt.NDArray[np.float32]:
 
 def compare(model: Path, bundle: Path) -> None:
     """A bundle's logits with those of exact integers; nothing was compiled when it ran."""
-    with LLM(str(model), device="npu", npu="reference") as llm:
+    with LLM(str(model), device="npu", npu="reference", kv="f32") as llm:
         expected = logits_of(llm)
     with LLM(str(bundle)) as llm:
         found, store = logits_of(llm), llm.devices.devices["npu"].store  # type: ignore[attr-defined]

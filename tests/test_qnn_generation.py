@@ -41,7 +41,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def reference(model: str, count: int) -> tuple[list[int], list[Any]]:
     """(token ids of prompt and greedy answer, logits that chose each of `count` answer tokens)."""
-    with LLM(model, device="npu", npu="reference") as llm:
+    with LLM(model, device="npu", npu="reference", kv="f32") as llm:
         tokens = llm.encode(PROMPT)
         logits = [llm.engine.prefill(llm.context, tokens).copy()]
         while len(logits) < count:

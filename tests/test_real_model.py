@@ -49,7 +49,7 @@ def test_greedy_text_in_float32_equals_transformers(
     device: Any, reference_tokens: tuple[Path, list[int], list[int]]
 ) -> None:
     folder, prompt, expected = reference_tokens
-    with LLM(str(folder), device=device, weights="f32") as llm:
+    with LLM(str(folder), device=device, weights="f32", kv="f32") as llm:
         assert llm.encode(PROMPT) == prompt
         result = llm.generate(PROMPT, max_tokens=TOKENS)
         assert result.finish_reason == "length"

@@ -50,7 +50,7 @@ def test_without_shadows_it_is_what_the_engine_computes(tmp_path: Path) -> None:
     tokens = [demo.encode("Once upon a time there was a small fox who liked to play. " * 3)]
     save(static_weights(demo.weights, tokens, outliers="none"), tmp_path / "out")
     wanted = Schemes(demo, tokens, 64).model_of("none").logits(tokens[0][:20])
-    with LLM(str(tmp_path / "out"), device="gpu", gpu="reference") as llm:
+    with LLM(str(tmp_path / "out"), device="gpu", gpu="reference", kv="f32") as llm:
         assert relative_difference(llm.logits(tokens[0][:20]), wanted) < 1e-4
 
 

@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: Any) -> Iterator[LLM]:
     """A random model, which soon repeats itself; both devices."""
     folder = str(tiny_model(tmp_path_factory.mktemp("tiny")))
     plan = layer_level(open_model(folder, weights="f32").spec())
-    with LLM(folder, plan=plan, weights="f32", max_seq_len=200) as opened:
+    with LLM(folder, plan=plan, weights="f32", max_seq_len=200, kv="f32") as opened:
         yield opened
 
 

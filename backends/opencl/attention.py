@@ -23,6 +23,8 @@ CACHE_DEFINES: Final[dict[CacheFormat, dict[str, int]]] = {
     CacheFormat.F16: {"CACHE_HALF": 1},
     CacheFormat.Q8: {"CACHE_CODES": 1},
 }
+BUSY_AT_LEAST = 0.8  # of the workers' time, or contexts are split
+MOST_SPLITS = 16
 GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_DIM / lanes each
 
 
@@ -45,20 +47,49 @@ def prepare_attention_heads(
     op = heads.attention
     if device.tuning.lanes > 1:
         return _prepare_group(device, heads, whole)
+    parts = splits(heads.count, device.threads)
     program = device.programs.get(
         "attention_cpu.cl",
-        attention_defines(device.tuning, op),
+        attention_defines(device.tuning, op) | {"SPLITS": parts},
         before=("caches.cl", *caps(op), "scores_cpu.cl"),
     )
 
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
         tensors = tensors_of(operands)
         if m <= FEW_TOKENS:
-            args = tuple(tensors[port] for port in op.ports)
-            return [Launch(program, "attend_few", (heads.count,), (1,), (m, *args, heads.first))]
+            return _attend_few(device, program, heads, tensors, m, parts)
         return _attend_tiles(device, program, heads, tensors, m)
 
     return OpenCLKernel(device, whole or heads, launches)
+
+
+def splits(heads: int, workers: int) -> int:
+    """Parts of the context in decode: as many as give each worker the same number of parts of
+    heads, where whole heads would leave some idle for a fifth of the time or more.
+    """
+    rounds = -(-heads // workers)
+    if heads >= BUSY_AT_LEAST * rounds * workers:
+        return 1
+    return min(workers // math.gcd(heads, workers), MOST_SPLITS)
+
+
+def _attend_few(
+    device: Resources,
+    program: cl.Program,
+    heads: AttentionHeads,
+    tensors: Mapping[str, Tensor],
+    m: int,
+    parts: int,
+) -> list[Launch]:
+    op = heads.attention
+    partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
+    qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
+    args = (m, qkv, position, k_cache, v_cache, out, heads.first, partial)
+    found = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
+    if parts > 1:
+        combined = (m, partial, out, heads.first)
+        found.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
+    return found
 
 
 def head_vector(head_dim: int, widest: int) -> int:

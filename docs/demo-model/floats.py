@@ -1,7 +1,9 @@
 """Trains the shipped demo model on without its 4-bit weights, so that there are floats to round.
 
 Writes a Hugging Face directory, and beside it stories to calibrate with (`calibration.txt`) and
-held-out ones to score (`scored.txt`): what docs/files.md says of the weight formats' quality.
+held-out ones to score (`scored.txt`): what docs/files.md says of the weight formats' quality. With
+`--outliers` channels are grown first (`hetero.compiling.outliers`) and the model is trained on with
+them, so that they are its own (docs/w8a8.md).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,12 @@ from export import write_checkpoint
 from model import Llama, LlamaShape
 from tokenizers import Tokenizer
 
+from hetero.compiling.outliers import OutlyingWeights
 from hetero.models import open_model
 
 LEARNING_RATE = 3e-4
+# Where a channel is 2^8 times as large, so is what a step of its weights does.
+OUTLYING_RATE = 1e-5
 ROW_TOKENS = 256
 BATCH_ROWS = 8
 SEED = 7
@@ -51,14 +57,14 @@ def state_of(demo: Any) -> dict[str, Any]:
     return found
 
 
-def trained_on(demo: Any, steps: int) -> Llama:
+def trained_on(demo: Any, steps: int, rate: float = LEARNING_RATE) -> Llama:
     """The model after some steps in float32."""
     torch.manual_seed(SEED)
     model = Llama(LlamaShape())
     numbers = {name: torch.from_numpy(np.array(x)) for name, x in state_of(demo).items()}
     model.load_state_dict(numbers, strict=True)
     ids = demo.tokenizer.encode(stories("train", SEED, max(40, steps * 10)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     rows = torch.tensor(ids[: len(ids) // (ROW_TOKENS + 1) * (ROW_TOKENS + 1)])
     rows = rows.reshape(-1, ROW_TOKENS + 1)
     for step in range(steps):
@@ -77,10 +83,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--outliers", action="store_true", help="grow channels before training")
     options = parser.parse_args(argv)
-    demo = open_model("demo", weights="f32")
+    demo, rate = open_model("demo", weights="f32"), LEARNING_RATE
     assert demo.source is not None
-    model = trained_on(demo, options.steps)
+    if options.outliers:
+        demo, rate = replace(demo, weights=OutlyingWeights(demo.weights, 1)), OUTLYING_RATE
+    model = trained_on(demo, options.steps, rate)
     write_checkpoint(model, Tokenizer.from_file(str(demo.source / "tokenizer.json")), options.out)
     texts = {"calibration": stories("train", 11, 60), "scored": stories("held_out", 12, 60)}
     for name, text in texts.items():

@@ -41,7 +41,7 @@ def column_mass(op: Attention, queries: Array, keys: Array, positions: Sequence[
     `queries` [rows, H, D] at `positions` (rising), `keys` [G, columns, D], after the rotary
     embedding.
     """
-    found = np.zeros(keys.shape[1])
+    found, keys = np.zeros(keys.shape[1]), np.asarray(keys, np.float32)  # once, not a product each
     groups, group = op.kv_heads, op.heads // op.kv_heads
     step = max(1, _PRODUCT // max(1, group * queries.shape[-1] * keys.shape[1]))
     for start in range(0, len(positions), step):

@@ -94,7 +94,9 @@ class Switch:
 
     @property
     def switch_s(self) -> float:
-        """Seconds of the first token's time that the switch took; tokens that rode not counted."""
+        """Seconds of the first token's time that the switch took, at most: a device with a queue
+        may have computed while its layers were waited for. Tokens that rode are not counted.
+        """
         return self.ready_s + self.waited_s
 
 

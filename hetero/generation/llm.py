@@ -106,8 +106,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         check_one_of("order", order, get_args(Order))
-        if kv is not None:
-            check_one_of("kv", kv, [*CacheFormat])
+        check_one_of("kv", DEFAULT_CACHE if kv is None else kv, [*CacheFormat])
         self.kv, self._kv_asked = CacheFormat(kv or DEFAULT_CACHE), kv is not None
         self._loaded: LoadedModel = open_model(model, weights=weights).reading_tokenizer()
         bundle = find_bundle(model)

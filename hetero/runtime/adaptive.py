@@ -8,9 +8,11 @@ predicted to gain enough by it, and not more often than every so many steps.
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
@@ -41,8 +43,10 @@ class Solver(PlanSource, Protocol):
 class Habits:
     """When to think about new cuts.
 
-    decode   decode steps for each that is timed
-    prefill  calls with a prompt for each that is timed
+    decode   decode steps for each that is timed, at least
+    prefill  calls with a prompt for each that is timed, at least
+    price    part of the time that timing may take: a queue that keeps times is another one, which
+             takes as long as some steps of a small model
     samples  timed steps that a factor is the median of
     every    steps between two changes, at least
     gain     part of the matmuls' predicted seconds that a change must save
@@ -52,6 +56,7 @@ class Habits:
 
     decode: int = 16
     prefill: int = 4
+    price: float = 0.005
     samples: int = 5
     every: int = 128
     gain: float = 0.1
@@ -74,6 +79,7 @@ class Adapter:
     solver: Solver
     placement: Placement
     habits: Habits = field(default_factory=Habits)
+    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self._first = self.placement
@@ -82,6 +88,9 @@ class Adapter:
         self._ratios: dict[Key, deque[float]] = {}
         self._steps = self._changed = 0
         self._calls: dict[Phase, int] = {"prefill": 0, "decode": 0}
+        self._timed_at: dict[Phase, int] = {"prefill": 0, "decode": 0}
+        self._apart: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}  # by what timing costs
+        self._asked_s, self._step_s = -math.inf, math.inf  # when, and the shortest decode step
 
     def due(self, phase: Phase, m: int) -> bool:
         """Whether the next step is to be timed."""
@@ -89,11 +98,26 @@ class Adapter:
         if phase == "decode" and m > 1:  # verification: the plan predicts one token
             return False
         self._calls[phase] += 1
+        before_s, self._asked_s = self._asked_s, self.clock()
+        if phase == "decode":
+            self._step_s = min(self._step_s, self._asked_s - before_s)
         every = self.habits.prefill if phase == "prefill" else self.habits.decode
-        return self._calls[phase] % every == 0
+        if self._calls[phase] - self._timed_at[phase] < max(every, self._apart[phase]):
+            return False
+        self._timed_at[phase] = self._calls[phase]
+        return True
+
+    def _note_price(self, phase: Phase, run_s: float) -> None:
+        """How far apart timed steps may be, now that one has ended which ran for so long."""
+        spent_s = self.clock() - self._asked_s
+        usual_s = self._step_s if phase == "decode" else run_s
+        if 0 < usual_s < math.inf:
+            self._apart[phase] = (spent_s - usual_s) / (self.habits.price * usual_s)
+        self._asked_s = -math.inf  # what comes now is no usual step
 
     def observe(self, step: Step, stamps: Sequence[float]) -> None:
         """Learn from a step that was timed."""
+        self._note_price(step.phase, stamps[-1] - stamps[0] if stamps else 0.0)
         measured = matmul_seconds(step, stamps)
         predicted = self._predicted(step.phase, step.tokens)
         for kind, seconds in measured.items():

@@ -33,7 +33,7 @@ from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite
-from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, rounded
+from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chunks, rounded
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.launch_costs import LaunchCosts
@@ -400,6 +400,8 @@ class Engine:
     ) -> Step:
         """As `step`, for chunks of a prompt (tokens of each) that are in flight together."""
         at = rounded(context.cached)
+        if logit_rows == 1 and not taps and self._sync != "copy":
+            chunks = padded_chunks(chunks, self.max_seq_len - context.cached)
         key = _Key("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
         return _bound(self._kept(key), context)
 

@@ -31,6 +31,7 @@ from hetero.solver.report.units import duration
 WINDOW: Final = 4  # calls of a prompt that are in flight together, at most
 WHOLE_QUEUES: Final = ("copy", "finish")  # ways to wait that are for whole queues
 SAME: Final = 64  # tokens: what is decided for a length holds for those so little shorter
+PADDED: Final = 32  # tokens: of a last chunk that is longer, to a multiple of it
 SAMPLED: Final = (2, 3)  # layers that are scheduled
 
 
@@ -46,6 +47,16 @@ def most_in_flight(placement: Placement, max_seq_len: int, order: Order) -> int:
 def rounded(position: int) -> int:
     """The power of two below: orders hardly depend on it, and each is another step."""
     return 1 << (position.bit_length() - 1) if position else 0
+
+
+def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
+    """The calls of a window whose last one computes some tokens more, so that prompts of other
+    lengths find its launches bound; the calls as they are where `room` tokens do not hold them.
+    """
+    *first, last = chunks
+    padded = -(-last // PADDED) * PADDED
+    fits = last > PADDED and padded <= max(chunks) and sum(first) + padded <= room
+    return (*first, padded if fits else last)
 
 
 class FormOf(NamedTuple):

@@ -67,6 +67,22 @@ class _Gather(BoundCall):
             np.copyto(target, source)
 
 
+class _LastRow(BoundCall):
+    """Puts the last token that a chunk was fed where the last row is, for the output head: a chunk
+    may compute rows behind it.
+    """
+
+    def __init__(self, pool: ActivationPool, chunk: int, x: Operand, m: int) -> None:
+        self.name, self.m = "last row", m
+        parts = x.parts if isinstance(x, Panels) else (x,)
+        self._fed, self._chunk, self._arrays = pool.fed, chunk, [part.array for part in parts]
+
+    def run(self) -> None:
+        last = self._fed[self._chunk]
+        for array in self._arrays if last < self.m else ():
+            array[self.m - 1] = array[last - 1]
+
+
 class Lowering:
     """Lowers steps of one model. Owned by the control thread."""
 
@@ -237,6 +253,11 @@ class _Chunk:
                 if self.taps and isinstance(node.op, Attention):
                     self._place_tap(node, node.op, kind)
             else:
+                if node.name == "lm_head" and self.chunk and self.handover is None:
+                    slot = self._ref(node.slots["x"])
+                    call = _LastRow(self.pool, self.chunk, self._operand(node.slots["x"]), self.m)
+                    both = frozenset({slot})
+                    self._place("last row", [Item(None, call, both, both, (0, self.m), None)])
                 self._place(node.name, self._matmul_items(node, parts))
         for tensor, layers in self._added.items():
             call = MassReader(self.masses.of(0), tensor, layers, self.m)

@@ -70,6 +70,7 @@ class ActivationPool:
     def __init__(self, slots: Mapping[SlotRef, Shape], owner: Device) -> None:
         self.tokens: int = slots[SlotRef("tokens")][0][0]
         self.chunks = 1 + max(slot.chunk for slot in slots)
+        self.fed = [0] * self.chunks  # tokens of each chunk
         self._slots: dict[SlotRef, Tensor] = {
             slot: _allocate(owner, slot, shape) for slot, shape in slots.items()
         }
@@ -90,6 +91,7 @@ class ActivationPool:
         ids = self[slot_of("tokens", chunk)].array
         ids[: len(tokens)] = tokens
         ids[len(tokens) :] = 0
+        self.fed[chunk] = len(tokens)
         self[slot_of("position", chunk)].array[0] = position
 
     def feed_rows(self, tokens: Sequence[int], positions: Sequence[int]) -> None:

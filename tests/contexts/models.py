@@ -37,5 +37,5 @@ def plan_of(folder: Path, way: str) -> ExecutionPlan:
 
 def open_llm(folder: Path, way: str, **options: Any) -> LLM:
     """The model on that plan, or on another one for the same devices."""
-    given: dict[str, Any] = {"max_seq_len": 120, "plan": plan_of(folder, way)}
+    given: dict[str, Any] = {"max_seq_len": 120, "plan": plan_of(folder, way), "kv": "f32"}
     return LLM(str(folder), weights="f32", **WAYS[way], **(given | options))

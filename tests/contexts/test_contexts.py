@@ -579,7 +579,7 @@ def test_generations_can_be_driven_from_outside(one: LLM) -> None:
 
 def test_layer_level_too(folder: Path) -> None:
     plan = layer_level(open_model(str(folder), weights="f32").spec())
-    with LLM(str(folder), plan=plan, weights="f32", max_seq_len=120) as llm:
+    with LLM(str(folder), plan=plan, weights="f32", max_seq_len=120, kv="f32") as llm:
         wanted = [llm.generate(p, max_tokens=5).tokens for p in PROMPTS[:2]]
         streams = [llm.stream(p, max_tokens=5, context=llm.new_context()) for p in PROMPTS[:2]]
         pairs = list(zip(*streams, strict=True))

@@ -74,6 +74,24 @@ def test_through_the_disk_and_back_to_the_same_bits(llm: LLM, tmp_path: Path, me
         service.memory.check()
 
 
+@pytest.mark.parametrize("bits", ["8", "raw"])
+def test_caches_of_codes_come_back_to_the_same_bits(tmp_path: Path, bits: Any) -> None:
+    """Chunks of 8 bits are what such a cache holds, in the channels that the service measured."""
+    with (
+        LLM("demo", device="npu", kv="q8") as coded,
+        opened(coded, tmp_path, recompute=False, kv_bits=bits) as service,
+    ):
+        wanted = story(coded)
+        context = service.bind("a").new_context(chat=False)
+        for prompt, expected in zip(PROMPTS, wanted, strict=True):
+            assert numbers(context.call(prompt, **OPTIONS)) == expected
+            evicted(service, disk=True)
+        switch = context.last_switch
+        assert switch is not None
+        assert switch.loaded_bytes > 0
+        assert switch.recomputed_tokens == 0
+
+
 def test_from_the_text_alone_to_the_same_text(llm: LLM, tmp_path: Path) -> None:
     """What is computed again differs in its last bits at most: other calls, the same operations."""
     wanted = story(llm)

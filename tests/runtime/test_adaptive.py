@@ -27,7 +27,7 @@ from tests.runtime.test_faults import slow_down
 from tests.solver.instances import profile_of, random_instance
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
-QUICK = Habits(decode=2, prefill=1, samples=3, every=12, forget=10_000)
+QUICK = Habits(decode=2, prefill=1, price=1e9, samples=3, every=12, forget=10_000)
 TOKENS = np.random.default_rng(6).integers(0, 263, 40).tolist()
 
 
@@ -181,6 +181,27 @@ class Watched:
         return found
 
 
+def test_steps_are_timed_as_seldom_as_what_it_costs_asks_for(loaded: LoadedModel) -> None:
+    """A timed step that takes six usual ones is five too many: at 1/128, one in 640 steps."""
+    now_s = 0.0
+    watched = Watched(loaded, Habits(price=1 / 128))
+    watched.adapter.clock = lambda: now_s
+    due = []
+    for i in range(1400):
+        timed = watched.adapter.due("decode", 1)
+        now_s += 6 / 1024 if timed else 1 / 1024
+        if timed:
+            due.append(i)
+            watched.adapter.observe(step_of("decode"), ())
+    assert due == [15, 655, 1295]
+
+
+def step_of(phase: str) -> Any:
+    """A step without launches."""
+    return type("Step", (), {"phase": phase, "tokens": 1, "program": (), "launches": (),
+                             "completions": (), "kinds": ()})  # fmt: skip
+
+
 def test_small_and_equal_drifts_change_nothing(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +213,7 @@ def test_small_and_equal_drifts_change_nothing(
 def test_a_change_waits_for_its_time_and_a_device_without_work_is_tried_again(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    habits = Habits(decode=2, prefill=1, samples=3, every=20, forget=200)
+    habits = Habits(decode=2, prefill=1, price=1e9, samples=3, every=20, forget=200)
     watched = Watched(loaded, habits)
     before = npu_rows(watched.placement, "decode", 1)
     assert watched.steps(monkeypatch, 19, npu=50.0) == []

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: Any) -> str:
 
 @pytest.fixture(scope="module")
 def llm(folder: str) -> Any:
-    with LLM(folder, device="hetero", weights="f32", max_seq_len=200) as opened:
+    with LLM(folder, device="hetero", weights="f32", max_seq_len=200, kv="f32") as opened:
         yield opened
 
 
@@ -121,7 +121,7 @@ def test_calls_from_several_threads_are_served_in_turn(llm: LLM) -> None:
 
 
 def test_two_models_side_by_side_do_not_disturb_each_other(folder: str, llm: LLM) -> None:
-    with LLM(folder, device="hetero", weights="f32", max_seq_len=200) as other:
+    with LLM(folder, device="hetero", weights="f32", max_seq_len=200, kv="f32") as other:
         tokens = [3, 1, 4, 1, 5]
         expected = llm.logits(tokens)
         other.logits([9, 9, 9])

@@ -218,7 +218,8 @@ def test_a_prompt_runs_in_the_form_that_is_decided(
         monkeypatch.setattr(engine.forms, "of", lambda *_, x=decided: x)
         context = emptied(engine)
         engine.prefill(context, prompt)
-        assert engine.last_step.chunks == decided.calls
+        calls = forms_module.padded_chunks(decided.calls, engine.max_seq_len)
+        assert engine.last_step.chunks == calls
         assert context.work.form == str(decided)
         node = next(node for node in engine.nodes if node.name.endswith(".down"))
         found = {(x.kind, x.rows) for x in engine.last_step.launches if x.node == node.name}

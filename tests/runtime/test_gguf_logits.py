@@ -91,7 +91,7 @@ def test_logits_are_those_of_what_is_stored(file: Path, device: str) -> None:
         pytest.skip("the same kernels as on one device")
     tokens = np.random.default_rng().integers(3, 300, TOKENS + DECODED).tolist()
     wanted = twin(file, tokens)
-    with LLM(str(file), device=device) as llm:  # type: ignore[arg-type]
+    with LLM(str(file), device=device, kv="f32") as llm:  # type: ignore[arg-type]
         assert llm.model.weights.weight_format == "gguf-a16"
         assert llm.model.weights.requantised() == {}
         prompt = llm.logits(tokens)

@@ -52,7 +52,12 @@ def llm(checkpoint: tuple[str, Any], request: pytest.FixtureRequest) -> Iterator
     are out of order has calls of their own (`test_forms.py`).
     """
     with LLM(
-        checkpoint[0], device=request.param, weights=WEIGHTS, max_seq_len=CONTEXT, order="fifo"
+        checkpoint[0],
+        device=request.param,
+        weights=WEIGHTS,
+        max_seq_len=CONTEXT,
+        order="fifo",
+        kv="f32",
     ) as opened:
         yield opened
 

@@ -94,7 +94,7 @@ def test_rows_are_what_each_is_alone(folder: Path, way: str) -> None:
 def test_rows_of_a_plan_of_layers(folder: Path) -> None:
     loaded = open_model(str(folder), weights="f32")
     plan = layer_level(loaded.spec(), decode="npu")
-    with LLM(str(folder), weights="f32", plan=plan, max_seq_len=120) as llm:
+    with LLM(str(folder), weights="f32", plan=plan, max_seq_len=120, kv="f32") as llm:
         joins_and_leaves(llm.engine, random.Random())
 
 

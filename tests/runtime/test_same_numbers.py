@@ -55,7 +55,7 @@ def test_logits_match_transformers(checkpoint: Any, device: Any, weights: str) -
     skip_unless_checked(checkpoint["name"], device, weights)
     folder, model = checkpoint[DEFAULT if weights == "w4a8" else HARD]
     random = np.random.default_rng()
-    with LLM(str(folder), device=device, weights=weights) as llm:
+    with LLM(str(folder), device=device, weights=weights, kv="f32") as llm:
         assert llm.devices.fallback == ""
         original = {name: value.clone() for name, value in model.state_dict().items()}
         if weights in QUANTISED:
@@ -75,7 +75,7 @@ def test_int8_activations_are_exact(checkpoint: Any, device: Any) -> None:
     # As near to the definition of w4a8 as float32 is to floats, where no rounding hangs by a bit.
     skip_unless_checked(checkpoint["name"], device, "w4a8")
     folder, model = checkpoint[HARD]
-    with LLM(str(folder), device=device, weights="w4a8") as llm:
+    with LLM(str(folder), device=device, weights="w4a8", kv="f32") as llm:
         if "calm" not in checkpoint:
             checkpoint["calm"] = exact_logits(model, llm)
         tokens, expected = checkpoint["calm"]

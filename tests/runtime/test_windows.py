@@ -25,10 +25,12 @@ from hetero.models import open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
+from hetero.runtime.forms import padded_chunks
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
 
 PROMPT = np.random.default_rng(3).integers(3, 1000, 450).tolist()
+LONGER = PROMPT + PROMPT[:30]
 
 
 def opened(order: str, **options: Any) -> LLM:
@@ -52,16 +54,32 @@ def logits(llm: LLM, prompt: list[int] = PROMPT) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order", ["paper", "best"])
-@pytest.mark.parametrize("tokens", [257, 300, 450])
-def test_the_order_changes_no_bit(fifo: LLM, order: str, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "last"), [(257, 1), (300, 64), (450, 224)])
+def test_the_order_changes_no_bit(fifo: LLM, order: str, tokens: int, last: int) -> None:
+    """Nor does what the last call computes behind the prompt's end."""
     with opened(order) as llm:
         assert llm.engine.window == 2
         for _ in range(3):  # in one step, after it another one
             found = logits(llm, PROMPT[:tokens])
-            assert llm.engine.last_step.chunks == (256, tokens - 256)
+            assert llm.engine.last_step.chunks == (256, last)
             assert np.array_equal(found, logits(fifo, PROMPT[:tokens]))
         more = llm.generate(PROMPT[:tokens], max_tokens=12, temperature=0.0)
         assert more.tokens == fifo.generate(PROMPT[:tokens], max_tokens=12, temperature=0.0).tokens
+
+
+def test_a_new_length_finds_its_launches_bound(fifo: LLM) -> None:
+    """Up to the next multiple of 32; where the context ends sooner, it is computed exactly."""
+    with opened("best") as llm:
+        steps = set()
+        for tokens in (470, 450, 480, 449):
+            found = logits(llm, LONGER[:tokens])
+            steps.add(llm.engine.last_step)
+            assert np.array_equal(found, logits(fifo, LONGER[:tokens])), tokens
+        assert len(steps) == 1
+    assert padded_chunks((256, 200), 456) == (256, 200)
+    assert padded_chunks((256, 200), 480) == padded_chunks((256, 224), 480) == (256, 224)
+    assert padded_chunks((100, 90), 480) == padded_chunks((100, 96), 480) == (100, 96)
+    assert padded_chunks((100, 97), 480) == (100, 97)
 
 
 def test_several_contexts_share_a_windows_launches(fifo: LLM) -> None:
@@ -138,7 +156,7 @@ def test_idle_share_in_statistics_and_trace(tmp_path: Path) -> None:
     assert 0 <= stats.npu_idle_share < 1
     events = json.loads(path.read_text())["traceEvents"]
     (prompt,) = [e for e in events if e["name"].startswith("prefill ")]
-    assert prompt["args"]["chunks"] == [256, 194]
+    assert prompt["args"]["chunks"] == [256, 224]
     assert prompt["args"]["npu idle"] == pytest.approx(stats.npu_idle_share, abs=1e-3)
     assert {e["args"]["chunk"] for e in events if e.get("cat") == "NPU"} == {0, 1}
 

@@ -11,10 +11,15 @@
 // scores. Codes' scales: of keys' channels in q (decode) or in packed keys, of keys' tokens on the
 // scores (or in packed keys), of values' tokens on the weights.
 // A launch is for the key/value heads from `first` on: work-item 0 has that one.
-// TOKENS (per tile) and KEYS (per block) come from tuning.
+// TOKENS (per tile) and KEYS (per block) come from tuning. With SPLITS > 1 decode cuts the context of
+// a head into as many parts, whose sums `combine_few` adds up: heads alone would leave cores idle.
 
 #define FEW (GROUP == 1 ? 1 : GROUP == 2 ? 2 : 4)
 #define PADDED_GROUP ((GROUP + FEW - 1) / FEW * FEW)
+
+// The sums of a row of queries over a part of the context, their maximum and their weight.
+#define PARTIAL(part, t, head) \
+  (partial + (((size_t)(part) * count + (t)) * HEADS + (head)) * (HEAD_DIM + 2))
 
 #define LINE (64 / (int)sizeof(cache_t))
 
@@ -302,17 +307,18 @@ INLINE void few_soften(float *restrict s, const int count, float *restrict top,
   *sum = weigh(s, count, VLOAD(now), VLOAD(factor) * *sum);
 }
 
-// Work-item (g): appends all tokens of the call, then attends one after the other. `count` is m.
+// Work-item (g, part): appends all tokens of the call, then attends one after the other, on a part of
+// the tokens before the call; the last part has the call's own. `count` is m.
 __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                          ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), ARRAY(float, out),
-                         const int first) {
-  const int g = first + get_global_id(0);
+                         const int first, __global float *restrict partial) {
+  const int g = first + get_global_id(0), part = get_global_id(1);
   if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
   const int start = position[0];
   k_cache += (size_t)g * HEAD_ROWS * ROW;
   v_cache += (size_t)g * HEAD_ROWS * ROW;
-  for (int t = 0; t < count; t++) {
+  for (int t = 0; t < (part == SPLITS - 1 ? count : 0); t++) {
     __global const float *from = qkv + (size_t)t * WIDTH + (HEADS + g) * HEAD_DIM;
     append_row(from, KV_HEADS * HEAD_DIM, start + t, k_cache, v_cache);
   }
@@ -330,8 +336,11 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
 #endif
     for (int r = 0; r < PADDED_GROUP; r++) top[r] = LOWEST;
     for (int b = 0; b < PADDED_GROUP / FEW; b++) sum[b] = 0;
-    const int end = start + t + 1;
-    for (int key0 = window_start(end); key0 < end; key0 += KEYS) {
+    const int begin = window_start(start + t + 1), before = max(start - begin, 0);
+    const int each = ((before + SPLITS - 1) / SPLITS + KEYS - 1) / KEYS * KEYS;
+    const int low = begin + min(part * each, before);
+    const int end = part == SPLITS - 1 ? start + t + 1 : begin + min((part + 1) * each, before);
+    for (int key0 = low; key0 < end; key0 += KEYS) {
       const int keys = min(KEYS, end - key0), padded = (keys * FEW + VEC - 1) / VEC * VEC;
       __global const cache_t *k = k_cache + (size_t)key0 * ROW;
       __global const cache_t *v = v_cache + (size_t)key0 * ROW;
@@ -371,8 +380,40 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
       float lanes[VEC], total = 0;
       VSTORE(sum[r / FEW], lanes);
       for (int i = r % FEW; i < VEC; i += FEW) total += lanes[i];
+#if SPLITS == 1
       const float inverse = 1.0f / total;
       for (int d = 0; d < HEAD_DIM; d++) to[r * HEAD_DIM + d] = inverse * o[r * HEAD_DIM + d];
+#else
+      __global float *mine = PARTIAL(part, t, g * GROUP + r);
+      for (int d = 0; d < HEAD_DIM; d++) mine[d] = o[r * HEAD_DIM + d];
+      mine[HEAD_DIM] = top[r];
+      mine[HEAD_DIM + 1] = total;
+#endif
     }
   }
 }
+
+#if SPLITS > 1
+// Work-item (g): every row of its queries out of its parts. `count` is m.
+__kernel void combine_few(const int count, __global const float *restrict partial,
+                          ARRAY(float, out), const int first) {
+  const int g = first + get_global_id(0);
+  if (count == 0) return;
+  AT(out);
+  for (int row = 0; row < count * GROUP; row++) {
+    const int t = row / GROUP, head = g * GROUP + row % GROUP;
+    float top = LOWEST, total = 0, factors[SPLITS];
+    for (int s = 0; s < SPLITS; s++) top = larger(top, PARTIAL(s, t, head)[HEAD_DIM]);
+    for (int s = 0; s < SPLITS; s++) {
+      factors[s] = exp2_scalar(PARTIAL(s, t, head)[HEAD_DIM] - top);
+      total += factors[s] * PARTIAL(s, t, head)[HEAD_DIM + 1];
+    }
+    __global float *to = out + ((size_t)t * HEADS + head) * HEAD_DIM;
+    for (int d = 0; d < HEAD_DIM; d++) {
+      float x = 0;
+      for (int s = 0; s < SPLITS; s++) x += factors[s] * PARTIAL(s, t, head)[d];
+      to[d] = x / total;
+    }
+  }
+}
+#endif

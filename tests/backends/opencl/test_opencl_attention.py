@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import Tensor
+from hetero.backends.opencl import attention
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.ops import Attention
 from tests.backends.opencl.oracles import expected, relative_error, tensors_for
@@ -81,6 +82,24 @@ def test_attention(variant: OpenCLDevice, name: str, position: int, m: int) -> N
     rng = np.random.default_rng(position * 1000 + m)
     op = OPS[name]
     run_and_compare(variant, op, tensors_for(op, m, rng, position=position), m)
+
+
+@pytest.mark.parametrize("name", ["llama", "window_of_one", "capped", "odd_codes", "twelve_halves"])
+def test_contexts_in_parts(
+    device: OpenCLDevice, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device of many cores: more parts than there are keys, and less."""
+    monkeypatch.setattr(attention, "splits", lambda *_: 3)
+    op, rng = OPS[name], np.random.default_rng(7)
+    for position, m in ((0, 1), (1, 4), (17, 2), (60, 1), (95, 4)):
+        run_and_compare(device, op, tensors_for(op, m, rng, position=position), m)
+
+
+def test_workers_have_as_much_to_do() -> None:
+    found = [
+        attention.splits(*x) for x in ((8, 1), (8, 2), (1, 2), (3, 2), (8, 6), (9, 2), (1, 64))
+    ]
+    assert found == [1, 1, 2, 2, 3, 1, 16]
 
 
 @pytest.mark.parametrize(("position", "m"), [(332, 1), (300, 33), (0, 333)])
