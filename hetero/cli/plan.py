@@ -68,6 +68,36 @@ ReportOption = Annotated[
 ]
 
 
+PlannedProfile = Annotated[
+    str | None,
+    typer.Option("--profile", help="A file or shipped name.", show_default="this machine's"),
+]
+SizesOption = Annotated[
+    str | None,
+    typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`: the best."),
+]
+GraphMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--graph-memory",
+        help="With --graph-sizes auto: the most that graphs may hold, such as 1GiB.",
+    ),
+]
+PreparationOption = Annotated[
+    float | None,
+    typer.Option(
+        "--preparation-budget",
+        help="With --graph-sizes auto: the most seconds to prepare them.",
+    ),
+]
+ExplainOption = Annotated[
+    str | None,
+    typer.Option(
+        "--explain", help="Every candidate of one matmul: qkv, o, gate_up, down or lm_head."
+    ),
+]
+
+
 def plan_command(
     model: Annotated[
         str,
@@ -76,31 +106,13 @@ def plan_command(
             help="As for generate, or the name of known shapes, such as llama-3-8b.",
         ),
     ],
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", help="A file or shipped name.", show_default="this machine's"),
-    ] = None,
+    profile: PlannedProfile = None,
     seq_lens: Annotated[
         str, typer.Option("--seq-lens", help="Prompt lengths; LENGTH:WEIGHT says how often.")
     ] = "64,256,1024",
-    graph_sizes: Annotated[
-        str | None,
-        typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`: the best."),
-    ] = None,
-    graph_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--graph-memory",
-            help="With --graph-sizes auto: the most that graphs may hold, such as 1GiB.",
-        ),
-    ] = None,
-    preparation_budget: Annotated[
-        float | None,
-        typer.Option(
-            "--preparation-budget",
-            help="With --graph-sizes auto: the most seconds to prepare them.",
-        ),
-    ] = None,
+    graph_sizes: SizesOption = None,
+    graph_memory: GraphMemoryOption = None,
+    preparation_budget: PreparationOption = None,
     objective: Annotated[
         ObjectiveChoice, typer.Option("--objective", help="What is minimised.")
     ] = ObjectiveChoice.LATENCY,
@@ -129,12 +141,7 @@ def plan_command(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
     report: ReportOption = None,
-    explain: Annotated[
-        str | None,
-        typer.Option(
-            "--explain", help="Every candidate of one matmul: qkv, o, gate_up, down or lm_head."
-        ),
-    ] = None,
+    explain: ExplainOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
