@@ -70,6 +70,15 @@ SeedsOption = Annotated[
 ]
 
 
+WindowOption = Annotated[
+    int, typer.Option("--window", help="Tokens scored at a time; 0: 512, or what fits.")
+]
+StrideOption = Annotated[
+    int | None,
+    typer.Option("--stride", help="From window to window.", show_default="half a window"),
+]
+
+
 def eval_command(
     model: ModelArgument,
     text: Annotated[Path, typer.Option("--text", help="A text file in UTF-8.")],
@@ -96,13 +105,8 @@ def eval_command(
     no_reference: Annotated[
         bool, typer.Option("--no-reference", help="Perplexity only: half the time.")
     ] = False,
-    window: Annotated[
-        int, typer.Option("--window", help="Tokens scored at a time; 0: 512, or what fits.")
-    ] = 0,
-    stride: Annotated[
-        int | None,
-        typer.Option("--stride", help="From window to window.", show_default="half a window"),
-    ] = None,
+    window: WindowOption = 0,
+    stride: StrideOption = None,
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", min=LEAST_TOKENS, help="Score this much of the text."),
