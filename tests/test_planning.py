@@ -10,7 +10,8 @@ import pytest
 
 import hetero
 from hetero import UserError
-from hetero.placement.planning import parse_lengths
+from hetero.placement.planning import parse_lengths, planned_cache
+from hetero.profiler.records import DeviceProfile
 from hetero.solver.errors import PlanError
 from tests.helpers import Command
 
@@ -141,3 +142,21 @@ def test_lengths_and_how_often_they_come(value: str, expected: object) -> None:
 def test_other_lengths_are_refused(value: str) -> None:
     with pytest.raises(UserError, match="--seq-lens"):
         parse_lengths(value, "--seq-lens")
+
+
+def test_a_plan_is_made_for_caches_that_the_profile_timed_or_those_asked_for() -> None:
+    profile = DeviceProfile.load("snapdragon-8-gen-3")
+    assert planned_cache(profile) == "f32"
+    timed = next(p for p in profile.other_predictors if p.op == "Attention")
+    half = timed.model_copy(update={"op": "Attention+f16"})
+    own = profile.model_copy(update={"other_predictors": (*profile.other_predictors, half)})
+    assert planned_cache(own) == "f16"
+    with pytest.raises(UserError, match="kv"):
+        planned_cache(profile, "f8")
+    steps = {
+        kv: hetero.plan("llama-3-8b", profile, seq_lens=(64,), kv=kv, context=4096, curves=False)
+        for kv in ("f32", "f16", "q8")
+    }
+    seconds = [x.totals[-1].predicted_s for x in steps.values()]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 1.01 * seconds[-1]

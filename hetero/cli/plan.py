@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hetero.cli.options import shown, stderr
+from hetero.cli.options import CacheChoice, shown, stderr
 from hetero.cli.tables import show
 from hetero.errors import UserError
 from hetero.placement.planning import (
@@ -19,6 +19,7 @@ from hetero.placement.planning import (
     parse_size,
     parse_tokens,
     planned,
+    planned_cache,
     spec_of,
 )
 from hetero.profiler.model_graph import ModelGraph
@@ -62,64 +63,70 @@ PlannedWeights = Annotated[
         show_default="what the file or directory holds, else w4a16",
     ),
 ]
-ReportOption = Annotated[
-    Path | None,
-    typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
+PlannedCache = Annotated[
+    CacheChoice | None,
+    typer.Option(
+        "--kv",
+        help="Format of cached keys and values.",
+        show_default="f16 where the profile timed it, else f32",
+    ),
 ]
-
-
-PlannedProfile = Annotated[
-    str | None,
-    typer.Option("--profile", help="A file or shipped name.", show_default="this machine's"),
+PlannedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="As for generate, or the name of known shapes, such as llama-3-8b.",
+    ),
 ]
-SizesOption = Annotated[
-    str | None,
-    typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`: the best."),
-]
-GraphMemoryOption = Annotated[
+GraphMemory = Annotated[
     str | None,
     typer.Option(
         "--graph-memory",
         help="With --graph-sizes auto: the most that graphs may hold, such as 1GiB.",
     ),
 ]
-PreparationOption = Annotated[
+PreparationBudget = Annotated[
     float | None,
     typer.Option(
         "--preparation-budget",
         help="With --graph-sizes auto: the most seconds to prepare them.",
     ),
 ]
-ExplainOption = Annotated[
+Explained = Annotated[
     str | None,
     typer.Option(
         "--explain", help="Every candidate of one matmul: qkv, o, gate_up, down or lm_head."
     ),
 ]
+PlannedPrecision = Annotated[
+    PrecisionChoice,
+    typer.Option("--precision", help="Activations; auto: a8 only where a16 cannot run."),
+]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
+]
 
 
 def plan_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="As for generate, or the name of known shapes, such as llama-3-8b.",
-        ),
-    ],
-    profile: PlannedProfile = None,
+    model: PlannedModel,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="A file or shipped name.", show_default="this machine's"),
+    ] = None,
     seq_lens: Annotated[
         str, typer.Option("--seq-lens", help="Prompt lengths; LENGTH:WEIGHT says how often.")
     ] = "64,256,1024",
-    graph_sizes: SizesOption = None,
-    graph_memory: GraphMemoryOption = None,
-    preparation_budget: PreparationOption = None,
+    graph_sizes: Annotated[
+        str | None,
+        typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`: the best."),
+    ] = None,
+    graph_memory: GraphMemory = None,
+    preparation_budget: PreparationBudget = None,
     objective: Annotated[
         ObjectiveChoice, typer.Option("--objective", help="What is minimised.")
     ] = ObjectiveChoice.LATENCY,
-    precision: Annotated[
-        PrecisionChoice,
-        typer.Option("--precision", help="Activations; auto: a8 only where a16 cannot run."),
-    ] = PrecisionChoice.AUTO,
+    precision: PlannedPrecision = PrecisionChoice.AUTO,
     max_gpu_share: Annotated[
         float, typer.Option("--max-gpu-share", help="Most of a matmul's time that the GPU works.")
     ] = 1.0,
@@ -136,12 +143,13 @@ def plan_command(
         float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
     ] = 0.03,
     weights: PlannedWeights = None,
+    kv: PlannedCache = None,
     compare: Annotated[
         str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
     report: ReportOption = None,
-    explain: ExplainOption = None,
+    explain: Explained = None,
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
@@ -161,7 +169,8 @@ def plan_command(
         margin=margin,
         curves=report is not None,
     )
-    spec, measured = spec_of(model, weights), find_profile(profile)
+    measured = find_profile(profile)
+    spec = spec_of(model, weights, planned_cache(measured, kv and kv.value))
     with stderr.status("solving"):
         found = planned(spec, measured, request)
     others = [] if compare is None else [_other(compare, spec, request)]

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from hetero.arguments import check_one_of
+from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.errors import UserError
 from hetero.measuring.first_start import scaled_here
 from hetero.models import AUTO, LONGEST_NAME, model_spec, open_model
@@ -47,16 +49,23 @@ def plan(
     step_tokens: int | None = None,
     margin: float = 0.03,
     weights: str | None = None,
+    kv: str | None = None,
     curves: bool = True,
 ) -> ExecutionPlan:
     """The best cut of every matmul of `model` on the device of `profile`.
 
     `model` is a MODEL or the name of a known one; `profile` a `DeviceProfile`, a file, a shipped
     name, or None for this machine's. `seq_lens` are prompt lengths, or how often a prompt of each
-    comes. `curves` adds what a report draws (a second or so); the rest is as in `hetero plan
-    --help`. Raises `UserError`, `PlanError` or `ProfileError`.
+    comes; `kv` is the caches' format (`planned_cache`). `curves` adds what a report draws (a second
+    or so); the rest is as in `hetero plan --help`. Raises `UserError`, `PlanError` or
+    `ProfileError`.
     """
-    spec = model if isinstance(model, ModelGraph) else spec_of(model, weights)
+    found = find_profile(profile)
+    spec = (
+        model
+        if isinstance(model, ModelGraph)
+        else spec_of(model, weights, planned_cache(found, kv))
+    )
     request = PlanRequest(
         seq_lens=tuple(seq_lens),
         length_weights=tuple(seq_lens.values()) if isinstance(seq_lens, Mapping) else (),
@@ -72,18 +81,32 @@ def plan(
         margin=margin,
         curves=curves,
     )
-    return planned(spec, find_profile(profile), request)
+    return planned(spec, found, request)
 
 
-def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
+def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
+    """The format of caches that a plan is made for: the one that was asked for, else the one that
+    models have by default where the profile timed attention on it, else what it timed (f32).
+    Raises `UserError`.
+    """
+    if kv is not None:
+        check_one_of("kv", kv, [*CacheFormat])
+        return CacheFormat(kv)
+    timed = {x.op for x in profile.other_predictors}
+    return DEFAULT_CACHE if f"Attention+{DEFAULT_CACHE}" in timed else CacheFormat.F32
+
+
+def spec_of(
+    model: str | Path, weights: str | None = None, kv: CacheFormat = CacheFormat.F32
+) -> ModelGraph:
     """What a plan is made for: a MODEL or the name of a known one in a format, by default that of a
     GGUF file, all that a quantised directory holds, else w4a16. Raises `ModelError`.
     """
     if weights in (None, AUTO):
         path = Path(model).expanduser()
         if len(path.name) <= LONGEST_NAME and is_quantised(path):
-            return open_model(model).spec()
-    return model_spec(model, None if weights == AUTO else weights)
+            return open_model(model).spec(kv)
+    return model_spec(model, None if weights == AUTO else weights, kv)
 
 
 def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:
