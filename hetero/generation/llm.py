@@ -168,8 +168,8 @@ class LLM:
     ) -> tuple[Engine, Context]:
         """The engine of the plan on the devices that are open, and the model's own context."""
         devices = self.devices.devices
-        self._check_caches(spec)
         self.plan = plan_on(self.choice, spec, devices)
+        self._check_caches(spec)
         if options["order"] == "fifo":
             self.plan = self.plan.model_copy(update={"in_flight": ()})
         engine = Engine(
@@ -188,13 +188,14 @@ class LLM:
         return engine, engine.new_context(waits=True)
 
     def _check_caches(self, spec: ModelGraph) -> None:
-        """Attention is the GPU's where there is one. An NPU alone that cannot read caches of the
-        default format has them in float32. Raises `ModelError` if another one was asked for.
+        """Where the plan has attention on an NPU that cannot read caches of the default format,
+        they are in float32. Raises `ModelError` if another one was asked for.
         """
-        if len(self.devices.devices) > 1 or "npu" not in self.devices.devices:
+        npu, rest = self.devices.devices.get("npu"), self.plan.rest
+        if npu is None or not ("npu" in (rest.prefill, rest.decode) or self.plan.fused):
             return
         for op in {node.op for node in spec.nodes if isinstance(node.op, Attention)}:
-            accepted = self.devices.devices["npu"].accepts(replace(op, kv=self.kv))
+            accepted = npu.accepts(replace(op, kv=self.kv))
             if not accepted and self._kv_asked:
                 why = "; ".join(filter(None, (accepted.reason, accepted.remedy)))
                 raise ModelError(f"{self.devices.name('npu')}: {why}")

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from hetero.backends import ops
-from hetero.backends.ops import Act, Add, AddPositions, GatedAct, LayerNorm, Op, RMSNorm
+from hetero.backends.formats import CacheFormat
+from hetero.backends.ops import (
+    Act,
+    Add,
+    AddPositions,
+    Attention,
+    GatedAct,
+    LayerNorm,
+    Op,
+    RMSNorm,
+)
 from hetero.backends.protocol import port_shape
 from hetero.profiler.cost import CostModel
+from hetero.profiler.predict import op_name
 from hetero.profiler.records import DeviceProfile, OtherPredictor, Quarantine
 from hetero.profiler.substitutes import SUBSTITUTES, TENSORS, Substitution, stand_in
 
@@ -54,7 +66,10 @@ def test_the_table_counts_what_a_call_moves(name: str) -> None:
     assert moved == TENSORS[name] * m * WIDTH
 
 
-@pytest.mark.parametrize(("op", "source"), [(x, s) for x in SUBSTITUTES for s in SUBSTITUTES[x]])
+@pytest.mark.parametrize(
+    ("op", "source"),
+    [(x, s) for x in SUBSTITUTES for s in SUBSTITUTES[x] if not x.startswith("Attention")],
+)
 @pytest.mark.parametrize("m", [1, 64])
 def test_a_launch_costs_the_same_and_the_rest_goes_by_bytes(op: str, source: str, m: int) -> None:
     measured = predictor(source, calls=3e-6, elements=2e-10)
@@ -66,6 +81,30 @@ def test_a_launch_costs_the_same_and_the_rest_goes_by_bytes(op: str, source: str
     assert cost.allowed_op("gpu", RECORDS[op], m)
     assert cost.measured_as("gpu", op) == source
     assert stand_in(measured, op).max_m == measured.max_m
+
+
+@pytest.mark.parametrize("source", CacheFormat)
+@pytest.mark.parametrize("wanted", CacheFormat)
+def test_attention_on_other_caches_goes_by_their_bytes(
+    source: CacheFormat, wanted: CacheFormat
+) -> None:
+    """Of a decoding step, what is read for more context; a row of 64 codes has a step besides."""
+    attention = Attention(heads=4, kv_heads=2, head_dim=64, capacity=4096)
+    terms = {"calls": 3e-6, "cached": 1e-9}
+    measured = OtherPredictor(
+        device="gpu", op=op_name(replace(attention, kv=source)), coefficients=terms, max_m=256,
+        max_context=4096,
+    )  # fmt: skip
+    cost = cost_of(measured)
+
+    def grows_s(kv: CacheFormat) -> float:
+        op = replace(attention, kv=kv)
+        short, long = (float(cost.other_s("gpu", op, 1, x).seconds) for x in (100, 3100))
+        return long - short
+
+    row = {CacheFormat.F32: 4 * 64, CacheFormat.F16: 2 * 64, CacheFormat.Q8: 64 + 4}
+    assert grows_s(wanted) == pytest.approx(grows_s(source) * row[wanted] / row[source])
+    assert cost.measured_as("gpu", op_name(replace(attention, kv=wanted))) == measured.op
 
 
 def test_what_was_measured_is_taken_as_it_is() -> None:
@@ -91,4 +130,8 @@ def test_it_is_said() -> None:
 def test_only_known_operations_stand_in() -> None:
     kinds = {kind.__name__ for kind in get_args(ops.Op)}
     assert {name.partition("+")[0] for name in TENSORS} <= kinds
-    assert {x for found in SUBSTITUTES.values() for x in found} | set(SUBSTITUTES) <= set(TENSORS)
+    caches = {
+        op_name(Attention(heads=1, kv_heads=1, head_dim=8, capacity=8, kv=x)) for x in CacheFormat
+    }
+    standing = {x for found in SUBSTITUTES.values() for x in found} | set(SUBSTITUTES)
+    assert standing == set(TENSORS) | caches

@@ -57,7 +57,8 @@ def test_each_text_is_what_it_is_alone(server: Server, llm: LLM) -> None:
     expected = llm.generate(
         bodies[4]["prompt"], **(options | {"logprobs": 2, "max_tokens": len(found)})
     )
-    assert found == pytest.approx([x.logprob for x in expected.logprobs], abs=1e-3)
+    # Caches are in 16 bits: what differs by its last bit may be rounded to the next of 2048.
+    assert found == pytest.approx([x.logprob for x in expected.logprobs], abs=4 / 2048)
 
 
 def test_one_of_several_may_go(server: Server) -> None:
