@@ -170,7 +170,16 @@ def test_a_device_that_is_worse_at_attention_is_chosen_for_short_prompts_only() 
         else p
         for p in case.profile.other_predictors
     )
-    case.profile = case.profile.model_copy(update={"other_predictors": slow, "every_core": ()})
+    whole = {
+        kind: record.model_copy(
+            update={
+                "capabilities": record.capabilities.model_copy(update={"attention_heads": False})
+            }
+        )
+        for kind, record in case.profile.devices.items()
+    }
+    changed = {"other_predictors": slow, "every_core": (), "devices": whole}
+    case.profile = case.profile.model_copy(update=changed)
     chosen = [case.choice("auto", tokens) for tokens in (64, 3500)]
     assert [choice.mode for choice in chosen] == ["gpu", "hetero"]
     assert chosen[1].plan is not None

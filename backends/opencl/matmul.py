@@ -147,19 +147,22 @@ def _capped(
 def cpu_launches(
     plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """One launch; where several threads share the rows, one before it packs x for all of them."""
+    """One launch; where several threads share the rows of many tokens, one before it packs x for
+    all of them. Of few tokens each packs its own: that is sooner done than threads are woken.
+    """
     op, device, x = plan.op, plan.device, tensors["x"]
     tile = tuning.tile(plan.kind, m)
     program = _cpu_program(plan, tuning, tile)
     tiles, token_tiles = -(-plan.n // (tuning.rows * tile.vectors)), -(-m // tile.tokens)
-    groups = min(tiles, work_items(device))
+    groups = min(tiles, work_items(device, 2 if m == 1 else 4))
     group_words = tuning.group_words(plan.kind, tile)
     launches = []
     packing, packed = IN_PLACE, device.shared_scratch(4)
     if group_words != GROUP_SIZE or tile.tokens > 1 or plan.k != op.k:
         words = padded(plan.k, GROUP_SIZE) // GROUP_SIZE * group_words + 1
-        packed = device.shared_scratch(4 * words * token_tiles * tile.tokens)
-        packing = PACK_HERE if groups == 1 else PACKED
+        packing = PACK_HERE if groups == 1 or m == 1 else PACKED
+        places = groups if packing == PACK_HERE else 1
+        packed = device.shared_scratch(4 * words * token_tiles * tile.tokens * places)
     if packing == PACKED:
         shape: tuple[Argument, ...] = (
             token_tiles,
@@ -215,9 +218,9 @@ def block_defines(storage: StorageFormat) -> dict[str, int]:
     }
 
 
-def work_items(device: Resources) -> int:
+def work_items(device: Resources, each: int = 4) -> int:
     """Work-items that share a matmul's rows: several per thread, which even out their delays."""
-    return 1 if device.threads == 1 else 4 * device.threads
+    return 1 if device.threads == 1 else each * device.threads
 
 
 def simt_launches(

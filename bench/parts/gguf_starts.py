@@ -60,6 +60,7 @@ def starts(
             found.setdefault("llama.cpp", []).append(seconds_and_bytes(LLAMA, path))
             shutil.rmtree(store.folder(), ignore_errors=True)
             found.setdefault("hetero, first", []).append(seconds_and_bytes(HETERO, path))
+            seconds_and_bytes(HETERO, path)  # compares what was packed with the file, once
             found.setdefault("hetero, later", []).append(seconds_and_bytes(HETERO, path))
     base = spread([s for s, _ in found["llama.cpp"]])[0]
     print(f"measured; {model}, a file of {size:.0f} MiB, {file_type}, {r} rounds\n")

@@ -467,7 +467,7 @@ INLINE void store_rows(const vfloat value, __global float *p, const int rows) {
 }
 
 #define IN_PLACE 0   // x is one token of floats that needs no padding
-#define PACK_HERE 1  // a single work-item packs x first
+#define PACK_HERE 1  // each work-item packs x first, in a place of its own
 #define PACKED 2     // the kernel `pack` has run
 
 // y[m, n], whose tokens are `stride` apart, for row tiles [group * per_group, ...) of `count`. Tokens go in panels of `m_panel` and
@@ -485,8 +485,11 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
   AT(y);
   const int first = get_global_id(0) * per_group, last = min(first + per_group, count);
   const int vectors = (n + VEC - 1) / VEC;
-  if (packing == PACK_HERE && last > first)
-    pack_tiles(x, packed, 0, (m + TOKENS - 1) / TOKENS, m, width, k X_SCALE);
+  if (packing == PACK_HERE && last > first) {
+    const int token_tiles = (m + TOKENS - 1) / TOKENS;
+    packed += (size_t)get_global_id(0) * token_tiles * X_STRIDE(k);
+    pack_tiles(x, packed, 0, token_tiles, m, width, k X_SCALE);
+  }
 #if PLANES || defined(W8A8)
   __global const x_t *inputs = packed;
 #else

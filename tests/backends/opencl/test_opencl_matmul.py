@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -106,7 +107,10 @@ def error_of(
         size[:, columns] = np.sqrt(activations**2 @ rows**2)
     offset = 0.0 if bias is None else bias
     difference = np.nan_to_num(got - wanted - offset, nan=np.inf)
-    return float(np.linalg.norm(difference) / np.linalg.norm(size + np.abs(offset)))
+    wrong, right = np.linalg.norm(difference), np.linalg.norm(size + np.abs(offset))
+    if right == 0:  # all codes are zero: so must be what was computed
+        return 0.0 if wrong == 0 else math.inf
+    return float(wrong / right)
 
 
 def codes_of(device: OpenCLDevice, weight_format: WeightFormat, m: int) -> Codes:
@@ -210,8 +214,8 @@ def test_long_rows(
 def test_several_threads(
     device: OpenCLDevice, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows shared by several work-items, and x packed by a launch of its own."""
-    monkeypatch.setattr(matmul, "work_items", lambda device: 4)
+    """The rows shared by several work-items; x packed by each, or by a launch of its own."""
+    monkeypatch.setattr(matmul, "work_items", lambda *_: 4)
     for m in (1, 3, 20):
         check(device, weight_format, (m, 209, 100), bias=True)
 
