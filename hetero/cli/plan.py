@@ -13,14 +13,12 @@ from hetero.cli.options import CacheChoice, shown, stderr
 from hetero.cli.tables import show
 from hetero.errors import UserError
 from hetero.placement.planning import (
-    find_profile,
     load_either,
     parse_lengths,
     parse_size,
     parse_tokens,
     planned,
-    planned_cache,
-    spec_of,
+    spec_on,
 )
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -169,8 +167,7 @@ def plan_command(
         margin=margin,
         curves=report is not None,
     )
-    measured = find_profile(profile)
-    spec = spec_of(model, weights, planned_cache(measured, kv and kv.value))
+    spec, measured = spec_on(model, weights, profile, kv and kv.value)
     with stderr.status("solving"):
         found = planned(spec, measured, request)
     others = [] if compare is None else [_other(compare, spec, request)]

@@ -60,12 +60,10 @@ def plan(
     or so); the rest is as in `hetero plan --help`. Raises `UserError`, `PlanError` or
     `ProfileError`.
     """
-    found = find_profile(profile)
-    spec = (
-        model
-        if isinstance(model, ModelGraph)
-        else spec_of(model, weights, planned_cache(found, kv))
-    )
+    if isinstance(model, ModelGraph):
+        spec, found = model, find_profile(profile)
+    else:
+        spec, found = spec_on(model, weights, profile, kv)
     request = PlanRequest(
         seq_lens=tuple(seq_lens),
         length_weights=tuple(seq_lens.values()) if isinstance(seq_lens, Mapping) else (),
@@ -82,6 +80,18 @@ def plan(
         curves=curves,
     )
     return planned(spec, found, request)
+
+
+def spec_on(
+    model: str | Path, weights: str | None, profile: ProfileLike, kv: str | None = None
+) -> tuple[ModelGraph, DeviceProfile]:
+    """What a plan is made for and the profile that it is made on (`spec_of`, `find_profile`,
+    `planned_cache`). The model is looked at first: what is wrong with it is said alone.
+    """
+    spec = spec_of(model, weights)
+    found = find_profile(profile)
+    cached = planned_cache(found, kv)
+    return (spec if cached is CacheFormat.F32 else spec_of(model, weights, cached)), found
 
 
 def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
