@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.kv_codes import decoded, spread, unpacked
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import Rows, rounded_up
 from hetero.contexts.kv_cache import CacheLayout, KvCache
 
 CODEC_VERSION: Final = 1
@@ -273,10 +273,7 @@ class ChunkCodec:
         exact = np.concatenate(flat, axis=1)
         if not (exact < 65504).all():  # nor NaN
             raise CodecError("keys or values are not finite, or too large for codes")
-        rounded = exact.astype(np.float16)
-        short = rounded.astype(np.float32) < exact
-        rounded[short] = np.nextafter(rounded[short], np.float16(np.inf))
-        return rounded.astype(np.float32)
+        return rounded_up(exact)
 
 
 def _batched(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:

@@ -101,7 +101,8 @@ class StoreReader:
             for name, x in wanted.items()
         ):
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
-        self._content: Content | None = None if _seen(path, file) else Content(file)
+        self._identity = _identity(file)  # from before its bytes are read
+        self._content: Content | None = None if _seen(path, self._identity) else Content(file)
 
     def matrix(self, name: str) -> list[PackedWeight]:
         """The parts of a matrix, views of the mapped store."""
@@ -122,7 +123,7 @@ class StoreReader:
         if content is None:
             return
         if content.hexdigest() == self.file.metadata.get("content"):
-            _note_seen(self.file.path, self._gguf)
+            _note_seen(self.file.path, self._gguf, self._identity)
             return
         with contextlib.suppress(OSError):
             self.file.path.unlink()
@@ -244,19 +245,19 @@ def _identity(file: GgufFile) -> str:
     return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
-def _seen(path: Path, file: GgufFile) -> bool:
+def _seen(path: Path, identity: str) -> bool:
     try:
-        return path.with_suffix(".seen").read_text(encoding="ascii") == _identity(file)
+        return path.with_suffix(".seen").read_text(encoding="ascii") == identity
     except (OSError, ValueError):
         return False
 
 
-def _note_seen(path: Path, file: GgufFile) -> None:
+def _note_seen(path: Path, file: GgufFile, identity: str) -> None:
     """Not of a file that was just written, which could be again within a tick of the clock."""
     with contextlib.suppress(OSError):
         if os.name != "nt" and time.time() - file.path.stat().st_ctime > SETTLED_S:
             with atomic_writer(path.with_suffix(".seen"), durable=False) as out:
-                out.write(_identity(file).encode())
+                out.write(identity.encode())
 
 
 def _plan(shapes: Shapes) -> list[PlannedTensor]:
