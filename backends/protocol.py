@@ -166,11 +166,12 @@ class BoundCall(ABC):
     """A pre-bound launch. Holds references to everything that it uses.
 
     `name` is for traces and errors; `m` the token count it computes (the graph size on a device
-    with static shapes).
+    with static shapes); `chains`: whether its device may take it into a chain.
     """
 
     name: str
     m: int
+    chains: bool = False
 
     @abstractmethod
     def run(self) -> None:
@@ -183,6 +184,9 @@ class BoundCall(ABC):
     def enqueue(self) -> Completion:
         """As `submit`, but the driver may keep it back until something else is submitted."""
         return self.submit()
+
+
+Stages: TypeAlias = Sequence[Sequence[BoundCall]]
 
 
 class Doorbell(ABC):
@@ -297,6 +301,12 @@ class Device(ABC):
     def doorbell(self) -> Doorbell | None:
         """Starts queued calls without the driver; None where a running kernel does not see the
         host's stores in time.
+        """
+        return None
+
+    def chain(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
+        """For each run of this device's calls one call that computes the same, in their order but
+        for those of one stage, which do not need each other. None where nothing is gained by it.
         """
         return None
 

@@ -33,12 +33,19 @@ class ProgramCache:
 
         Raises `DeviceError` with the first lines of the build log.
         """
-        source = program_source(name, defines, before=before, options=options)
+        return self.take(program_source(name, defines, before=before, options=options))
+
+    def take(self, source: ProgramSource) -> cl.Program:
+        """The program of a source; see `get`."""
         if source.digest not in self._programs:
             program = self._compiler.program(self._context, self._device, source)
             self._programs[source.digest] = program
             self._sources[id(program)] = source
         return self._programs[source.digest]
+
+    def source_of(self, program: cl.Program) -> ProgramSource:
+        """What one of these programs was built from."""
+        return self._sources[id(program)]
 
     def first_launch(self, program: cl.Program, variant: Variant) -> AbstractContextManager[None]:
         """The first launch of a kernel of one of these programs at some sizes goes inside."""

@@ -250,7 +250,7 @@ class Engine:
         if not self._warmed:
             self._warmed = True
             for phase, m in self._warm_steps():
-                self.step(context, phase, m)
+                self.step(context, phase, m).chained(self.devices)
 
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
@@ -640,7 +640,8 @@ class Engine:
         """Run a step that is fed."""
         with self._control():
             self._lowering.masses.begin()
-            self._last_run = run = self.executor.run(step)
+            alone = self._timed or step is self._loading_step
+            self._last_run = run = self.executor.run(step if alone else step.chained(self.devices))
         self._last = weakref.ref(step)
         self.copied_bytes += step.copied_bytes
         if self.trace is not None:
