@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from common import Rounds, finish, in_turns, run_steps, spread, table
+from common import Rounds, Tokens, finish, in_turns, run_steps, spread, table
 
 from hetero.generation.llm import LLM
 from hetero.runtime.engine import Engine
@@ -16,8 +16,8 @@ from hetero.runtime.engine import Engine
 def unused_device(
     model: str = "demo",
     weights: str = "w4a8",
-    p: Annotated[int, typer.Option(help="tokens of context")] = 32,
-    n: Annotated[int, typer.Option(help="steps of a round")] = 48,
+    p: Annotated[int, typer.Option("-p", help="tokens of context")] = 32,
+    n: Tokens = 48,
     r: Rounds = 9,
 ) -> None:
     """What mode `hetero` pays in decode for a device that the plan does not use: layer level, which

@@ -599,13 +599,12 @@ class Engine:
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             self.pool.feed(tokens[start:stop], context.cached + start, chunk=chunk)
-        alone = self._adapter is not None and len(chunks) == 1
-        timed = alone and self._adapter is not None and self._adapter.due(phase, len(tokens))
-        timed = timed and not taps
+        adapter = self._adapter if len(chunks) == 1 and not taps else None
+        timed = adapter is not None and adapter.due(phase, len(tokens))
         self._set_timing(timed)
         run = self._execute(step)
-        if timed and self._adapter is not None:
-            self._adapter.observe(step, run.stamps)
+        if timed and adapter is not None:
+            adapter.observe(step, run.stamps)
         if rows and context.mass is not None:
             sums = self._lowering.masses.of(0).end(len(chunks))
             if sums is not None:
@@ -641,8 +640,9 @@ class Engine:
         with self._control():
             self._lowering.masses.begin()
             alone = self._timed or step is self._loading_step
-            self._last_run = run = self.executor.run(step if alone else step.chained(self.devices))
-        self._last = weakref.ref(step)
+            ran = step if alone else step.chained(self.devices)
+            self._last_run = run = self.executor.run(ran)
+        self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes
         if self.trace is not None:
             self.trace.add(step, run)
