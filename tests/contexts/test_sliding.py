@@ -163,6 +163,37 @@ def test_any_order_of_steps_gives_the_logits_of_whole_caches(
         random_steps()
 
 
+@pytest.mark.parametrize("way", ["reference npu", "tensor level, rest on the npu"])
+def test_contexts_that_decode_together_lie_each_its_own_way(folder: Path, way: str) -> None:
+    with open_llm(folder, way, max_seq_len=LENGTH, adapt=False) as llm:
+        contexts = [llm.new_context() for _ in range(3)]
+        for context, length in zip(contexts, (10, 300, 225), strict=True):
+            llm.engine.prefill(context, ids(length, length))
+        for step in range(4):
+            twins = [context.fork() for context in contexts]
+            found = llm.engine.decode_rows([(context, step) for context in contexts])
+            for logits, twin in zip(found, twins, strict=True):
+                assert logits is not None
+                assert relative_error(logits, llm.engine.decode(twin, step)) < OFF["f32"]
+                twin.close()
+        assert len({context.cache.base for context in contexts}) == 3
+
+
+def test_calls_of_a_prompt_that_are_in_flight_together(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "gemma2")
+    longer = {**case.changes, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    make_checkpoint(type(case)("longer", case.kind, longer), tmp_path)
+    found = []
+    for whole in (False, True):
+        options: dict[str, Any] = {"max_seq_len": 2048, "whole_caches": whole, "adapt": False}
+        with LLM(str(tmp_path), device="hetero", strategy="chunked", **options) as llm:
+            assert llm.engine.window == 4
+            found.append(llm.engine.prefill(llm.context, ids(8, 1700)).copy())
+            assert len(llm.engine.last_step.chunks) > 1
+            assert (llm.context.cache.base == 0) == whole
+    assert relative_error(*found) < OFF["f16"]
+
+
 @given(data=st.data())
 def test_rows_are_those_of_their_tokens(data: st.DataObject) -> None:
     """Without a model: tokens are appended and cut, and what a window sees is what was written."""
