@@ -75,7 +75,8 @@ def planned_layout(
     """Caches for a fitted plan's calls, whatever order they run in; `whole`: of all tokens."""
     # A padded last piece writes rows behind the last token; they lie beyond every context.
     written = reach(plan, capabilities)
-    longest, together = plan.step_tokens or written, most_in_flight(plan, max_seq_len, "best")
+    longest = plan.step_tokens or written
+    together = most_in_flight(plan, max_seq_len, "best") if len(plan.devices()) > 1 else 1
     most = None if whole else (together - 1) * longest + written
     return cache_layout(config, max_seq_len + written, kv, written=most)
 
