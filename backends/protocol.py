@@ -278,7 +278,7 @@ class Device(ABC):
     def prepare_group(self, group: Any, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
         """Compile a `groups.Group` on the weights of each of its steps.
 
-        Its kernel is bound to the group's slots, and to the ports of `Group.fixed`. Raises
+        Its kernel is bound to the group's slots, and to what `Group.fixed` names. Raises
         `ValueError` for a group whose name is not among the capabilities' `fused_groups`.
         """
         raise ValueError(

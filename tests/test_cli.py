@@ -35,6 +35,7 @@ GENERATE_KEYS = {
     "peak_rss_bytes",
     "weight_bytes",
     "copied_weight_bytes",
+    "context_bytes",
 }
 BENCH_KEYS = {
     "model", "rows", "load_cold_s", "load_warm_s", "peak_rss_bytes", "environment", "choices",

@@ -14,6 +14,7 @@ from hetero.backends import checks, ops
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.groups import Group, GroupStep
+from hetero.backends.kv_rows import cache_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Op, RopeScaling
 from hetero.backends.protocol import BoundCall, Device
@@ -342,11 +343,20 @@ def test_chunks_are_decoded_to_the_bit(
     device: Device, kv_heads: int, head_dim: int, by_token: bool, kv: CacheFormat
 ) -> None:
     """Chunks of every kind, at any positions of caches that are NaN; the rest is not touched."""
-    shape = {"kv_heads": kv_heads, "head_dim": head_dim, "by_token": by_token, "kv": kv}
+    shape: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "by_token": by_token}
+    shape |= {"kv": kv, "keys_by_token": by_token and kv.coded}
     values = 2 * kv_heads * head_dim * 16
-    op = ops.DecodeChunks(capacity=130, room=3 * 7 * values, **shape)  # type: ignore[arg-type]
+    op = ops.DecodeChunks(capacity=130, room=3 * 7 * values, **shape)
     require(device, op)
     check_op(device, op, (1, 2, 7))
+    if not kv.coded:
+        return
+    rng = np.random.default_rng()
+    weights = make_weights(op, rng)
+    kernel, tensors = device.prepare(op, weights), make_tensors(op, 7, rng, device=device)
+    own = cache_rows(op, tensors["k_cache"].array).channels
+    own[:] = np.asarray(weights["channels"]).reshape(own.shape)  # codes of 8 bits go in as they are
+    check_call(device, kernel, weights, tensors, 7)
 
 
 def test_chunks_are_decoded_beside_the_other_calls(device: Device) -> None:
