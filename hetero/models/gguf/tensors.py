@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from hetero.backends.blocks import BlockParts
+from hetero.backends.blocks import BlockParts, words_of_halves
 from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.errors import ModelError
 from hetero.models.gguf import blocks
@@ -122,8 +122,8 @@ class GgufTensor:
     def codes(
         self, start: int, stop: int, storage: StorageFormat
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16]] | BlockParts | None:
-        """Codes [rows, k / 32, 32] and scales [rows, k / 32], or the parts of blocks; None where
-        floats must do.
+        """Codes [rows, k / 32, 32], or of 4 bits their words, and scales [rows, k / 32], or the
+        parts of blocks; None where floats must do.
 
         Raises `ModelError` for a scale that is not finite.
         """
@@ -135,18 +135,17 @@ class GgufTensor:
             self._check_scales(parts.d if parts.e is None else np.stack([parts.d, parts.e]))
             return parts
         found = rows.reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
-        scales = np.ascontiguousarray(found[..., :2]).view(np.float16)[..., 0]
+        scales = blocks.half(found, 0)
         self._check_scales(scales)
-        values = found[..., 2:]
+        if self.kind is GGMLQuantizationType.Q4_0:
+            return words_of_halves(found, 2, 18, 16), scales
+        values = np.ascontiguousarray(found[..., 2:])
         if self.kind is GGMLQuantizationType.Q8_0:
-            return np.ascontiguousarray(values).view(np.int8), scales
-        codes = blocks.nibbles(values)
-        if self.kind is GGMLQuantizationType.IQ4_NL:
-            return blocks.IQ4_NL_VALUES[codes], scales
-        return codes, scales
+            return values.view(np.int8), scales
+        return blocks.IQ4_NL_VALUES[blocks.nibbles(values)], scales
 
     def _check_scales(self, scales: npt.NDArray[np.float16]) -> None:
-        if not np.isfinite(scales).all():
+        if (scales.view(np.uint16) & 0x7C00 == 0x7C00).any():  # the exponent of what is not finite
             raise ModelError(
                 f"tensor {self.name} holds a value that is not finite; download the model again"
             )
