@@ -143,7 +143,7 @@ def _of_groups(blocks: Blocks, floats: Halves, groups: int) -> Float32Array:
     return np.repeat(floats.astype(np.float32), blocks.groups, axis=1)[:, :groups]
 
 
-def _interleaved_codes(blocks: Blocks, codes: Bytes | Words) -> Words:
+def _interleaved_codes(blocks: Blocks, codes: npt.NDArray[Any]) -> Words:
     rows, groups, _ = codes.shape
     if codes.dtype == np.uint32:
         return by_lane(codes)

@@ -226,7 +226,7 @@ def pack(weight: npt.NDArray[Any], storage: StorageFormat) -> PackedWeight:
 
 
 def pack_q4(
-    codes: npt.NDArray[np.uint8] | npt.NDArray[np.uint32],
+    codes: npt.NDArray[Any],
     scales: npt.NDArray[np.float16],
     n: int,
     k: int,

@@ -9,13 +9,12 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from hetero.backends.blocks import BlockParts, words_of_halves, words_of_uppers
 from hetero.backends.formats import GROUP_SIZE, StorageFormat
+from hetero.models.gguf.kinds import SIZES, Kind
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Kind: TypeAlias = GGMLQuantizationType
 
 # Values of the codes of IQ4_NL (`kvalues_iq4nl`).
 IQ4_NL_VALUES: Final = np.array(
@@ -37,7 +36,7 @@ STORED: Final = {
 
 def block_parts(kind: Kind, rows: Bytes) -> BlockParts:
     """Rows [n, bytes] of a block type of `STORED` that is stored in blocks."""
-    _, size = GGML_QUANT_SIZES[kind]
+    _, size = SIZES[kind]
     return _READERS[kind](np.ascontiguousarray(rows).reshape(len(rows), -1, size))
 
 
@@ -118,17 +117,6 @@ def _q6_k(blocks: Bytes) -> BlockParts:
 
 
 _PAIRS: Final = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of 2 bits in a byte
-
-
-def _q6_k(blocks: Bytes) -> BlockParts:
-    n, count, _ = blocks.shape
-    low = blocks[..., :128].reshape(n, count, 2, 1, 2, GROUP_SIZE)
-    codes = np.empty((n, count, 2, 2, 2, GROUP_SIZE), np.uint8)
-    codes[..., 0, :, :], codes[..., 1, :, :] = low[..., 0, :, :] & 15, low[..., 0, :, :] >> 4
-    upper = blocks[..., 128:192].reshape(n, count, 2, 1, GROUP_SIZE) >> _PAIRS & 3
-    codes |= upper.reshape(codes.shape) << 4
-    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(n, -1)
-    return BlockParts(codes.reshape(n, -1, GROUP_SIZE), half(blocks, 208), scales)
 
 
 def _q3_k(blocks: Bytes) -> BlockParts:
