@@ -18,6 +18,7 @@ What is padded has d = e = s = t = 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,15 +31,17 @@ BLOCK_STORAGES: Final = tuple(x for x in StorageFormat if x.scales == "block")
 Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.float16]
 Small = npt.NDArray[np.int8]
+Words = npt.NDArray[np.uint32]
 Float32Array = npt.NDArray[np.float32]
 
 
 class BlockParts(NamedTuple):
-    """Rows of a weight taken apart: `codes` [rows, G, 32] (G groups), `d` [rows, S], `s`
+    """Rows of a weight taken apart: `codes` [rows, G, 32] (G groups), or the words of these codes
+    [rows, G, words] where they lie so that this is sooner done; `d` [rows, S], `s`
     [rows, G · halves]; with a minimum `e` [rows, S] and `t` [rows, G], else None.
     """
 
-    codes: Bytes
+    codes: Bytes | Words
     d: Halves
     s: Small
     e: Halves | None = None
@@ -140,16 +143,60 @@ def _of_groups(blocks: Blocks, floats: Halves, groups: int) -> Float32Array:
     return np.repeat(floats.astype(np.float32), blocks.groups, axis=1)[:, :groups]
 
 
-def _interleaved_codes(blocks: Blocks, codes: Bytes) -> npt.NDArray[np.uint32]:
+def _interleaved_codes(blocks: Blocks, codes: npt.NDArray[Any]) -> Words:
     rows, groups, _ = codes.shape
+    if codes.dtype == np.uint32:
+        return by_lane(codes)
     words = np.empty((rows, groups, blocks.words), np.uint32)
     words[..., :4] = nibble_words(codes)
     if blocks.bits > 4:
         pairs = codes.view("<u2")
         upper = (pairs >> 4 & 3 | pairs >> 10 & 12).astype(np.uint8).view("<u4")
         words[..., 4:] = upper[..., 0::2] | upper[..., 1::2] << 4
-    by_block = words.reshape(-1, ROWS_OF_BLOCK, groups, blocks.words)
+    return by_lane(words)
+
+
+def by_lane(words: Words) -> Words:
+    """Words of rows [N, G, w] as [N/16, G, w, 16]."""
+    by_block = words.reshape(-1, ROWS_OF_BLOCK, *words.shape[1:])
     return np.ascontiguousarray(by_block.transpose(0, 2, 3, 1))
+
+
+def words_of_halves(blocks: Bytes, start: int, stop: int, width: int) -> Words:
+    """Blocks [rows, x, bytes], in whose bytes [start, stop) codes of 4 bits lie in ggml's order: of
+    each run of `width` bytes (16, 32 or 64) first the low halves, then the high ones. The words of
+    these codes, [rows, G, 4].
+
+    Without taking codes apart: a pair of bytes has the halves of two neighbours, which are brought
+    together where they lie.
+    """
+    rows, count, size = blocks.shape
+    pairs = blocks.view("<u2")
+    low = pairs & 0x0F0F
+    low |= low >> 4
+    high = pairs & 0xF0F0
+    high = high >> 4 | high >> 8
+    half = width // 2
+    shape, strides = (rows, count, (stop - start) // width), (count * size // 2, size // 2, half)
+    found = np.empty((*shape, 2), f"V{half}")
+    for i, bits in enumerate((low, high)):
+        found[..., i] = np.ndarray(shape, f"V{half}", bits.astype(np.uint8), start // 2, strides)
+    return found.view("<u4").reshape(rows, -1, 4)
+
+
+def words_of_uppers(values: Bytes, shifts: Sequence[int], mask: int) -> Words:
+    """Bytes [rows, x, 32], of which bits `mask` from each of `shifts` on are the upper bits of the
+    codes of a group, as the words 4 and 5 of these groups, [rows, x · shifts, 2].
+    """
+    rows, count, _ = values.shape
+    pairs = np.ascontiguousarray(values).view("<u2")
+    both = mask | mask << 8
+    found = np.empty((rows, count, len(shifts), 2), np.uint32)
+    for i, shift in enumerate(shifts):
+        bits = pairs >> shift & both
+        fours = (bits | bits >> 6).astype(np.uint8).view("<u4")
+        found[:, :, i] = fours[..., 0::2] | fours[..., 1::2] << 4
+    return found.reshape(rows, -1, 2)
 
 
 def nibble_words(codes: Bytes) -> npt.NDArray[np.uint32]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
@@ -285,6 +286,13 @@ class Device(ABC):
             f"{self.info.name} runs no {group.name} of {len(weights)} operations as one graph: "
             "leave it out of the plan's `fused`"
         )
+
+    def foreseen(self, _what: str) -> AbstractContextManager[bool]:
+        """Kernels are prepared inside, all of them for `what`: those of the last time may be made
+        beside other work from now on. An error of one is raised where it is asked for. True where
+        there was a last time, since which they are compiled.
+        """
+        return nullcontext(False)
 
     def settle(self) -> None:  # noqa: B027
         """Many kernels were prepared and will run often: tidy what they hold, in half a second."""

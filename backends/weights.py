@@ -226,14 +226,16 @@ def pack(weight: npt.NDArray[Any], storage: StorageFormat) -> PackedWeight:
 
 
 def pack_q4(
-    codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float16], n: int, k: int
+    codes: npt.NDArray[Any],
+    scales: npt.NDArray[np.float16],
+    n: int,
+    k: int,
 ) -> PackedWeight:
-    """Lay out 4-bit codes [N, K/32, 32] (0…15, value code - 8) and scales [N, K/32]."""
-    groups = codes.shape[1]
-    words = blocks.nibble_words(codes).reshape(-1, ROW_BLOCK, groups, 4).transpose(0, 2, 3, 1)
-    return PackedWeight(
-        StorageFormat.Q4, n, k, np.ascontiguousarray(words), _interleave_scales(scales)
-    )
+    """Lay out 4-bit codes [N, K/32, 32] (0…15, value code - 8) or their words [N, K/32, 4], and
+    scales [N, K/32].
+    """
+    words = codes if codes.dtype == np.uint32 else blocks.nibble_words(codes)
+    return PackedWeight(StorageFormat.Q4, n, k, blocks.by_lane(words), _interleave_scales(scales))
 
 
 def pack_q8(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hetero.collecting import collecting_later
+
 if TYPE_CHECKING:
     from hetero.backends.errors import DeviceError
     from hetero.contexts.context import Context
@@ -67,7 +69,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'hetero' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    with collecting_later():
+        return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

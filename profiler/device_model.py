@@ -16,7 +16,7 @@ Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class NpuArray(_Model):

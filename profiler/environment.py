@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 
 from hetero.backends.host.processor import cpu_name, memory_bytes
+from hetero.backends.host.versions import installed_version
 from hetero.profiler.records import Environment
 from hetero.profiler.timing import last_level_cache_bytes
 
@@ -36,21 +36,14 @@ def read_environment(*, gpu_core: int | None, control_core: int | None) -> Envir
 
 def package_versions() -> dict[str, str]:
     """Installed versions of what runs the kernels."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: installed_version(name) for name in PACKAGES}
+    known = {name: version for name, version in found.items() if version is not None}
+    return {"python": platform.python_version(), **known}
 
 
 def hetero_version() -> str:
     """Version of the installed package."""
-    try:
-        return metadata.version("hetero")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return installed_version("hetero") or "unknown"
 
 
 def clock_hz() -> float | None:

@@ -87,7 +87,7 @@ _KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in _OPS}
 AnyOp = Annotated[Op, PlainValidator(_read_op), PlainSerializer(_write_op)]
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@checked_dataclass(frozen=True, kw_only=True, config=ConfigDict(defer_build=True, extra="forbid"))
 class Node:
     """One operation of the model.
 
@@ -165,7 +165,7 @@ class ModelGraph(BaseModel):
     before them wrote.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     schema_version: Literal[1] = SCHEMA_VERSION
     name: str

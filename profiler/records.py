@@ -52,7 +52,7 @@ class Record(BaseModel):
     """Base of all: frozen, no unknown keys, no NaN or infinity."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null"
+        defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null"
     )
 
 

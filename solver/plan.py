@@ -45,7 +45,7 @@ Quantity = Annotated[float, Field(ge=0, le=1e30)]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Tile(_Record):

@@ -51,6 +51,12 @@ def one_core_of_opencl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def decided_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests replace parts of what decides, which no key knows; some keep decisions themselves."""
+    monkeypatch.setattr("hetero.placement.decisions.folder", lambda: Path(os.devnull) / "none")
+
+
+@pytest.fixture(autouse=True)
 def notices_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was said on this machine today."""
     monkeypatch.setenv("HETERO_NOTICES", "always")

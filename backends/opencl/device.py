@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,6 +102,10 @@ class OpenCLDevice(Resources):
         check_weights(op, weights)
         with decoded(f"preparing {describe(op)}"):
             return self._table[type(op)].prepare(self, op, weights)
+
+    def foreseen(self, what: str) -> AbstractContextManager[bool]:
+        """See `Device.foreseen`."""
+        return self.programs.foreseen(what)
 
     def flag(self) -> Flag | None:
         """See `Device.flag`; probed at the first call, which takes a few milliseconds."""

@@ -233,7 +233,7 @@ def _worth_loading(trials: Trials, chosen: Proven) -> list[Wanted]:
     """The chosen driver, and those that are proven already: what is not loaded at first cannot be
     later.
     """
-    found = [Wanted(chosen.candidate, chosen.level)]
+    found = [_wanted(trials, chosen.candidate, chosen.level)]
     for candidate in candidates():
         verdict = trials.known(candidate)
         if candidate.library == chosen.candidate.library or verdict is None:
@@ -241,8 +241,12 @@ def _worth_loading(trials: Trials, chosen: Proven) -> list[Wanted]:
         levels = candidate.driver.levels()
         passed = [passed_level(device, levels) for device in verdict.devices]
         if passed and all(passed) and passed[0] is not None:
-            found.append(Wanted(candidate, passed[0]))
+            found.append(_wanted(trials, candidate, passed[0]))
     return found
+
+
+def _wanted(trials: Trials, candidate: Candidate, level: Level) -> Wanted:
+    return Wanted(candidate, level, trials.store(candidate, level))
 
 
 def _native(loaded: Loaded, chosen: Proven) -> cl.Device:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Final
 
 import pyopencl as cl
 
-from hetero.backends.opencl.program_source import Define, ProgramSource, program_source
+from hetero.backends.opencl.program_source import (
+    Define,
+    ProgramSource,
+    program_source,
+    source_of,
+)
 from hetero.backends.opencl.proving.compiler import Compiler, Variant
+
+MOST_NOTED: Final = 64
 
 
 class ProgramCache:
-    """Built programs by their source; `compiler` makes those that are missing."""
+    """Built programs by their source; `compiler` makes those that are missing. Control thread only,
+    but for the thread of `foreseen`, which hands over what it built.
+    """
 
     def __init__(self, context: cl.Context, device: cl.Device, compiler: Compiler) -> None:
         self._context = context
@@ -20,6 +33,9 @@ class ProgramCache:
         self._compiler = compiler
         self._programs: dict[str, cl.Program] = {}
         self._sources: dict[int, ProgramSource] = {}  # by id of a program that is kept above
+        self._coming: dict[str, Future[cl.Program | None]] = {}
+        self._entry = ""
+        self._noted: list[ProgramSource] | None = None  # of `foreseen`: under which name, and what
 
     def get(
         self,
@@ -38,7 +54,10 @@ class ProgramCache:
     def take(self, source: ProgramSource) -> cl.Program:
         """The program of a source; see `get`."""
         if source.digest not in self._programs:
-            program = self._compiler.program(self._context, self._device, source)
+            coming = self._coming.pop(source.digest, None)
+            program = None if coming is None else coming.result()
+            if program is None:
+                program = self._compiler.program(self._context, self._device, source)
             self._programs[source.digest] = program
             self._sources[id(program)] = source
         return self._programs[source.digest]
@@ -47,12 +66,64 @@ class ProgramCache:
         """What one of these programs was built from."""
         return self._sources[id(program)]
 
+    @contextmanager
+    def foreseen(self, what: str) -> Iterator[bool]:
+        """Programs that were used inside, or until `close`, when this was entered for the same
+        purpose before, and are compiled, are built by a thread from now on. Whether it was.
+        """
+        self._entry = hashlib.sha256(f"programs of {what}".encode()).hexdigest()
+        self._noted = _sources(self._compiler.recall(self._entry))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-programs")
+        for source in self._noted or ():
+            if source.digest not in self._programs:
+                self._coming[source.digest] = thread.submit(
+                    self._compiler.known, self._context, self._device, source
+                )
+        thread.shutdown(wait=False)
+        try:
+            yield self._noted is not None
+        except BaseException:
+            self._entry = ""
+            self._forget_coming()
+            raise
+        self._note()
+
+    def _note(self) -> None:
+        """Keep which programs are used, where that is for a purpose, and those of other times."""
+        known = self._noted or []
+        used = [x for x in self._sources.values() if x.files]
+        if self._entry and (self._noted is None or not set(used) <= set(known)):
+            self._noted = list(dict.fromkeys([*used, *known]))[:MOST_NOTED]
+            text = json.dumps([(x.files, x.options) for x in self._noted])
+            self._compiler.note(self._entry, text.encode())
+
+    def _forget_coming(self) -> None:
+        for future in self._coming.values():
+            future.cancel()
+        wait(self._coming.values())
+        self._coming.clear()
+
     def first_launch(self, program: cl.Program, variant: Variant) -> AbstractContextManager[None]:
         """The first launch of a kernel of one of these programs at some sizes goes inside."""
         return self._compiler.variant(self._sources[id(program)], variant)
 
     def close(self) -> None:
         """Drop every program."""
+        self._forget_coming()
+        self._note()
+        self._entry = ""
         self._programs.clear()
         self._sources.clear()
         self._compiler.close()
+
+
+def _sources(noted: bytes | None) -> list[ProgramSource] | None:
+    """Programs that were noted, as far as their files are there; None where none can be read."""
+    found = []
+    try:
+        for files, options in json.loads(noted or b""):
+            with suppress(OSError):
+                found.append(source_of(files, options))
+    except (ValueError, TypeError, IndexError):  # of another version
+        return None
+    return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 from typing import Final, TypeAlias
 
 import pyopencl as cl
+
+from hetero.backends.opencl.kernel_files import source
 
 Define: TypeAlias = int | float | str
 COMMON: Final = "common.cl"
@@ -19,30 +20,19 @@ OPTIONS: Final = ("-cl-std=CL1.2", "-cl-mad-enable")
 
 @dataclass(frozen=True)
 class ProgramSource:
-    """One program to build: its name for messages, its text, the compiler's options."""
+    """One program to build: its name for messages, its text, the compiler's options; `files` of
+    `kernels/` that the text is, where it is some.
+    """
 
     name: str
     text: str
     options: tuple[str, ...]
+    files: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
         """Identity of what is compiled."""
         return hashlib.sha256("\0".join([self.text, *self.options]).encode()).hexdigest()
-
-
-@cache
-def source(name: str) -> str:
-    """Text of one file of `kernels/`."""
-    return resources.files("hetero.backends.opencl").joinpath("kernels", name).read_text("utf-8")
-
-
-@cache
-def sources_digest() -> str:
-    """Identity of all kernel files."""
-    folder = resources.files("hetero.backends.opencl").joinpath("kernels")
-    texts = sorted((f.name, f.read_text("utf-8")) for f in folder.iterdir() if f.name[-3:] == ".cl")
-    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def program_source(
@@ -53,9 +43,14 @@ def program_source(
     options: tuple[str, ...] = (),
 ) -> ProgramSource:
     """`kernels/<name>` after `common.cl` and `before`, with `defines` as macros."""
-    text = "".join(source(part) for part in (COMMON, *before, name))
     macros = (f"-D{key}={_literal(value)}" for key, value in defines.items())
-    return ProgramSource(name, text, (*OPTIONS, *options, *macros))
+    return source_of((COMMON, *before, name), (*OPTIONS, *options, *macros))
+
+
+def source_of(files: Sequence[str], options: Sequence[str]) -> ProgramSource:
+    """The program of files of `kernels/`, whose name is the last one's."""
+    text = "".join(source(part) for part in files)
+    return ProgramSource(files[-1], text, tuple(options), tuple(files))
 
 
 def uncached(context: cl.Context, text: str) -> cl.Program:

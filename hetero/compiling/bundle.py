@@ -33,7 +33,7 @@ Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 class GraphRecord(BaseModel):
     """An entry below `graphs/`: the nodes it serves, its token counts, SHA-256 of its files."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     nodes: tuple[str, ...]
     tokens: tuple[Tokens, ...]
@@ -50,7 +50,7 @@ class BundleManifest(BaseModel):
     device needs the same provider to open them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     kind: Literal["hetero-compiled"] = "hetero-compiled"
     schema_version: Literal[1] = SCHEMA_VERSION

@@ -27,6 +27,7 @@ from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.host.files import is_replaceable
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
+from hetero.collecting import collecting_later
 from hetero.compiling.bundle import find_bundle
 from hetero.contexts.context import Context, check_shift
 from hetero.contexts.conversation import Conversation
@@ -84,6 +85,7 @@ class LLM:
     device could not do.
     """
 
+    @collecting_later()
     def __init__(
         self,
         model: str,
@@ -157,13 +159,19 @@ class LLM:
         )
         try:
             try:
-                self._engine, self._context = make()
+                with self.devices.foreseen(self._purpose) as compiled:
+                    self._engine, self._context = make(warm=not compiled)
             except KernelBuildError as error:
                 self.devices.without_gpu(str(error), npu)
                 self._engine, self._context = make()
         except BaseException:
             self.devices.close()
             raise
+
+    @property
+    def _purpose(self) -> str:
+        """What kernels are prepared for, at every start that asks for the same."""
+        return f"{self._loaded.fingerprint} {self.kv} {self.max_seq_len} {self.choice.reason}"
 
     def _make_engine(
         self, spec: ModelGraph, *, adapt: bool, **options: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
@@ -221,6 +220,8 @@ class Generation(Iterator[Piece]):
 
     async def __anext__(self) -> Piece:
         """The next piece, computed in a thread: the event loop goes on meanwhile."""
+        import asyncio  # heavy (it brings sockets and TLS), and its callers have it
+
         piece = await asyncio.to_thread(next, self, None)
         if piece is None:
             raise StopAsyncIteration

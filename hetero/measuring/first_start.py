@@ -223,6 +223,27 @@ def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str
     )
 
 
+def profile_facts() -> dict[str, Any] | None:
+    """What tells the profile that is used where none is asked for, scaled as it is here: hashes of
+    the files that it comes from, and the machine. None where there is no such file, or the times
+    are to be measured (again).
+    """
+    machine, own = Machine.here(), files.taken_profile_path()
+    shipped = files.shipped_host()
+    paths = [own, machine.path, *([] if shipped is None else [files.shipped_path(shipped)])]
+    off = os.environ.get(SWITCH, "").strip().lower() == "off"
+    try:
+        read = {str(path): path.read_bytes() for path in paths if path.exists()}
+    except OSError:
+        return None
+    if not off and not own.exists():
+        factors = FirstStart.load(machine.path)
+        if factors is None or factors.reason:
+            return None
+    hashes = {path: hashlib.sha256(data).hexdigest() for path, data in read.items()}
+    return {"machine": machine.model_dump(), "scaled": not off, "files": hashes}
+
+
 def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
     """From the cache, else measured and put there. Raises `ProfileError` without a cache."""
     machine = Machine.here()

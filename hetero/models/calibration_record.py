@@ -56,7 +56,7 @@ class MatMulCalibration(BaseModel):
     error        ‖y - exact‖² / ‖exact‖² of the matmul's output on calibration tokens
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     x_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     percentile: Annotated[float, Field(gt=0, le=100)]
@@ -78,7 +78,7 @@ class Calibration(BaseModel):
     `outliers` is the option that chose the shadows, `tokens` how much of the text was read.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     text_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     tokens: Annotated[int, Field(ge=1)]

@@ -26,7 +26,7 @@ _REMEDY = "run hetero quantize again"
 class FileRecord(BaseModel):
     """Size and SHA-256 of a file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     size_bytes: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -35,7 +35,7 @@ class FileRecord(BaseModel):
 class AlsoStored(BaseModel):
     """All matrices in another format, in a weight file of their own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     weight_format: WeightFormat
     header_sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -55,7 +55,7 @@ class Manifest(BaseModel):
     formats.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     kind: Literal["hetero-quantized"] = KIND
     schema_version: Literal[1, 2, 3] = SCHEMA_VERSION

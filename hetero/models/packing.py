@@ -183,11 +183,11 @@ def _pack_codes(coded: Sequence[Codes], k: int, storage: StorageFormat) -> Packe
     """Lay out codes as they are, with rows up to a whole block."""
     if storage.scales == "block":
         return _pack_blocks([x for x in coded if isinstance(x, BlockParts)], k, storage)
-    codes, scales = (np.concatenate(arrays) for arrays in zip(*coded, strict=True))
+    codes, scales = (_joined(arrays) for arrays in zip(*coded, strict=True))
     n = len(codes)
     missing = -n % ROW_BLOCK
     if missing:
-        empty = 8 if storage is StorageFormat.Q4 else 0
+        empty = 0x88888888 if storage is StorageFormat.Q4 else 0  # words of the code 8
         codes = np.pad(codes, ((0, missing), (0, 0), (0, 0)), constant_values=empty)
         scales = np.pad(scales, ((0, missing), (0, 0)))
     return (pack_q4 if storage is StorageFormat.Q4 else pack_q8)(codes, scales, n, k)
@@ -200,7 +200,7 @@ def _pack_blocks(coded: Sequence[BlockParts], k: int, storage: StorageFormat) ->
         found = [array for array in arrays if array is not None]
         if not found:
             return None
-        joined = found[0] if len(found) == 1 else np.concatenate(found)
+        joined = _joined(found)
         missing = -n % ROW_BLOCK
         if not missing:
             return joined
@@ -208,6 +208,10 @@ def _pack_blocks(coded: Sequence[BlockParts], k: int, storage: StorageFormat) ->
 
     parts = BlockParts(*(whole(arrays) for arrays in zip(*coded, strict=True)))
     return pack_blocks(parts, storage, n, k)
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _tell(

@@ -6,7 +6,6 @@ Everything goes to a sibling directory that is renamed at the end (`hetero.backe
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from hetero.backends.host.files import (
     scratch_directory,
     sync_directory,
 )
+from hetero.backends.host.versions import installed_version
 from hetero.errors import ModelError
 from hetero.models.layout import block_matrices, end_matrices, end_vectors, page_padded
 from hetero.models.manifest import (
@@ -308,10 +308,7 @@ def _record(path: Path) -> FileRecord:
 
 
 def _version() -> str:
-    try:
-        return importlib.metadata.version("hetero")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return installed_version("hetero") or ""
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -110,7 +110,7 @@ def check_tokens(added: Iterable[str], vocabulary: Iterable[str], where: str) ->
         total += len(token.encode("utf-8", "surrogatepass"))
     if total > LIMITS.added_bytes:
         raise _error(where, f"adds tokens of {total} bytes together", str(LIMITS.added_bytes))
-    longest = max((len(token) for token in vocabulary), default=0)
+    longest = max(map(len, vocabulary), default=0)
     if longest > LIMITS.token:
         raise _error(where, f"has a token of {longest} characters", str(LIMITS.token))
 

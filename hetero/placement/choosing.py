@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
 from hetero.backends.opencl import driver_here, driver_of, every_core_count
 from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
-from hetero.measuring.first_start import forget_if_other, scaled_here
+from hetero.measuring.first_start import forget_if_other, profile_facts, scaled_here
+from hetero.placement import decisions
 from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
+from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name
 from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import ProfileLike, locate_profile
@@ -103,8 +105,15 @@ def choose(spec: ModelGraph, wishes: Wishes) -> Choice:
             locate_profile(wishes.profile)  # a name that is wrong is said, needed or not
         return Choice(wishes.mode, reason=f"{wishes.mode} alone, as asked for")
     try:
+        key = _key(spec, wishes)
+        if key is not None and (kept := decisions.kept(key)) is not None:
+            return Choice(**vars(kept))
         profile, notice = _find_profile(wishes)
         found = _choose_by(spec, profile, wishes, (notice,) if notice else ())
+        if key is not None and found.plan is None and found.mode in KINDS:
+            decisions.keep(
+                key, Decision(found.mode, found.gpu, found.reason, found.notes, found.seconds)
+            )
         found = replace(found, cost=CostModel(profile))
         return replace(found, profile=profile) if wishes.profile is not None else found
     except UserError as error:
@@ -231,6 +240,24 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
         reason=reason,
         notes=both.notes,
         seconds=seconds,
+    )
+
+
+def _key(spec: ModelGraph, wishes: Wishes) -> str | None:
+    """Of what `auto` is asked; None where the answer is not kept, or its profile is not known."""
+    asked = (wishes.mode, wishes.strategy, wishes.profile)
+    if asked != ("auto", "auto", None) or (profile := profile_facts()) is None:
+        return None
+    gpu, npu = backend_name("gpu", wishes.gpu), backend_name("npu", wishes.npu)
+    backend, driver = split_driver(gpu)
+    return decisions.key_of(
+        {
+            "model": spec.model_dump_json(),
+            "wishes": [str(x) for x in astuple(wishes)],
+            "devices": [gpu, npu, driver_here(driver) if backend in DRIVEN else None],
+            "cores": every_core_count(),
+            "profile": profile,
+        }
     )
 
 

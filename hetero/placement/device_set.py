@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -38,6 +39,13 @@ class DeviceSet:
         """Close every device."""
         for device in self.devices.values():
             device.close()
+
+    @contextmanager
+    def foreseen(self, what: str) -> Iterator[bool]:
+        """See `Device.foreseen`; true where that holds of every device."""
+        with ExitStack() as stack:
+            known = [stack.enter_context(x.foreseen(what)) for x in self.devices.values()]
+            yield all(known)
 
     def without_gpu(self, why: str, npu: str = "auto") -> None:
         """Go on without the GPU, which cannot compute this model: with the NPU, which is opened if

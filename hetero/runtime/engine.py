@@ -55,7 +55,7 @@ from hetero.solver.plan import Form, Phase
 
 STEPS_KEPT = 40
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
-# Lowered when the model is opened, so that no kernel is compiled while a prompt waits.
+# Lowered when a model is opened at first, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
 
@@ -108,7 +108,7 @@ class Engine:
     for comparisons. By an `order` other than `fifo` and a cost model, `window` calls of a prompt
     are one step, whose launches run in an order that is predicted to be shorter; in it nothing is
     adapted, and what is not finite costs the tokens of all of them. With `whole_caches` layers that
-    have a window keep what it has left, too.
+    have a window keep what it has left, too. `warm`: lower usual steps now.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class Engine:
         order: Order = "fifo",
         cost: CostModel | None = None,
         whole_caches: bool = False,
+        warm: bool = True,
     ) -> None:
         config = weights.config
         self.config = config
@@ -164,7 +165,7 @@ class Engine:
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
         self._loading_step: Step | None = None
-        self._warmed = False
+        self._warmed = not warm
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
         self._closed = False
         self._build(plan, solver, progress)
@@ -196,7 +197,7 @@ class Engine:
                 gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
             )
         self._lower()
-        for phase, m in self._warm_steps():
+        for phase, m in () if self._warmed else self._warm_steps():
             self._lowered(phase, m, 1)
         for context in self.contexts.open_contexts():
             self._warm(context)

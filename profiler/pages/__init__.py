@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import jinja2
-from markupsafe import Markup
+if TYPE_CHECKING:
+    import jinja2
+    from markupsafe import Markup
 
 # Okabe and Ito's palette, told apart by the colour-blind; a device has its colour everywhere.
 COLORS: Final[dict[str, str]] = {
@@ -30,11 +31,15 @@ def render(template: str, **values: Any) -> str:
 
 def markup(svg: str) -> Markup:
     """A drawing of ours, as it is."""
+    from markupsafe import Markup  # as Jinja, of which it is a part
+
     return Markup(svg)
 
 
 @cache
 def _environment() -> jinja2.Environment:
+    import jinja2  # heavy, and only pages need it
+
     folder = resources.files("hetero.profiler") / "pages"
 
     def load(name: str) -> str | None:

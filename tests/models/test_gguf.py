@@ -17,7 +17,7 @@ from hetero import LLM
 from hetero.backends.formats import StorageFormat
 from hetero.errors import ModelError
 from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
-from hetero.models.gguf import GgufFile, GgufWeights
+from hetero.models.gguf import GgufFile, GgufWeights, kinds
 from hetero.models.gguf.config import _divisors
 from hetero.models.gguf.tensors import GgufTensor
 from hetero.models.layout import block_matrices, end_vectors
@@ -238,3 +238,8 @@ def test_four_gigabytes_open_at_once(tmp_path: Path) -> None:
     model = open_model(path)
     assert time.process_time() - start < 3.0
     assert model.config.num_layers == 8
+
+
+def test_kinds_are_those_of_the_library() -> None:
+    assert {x.name: x.value for x in kinds.Kind} == {x.name: x.value for x in Kind}
+    assert dict(kinds.SIZES) == gguf.GGML_QUANT_SIZES

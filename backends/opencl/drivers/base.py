@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.backends.opencl.drivers.levels import GENERIC, Level, processor_levels
+from hetero.backends.opencl.proving.store import KernelStore
 
 
 class Driver(ABC):
@@ -18,11 +19,13 @@ class Driver(ABC):
     starts_threads_late  its threads appear with the first launch, not when it is loaded
     caches_kernels  it keeps compiled kernels in a folder by itself (`environment` names it);
                     of others the program binaries are kept
+    revision        another one where what `library` makes compiles to something else
     """
 
     name: str
     computes_on_cpu = False
     caches_kernels = False
+    revision = ""
     starts_threads_late = False
 
     @abstractmethod
@@ -44,9 +47,11 @@ class Driver(ABC):
         del workers, level, folder
         return {}
 
-    def library(self, path: str, level: Level, folder: Path) -> str:
-        """What to load so that `path` works at a level; may make links in `folder`."""
-        del level, folder
+    def library(self, path: str, level: Level, folder: Path, store: KernelStore) -> str:
+        """What to load so that `path` works at a level; may make links in `folder`, and keep in the
+        level's store what takes time to make.
+        """
+        del level, folder, store
         return path
 
     def prepare(self, device: Any, level: Level) -> None:  # noqa: B027

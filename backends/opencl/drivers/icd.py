@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -58,11 +59,11 @@ class Candidate:
     def fingerprint(self) -> str:
         """Changes whenever the library does, or the devices that a GPU's driver could find."""
         path = self.path
-        facts = [self.library, str(path)]
+        facts = [self.library, str(path), self.driver.revision]
         if path is not None:
             state = path.stat()
             facts += [str(path.resolve()), str(state.st_size), str(state.st_mtime_ns)]
-            facts.append(_sampled(path, state.st_size))
+            facts.append(_sampled(path, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
         if not self.driver.computes_on_cpu:
             facts += sorted(str(p) for glob in DEVICE_NODES for p in Path("/dev").glob(glob))
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
@@ -119,9 +120,10 @@ def _first_line(icd: Path) -> str:
         return ""
 
 
-def _sampled(path: Path, size: int) -> str:
+@cache
+def _sampled(path: Path, size: int, *_times: int) -> str:
     """Hash of a library's first and last megabyte and of one in the middle: hashing all of a
-    driver's hundred megabytes would take longer than loading it.
+    driver's hundred megabytes would take longer than loading it. Once for each state of a file.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -26,6 +26,7 @@ from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
 from hetero.backends.opencl.drivers.threads import tasks
 from hetero.backends.opencl.failures import BACKEND, code_name
+from hetero.backends.opencl.proving.store import KernelStore
 
 BUNDLED_HOME: Final = "PYOPENCL_HOME"  # where pyopencl's loader looks for the wheel's PoCL
 VENDORS: Final = "OCL_ICD_VENDORS"
@@ -34,10 +35,11 @@ OURS: Final = frozenset({BUNDLED_HOME, VENDORS, CACHE})
 
 @dataclass(frozen=True)
 class Wanted:
-    """A driver to load and the level that its kernels will have."""
+    """A driver to load, the level that its kernels will have, and where these are kept."""
 
     candidate: Candidate
     level: Level
+    store: KernelStore
 
 
 @dataclass
@@ -112,7 +114,7 @@ def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str
         found |= driver.environment(workers=workers, level=one.level, folder=folder)
         if one.candidate.library:
             path = one.candidate.path or one.candidate.library
-            libraries.append((i, driver.library(str(path), one.level, folder)))
+            libraries.append((i, driver.library(str(path), one.level, folder, one.store)))
     if libraries:
         vendors.mkdir(exist_ok=True)
         for i, library in libraries:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.opencl.drivers import pocl_headers
 from hetero.backends.opencl.drivers.base import Driver
 from hetero.backends.opencl.drivers.levels import GENERIC, Level
 from hetero.backends.opencl.drivers.pocl_repair import applies, repair, target_triple
+from hetero.backends.opencl.proving.store import KernelStore
 
 WORKERS: Final = "POCL_MAX_PTHREAD_COUNT"
 CACHE: Final = "POCL_CACHE_DIR"
@@ -34,6 +36,7 @@ class Pocl(Driver):
     name = "pocl"
     computes_on_cpu = True
     caches_kernels = True
+    revision = pocl_headers.REVISION
 
     def owns_library(self, library: str) -> bool:
         """See `Driver.owns_library`."""
@@ -52,9 +55,9 @@ class Pocl(Driver):
         target = {} if level is GENERIC else {"POCL_LLVM_CPU_NAME": level.llvm_cpu}
         return {WORKERS: str(workers), CACHE: str(folder / "pocl"), **target}
 
-    def library(self, path: str, level: Level, folder: Path) -> str:
+    def library(self, path: str, level: Level, folder: Path, store: KernelStore) -> str:
         """See `Driver.library`: of a wheel's PoCL a folder of links (a driver of a system finds its
-        files where it was installed).
+        files where it was installed), in which the compiler's headers are shorter.
         """
         real = Path(path)
         data = real.parent / DATA
@@ -71,7 +74,10 @@ class Pocl(Driver):
             if entry.name != "share":
                 _link(linked.parent / DATA / entry.name, entry)
         for entry in share.iterdir():
-            _link(links / entry.name, wanted if entry.suffix == ".bc" else entry)
+            if (entry / pocl_headers.HEADER).is_file():
+                pocl_headers.make_headers(entry, links / entry.name, store)
+            else:
+                _link(links / entry.name, wanted if entry.suffix == ".bc" else entry)
         return str(linked)
 
     def prepare(self, device: Any, level: Level) -> None:

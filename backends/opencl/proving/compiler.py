@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from hetero.backends.opencl.program_source import ProgramSource, uncached
 from hetero.backends.opencl.proving.store import KernelStore
 
 BINARY: Final = "program.bin"
+NOTE: Final = "note"
 SMALL_GRID: Final = 0xFFFF  # PoCL has a variant for grids below that in every dimension
 NOT_KEPT: Final = ("last_accessed", "tempfile")
 
@@ -52,7 +54,7 @@ class Variant:
 
 
 class Compiler(ABC):
-    """Makes built programs of one device. Used by one thread at a time."""
+    """Makes built programs of one device. `Remote` for any thread, `Local` for one at a time."""
 
     @abstractmethod
     def program(self, context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
@@ -63,6 +65,19 @@ class Compiler(ABC):
         self, source: ProgramSource, variant: Variant
     ) -> contextlib.AbstractContextManager[None]:
         """The first launch of a kernel at these sizes goes inside."""
+
+    def known(
+        self, _context: cl.Context, _device: cl.Device, _source: ProgramSource
+    ) -> cl.Program | None:
+        """A program that is compiled already, None where it is not."""
+        return None
+
+    def recall(self, _entry: str) -> bytes | None:
+        """What was noted under a name, None where nothing was or can be."""
+        return None
+
+    def note(self, entry: str, content: bytes) -> None:  # noqa: B027
+        """Keep something beside the programs, as `recall` finds it."""
 
     def close(self) -> None:  # noqa: B027
         """Stop whatever compiles."""
@@ -129,18 +144,31 @@ class Remote(Compiler):
         self._folder = folder
         self._builder = builder
         self._here: set[str] = set()  # entries whose files are in the folder
+        self._lock = threading.Lock()  # of all above
 
     def program(self, context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
         """See `Compiler.program`."""
         if self._folder is not None:
             self._bring(source.digest, source, None)
             return _build(context, device, source)
-        known = _from_binary(context, device, self._store, source)
-        if known is None:
-            self._builder.build(source, None)
+        with self._lock:
             known = _from_binary(context, device, self._store, source)
+            if known is None:
+                self._builder.build(source, None)
+                known = _from_binary(context, device, self._store, source)
         # A driver that gives no binaries compiles again, what it has compiled before.
         return known or _build(context, device, source)
+
+    def known(
+        self, context: cl.Context, device: cl.Device, source: ProgramSource
+    ) -> cl.Program | None:
+        """See `Compiler.known`. Starts no child, which would end with the thread that starts it."""
+        with self._lock:
+            if self._folder is None:
+                return _from_binary(context, device, self._store, source)
+            if not self._unpacked(source.digest, self._folder):
+                return None
+        return _build(context, device, source)
 
     @contextmanager
     def variant(self, source: ProgramSource, variant: Variant) -> Iterator[None]:
@@ -149,20 +177,32 @@ class Remote(Compiler):
             self._bring(variant.entry(source), source, variant)
         yield
 
+    def recall(self, entry: str) -> bytes | None:
+        """See `Compiler.recall`."""
+        return (self._store.get(entry) or {}).get(NOTE)
+
+    def note(self, entry: str, content: bytes) -> None:
+        """See `Compiler.note`."""
+        self._store.put(entry, {NOTE: content})
+
     def close(self) -> None:
         """See `Compiler.close`."""
         self._builder.close()
 
     def _bring(self, entry: str, source: ProgramSource, variant: Variant | None) -> None:
-        if entry in self._here:
-            return
         assert self._folder is not None
-        with contextlib.suppress(OSError):
-            if self._store.unpack(entry, self._folder):
+        with self._lock:
+            if not self._unpacked(entry, self._folder):
+                self._builder.build(source, variant)
                 self._here.add(entry)
-                return
-        self._builder.build(source, variant)
-        self._here.add(entry)
+
+    def _unpacked(self, entry: str, folder: Path) -> bool:
+        """Whether an entry's files are in the folder, from the store if need be."""
+        if entry not in self._here:
+            with contextlib.suppress(OSError):
+                if self._store.unpack(entry, folder):
+                    self._here.add(entry)
+        return entry in self._here
 
 
 def kernel_files(folder: Path) -> set[str]:

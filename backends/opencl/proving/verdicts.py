@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -13,9 +12,10 @@ import pydantic
 import pyopencl as cl
 
 from hetero.backends.host.processor import cpu_flags, cpu_name
+from hetero.backends.host.versions import installed_version
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import Level
-from hetero.backends.opencl.program_source import sources_digest
+from hetero.backends.opencl.kernel_files import sources_digest
 from hetero.backends.opencl.proving.store import write_whole
 
 SCHEMA_VERSION: Final = 1
@@ -27,7 +27,7 @@ Outcome: TypeAlias = Literal["passed", "crashed", "hung", "wrong", "failed"]
 
 
 class _Record(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
 class Attempt(_Record):
@@ -93,7 +93,7 @@ def verdict_key(candidate: Candidate) -> str:
         cpu_name(),
         *sorted(cpu_flags()),
         sources_digest(),
-        importlib.metadata.version("hetero"),
+        installed_version("hetero") or "unknown",
         str(cl.VERSION_TEXT),
         *environment,
     ]

@@ -69,7 +69,7 @@ class Session:
     def hello(self) -> dict[str, Any]:
         """The driver's devices, or why there are none."""
         try:
-            wanted = [Wanted(self.candidate, self.level)]
+            wanted = [Wanted(self.candidate, self.level, self.store)]
             self._loaded = load(wanted, workers=1, folder=self.folder)
         except DeviceError as error:
             return {"error": [error.operation, error.code, error.remedy]}

@@ -9,13 +9,12 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from hetero.backends.blocks import BlockParts
+from hetero.backends.blocks import BlockParts, words_of_halves, words_of_uppers
 from hetero.backends.formats import GROUP_SIZE, StorageFormat
+from hetero.models.gguf.kinds import SIZES, Kind
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Kind: TypeAlias = GGMLQuantizationType
 
 # Values of the codes of IQ4_NL (`kvalues_iq4nl`).
 IQ4_NL_VALUES: Final = np.array(
@@ -37,7 +36,7 @@ STORED: Final = {
 
 def block_parts(kind: Kind, rows: Bytes) -> BlockParts:
     """Rows [n, bytes] of a block type of `STORED` that is stored in blocks."""
-    _, size = GGML_QUANT_SIZES[kind]
+    _, size = SIZES[kind]
     return _READERS[kind](np.ascontiguousarray(rows).reshape(len(rows), -1, size))
 
 
@@ -46,19 +45,25 @@ def nibbles(values: Bytes) -> Bytes:
     return np.concatenate([values & 15, values >> 4], axis=-1)
 
 
-def _half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
+def half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
     """The fp16 number at a byte of each block, [n, S]."""
-    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
+    return np.ascontiguousarray(blocks.view("<u2")[..., at // 2]).view(np.float16)
 
 
 def _ones(n: int, width: int, value: int = 1) -> npt.NDArray[np.int8]:
     return np.full((n, width), value, np.int8)
 
 
+def _runs(blocks: Bytes, start: int, stop: int, width: int) -> Bytes:
+    """Bytes [start, stop) of each block in runs of `width`, [n, runs, width]."""
+    return np.ascontiguousarray(blocks[..., start:stop]).reshape(len(blocks), -1, width)
+
+
 def _q4_1(blocks: Bytes) -> BlockParts:
     n, groups, _ = blocks.shape
     ones = _ones(n, groups)
-    return BlockParts(nibbles(blocks[..., 4:]), _half(blocks, 0), ones, -_half(blocks, 2), ones)
+    words = words_of_halves(blocks, 4, 20, 16)
+    return BlockParts(words, half(blocks, 0), ones, -half(blocks, 2), ones)
 
 
 def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
@@ -70,13 +75,13 @@ def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
 def _q5_0(blocks: Bytes) -> BlockParts:
     n, groups, _ = blocks.shape
     codes = nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
-    return BlockParts(codes + np.uint8(16), _half(blocks, 0), _ones(n, groups))
+    return BlockParts(codes + np.uint8(16), half(blocks, 0), _ones(n, groups))
 
 
 def _q5_1(blocks: Bytes) -> BlockParts:
     n, groups, _ = blocks.shape
     codes, ones = nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), _ones(n, groups)
-    return BlockParts(codes, _half(blocks, 0), ones, -_half(blocks, 2), ones)
+    return BlockParts(codes, half(blocks, 0), ones, -half(blocks, 2), ones)
 
 
 def _scales_and_minima(packed: Bytes) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
@@ -89,42 +94,29 @@ def _scales_and_minima(packed: Bytes) -> tuple[npt.NDArray[np.int8], npt.NDArray
     return scales.reshape(n, -1).view(np.int8), minima.reshape(n, -1).view(np.int8)
 
 
-def _chunks(values: Bytes) -> Bytes:
-    """128 bytes of a block to codes [n, 8 S, 32]: low halves of 32 bytes, then the high ones."""
-    n, count, _ = values.shape
-    parts = values.reshape(n, count, 4, 1, GROUP_SIZE)
-    both = np.empty((n, count, 4, 2, GROUP_SIZE), np.uint8)
-    np.bitwise_and(parts[..., 0, :], 15, out=both[..., 0, :])
-    np.right_shift(parts[..., 0, :], 4, out=both[..., 1, :])
-    return both.reshape(n, -1, GROUP_SIZE)
-
-
 def _q4_k(blocks: Bytes) -> BlockParts:
     s, t = _scales_and_minima(blocks[..., 4:16])
-    return BlockParts(_chunks(blocks[..., 16:]), _half(blocks, 0), s, _half(blocks, 2), t)
+    words = words_of_halves(blocks, 16, 144, 32)
+    return BlockParts(words, half(blocks, 0), s, half(blocks, 2), t)
 
 
 def _q5_k(blocks: Bytes) -> BlockParts:
-    n = len(blocks)
     s, t = _scales_and_minima(blocks[..., 4:16])
-    shifts = np.arange(8, dtype=np.uint8)[:, None]
-    fifth: Bytes = (blocks[..., None, 16:48] >> shifts & np.uint8(1)) << np.uint8(4)
-    codes = _chunks(blocks[..., 48:]) | fifth.reshape(n, -1, GROUP_SIZE)
-    return BlockParts(codes, _half(blocks, 0), s, _half(blocks, 2), t)
-
-
-_PAIRS: Final = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of 2 bits in a byte
+    low = words_of_halves(blocks, 48, 176, 32)
+    fifth = words_of_uppers(_runs(blocks, 16, 48, 32), range(8), 1)
+    words = np.concatenate([low, fifth], axis=-1)
+    return BlockParts(words, half(blocks, 0), s, half(blocks, 2), t)
 
 
 def _q6_k(blocks: Bytes) -> BlockParts:
-    n, count, _ = blocks.shape
-    low = blocks[..., :128].reshape(n, count, 2, 1, 2, GROUP_SIZE)
-    codes = np.empty((n, count, 2, 2, 2, GROUP_SIZE), np.uint8)
-    codes[..., 0, :, :], codes[..., 1, :, :] = low[..., 0, :, :] & 15, low[..., 0, :, :] >> 4
-    upper = blocks[..., 128:192].reshape(n, count, 2, 1, GROUP_SIZE) >> _PAIRS & 3
-    codes |= upper.reshape(codes.shape) << 4
-    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(n, -1)
-    return BlockParts(codes.reshape(n, -1, GROUP_SIZE), _half(blocks, 208), scales)
+    low = words_of_halves(blocks, 0, 128, 64)
+    upper = words_of_uppers(_runs(blocks, 128, 192, 32), range(0, 8, 2), 3)
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).reshape(len(blocks), -1)
+    words = np.concatenate([low, upper], axis=-1)
+    return BlockParts(words, half(blocks, 208), scales)
+
+
+_PAIRS: Final = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of 2 bits in a byte
 
 
 def _q3_k(blocks: Bytes) -> BlockParts:
@@ -138,7 +130,7 @@ def _q3_k(blocks: Bytes) -> BlockParts:
     four = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
     two = packed[..., None, 8:12] >> _PAIRS & 3
     scales = (four | two.reshape(n, count, 16) << 4).view(np.int8) - np.int8(32)
-    return BlockParts(codes + np.uint8(28), _half(blocks, 108), scales.reshape(n, -1))
+    return BlockParts(codes + np.uint8(28), half(blocks, 108), scales.reshape(n, -1))
 
 
 _READERS: Final[dict[Kind, Callable[[Any], BlockParts]]] = {

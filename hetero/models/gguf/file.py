@@ -15,12 +15,13 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from hetero.errors import ModelError
+from hetero.models.gguf.kinds import SIZES, Kind
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
+KINDS: Final = frozenset(Kind)
 DEFAULT_ALIGNMENT: Final = 32
 MAX_DIMS: Final = 4
 MAX_NAME_BYTES: Final = 1 << 16
@@ -39,7 +40,7 @@ _LAST: dict[str, Any] = {}
 class TensorInfo:
     """A tensor: its type, shape (rows first, as in safetensors), and bytes [start, stop)."""
 
-    kind: GGMLQuantizationType
+    kind: Kind
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -141,9 +142,9 @@ class _Reader:
         header = self.at
         return metadata, self.placed(infos, self.alignment(metadata)), header
 
-    def infos(self, count: int) -> dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]]:
+    def infos(self, count: int) -> dict[str, tuple[Kind, tuple[int, ...], int]]:
         """Type, shape and offset of every tensor."""
-        found: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
+        found: dict[str, tuple[Kind, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self.text("a tensor name", MAX_NAME_BYTES)
             if name in found:
@@ -153,14 +154,14 @@ class _Reader:
                 raise self.error(f"tensor {name} must have 1 to {MAX_DIMS} dimensions, got {dims}")
             shape = tuple(self.integer("<Q") for _ in range(dims))[::-1]
             kind = self.integer("<I")
-            if kind not in GGMLQuantizationType.__members__.values():
+            if kind not in KINDS:
                 raise self.error(f"tensor {name} has the unknown type {kind}")
-            found[name] = (GGMLQuantizationType(kind), shape, self.integer("<Q"))
+            found[name] = (Kind(kind), shape, self.integer("<Q"))
         return found
 
     def placed(
         self,
-        infos: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]],
+        infos: dict[str, tuple[Kind, tuple[int, ...], int]],
         alignment: int,
     ) -> dict[str, TensorInfo]:
         """Tensors with their bytes in the file, which must be there and must not overlap."""
@@ -181,9 +182,9 @@ class _Reader:
             end = info.stop
         return found
 
-    def tensor_bytes(self, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> int:
+    def tensor_bytes(self, name: str, kind: Kind, shape: tuple[int, ...]) -> int:
         """Bytes of a tensor, whose rows are whole blocks."""
-        block, nbytes = GGML_QUANT_SIZES[kind]
+        block, nbytes = SIZES[kind]
         elements = 1
         for length in shape:
             elements *= length
@@ -233,7 +234,8 @@ class _Reader:
         """Strings one after the other; a vocabulary has hundreds of thousands."""
         self.check_count(name, count, 8)
         unpack, data, size, at = struct.Struct("<Q").unpack_from, self.data, self.size, self.at
-        found = []
+        found: list[str] = []
+        add = found.append
         for _ in range(count):
             if at + 8 > size:
                 raise self.error(f"{name} goes on beyond the end of the file")
@@ -241,7 +243,7 @@ class _Reader:
             at += 8
             if length > size - at:
                 raise self.error(f"{name} has a string of {length} bytes beyond the file's end")
-            found.append(data[at : at + length].decode("utf-8", errors="replace"))
+            add(data[at : at + length].decode("utf-8", "replace"))
             at += length
         self.at = at
         return found

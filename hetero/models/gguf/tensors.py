@@ -13,31 +13,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import gguf
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType
 
-from hetero.backends.blocks import BlockParts
+from hetero.backends.blocks import BlockParts, words_of_halves
 from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.errors import ModelError
 from hetero.models.gguf import blocks
 from hetero.models.gguf.file import GgufFile, TensorInfo
+from hetero.models.gguf.kinds import Kind
 
-FLOATS: Final[dict[GGMLQuantizationType, np.dtype[Any]]] = {
-    GGMLQuantizationType.F32: np.dtype("<f4"),
-    GGMLQuantizationType.F16: np.dtype("<f2"),
-    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
+    Kind.F32: np.dtype("<f4"),
+    Kind.F16: np.dtype("<f2"),
+    Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 # What the library dequantises and people use; the others would be a guess.
-QUANTISED: Final = (*blocks.STORED, GGMLQuantizationType.Q2_K)
+QUANTISED: Final = (*blocks.STORED, Kind.Q2_K)
 
 
-def stored_as(kind: GGMLQuantizationType) -> StorageFormat:
+def stored_as(kind: Kind) -> StorageFormat:
     """The storage of a tensor in the formats of files; Q2_K is quantised again, to 8 bits."""
     if kind in FLOATS:
-        half = kind is GGMLQuantizationType.F16
+        half = kind is Kind.F16
         return StorageFormat.F16 if half else StorageFormat.F32
     return blocks.STORED.get(kind, StorageFormat.Q8)
 
@@ -47,9 +46,9 @@ def default_format(file: GgufFile) -> WeightFormat:
     ours; w4a16 of floats.
     """
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
-    if kinds == {GGMLQuantizationType.Q8_0}:
+    if kinds == {Kind.Q8_0}:
         return WeightFormat.W8A16
-    if kinds == {GGMLQuantizationType.Q4_0} or kinds <= FLOATS.keys():
+    if kinds == {Kind.Q4_0} or kinds <= FLOATS.keys():
         return WeightFormat.W4A16
     return WeightFormat.GGUF_A16
 
@@ -116,14 +115,17 @@ class GgufTensor:
         if self.kind in FLOATS:
             found: npt.NDArray[np.float32] = chosen.view(FLOATS[self.kind]).astype(np.float32)
             return found
+        import gguf  # heavy, and most files are read without
+
+        kind = gguf.GGMLQuantizationType(self.kind)
         with np.errstate(all="ignore"):  # scales that are not finite are found by the caller
-            return np.asarray(gguf.quants.dequantize(chosen, self.kind), dtype=np.float32)
+            return np.asarray(gguf.quants.dequantize(chosen, kind), dtype=np.float32)
 
     def codes(
         self, start: int, stop: int, storage: StorageFormat
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16]] | BlockParts | None:
-        """Codes [rows, k / 32, 32] and scales [rows, k / 32], or the parts of blocks; None where
-        floats must do.
+        """Codes [rows, k / 32, 32], or of 4 bits their words, and scales [rows, k / 32], or the
+        parts of blocks; None where floats must do.
 
         Raises `ModelError` for a scale that is not finite.
         """
@@ -135,18 +137,17 @@ class GgufTensor:
             self._check_scales(parts.d if parts.e is None else np.stack([parts.d, parts.e]))
             return parts
         found = rows.reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
-        scales = np.ascontiguousarray(found[..., :2]).view(np.float16)[..., 0]
+        scales = blocks.half(found, 0)
         self._check_scales(scales)
-        values = found[..., 2:]
-        if self.kind is GGMLQuantizationType.Q8_0:
-            return np.ascontiguousarray(values).view(np.int8), scales
-        codes = blocks.nibbles(values)
-        if self.kind is GGMLQuantizationType.IQ4_NL:
-            return blocks.IQ4_NL_VALUES[codes], scales
-        return codes, scales
+        if self.kind is Kind.Q4_0:
+            return words_of_halves(found, 2, 18, 16), scales
+        values = np.ascontiguousarray(found[..., 2:])
+        if self.kind is Kind.Q8_0:
+            return values.view(np.int8), scales
+        return blocks.IQ4_NL_VALUES[blocks.nibbles(values)], scales
 
     def _check_scales(self, scales: npt.NDArray[np.float16]) -> None:
-        if not np.isfinite(scales).all():
+        if (scales.view(np.uint16) & 0x7C00 == 0x7C00).any():  # the exponent of what is not finite
             raise ModelError(
                 f"tensor {self.name} holds a value that is not finite; download the model again"
             )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from itertools import compress
+from operator import itemgetter
+from typing import Any, Final, cast
 
 import numpy as np
 import tokenizers
@@ -49,7 +51,7 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     found = file.metadata
     tokens = found.get("tokenizer.ggml.tokens")
     kind = found.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or any(not isinstance(x, str) for x in tokens):
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {str}:
         raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
         raise _error(file, "has a vocabulary with a token twice")
@@ -70,9 +72,10 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenize
     if scores is None:
         raise _error(file, "must give a score to every token (tokenizer.ggml.scores)")
     unknown = _token_of(file.metadata, "unknown", tokens)
+    known = dict(zip(tokens, range(len(tokens)), strict=True))
     model = models.BPE(
-        {token: index for index, token in enumerate(tokens)},
-        _merges_of_scores(tokens, scores),
+        known,
+        _merges_of_scores(known, scores),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
@@ -88,16 +91,20 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenize
     return backend
 
 
-def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to make a token of two others; tokens with the best score first."""
-    known = {token: (scores[i], i) for i, token in enumerate(tokens)}
+    by_length: dict[int, list[str]] = {}
+    for token in known:
+        by_length.setdefault(len(token), []).append(token)
     merges = []
-    for token, (score, index) in known.items():
-        if math.isfinite(score):
-            for cut in range(1, min(len(token), 64)):
-                left, right = token[:cut], token[cut:]
-                if left in known and right in known:
-                    merges.append((-score, index, known[left][1], left, right))
+    for length, group in by_length.items():
+        for cut in range(1, min(length, 64)):
+            # A hundred thousand tokens have many parts: no step for each of them is Python's.
+            ends = map(itemgetter(slice(cut, None)), group)
+            for token in compress(group, map(known.__contains__, ends)):
+                left, index = token[:cut], known[token]
+                if left in known and math.isfinite(scores[index]):
+                    merges.append((-scores[index], index, known[left], left, token[cut:]))
     merges.sort()
     return [(left, right) for *_, left, right in merges]
 
@@ -107,7 +114,7 @@ def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
     try:
         model = models.BPE(
-            {token: index for index, token in enumerate(tokens)},
+            dict(zip(tokens, range(len(tokens)), strict=True)),
             merges,
             ignore_merges=pre in _WHOLE_WORDS,
         )
@@ -126,13 +133,11 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
     lines = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(lines, list):
         raise _error(file, "carries no merges (tokenizer.ggml.merges)")
-    found = []
-    for line in lines:
-        left, space, right = line.partition(" ") if isinstance(line, str) else ("", "", "")
-        if not space or " " in right:
-            raise _error(file, f"has a merge that is not two tokens, {str(line)[:80]!r}")
-        found.append((left, right))
-    return found
+    found = [tuple(line.split(" ")) if isinstance(line, str) else () for line in lines]
+    wrong = next((i for i, pair in enumerate(found) if len(pair) != 2), None)
+    if wrong is not None:
+        raise _error(file, f"has a merge that is not two tokens, {str(lines[wrong])[:80]!r}")
+    return cast("list[tuple[str, str]]", found)
 
 
 def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
@@ -140,7 +145,8 @@ def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
     values = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, np.ndarray) or values.shape != (count,):
         return None
-    return [float(x) for x in values]
+    found: list[float] = values.astype(np.float64).tolist()
+    return found
 
 
 def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
@@ -163,13 +169,11 @@ def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence
     kinds = _numbers(file, "token_type", len(tokens))
     if kinds is None:
         raise _error(file, "must give a type to every token (tokenizer.ggml.token_type)")
-    pairs = list(zip(tokens, kinds, strict=True))
-    added = (x for x, k in pairs if k in (UNKNOWN, CONTROL, USER_DEFINED))
-    check_tokens(added, tokens, f"{file.path}: GGUF file")
-    backend.add_special_tokens(
-        [AddedToken(x, normalized=False) for x, k in pairs if k in (UNKNOWN, CONTROL)]
-    )
-    backend.add_tokens([AddedToken(x, normalized=False) for x, k in pairs if k == USER_DEFINED])
+    special = [tokens[i] for i in np.flatnonzero(np.isin(kinds, (UNKNOWN, CONTROL))).tolist()]
+    defined = [tokens[i] for i in np.flatnonzero(np.equal(kinds, USER_DEFINED)).tolist()]
+    check_tokens([*special, *defined], tokens, f"{file.path}: GGUF file")
+    backend.add_special_tokens([AddedToken(x, normalized=False) for x in special])
+    backend.add_tokens([AddedToken(x, normalized=False) for x in defined])
 
 
 def _special_tokens(found: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
 from hetero.backends.opencl.drivers import driver_of_library, driver_of_platform, icd, levels
 from hetero.backends.opencl.drivers.levels import LEVELS, chosen_level, processor_levels
 from hetero.backends.opencl.drivers.pocl import Pocl
+from hetero.backends.opencl.drivers.pocl_headers import HEADER, make_headers, short
 from hetero.backends.opencl.drivers.pocl_repair import (
     applies,
     find_field,
@@ -23,6 +24,7 @@ from hetero.backends.opencl.drivers.pocl_repair import (
     target_triple,
 )
 from hetero.backends.opencl.proving.run_folder import RunFolder, sweep
+from hetero.backends.opencl.proving.store import KernelStore
 
 TRIPLE = b"x86_64-unknown-linux-gnu\0"
 V3 = levels._AVX2
@@ -150,16 +152,18 @@ class TestLinks:
         (share / "include").mkdir()
         for suffix in ("avx512", "avx2", "sse2"):
             (share / f"kernel-x86_64-unknown-linux-gnu-{suffix}.bc").write_text(suffix)
-        linked = Path(Pocl().library(str(wheel), LEVELS["avx2"], tmp_path / "run"))
+        linked = Path(Pocl().library(str(wheel), LEVELS["avx2"], tmp_path / "run", KernelStore()))
         assert linked.read_text() == "library"
         found = linked.parent / "../../pocl_binary_distribution/.libs/share/pocl"
         texts = {path.read_text() for path in found.glob("*.bc")}
         assert (len(list(found.glob("*.bc"))), texts) == (3, {"avx2"})
-        assert Pocl().library(str(wheel), LEVELS["avx2"], tmp_path / "run") == str(linked)
+        assert Pocl().library(str(wheel), LEVELS["avx2"], tmp_path / "run", KernelStore()) == str(
+            linked
+        )
 
     def test_a_systems_library_stays_where_it_is(self, tmp_path: Path) -> None:
         own = str(tmp_path / "libpocl.so.2")
-        assert Pocl().library(own, LEVELS["avx2"], tmp_path) == own
+        assert Pocl().library(own, LEVELS["avx2"], tmp_path, KernelStore()) == own
 
 
 class TestRepair:
@@ -265,3 +269,56 @@ class TestRunFolder:
         folder.pid = os.getpid()
         folder.remove()
         assert not folder.path.exists()
+
+
+class TestHeaders:
+    TEXT = """
+        /* float dropped(float); */
+        #define __ovld __attribute__((overloadable)) // of all
+        #if A
+        #if B
+        float __ovld unnamed(float);
+        #else
+        double __ovld unnamed(double);
+        #endif
+        #endif
+        #define WIDE(x) \\
+            (x + 1)
+        float __ovld
+            exp(float x);
+        #ifdef C
+        float16 __ovld convert_float16(int16);
+        void __ovld vstore_half4_rte(float4);
+        void __ovld vstore_half4_rtz(float4);
+        #endif
+        typedef float floats[2];
+    """
+
+    def test_keep_what_kernels_name_and_no_empty_condition(self) -> None:
+        words = frozenset({"exp", "convert_float", "vstore_half", "_rte"})  # joined by macros
+        assert short(self.TEXT, words).splitlines() == [
+            "#define __ovld __attribute__((overloadable))",
+            "#define WIDE(x)  (x + 1)",
+            "float __ovld exp(float x);",
+            "#ifdef C",
+            "float16 __ovld convert_float16(int16);",
+            "void __ovld vstore_half4_rte(float4);",
+            "#endif",
+            "typedef float floats[2];",
+        ]
+
+    def test_are_made_once_and_shared_with_children(self, tmp_path: Path) -> None:
+        theirs, ours, again = (tmp_path / name for name in ("theirs", "ours", "again"))
+        theirs.mkdir()
+        (theirs / HEADER).write_text("int mine(int);\nint min(int);\n", encoding="utf-8")
+        (theirs / "_kernel.h").write_text("#define F(x) mine(x)\n", encoding="utf-8")
+        store = KernelStore(tmp_path / "store")
+        for target in (ours, ours, again):
+            make_headers(theirs, target, store)
+            text = (target / HEADER).read_text(encoding="utf-8")
+            assert text == "int mine(int);\nint min(int);\n"  # kernels name `min`
+            assert (target / "_kernel.h").samefile(theirs / "_kernel.h")
+        (kept,) = (tmp_path / "store").iterdir()
+        kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
+        make_headers(theirs, tmp_path / "third", store)
+        assert (tmp_path / "third" / HEADER).read_text(encoding="utf-8") == text

@@ -1,0 +1,95 @@
+"""The declarations of OpenCL's functions that PoCL's compiler reads, without those that no kernel
+here names.
+
+PoCL looks a program up in its cache by its preprocessed text, and that has all of Clang's
+`opencl-c.h` in it: 18 552 lines, 25 of the 30 ms that a program takes at every start though its
+kernels are compiled, and most of what compiling one takes at first. What is declared makes no code.
+A kernel that names a function which is left out does not compile: its trial says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from hetero.backends.opencl.kernel_files import all_sources, sources_digest
+from hetero.backends.opencl.proving.store import KernelStore
+
+HEADER: Final = "opencl-c.h"
+REVISION: Final = "declarations of named functions 2"  # another one for another text
+_RENAMES: Final = "_builtin_renames.h"  # names every function
+_COMMENT: Final = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_NUMBERED: Final = re.compile(r"(\w+?)\d+([a-z_]*)")
+_CALLED: Final = re.compile(r"(\w+)\s*\(")
+_NOTHING: Final = re.compile(r"^#if[^\n]*\n(?:#el[^\n]*\n)*#endif[^\n]*\n", re.MULTILINE)
+
+
+def make_headers(folder: Path, target: Path, store: KernelStore) -> None:
+    """Make `target` what PoCL's folder of headers is, with the short header, which is kept in a
+    store. Nothing is done where that is there: children use their parent's.
+    """
+    if (target / HEADER).exists():
+        return
+    target.mkdir(exist_ok=True)
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    for path in paths:
+        if path.name != HEADER:
+            (target / path.name).symlink_to(path.resolve())
+    states = [(path.name, (x := path.stat()).st_size, x.st_mtime_ns) for path in paths]
+    facts = "\0".join([REVISION, str(folder.resolve()), str(states), sources_digest()])
+    entry = hashlib.sha256(facts.encode()).hexdigest()
+    found = (store.get(entry) or {}).get(HEADER)
+    if found is None:
+        others = (x.read_text("utf-8") for x in paths if x.name not in (HEADER, _RENAMES))
+        code = _COMMENT.sub("", "\n".join([*others, *all_sources().values()]))
+        words = frozenset(re.findall(r"\w+", code))
+        found = short((folder / HEADER).read_text("utf-8"), words).encode()
+        store.put(entry, {HEADER: found})
+    (target / HEADER).write_bytes(found)
+
+
+def short(text: str, words: frozenset[str]) -> str:
+    """A header without the declarations of functions that are not among the words, whole or on both
+    sides of a number, which macros of kernels put there (`convert_float16`, `vstore_half4_rte`).
+    """
+    kept = "".join(
+        f"{statement}\n" for statement in _statements(_COMMENT.sub("", text))
+        if statement.startswith("#") or _is_named(statement, words)
+    )  # fmt: skip
+    while True:
+        fewer = _NOTHING.sub("", kept)
+        if fewer == kept:
+            return kept
+        kept = fewer
+
+
+def _is_named(statement: str, words: frozenset[str]) -> bool:
+    names = set(_CALLED.findall(statement)) - {"__attribute__"}
+    if not names or names & words:
+        return True
+    made = (_NUMBERED.fullmatch(name) for name in names)
+    return any(x is not None and set(filter(None, x.groups())) <= words for x in made)
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Directives and declarations, each in one piece."""
+    piece = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("#") and piece:  # in the middle of a declaration, or of none
+            yield piece
+            piece = ""
+        piece += line
+        if piece.startswith("#"):
+            whole = not piece.endswith("\\")
+            piece = piece if whole else piece.removesuffix("\\") + " "
+        else:
+            whole = piece.endswith((";", "}"))
+            piece = piece if whole or not piece else piece + " "
+        if whole and piece:
+            yield piece
+            piece = ""
+    if piece.strip():
+        yield piece

@@ -1,0 +1,126 @@
+"""What `auto` chose, kept: the same question at the next start is answered from a small file.
+
+`~/.cache/hetero/decisions/KEY.json`. KEY is a hash of all that the choice depends on: hetero's
+version and the files of the code that decides, the model's operations in its formats, what was
+asked for, the profile's bytes with the factors that scale it here, and the machine (processor,
+flags, cores, packages, the variables that choose devices, the driver and how many cores it would
+have). Choices that come with a plan for two devices are not kept, for their solver would have to be
+prepared all the same. What is broken, or of another question, is decided anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import platformdirs
+
+from hetero import backends, measuring, placement, profiler, runtime, solver
+from hetero.backends.host.files import atomic_write
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.environment import hetero_version
+
+VERSION: Final = 1  # of the files
+MOST: Final = 128  # that are kept: those that were used last
+LARGEST_BYTES: Final = 1 << 16
+DECIDING: Final = (backends, measuring, placement, profiler, runtime, solver)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One device alone: its kind, the backend that is opened for it (None: the one that was asked
+    for), why, what people are told, and the seconds that were compared.
+    """
+
+    mode: DeviceKind
+    gpu: str | None
+    reason: str
+    notes: tuple[str, ...]
+    seconds: Mapping[str, float]
+
+
+def folder() -> Path:
+    """Where decisions are."""
+    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "decisions"
+
+
+def key_of(question: Mapping[str, object]) -> str:
+    """The key of all that a decision depends on; its values must be of JSON."""
+    facts = {"version": VERSION, "hetero": hetero_version(), "code": code_stamp(), **question}
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def kept(key: str) -> Decision | None:
+    """The decision of a key, None where there is none that is whole."""
+    path = folder() / f"{key[:40]}.json"
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            return None
+        found = _read(path.read_bytes(), key)
+        if found is not None:
+            os.utime(path)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found
+
+
+def keep(key: str, decision: Decision) -> None:
+    """Keep it, where the cache can be written."""
+    content = _content(key, decision)
+    with contextlib.suppress(OSError):  # the next start decides again
+        folder().mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**content, "check": _check(content)}, indent=1)
+        atomic_write(folder() / f"{key[:40]}.json", text + "\n", durable=False)
+        _keep_newest()
+
+
+@cache
+def code_stamp() -> str:
+    """Changes with any file of the code that decides: a version stands for many states of a
+    checkout.
+    """
+    lines = []
+    for package in DECIDING:
+        for module in sorted(Path(next(iter(package.__path__))).rglob("*.py")):
+            state = module.stat()
+            lines.append(f"{module} {state.st_size} {state.st_mtime_ns}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _content(key: str, decision: Decision) -> dict[str, Any]:
+    return {
+        "key": key,
+        "mode": decision.mode,
+        "gpu": decision.gpu,
+        "reason": decision.reason,
+        "notes": list(decision.notes),
+        "seconds": dict(decision.seconds),
+    }
+
+
+def _check(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _read(data: bytes, key: str) -> Decision | None:
+    content = json.loads(data)
+    if not isinstance(content, dict) or content.pop("check", None) != _check(content):
+        return None
+    if content.pop("key", None) != key or content.get("mode") not in get_args(DeviceKind):
+        return None
+    content["notes"] = tuple(content["notes"])
+    return Decision(**content)
+
+
+def _keep_newest() -> None:
+    found = sorted(folder().glob("*.json"), key=lambda x: x.stat().st_mtime)
+    for old in found[:-MOST]:
+        old.unlink()

@@ -1,0 +1,98 @@
+"""Programs that a model needed before are built by a thread, and waited for where they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyopencl")
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.opencl.program_source import ProgramSource
+from hetero.backends.opencl.proving.compiler import Compiler
+
+
+class Notes(Compiler):
+    """Makes an object for each program; says by which thread."""
+
+    def __init__(self, notes: dict[str, bytes]) -> None:
+        self.notes = notes
+        self.built: list[tuple[str, str]] = []
+        self.compiled: set[str] = set()
+        self.fails = False
+
+    def program(self, _context: Any, _device: Any, source: ProgramSource) -> Any:
+        self.built.append((source.name, threading.current_thread().name[:15]))
+        self.compiled.add(source.digest)
+        return object()
+
+    def known(self, context: Any, device: Any, source: ProgramSource) -> Any:
+        if self.fails:
+            raise DeviceError("opencl", "building", "CL_BUILD_PROGRAM_FAILURE")
+        return self.program(context, device, source) if source.digest in self.compiled else None
+
+    def variant(self, *_: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def recall(self, entry: str) -> bytes | None:
+        return self.notes.get(entry)
+
+    def note(self, entry: str, content: bytes) -> None:
+        self.notes[entry] = content
+
+
+def use(compiler: Notes, what: str, *names: str) -> bool:
+    """Programs that a model needs; one more behind it. Whether they were noted."""
+    programs = ProgramCache(None, None, compiler)  # type: ignore[arg-type]
+    with programs.foreseen(what) as known:
+        for name in names:
+            assert programs.get(name, {}) is programs.get(name, {})
+    programs.get("rope.cl", {"N": len(names)})
+    programs.close()
+    return known
+
+
+def test_what_was_used_is_built_ahead_by_a_thread_the_next_time() -> None:
+    compiler = Notes({})
+    assert not use(compiler, "a", "flag.cl", "norm.cl")
+    assert {thread for _, thread in compiler.built} == {threading.current_thread().name[:15]}
+    compiler.built.clear()
+    assert use(compiler, "a", "norm.cl", "flag.cl")
+    assert dict(compiler.built) == dict.fromkeys(
+        ("flag.cl", "norm.cl", "rope.cl"), "hetero-programs"
+    )
+    assert not use(compiler, "b")
+
+
+def test_what_is_not_compiled_any_more_is_built_where_it_is_used() -> None:
+    compiler = Notes({})
+    use(compiler, "a", "flag.cl")
+    compiler.built.clear()
+    compiler.compiled.clear()
+    assert use(compiler, "a", "flag.cl")
+    assert {thread for _, thread in compiler.built} == {threading.current_thread().name[:15]}
+
+
+def test_an_error_of_a_program_is_raised_where_it_is_used_and_nowhere_else() -> None:
+    compiler = Notes({})
+    use(compiler, "a", "flag.cl")
+    compiler.fails = True
+    programs = ProgramCache(None, None, compiler)  # type: ignore[arg-type]
+    with programs.foreseen("a"):
+        programs.get("norm.cl", {})
+    with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE"), programs.foreseen("a"):
+        programs.get("flag.cl", {})
+    programs.close()
+
+
+def test_a_note_of_files_that_are_gone_is_passed_over() -> None:
+    compiler = Notes({})
+    use(compiler, "a", "flag.cl")
+    compiler.notes = {k: v.replace(b"flag.cl", b"gone.cl") for k, v in compiler.notes.items()}
+    assert use(compiler, "a", "norm.cl")
+    compiler.notes = dict.fromkeys(compiler.notes, b"{")
+    assert not use(compiler, "a", "norm.cl")
