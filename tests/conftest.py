@@ -17,18 +17,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
 from tests.helpers import Command
-from tests.thinning import thinned
+from tests.thinning import ALL, thinned
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """See `tests.thinning`."""
+    config.addinivalue_line("markers", "pairwise: the gate runs every pair of values, not all sets")
     config.addinivalue_line("markers", "sampled(n): the gate runs one in n of the parameter sets")
     config.addinivalue_line("markers", "thorough: not run by the gate")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `HETERO_TEST_ALL=1` runs; a test that is named by its id runs."""
-    if os.environ.get("HETERO_TEST_ALL") or any("::" in name for name in config.args):
+    if ALL or any("::" in name for name in config.args):
         return
     items[:], left = thinned(items)
     if left:
