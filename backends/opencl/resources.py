@@ -22,6 +22,11 @@ from hetero.backends.protocol import Device
 SHARED_SCRATCH_BYTES = 1 << 20
 
 
+def new_context(native: cl.Device) -> cl.Context:
+    """Of one device."""
+    return cl.Context([native])
+
+
 class Resources(Device):
     """The part of an OpenCL device that its kernels and calls use. Owned by the control thread.
 
@@ -45,7 +50,7 @@ class Resources(Device):
         self.tuning = find_tuning(family if family is not None else selected.family)
         self.threads = selected.threads
         with decoded(f"opening {self.native.name}"):
-            self.context = cl.Context([self.native])
+            self.context = new_context(self.native)
             self.queue = cl.CommandQueue(self.context)
         self.programs = ProgramCache(self.context, self.native, selected.compiler)
         found = bool(self.native.host_unified_memory)
