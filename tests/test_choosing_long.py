@@ -122,6 +122,7 @@ def name_of(choice: Choice) -> str:
     return choice.gpu or choice.mode
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["auto", "hetero"])
 def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
     for tokens in (1, 2, 64, 513, 2048, 2049, 3500, 4097, 6145, 8127):
