@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
+from functools import cache, lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
 from tests.helpers import Command
-from tests.thinning import thinned
+from tests.thinning import ALL, thinned
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """See `tests.thinning`."""
+    config.addinivalue_line("markers", "pairwise: the gate runs every pair of values, not all sets")
     config.addinivalue_line("markers", "sampled(n): the gate runs one in n of the parameter sets")
     config.addinivalue_line("markers", "thorough: not run by the gate")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `HETERO_TEST_ALL=1` runs; a test that is named by its id runs."""
-    if os.environ.get("HETERO_TEST_ALL") or any("::" in name for name in config.args):
+    if ALL or any("::" in name for name in config.args):
         return
     items[:], left = thinned(items)
     if left:
@@ -40,6 +43,25 @@ def pytest_sessionstart() -> None:
     before this process loads one: it can use those alone that were proven by then.
     """
     driver_reports()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_built_once() -> Iterator[None]:
+    """By all devices of this process, in one context: a driver reads a source again to find what
+    was compiled of it, which is most of what opening a model takes. Processes that tests start, and
+    `HETERO_TEST_ALL=1`, have a context for each device and build every program for each.
+    """
+    try:
+        from hetero.backends.opencl import resources
+        from hetero.backends.opencl.proving import compiler
+    except ImportError:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        if not ALL:
+            patch.setattr(resources, "new_context", cache(resources.new_context))
+            patch.setattr(compiler, "_build", lru_cache(maxsize=256)(compiler._build))
+        yield
 
 
 @pytest.fixture(autouse=True)

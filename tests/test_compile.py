@@ -19,6 +19,8 @@ from hetero.models import model_spec
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.checkpoints import Case, make_checkpoint
+from tests.helpers import own_cache
+from tests.thinning import examples
 
 pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
 
@@ -26,9 +28,9 @@ REQUEST = CompileRequest("demo", "sm8650", graph_sizes=(1, 32), max_seq_len=96)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
         yield
 
 
@@ -68,12 +70,13 @@ def test_a_begun_bundle_is_not_gone_on_with_differently(interrupted: Path) -> No
 
 
 def test_a_bundle_runs_as_it_is(bundle: Path) -> None:
+    count = examples(3, 8)  # of tokens, which take the emulator a second each
     with LLM("demo", device="gpu", max_seq_len=96) as llm:
-        expected = llm.generate("Once upon a time", max_tokens=8).text
+        expected = llm.generate("Once upon a time", max_tokens=count).text
     with LLM(str(bundle)) as llm:
         assert llm.max_seq_len == 96
         assert llm.devices.name("npu") == "qnn"
-        result = llm.generate("Once upon a time", max_tokens=8)
+        result = llm.generate("Once upon a time", max_tokens=count)
         counts = llm.devices.devices["npu"].store.counts  # type: ignore[attr-defined]
     assert result.text == expected
     assert set(result.stats.placement) == {"gpu", "npu"}

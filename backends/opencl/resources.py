@@ -26,6 +26,11 @@ class Scratch(cl.Buffer):
     """Memory that all calls of a device work in, one after the other."""
 
 
+def new_context(native: cl.Device) -> cl.Context:
+    """Of one device."""
+    return cl.Context([native])
+
+
 class Resources(Device):
     """The part of an OpenCL device that its kernels and calls use. Owned by the control thread.
 
@@ -49,7 +54,7 @@ class Resources(Device):
         self.tuning = find_tuning(family if family is not None else selected.family)
         self.threads = selected.threads
         with decoded(f"opening {self.native.name}"):
-            self.context = cl.Context([self.native])
+            self.context = new_context(self.native)
             self.queue = cl.CommandQueue(self.context)
         self.programs = ProgramCache(self.context, self.native, selected.compiler)
         found = bool(self.native.host_unified_memory)
