@@ -23,7 +23,8 @@ import pyopencl as cl
 
 from hetero.backends.opencl.calls import Launch, Native, OpenCLCall
 from hetero.backends.opencl.failures import decoded
-from hetero.backends.opencl.program_source import OPTIONS, ProgramSource, source
+from hetero.backends.opencl.kernel_files import source
+from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
 from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
 from hetero.backends.opencl.resources import Resources, Scratch
 from hetero.backends.protocol import Stages

@@ -117,12 +117,8 @@ class LLM:
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
         self.max_seq_len, self._whole_caches = self._context_length(length), whole_caches
         spec = self._loaded.spec(self.kv)
-        if (
-            bundle is not None
-            and plan is None
-            and npu in ("auto", "qnn")
-            and device in ("auto", "hetero")
-        ):
+        may = npu in ("auto", "qnn") and device in ("auto", "hetero")
+        if bundle is not None and plan is None and may:
             plan = bundle.load_plan(model)
         given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None:
