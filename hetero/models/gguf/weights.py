@@ -151,6 +151,11 @@ class GgufWeights(ModelWeights):
         elif isinstance(self._store, StoreWriter):
             self._store.finish()
 
+    def bring(self) -> None:
+        """See `ModelWeights.bring`."""
+        if isinstance(self._store, StoreReader):
+            self._store.file.bring()
+
     def close(self) -> None:
         """Wait for the store that is being written."""
         if isinstance(self._store, StoreWriter):
