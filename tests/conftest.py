@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
-from functools import cache, lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import typer
 
 # Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before numpy: threads of two processes that share the cores would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
@@ -46,22 +49,24 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def programs_are_built_once() -> Iterator[None]:
-    """By all devices of this process, in one context: a driver reads a source again to find what
-    was compiled of it, which is most of what opening a model takes. Processes that tests start, and
-    `HETERO_TEST_ALL=1`, have a context for each device and build every program for each.
-    """
-    try:
-        from hetero.backends.opencl import resources
-        from hetero.backends.opencl.proving import compiler
-    except ImportError:
+def devices_share_programs() -> Iterator[None]:
+    """See `tests.sharing`."""
+    if ALL or importlib.util.find_spec("pyopencl") is None:
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
-        if not ALL:
-            patch.setattr(resources, "new_context", cache(resources.new_context))
-            patch.setattr(compiler, "_build", lru_cache(maxsize=256)(compiler._build))
+    from tests.sharing import shared
+
+    with shared():
         yield
+
+
+@pytest.fixture
+def no_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as they are lowered: the program of a chain compiles for seconds for each model, which
+    tests of many models leave to those of one.
+    """
+    if not ALL:
+        monkeypatch.setattr("hetero.runtime.step.chain_program", lambda program, *_: program)
 
 
 @pytest.fixture(autouse=True)
