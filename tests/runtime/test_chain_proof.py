@@ -64,3 +64,24 @@ def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
         found, made = logits(llm)
     assert len(caught) == 1
     assert (found, made > 3) == (wanted, True)
+
+
+def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
+    """Whose attention waits for no other row's."""
+    with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64) as llm:
+        engine = llm.engine
+        contexts = [engine.new_context() for _ in range(3)]
+
+        def rows() -> list[bytes]:
+            for i, context in enumerate(contexts):
+                context.truncate(0)
+                engine.prefill(context, PROMPT[: 2 + i])
+            found = engine.decode_rows([(context, 7 + i) for i, context in enumerate(contexts)])
+            return [x.tobytes() for x in found if x is not None]
+
+        chained, few = rows(), submissions(llm)
+        engine.start_trace()
+        plain, many = rows(), submissions(llm)
+        engine.stop_trace()
+        assert (chained, len(chained)) == (plain, 3)
+        assert few < 3 < many
