@@ -232,6 +232,29 @@ def test_fused_groups_are_compiled_as_the_runtime_asks_for_them(tmp_path: Path) 
     assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
 
 
+@pytest.mark.parametrize("fused", [(), ("block",)])
+def test_windows_have_graphs_for_the_rows_that_they_keep(tmp_path: Path, fused: Any) -> None:
+    """Beside those of layers without one, whose caches are longer."""
+    changes = {"sliding_window": 24, "head_dim": 32, "num_hidden_layers": 2}
+    make_checkpoint(Case("tiny", "Gemma2", changes), tmp_path / "model")
+    request = CompileRequest(str(tmp_path / "model"), "sm8650", max_seq_len=448)
+    spec = prepare(request).loaded.spec()
+    plan = single_device(spec, "npu", graph_sizes=(1, 32)).model_copy(update={"fused": fused})
+    ready = prepare(replace(request, plan=plan))
+    found = {
+        name: {shape.context for shape in job.shapes}
+        for job in ready.jobs
+        for name in job.names
+        if "attention" in name or "block" in name
+    }
+    name = "block" if fused else "attention"
+    rows = 24 + 64 + 64 + 32  # the window, those kept behind it, a stride, a call
+    assert found == {f"layer0.{name}": {128, rows}, f"layer1.{name}": {128, 448 + 32}}
+    shared = ready.sharing(440)
+    assert shared is not None
+    assert len(shared.calls) == 14
+
+
 @pytest.mark.parametrize(
     ("where", "graphs", "shared", "built", "apart"),
     [

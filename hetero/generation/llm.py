@@ -410,6 +410,7 @@ class LLM:
         """
         with self._engine.lock.closing():
             self._engine.close()
+        self._loaded.weights.close()
 
     def __enter__(self) -> Self:
         return self

@@ -116,6 +116,10 @@ class QuantizedWeights(ModelWeights):
         for one in self.besides.values():
             one.release(None)
 
+    def bring(self) -> None:
+        """See `ModelWeights.bring`."""
+        self.file.bring()
+
     def head_in(self, storage: StorageFormat) -> PackedWeight:
         """The output head as it is stored besides."""
         return self.besides[storage].end("embed" if self.config.tie_word_embeddings else "lm_head")

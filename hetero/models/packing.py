@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -36,8 +37,9 @@ from hetero.errors import ModelError
 # What a thread takes at once: larger pieces leave a core's cache, smaller ones are more Python
 # than arithmetic, which threads do one after the other. Codes are mostly copied.
 PIECE_ELEMENTS = 1 << 17
-CODED_ELEMENTS = 1 << 19
+CODED_ELEMENTS = 1 << 20
 _BATCH_PIECES = 64
+_LARGEST_FREED = 31 << 20  # bytes
 _MAX_THREADS = 4  # each holds the memory of one piece
 _ARENA = Arena()
 
@@ -114,6 +116,7 @@ def pack_rows(
     `after_batch` is called now and then, so that pages of a mapped source can be given back.
     Raises `ModelError` for a value that is not finite or beyond the storage format's range.
     """
+    _keep_freed_memory()
     k = sources[0].shape[1]
     n = sum(source.shape[0] for source in sources)
     packed = empty_packed(storage, n, k)
@@ -134,6 +137,14 @@ def pack_rows(
             list(pool.map(pack_piece, starts[batch : batch + _BATCH_PIECES]))
             after_batch()
     return packed
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Let the C library keep what pieces free for the next ones: glibc gives back to the system
+    what is beyond twice the largest block that was freed, and new pages are cleared.
+    """
+    np.empty(_LARGEST_FREED, np.uint8)  # never touched, so it is no memory
 
 
 def check_finite(name: str, values: npt.NDArray[np.float32], limit: float = math.inf) -> None:

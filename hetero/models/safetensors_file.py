@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.host.mapped import bring
 from hetero.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -78,6 +79,10 @@ class SafetensorsFile:
     def header(self) -> bytes:
         """The raw header, the eight length bytes excluded."""
         return bytes(self._map[8 : 8 + self.header_bytes])
+
+    def bring(self) -> None:
+        """Let a thread map all pages, which are used soon."""
+        bring(self._bytes)
 
     def forget(self, names: list[str]) -> None:
         """Let the pages of these tensors leave memory; they are read again when touched."""

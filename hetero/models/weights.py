@@ -179,6 +179,12 @@ class ModelWeights(ABC):
         """Forget embeddings and output head, as `release` does for a block."""
         self._embed = self._lm_head = None
 
+    def bring(self) -> None:  # noqa: B027
+        """All weights are used where they lie, soon: bring what lies in a mapped file."""
+
+    def close(self) -> None:  # noqa: B027
+        """Wait for what is still being kept for the next start."""
+
     @abstractmethod
     def _load_block(self, index: int) -> BlockWeights:
         """Make the weights of a block."""

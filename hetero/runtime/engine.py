@@ -31,6 +31,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
+from hetero.runtime.chain_proof import chain_is_right
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite
 from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chunks, rounded
@@ -160,14 +161,13 @@ class Engine:
         self._orders = Orders(self.order)
         self._cost = cost
         self._whole_caches = whole_caches
-        self._timed = False
+        self._timed = self._closed = False
         self._steps: OrderedDict[_Key, Step] = OrderedDict()
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
         self._loading_step: Step | None = None
-        self._warmed = not warm
+        self._warmed, self._chains = not warm, True
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
-        self._closed = False
         self._build(plan, solver, progress)
 
     def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
@@ -243,8 +243,10 @@ class Engine:
         """The first time: launch what no context has launched yet, which may compile it."""
         if not self._warmed:
             self._warmed = True
-            for phase, m in self._warm_steps():
-                self.step(context, phase, m).chained(self.devices)
+            steps = [self.step(context, phase, m) for phase, m in self._warm_steps()]
+            self.pool.feed((0,), 0)
+            with self._control():
+                self._chains = all(chain_is_right(x, self.devices, self.executor) for x in steps)
 
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
@@ -637,7 +639,7 @@ class Engine:
         """Run a step that is fed."""
         with self._control():
             self._lowering.masses.begin()
-            alone = self._timed or step is self._loading_step
+            alone = self._timed or not self._chains or step is self._loading_step
             ran = step if alone else step.chained(self.devices)
             self._last_run = run = self.executor.run(ran)
         self._last = weakref.ref(ran)

@@ -135,7 +135,7 @@ class KernelSet:
 
         Raises `PlanError` for rows that were not prepared on a device with static shapes.
         """
-        if self._maps(part.kind):
+        if self.maps(part.kind):
             return self._in_place(node, part)
         if part.online:
             return self._online(node, part)
@@ -152,7 +152,7 @@ class KernelSet:
         for kind in sorted(placement.devices(node)):
             if node.plan_op is None:
                 self._others[node.name, kind] = _prepare(self._devices[kind], node, node.op, values)
-            elif self._maps(kind):
+            elif self.maps(kind):
                 self._weights[node.name] = values
                 self._check(kind, node)
             else:
@@ -199,7 +199,7 @@ class KernelSet:
         own = stored_for(op, node.op, values)
         return _prepare(self._devices[kind], node, op, cut_weights(own, start, stop), graph)
 
-    def _maps(self, kind: DeviceKind) -> bool:
+    def maps(self, kind: DeviceKind) -> bool:
         """Whether a device computes with the packed weights where they lie."""
         capabilities = self._devices[kind].capabilities
         return not capabilities.static_shapes
@@ -269,6 +269,8 @@ def prepare_kernels(
         if progress is not None:
             progress(done, len(by_layer))
     weights.release_ends()
+    if all(kernels.maps(kind) for kind in devices):
+        weights.bring()
     return kernels
 
 

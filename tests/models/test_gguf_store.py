@@ -35,6 +35,7 @@ def read_all(weights: ModelWeights) -> list[np.ndarray]:
         weights.release(i)
     found += [weights.embed().dequantize(), weights.lm_head().dequantize()]
     weights.release_ends()
+    weights.close()
     return found
 
 
@@ -137,6 +138,41 @@ def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if nothing had been written
     with pytest.raises(ModelError, match="has changed since it was packed"):
         read_all(open_model(path).weights)
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30])
+def test_a_store_is_whole_and_seen_whenever_it_is_written(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """Beside packing, or behind all of it; its writer knows that it is the file's."""
+    monkeypatch.setattr(store, "HELD_BYTES", held)
+    monkeypatch.setattr(store, "SETTLED_S", -1.0)
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    wanted = read_all(open_model(path).weights)
+    assert [x.suffix for x in sorted(stores.iterdir())] == [".safetensors", ".seen"]
+    again = open_model(path).weights
+    monkeypatch.setattr(store, "Content", None)  # nothing is compared
+    for ours, theirs in zip(read_all(again), wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_file_that_changes_while_it_is_packed_has_no_store(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    weights = open_model(path).weights
+    weights.block(0)
+    path.touch()
+    read_all(weights)
+    assert kept(stores) == []
+
+
+def test_a_model_that_is_given_up_leaves_nothing(stores: Path, tmp_path: Path) -> None:
+    weights = open_model(write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))).weights
+    weights.block(0)
+    weights.release_ends()
+    weights.close()
+    assert kept(stores) == []
 
 
 def test_a_file_that_was_just_written_is_read_again(stores: Path, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import contextlib
 import hashlib
 import os
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -23,7 +25,7 @@ import numpy as np
 import platformdirs
 
 from hetero.backends.formats import StorageFormat, WeightFormat
-from hetero.backends.host.files import atomic_writer
+from hetero.backends.host.files import atomic_write, atomic_writer
 from hetero.backends.weights import (
     PackedWeight,
     data_dtype,
@@ -44,6 +46,8 @@ MOST_STORES: Final = 4
 PIECE_BYTES: Final = 16 << 20
 SAMPLES: Final = 64
 SETTLED_S: Final = 2.0
+HELD_BYTES: Final = 1 << 30
+WRITTEN_BYTES: Final = 1 << 24  # at once: a process that ends waits for no more
 _DTYPES: Final = {"uint32": "U32", "int8": "I8", "uint8": "U8", "float16": "F16", "float32": "F32"}
 
 
@@ -86,7 +90,7 @@ class Content:
 
     def hexdigest(self) -> str:
         """Waits for it."""
-        return hashlib.sha256(b"".join(x.result() for x in self._found)).hexdigest()
+        return _digest_of(x.result() for x in self._found)
 
 
 class StoreReader:
@@ -102,6 +106,7 @@ class StoreReader:
         ):
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
         self._identity = _identity(file)  # from before its bytes are read
+        self._settled = _is_settled(file)
         self._content: Content | None = None if _seen(path, self._identity) else Content(file)
 
     def matrix(self, name: str) -> list[PackedWeight]:
@@ -123,7 +128,8 @@ class StoreReader:
         if content is None:
             return
         if content.hexdigest() == self.file.metadata.get("content"):
-            _note_seen(self.file.path, self._gguf, self._identity)
+            if self._settled:
+                _note_seen(self.file.path, self._identity)
             return
         with contextlib.suppress(OSError):
             self.file.path.unlink()
@@ -136,13 +142,17 @@ class StoreReader:
 class StoreWriter:
     """Takes matrices as they are packed, in any order, and is there once it has them all.
 
-    One thread of its own writes a matrix while the next one is packed; `add`, `finish` and
-    `abandon` are called by one thread, which waits for it first.
+    A store of up to `HELD_BYTES` is written from `finish` on, when the model is ready, by a thread
+    of low priority: packing and the first answer need the processor more. Its matrices are kept
+    until then, as those who compute in place keep them anyway. Of a larger one a thread writes a
+    matrix while the next one is packed. `add`, `finish`, `close` and `abandon` are called by one
+    thread, which waits for that one first where it must.
     """
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
-        self.path, self._shapes = path, shapes
-        self._content = Content(file)
+        self.path, self._shapes, self._file = path, shapes, file
+        self._identity = _identity(file)  # from before its bytes are read
+        self._settled = _is_settled(file)
         self._plan = _plan(shapes)
         self._header = self._made_header("0" * 64)
         self._at: dict[str, int] = {}
@@ -150,6 +160,8 @@ class StoreWriter:
         for tensor in self._plan:
             self._at[tensor.name] = at
             at += page_padded(tensor.nbytes)
+        self._held: dict[str, Sequence[PackedWeight]] = {}
+        self._content = None if at <= HELD_BYTES else Content(file)
         self._missing = set(shapes)
         self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-store")
@@ -162,23 +174,35 @@ class StoreWriter:
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> None:
         """A matrix, not changed from now on; whatever fails with the store fails without it."""
-        self._wait()
-        if name in self._missing:
-            self._missing.remove(name)
+        if self._content is not None:
+            self._wait()
+        if name not in self._missing:
+            return
+        self._missing.remove(name)
+        if self._content is None:
+            self._held[name] = parts
+        else:
             self._writing = self._thread.submit(self._add, name, parts, last=not self._missing)
 
     def finish(self) -> None:
-        """Wait until everything is written; a store that lacks a matrix is given up."""
+        """Everything was added; a store that lacks a matrix is given up."""
+        if self._missing or self._content is not None:
+            self.abandon()
+        elif self._writing is None:
+            self._writing = self._thread.submit(self._add_held)
+            self._thread.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
         self._wait()
-        self.abandon()
 
     def abandon(self) -> None:
         """Leave nothing behind, but a store that is whole."""
         self._wait()
         self._missing = set()
+        self._held.clear()
         self._thread.shutdown()
-        with contextlib.suppress(_AbandonedError, OSError), self._stack:
-            raise _AbandonedError
+        self._drop()
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
@@ -188,20 +212,45 @@ class StoreWriter:
             except OSError:
                 self.abandon()
 
+    def _drop(self) -> None:
+        with contextlib.suppress(_AbandonedError, OSError), self._stack:
+            raise _AbandonedError
+
+    def _add_held(self) -> None:
+        """All matrices, by the thread."""
+        _be_last()
+        try:
+            while self._held:
+                name, parts = self._held.popitem()
+                self._add(name, parts, last=not self._held)
+        except OSError:
+            self._held.clear()
+            self._drop()
+
     def _add(self, name: str, parts: Sequence[PackedWeight], *, last: bool) -> None:
         for i, part in enumerate(parts):
             for kind, array in zip(("data", "scales"), matrix_arrays(part), strict=False):
                 self._write(array, self._at[f"{name}.{i}.{kind}"])
         if last:
-            header = self._made_header(self._content.hexdigest())
+            header = self._made_header(self._hexdigest())
             self._write(np.frombuffer(header, np.uint8), 0)
+            if _identity(self._file) != self._identity:
+                raise OSError(f"{self._file.path} was written meanwhile")
             self._stack.close()
             _keep_newest(self.path)
+            if self._settled:
+                _note_seen(self.path, self._identity)
+
+    def _hexdigest(self) -> str:
+        if self._content is not None:
+            return self._content.hexdigest()
+        starts = range(0, self._file.nbytes, PIECE_BYTES)
+        return _digest_of(_piece_digest(self._file, start) for start in starts)
 
     def _write(self, array: Any, at: int) -> None:
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         while left:
-            done = os.pwrite(self._out.fileno(), left[: 1 << 28], at)
+            done = os.pwrite(self._out.fileno(), left[:WRITTEN_BYTES], at)
             left, at = left[done:], at + done
 
     def _made_header(self, content: str) -> bytes:
@@ -252,12 +301,21 @@ def _seen(path: Path, identity: str) -> bool:
         return False
 
 
-def _note_seen(path: Path, file: GgufFile, identity: str) -> None:
+def _is_settled(file: GgufFile) -> bool:
     """Not of a file that was just written, which could be again within a tick of the clock."""
+    return os.name != "nt" and time.time() - file.path.stat().st_ctime > SETTLED_S
+
+
+def _note_seen(path: Path, identity: str) -> None:
     with contextlib.suppress(OSError):
-        if os.name != "nt" and time.time() - file.path.stat().st_ctime > SETTLED_S:
-            with atomic_writer(path.with_suffix(".seen"), durable=False) as out:
-                out.write(identity.encode())
+        atomic_write(path.with_suffix(".seen"), identity, durable=False)
+
+
+def _be_last() -> None:
+    """Let every other thread of this machine go first, where a thread can."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _plan(shapes: Shapes) -> list[PlannedTensor]:
@@ -271,6 +329,10 @@ def _plan(shapes: Shapes) -> list[PlannedTensor]:
                 shape = scales_shape(storage, n, k)
                 plan.append(PlannedTensor(f"{name}.{i}.scales", kind, shape))
     return plan
+
+
+def _digest_of(pieces: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
 def _piece_digest(file: GgufFile, start: int) -> bytes:

@@ -151,6 +151,16 @@ class GgufWeights(ModelWeights):
         elif isinstance(self._store, StoreWriter):
             self._store.finish()
 
+    def bring(self) -> None:
+        """See `ModelWeights.bring`."""
+        if isinstance(self._store, StoreReader):
+            self._store.file.bring()
+
+    def close(self) -> None:
+        """Wait for the store that is being written."""
+        if isinstance(self._store, StoreWriter):
+            self._store.close()
+
     def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
         """Tensors of a matrix by their storage, neighbours of one together: in the formats of
         files each has its own, but all are float32 where a part would not start at a block of rows.
