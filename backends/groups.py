@@ -33,7 +33,8 @@ class Group:
     """Operations in order of execution, with at most one attention among them.
 
     Its tensors are `inputs` and `outputs` (activations [m, …] float32) and, with attention or
-    rotation, `position`, `k_cache` and `v_cache` as those operations take them.
+    rotation, `position`, `k_cache` and `v_cache` as those operations take them; where attention has
+    a position of its own, that is `cache_row`.
     """
 
     name: str
@@ -64,10 +65,15 @@ class Group:
         return ""
 
     @property
-    def fixed(self) -> tuple[str, ...]:
-        """The ports of `FIXED_PORTS` that the steps have."""
-        found = {port for step in self.steps for port, _ in step.slots if port in FIXED_PORTS}
-        return tuple(sorted(found))
+    def fixed(self) -> dict[str, tuple[str, str]]:
+        """Its tensors of `FIXED_PORTS`, rising: the slot of each, and the port that it is for."""
+        found: dict[str, tuple[str, str]] = {}
+        for step in self.steps:
+            for port, slot in step.slots:
+                if port in FIXED_PORTS:
+                    apart = found.get(port, (slot, port))[0] != slot
+                    found["cache_row" if apart else port] = (slot, port)
+        return dict(sorted(found.items()))
 
     def shapes(self, slots: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(slot, its shape without the tokens)."""

@@ -92,7 +92,9 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
     """A call of the operation; chunks of equal bits together."""
     table, codes = arrays["table"], arrays["codes"]
     shape = op.kv_heads, op.tokens, op.head_dim
-    quarter = op.values // 4
+    quarter, by_channel = op.values // 4, channels.reshape(op.kv_heads, op.head_dim)
+    caches = [Rows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
+    moves = op.kv.coded and np.array_equal(caches[0].channels, by_channel)
     for bits in (16, 8, 4, 2):
         rows = table[table[:, 1] == bits]
         if not len(rows):
@@ -104,11 +106,34 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
         else:
             first = 2 * op.amplitudes + quarter
             planes = np.split(parts, [first, first + quarter], axis=1)
-            by_channel = channels.reshape(op.kv_heads, op.head_dim)
-            found = decoded(bits, planes, shape, by_channel, by_token=op.by_token)
+            if bits == 8 and moves:
+                _move(op, rows[:, 0].tolist(), planes, caches)
+                continue
+            found = decoded(
+                bits,
+                planes,
+                shape,
+                by_channel,
+                by_token=op.by_token,
+                keys_by_token=op.keys_by_token,
+            )
         for first, values in zip(rows[:, 0].tolist(), found, strict=True):
-            for port, part in zip(("k_cache", "v_cache"), values, strict=True):
-                Rows(arrays[port], op.kv, op.head_dim).write(first, part)
+            for into, part in zip(caches, values, strict=True):
+                into.write(first, part)
+
+
+def _move(
+    op: DecodeChunks, firsts: Sequence[int], planes: Sequence[Array], caches: Sequence[Rows]
+) -> None:
+    """Codes of 8 bits into caches of codes, as they are."""
+    codes, amplitudes = unpacked(8, planes, op.amplitudes)
+    steps = spread(amplitudes.astype(np.float32) / 128, op.kv_heads, op.amplitude_rows)
+    parts = (codes ^ 128).view(np.int8)
+    for first, part, step in zip(firsts, parts, steps, strict=True):
+        shaped = part.reshape(2, op.kv_heads, op.tokens, op.head_dim)
+        for into, own, scale in zip(caches, shaped, step, strict=True):
+            into.codes[:, first : first + op.tokens] = own
+            into.steps[:, first : first + op.tokens] = scale
 
 
 def random_channels(op: DecodeChunks, random: np.random.Generator) -> npt.NDArray[np.float32]:

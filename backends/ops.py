@@ -154,7 +154,8 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Append this call's keys and values to the caches, then attend causally.
+    """Append this call's keys and values to the caches, then attend causally. Positions are rows
+    of the caches: a caller who leaves out tokens that no window reaches counts from the first row.
 
     Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache` of
     the shape `kv.shape(G, C, D)` (updated in place at positions position … position + m - 1), `out`
@@ -247,19 +248,21 @@ class ColumnMass:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeChunks:
-    """Codes of m chunks of keys and values of one layer, written into the caches as floats (LLMS,
-    arXiv 2403.11805, section 3.2).
+    """Codes of m chunks of keys and values of one layer, written into the caches (LLMS, arXiv
+    2403.11805, section 3.2).
 
     A chunk is `tokens` tokens T, and lies in `codes` as n = 2·G·T·D codes, keys before values, each
     [G, T, D]. With 16 bits they are float16. With 8, 4 or 2 bits fp16 amplitudes come first: one
-    for each head of the keys, then one for each head of the values, or with `by_token` for each of
-    its tokens. Then come the upper two bits of all codes, four in a byte, the first in the lowest
-    bits (n/4 bytes); with 4 bits and more the next two in the same way; with 8 the lower four, two
-    in a byte (n/2 bytes). A code c of b bits stands for
+    for each head of the keys (`keys_by_token`: for each of its tokens), then one for each head of
+    the values (`by_token`: likewise). Then come the upper two bits of all codes, four in a byte,
+    the first in the lowest bits (n/4 bytes); with 4 bits and more the next two in the same way;
+    with 8 the lower four, two in a byte (n/2 bytes). A code c of b bits stands for
 
         (c + 1/2 - 2^(b-1)) · s,  s = amplitude · 2^(1-b) (· channels[g, d], for keys)
 
-    where s and the product are rounded to float32, then to the caches' format.
+    where s and the product are rounded to float32, then to the caches' format: caches of codes
+    round it with the scales of channels that they have. Where these are `channels`, codes of 8 bits
+    go into such caches as they are, c - 128 with the step amplitude / 128.
 
     Ports: `codes` uint8 [room]; `table` int32 [m, 3]: first position, bits (16, 8, 4, 2, or 0: the
     row is no chunk) and first byte, which is even; `k_cache` and `v_cache` [G, C, D] in the format
@@ -273,6 +276,7 @@ class DecodeChunks:
     room: int
     tokens: int = 16
     by_token: bool = False
+    keys_by_token: bool = False
     kv: CacheFormat = CacheFormat.F32
     ports: ClassVar[tuple[str, ...]] = ("codes", "table", "k_cache", "v_cache")
 
@@ -290,7 +294,12 @@ class DecodeChunks:
     @property
     def amplitudes(self) -> int:
         """Of a chunk."""
-        return self.kv_heads * (1 + (self.tokens if self.by_token else 1))
+        return self.kv_heads * sum(self.amplitude_rows)
+
+    @property
+    def amplitude_rows(self) -> tuple[int, int]:
+        """Of a head's keys and of its values."""
+        return self.tokens if self.keys_by_token else 1, self.tokens if self.by_token else 1
 
     def chunk_bytes(self, bits: int) -> int:
         """That a chunk takes in `codes`."""

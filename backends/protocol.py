@@ -167,11 +167,12 @@ class BoundCall(ABC):
     """A pre-bound launch. Holds references to everything that it uses.
 
     `name` is for traces and errors; `m` the token count it computes (the graph size on a device
-    with static shapes).
+    with static shapes); `chains`: whether its device may take it into a chain.
     """
 
     name: str
     m: int
+    chains: bool = False
 
     @abstractmethod
     def run(self) -> None:
@@ -184,6 +185,9 @@ class BoundCall(ABC):
     def enqueue(self) -> Completion:
         """As `submit`, but the driver may keep it back until something else is submitted."""
         return self.submit()
+
+
+Stages: TypeAlias = Sequence[Sequence[BoundCall]]
 
 
 class Doorbell(ABC):
@@ -275,7 +279,7 @@ class Device(ABC):
     def prepare_group(self, group: Any, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
         """Compile a `groups.Group` on the weights of each of its steps.
 
-        Its kernel is bound to the group's slots, and to the ports of `Group.fixed`. Raises
+        Its kernel is bound to the group's slots, and to what `Group.fixed` names. Raises
         `ValueError` for a group whose name is not among the capabilities' `fused_groups`.
         """
         raise ValueError(
@@ -305,6 +309,12 @@ class Device(ABC):
     def doorbell(self) -> Doorbell | None:
         """Starts queued calls without the driver; None where a running kernel does not see the
         host's stores in time.
+        """
+        return None
+
+    def chain(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
+        """For each run of this device's calls one call that computes the same, in their order but
+        for those of one stage, which do not need each other. None where nothing is gained by it.
         """
         return None
 

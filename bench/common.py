@@ -188,12 +188,10 @@ class Span(NamedTuple):
 
 @contextmanager
 def timing(engine: Engine) -> Iterator[None]:
-    """The devices of an engine keep their calls' times."""
-    for device in engine.devices.values():
-        device.set_timing(True)
+    """The devices of an engine keep their calls' times, each call for itself."""
+    engine.start_trace()
     yield
-    for device in engine.devices.values():
-        device.set_timing(False)
+    engine.stop_trace()
 
 
 def timeline(engine: Engine) -> list[Span]:

@@ -4,6 +4,8 @@ python bench/kernels.py split -m 256,1           # a cut matmul against its two 
 python bench/kernels.py matmul --formats w4a8    # one core of OpenCL against ONNX Runtime
 python bench/kernels.py attention                # on caches of every format
 python bench/kernels.py ceiling                  # one core reads memory, the other, both
+python bench/kernels.py unused-device            # mode hetero with a plan of the GPU alone
+python bench/kernels.py growth                   # what a longer context costs
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from common import (
     timed,
 )
 from parts.attention import attention
+from parts.growth import growth
 from parts.matmul import matmul
+from parts.unused_device import unused_device
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
@@ -47,6 +51,8 @@ from hetero.runtime.waits import Synchroniser
 app = new_app(__doc__)
 app.command("matmul")(matmul)
 app.command("attention")(attention)
+app.command("unused-device")(unused_device)
+app.command("growth")(growth)
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
 Devices = dict[DeviceKind, Device]

@@ -227,6 +227,10 @@ class CostModel:
         """Cost of starting what was queued behind a gate; None if the device has no gates."""
         return self._sync(device).ring_s
 
+    def chain_s(self, device: DeviceKind) -> float:
+        """What a launch saves in a chain; 0 if the device has none."""
+        return self._sync(device).chain_s or 0.0
+
     def wait_s(self, device: DeviceKind, method: WaitMethod = "fast") -> float:
         """From the kernel's end until the host knows; 0 where calls block or it is unknown."""
         waits = self._sync(device).wait_s

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from hetero.backends.formats import WeightFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, MatMul, Op, Rope
 from hetero.backends.protocol import CACHE_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
@@ -206,6 +206,16 @@ class ModelGraph(BaseModel):
                 case Rope():
                     return dataclasses.replace(op, max_position=capacity)
             return op
+
+        return self.model_copy(update={"nodes": tuple(_with_op(x, fit(x.op)) for x in self.nodes)})
+
+    def with_caches(self, kv: CacheFormat) -> Self:
+        """The same with KV caches of a format."""
+        if self._attention.kv is kv:
+            return self
+
+        def fit(op: Op) -> Op:
+            return dataclasses.replace(op, kv=kv) if isinstance(op, Attention) else op
 
         return self.model_copy(update={"nodes": tuple(_with_op(x, fit(x.op)) for x in self.nodes)})
 

@@ -391,6 +391,7 @@ class DeviceSync(Record):
     submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
                                      a launch takes from submission to end in an empty queue
     ring_s     from opening a gate (`Device.doorbell`) until what is behind it starts; None: none
+    chain_s    how much less a launch takes in a chain (`Device.chain`) than in a full queue
     wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
                (blocking call), `event` (its status polled), `flag` (a completion flag polled),
                `fast` (the best usable)
@@ -402,6 +403,7 @@ class DeviceSync(Record):
     submit_busy_s: Seconds = 0.0
     submit_empty_s: Seconds = 0.0
     ring_s: Seconds | None = None
+    chain_s: Seconds | None = None
     wait_s: dict[str, Seconds] = {}
     call_s: Seconds = 0.0
     restart_s: Seconds = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -177,6 +177,21 @@ class Surroundings:
 
     def others(self, records: Mapping[DeviceKind, DeviceRecord]) -> list[Others]:
         """The kernels that are not matmuls: checked, timed, fitted."""
+        timed, quarantined = self.timed_others(records)
+        return [
+            Others(
+                rows=tuple(row for row, _ in timed),
+                predictors=other_ops.fit_others(timed, self.options.own_ops, self.options.fitting),
+                quarantined=tuple(quarantined),
+            )
+        ]
+
+    def timed_others(
+        self,
+        records: Mapping[DeviceKind, DeviceRecord],
+        wanted: Callable[[DeviceKind, Op], bool] = lambda *_: True,
+    ) -> tuple[list[tuple[OtherRow, Op]], list[Quarantine]]:
+        """Those that are wanted, checked and timed; and those that are wrong."""
         timed: list[tuple[OtherRow, Op]] = []
         quarantined: list[Quarantine] = []
         for kind in self.devices:
@@ -198,15 +213,10 @@ class Surroundings:
                 graph=self.options.graph,
                 outliers=any(x.activations.static for x in self.options.weight_formats),
             )
+            cases = [case for case in cases if wanted(kind, case.op)]
             good = self._good(meter, dict.fromkeys(case.op for case in cases), quarantined)
             timed += [(meter.time(case), case.op) for case in cases if case.op in good]
-        return [
-            Others(
-                rows=tuple(row for row, _ in timed),
-                predictors=other_ops.fit_others(timed, self.options.own_ops, self.options.fitting),
-                quarantined=tuple(quarantined),
-            )
-        ]
+        return timed, quarantined
 
     def _good(
         self, meter: other_ops.OtherMeter, wanted: Mapping[Op, Any], quarantined: list[Quarantine]

@@ -78,6 +78,7 @@ def measure_device(
         submit_busy_s=busy_s,
         submit_empty_s=max(idle_call_s - each_s - waits.get("finish", 0.0), 0.0),
         ring_s=ring_s,
+        chain_s=_chain(device, clock, repeats, policy),
         wait_s=waits,
         notes=notes,
     )
@@ -136,6 +137,28 @@ def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> t
         submits.append((submitted_s - start_s) / policy.queue)
         eaches.append((clock.now() - start_s) / policy.queue)
     return statistics.median(submits), statistics.median(eaches)
+
+
+def _chain(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
+    """A launch in a full queue less one in a chain, both in turns and behind longer ones, during
+    which they are submitted; None where calls are not chained.
+    """
+    call, lead = _call(device, policy.small), _call(device, policy.medium)
+    chains = device.chain([[[call]] * policy.queue]) if call.chains else None
+    if not chains:
+        return None
+    saved = []
+    for _ in range(max(3, repeats // 6)):
+        times = []
+        for calls in ([call] * policy.queue, chains):
+            before = [lead.submit() for _ in range(policy.queue)]
+            behind = [each.submit() for each in calls]
+            before[-1].wait(policy.deadline_s)
+            start_s = clock.now()
+            behind[-1].wait(policy.deadline_s)
+            times.append(clock.now() - start_s)
+        saved.append((times[0] - times[1]) / policy.queue)
+    return max(statistics.median(saved), 0.0)
 
 
 def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:

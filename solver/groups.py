@@ -15,7 +15,7 @@ from hetero.solver.plan import FusedGroup
 class NodeGroup:
     """Consecutive nodes and the group that they make; `reads` and `writes` are its slots.
 
-    `fixed` are the slots of its position and caches, by port.
+    `fixed` are the slots of its positions and caches, as `Group.fixed` names them.
     """
 
     name: str
@@ -84,9 +84,7 @@ def _group(nodes: Sequence[Node], start: int, count: int, kind: FusedGroup) -> N
     written = dict.fromkeys(slot for step in steps for slot in step.written)
     outputs = tuple(slot for slot in written if _is_read(slot, after))
     group = Group(kind, steps, outputs)
-    fixed = {
-        port: slot for node in members for port, slot in node.slots.items() if port in group.fixed
-    }
+    fixed = {name: slot for name, (slot, _) in group.fixed.items()}
     layer, _, first = members[0].name.rpartition(".")
     last = members[-1].name.rpartition(".")[2]
     name = f"{layer}.{first}_to_{last}" if kind == "static" else f"{layer}.{kind}"

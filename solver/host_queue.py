@@ -19,7 +19,7 @@ from hetero.profiler.records import phase_of
 from hetero.solver.kernels import Floats, Kernels
 from hetero.solver.overheads import CutTimes, Overheads
 
-Correction: TypeAlias = Literal["gates", "restart", "spread", "step"]
+Correction: TypeAlias = Literal["chains", "gates", "restart", "spread", "step"]
 CORRECTIONS: Final[frozenset[Correction]] = frozenset(get_args(Correction))
 FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter
 Spread: TypeAlias = tuple[float, float]  # relative standard deviations, GPU and NPU
@@ -74,12 +74,14 @@ class HostQueue(Overheads):
     busy_s      one submission behind others, made by the thread on which the NPU's calls block
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
+    chain_s     what a launch saves in a chain (`Device.chain`)
     varies      whether times vary (`CostModel.spread`)
     """
 
     ring_s: float | None = None
     busy_s: float = 0.0
     step_s: float | None = None
+    chain_s: float = 0.0
     varies: bool = True
 
     @classmethod
@@ -103,6 +105,7 @@ class HostQueue(Overheads):
             ring_s=cost.ring_s("gpu") if blocks and "gates" in corrections else None,
             busy_s=cost.submit_s("gpu", "busy"),
             step_s=cost.profile.host_sync.step_s if "step" in corrections else None,
+            chain_s=cost.chain_s("gpu") if "chains" in corrections else 0.0,
             varies="spread" in corrections,
         )
 
@@ -143,6 +146,10 @@ class HostQueue(Overheads):
         if self.step_s is None:
             return 0.0
         return self.step_s + (self.submit_s if rest == "gpu" else 0.0)
+
+    def chained_s(self, launches: int) -> float:
+        """See `Overheads.chained_s`."""
+        return launches * self.chain_s
 
 
 def spread_of(kernels: Kernels, m: int) -> Spread:

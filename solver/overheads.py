@@ -122,6 +122,10 @@ class Overheads:
         """What a step takes besides its operators, the first of which `rest` computes."""
         return 0.0
 
+    def chained_s(self, launches: int) -> float:  # noqa: ARG002
+        """What a decoding step on the GPU alone takes less than its launches one by one."""
+        return 0.0
+
     @property
     def copies(self) -> bool:
         """Whether activations are copied at all."""

@@ -46,6 +46,11 @@ class Solution(NamedTuple):
         block += [self.attention.devices] if self.attention is not None else []
         return frozenset({self.rests.device}).union(*block)
 
+    def alone_on(self, device: DeviceKind) -> bool:
+        """Whether one device computes everything."""
+        others = [option.devices for option in self.options.values()]
+        return self.devices.union(*others) == {device}
+
     @property
     def heads(self) -> int:
         """Key/value heads of attention on the NPU beside the GPU; 0 where one device has all."""

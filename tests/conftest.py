@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,22 +15,26 @@ import typer
 
 # Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before numpy: threads of two processes that share the cores would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
 from tests.helpers import Command
-from tests.thinning import thinned
+from tests.thinning import ALL, thinned
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """See `tests.thinning`."""
+    config.addinivalue_line("markers", "pairwise: the gate runs every pair of values, not all sets")
     config.addinivalue_line("markers", "sampled(n): the gate runs one in n of the parameter sets")
     config.addinivalue_line("markers", "thorough: not run by the gate")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only `HETERO_TEST_ALL=1` runs; a test that is named by its id runs."""
-    if os.environ.get("HETERO_TEST_ALL") or any("::" in name for name in config.args):
+    if ALL or any("::" in name for name in config.args):
         return
     items[:], left = thinned(items)
     if left:
@@ -40,6 +46,27 @@ def pytest_sessionstart() -> None:
     before this process loads one: it can use those alone that were proven by then.
     """
     driver_reports()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def devices_share_programs() -> Iterator[None]:
+    """See `tests.sharing`."""
+    if ALL or importlib.util.find_spec("pyopencl") is None:
+        yield
+        return
+    from tests.sharing import shared
+
+    with shared():
+        yield
+
+
+@pytest.fixture
+def no_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as they are lowered: the program of a chain compiles for seconds for each model, which
+    tests of many models leave to those of one.
+    """
+    if not ALL:
+        monkeypatch.setattr("hetero.runtime.step.chain_program", lambda program, *_: program)
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import platformdirs
 
 Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]  # `hetero ARGUMENTS`
+
+
+def own_cache(folder: Path) -> Path:
+    """A user's cache in `folder` without anything but the OpenCL kernels that all tests share."""
+    kernels = Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "opencl"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder / "hetero").mkdir()
+    (folder / "hetero" / "opencl").symlink_to(kernels)
+    return folder
 
 
 def relative_difference(

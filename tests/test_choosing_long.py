@@ -32,13 +32,15 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from tests.helpers import Command
 from tests.runtime.models import tiny_model
+from tests.thinning import ALL
 
 CONTEXT = 8192
-LENGTHS = (
+EVERY_LENGTH = (
     64, 65, 100, 128, 129, 200, 256, 257, 400, 511, 512, 513, 514, 700, 1023, 1024, 1025, 1300,
     1536, 1537, 2000, 2047, 2048, 2049, 2050, 2560, 2561, 3000, 3500, 4095, 4096, 4097, 5000, 5633,
     6500, 7168, 7169, 8000, 8127, 8128,
 )  # fmt: skip
+LENGTHS = EVERY_LENGTH[:: 1 if ALL else 2]
 SLACK = 0.02  # of a time, where neighbours have other cuts
 
 
@@ -120,6 +122,7 @@ def name_of(choice: Choice) -> str:
     return choice.gpu or choice.mode
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["auto", "hetero"])
 def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
     for tokens in (1, 2, 64, 513, 2048, 2049, 3500, 4097, 6145, 8127):

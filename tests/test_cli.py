@@ -35,6 +35,7 @@ GENERATE_KEYS = {
     "peak_rss_bytes",
     "weight_bytes",
     "copied_weight_bytes",
+    "context_bytes",
 }
 BENCH_KEYS = {
     "model", "rows", "load_cold_s", "load_warm_s", "peak_rss_bytes", "environment", "choices",
@@ -106,16 +107,28 @@ def without_cache(place: str, tmp_path: Path) -> dict[str, str]:
     return {"HOME": place, "XDG_CACHE_HOME": place, "TMPDIR": str(tmp_path)}
 
 
-def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
-    env = without_cache("/proc/nope", tmp_path)
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("/dev/null/cache", "Not a directory"),
+        pytest.param("/proc/nope", "No such file or directory", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_cache_that_cannot_be_written_changes_nothing(
+    tmp_path: Path, place: str, why: str
+) -> None:
+    env = without_cache(place, tmp_path)
     words = ("generate", "demo", "One day", "--max-tokens", "4", "--json", "--device", "hetero")
     result = hetero(*words, env=env)
     assert result.returncode == 0, result.stderr
     assert set(json.loads(result.stdout.splitlines()[-1])["placement"]) == {"gpu", "npu"}
     assert "telemetry" not in result.stderr
+    assert PREPARING in result.stderr
+    assert f"kernels cannot be kept in {place}/hetero/opencl ({why})" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_devices_compute_below_a_home_that_is_no_folder(tmp_path: Path) -> None:
     result = hetero("doctor", env=without_cache("/dev/null/cache", tmp_path))
     assert result.returncode == 0, result.stdout

@@ -19,6 +19,8 @@ from hetero.models import model_spec
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.checkpoints import Case, make_checkpoint
+from tests.helpers import own_cache
+from tests.thinning import examples
 
 pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
 
@@ -26,9 +28,9 @@ REQUEST = CompileRequest("demo", "sm8650", graph_sizes=(1, 32), max_seq_len=96)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
         yield
 
 
@@ -68,12 +70,13 @@ def test_a_begun_bundle_is_not_gone_on_with_differently(interrupted: Path) -> No
 
 
 def test_a_bundle_runs_as_it_is(bundle: Path) -> None:
+    count = examples(3, 8)  # of tokens, which take the emulator a second each
     with LLM("demo", device="gpu", max_seq_len=96) as llm:
-        expected = llm.generate("Once upon a time", max_tokens=8).text
+        expected = llm.generate("Once upon a time", max_tokens=count).text
     with LLM(str(bundle)) as llm:
         assert llm.max_seq_len == 96
         assert llm.devices.name("npu") == "qnn"
-        result = llm.generate("Once upon a time", max_tokens=8)
+        result = llm.generate("Once upon a time", max_tokens=count)
         counts = llm.devices.devices["npu"].store.counts  # type: ignore[attr-defined]
     assert result.text == expected
     assert set(result.stats.placement) == {"gpu", "npu"}
@@ -227,6 +230,29 @@ def test_fused_groups_are_compiled_as_the_runtime_asks_for_them(tmp_path: Path) 
         llm.engine.decode(llm.context, 6)
         store = llm.devices.devices["npu"].store  # type: ignore[attr-defined]
     assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
+
+
+@pytest.mark.parametrize("fused", [(), ("block",)])
+def test_windows_have_graphs_for_the_rows_that_they_keep(tmp_path: Path, fused: Any) -> None:
+    """Beside those of layers without one, whose caches are longer."""
+    changes = {"sliding_window": 24, "head_dim": 32, "num_hidden_layers": 2}
+    make_checkpoint(Case("tiny", "Gemma2", changes), tmp_path / "model")
+    request = CompileRequest(str(tmp_path / "model"), "sm8650", max_seq_len=448)
+    spec = prepare(request).loaded.spec()
+    plan = single_device(spec, "npu", graph_sizes=(1, 32)).model_copy(update={"fused": fused})
+    ready = prepare(replace(request, plan=plan))
+    found = {
+        name: {shape.context for shape in job.shapes}
+        for job in ready.jobs
+        for name in job.names
+        if "attention" in name or "block" in name
+    }
+    name = "block" if fused else "attention"
+    rows = 24 + 64 + 64 + 32  # the window, those kept behind it, a stride, a call
+    assert found == {f"layer0.{name}": {128, rows}, f"layer1.{name}": {128, 448 + 32}}
+    shared = ready.sharing(440)
+    assert shared is not None
+    assert len(shared.calls) == 14
 
 
 @pytest.mark.parametrize(

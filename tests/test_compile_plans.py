@@ -20,6 +20,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import OpPlan, Tile
 from tests.checkpoints import Case, make_checkpoint
+from tests.helpers import own_cache
 from tests.runtime.plans import random_plan
 
 pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
@@ -39,9 +40,9 @@ MILD = ("npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "chunked", 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
         yield
 
 

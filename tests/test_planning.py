@@ -10,7 +10,10 @@ import pytest
 
 import hetero
 from hetero import UserError
-from hetero.placement.planning import parse_lengths, planned_cache
+from hetero.backends.formats import DEFAULT_CACHE
+from hetero.models.graph import model_graph
+from hetero.models.random_models import known_config
+from hetero.placement.planning import parse_lengths, planned_cache, spec_on
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.errors import PlanError
 from tests.helpers import Command
@@ -145,14 +148,14 @@ def test_other_lengths_are_refused(value: str) -> None:
 
 
 def test_a_plan_is_made_for_caches_that_the_profile_timed_or_those_asked_for() -> None:
-    profile = DeviceProfile.load("snapdragon-8-gen-3")
-    assert planned_cache(profile) == "f32"
-    timed = next(p for p in profile.other_predictors if p.op == "Attention")
-    half = timed.model_copy(update={"op": "Attention+f16"})
-    own = profile.model_copy(update={"other_predictors": (*profile.other_predictors, half)})
+    own = profile = DeviceProfile.load("snapdragon-8-gen-3")
     assert planned_cache(own) == "f16"
+    floats = [p for p in own.other_predictors if not p.op.startswith("Attention+")]
+    assert planned_cache(own.model_copy(update={"other_predictors": tuple(floats)})) == "f32"
     with pytest.raises(UserError, match="kv"):
         planned_cache(profile, "f8")
+    spec, _ = spec_on("llama-3-8b", None, own)
+    assert spec == model_graph(known_config("llama-3-8b"), "w4a16", "llama-3-8b", kv=DEFAULT_CACHE)
     steps = {
         kv: hetero.plan("llama-3-8b", profile, seq_lens=(64,), kv=kv, context=4096, curves=False)
         for kv in ("f32", "f16", "q8")

@@ -15,7 +15,7 @@ from hetero import LLM
 from hetero.models import model_spec
 from hetero.solver.handmade import single_device
 from tests.checkpoints import CASES, make_checkpoint
-from tests.helpers import assert_close
+from tests.helpers import assert_close, own_cache
 from tests.test_real_model import model_folder
 
 if importlib.util.find_spec("onnxruntime_qnn") is None:
@@ -31,9 +31,9 @@ CLOSE = 0.02
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache of compiled graphs for this module alone."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = own_cache(tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder

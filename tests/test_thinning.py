@@ -40,6 +40,28 @@ def test_every_value_is_run(every: int, sizes: dict[str, int]) -> None:
     assert thinned(given) == (kept, left)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"a": 1}, {"a": 6}, {"a": 4, "b": 3}, {"a": 5, "b": 2, "c": 3}, dict.fromkeys("abcd", 4)],
+)
+def test_every_pair_of_values_is_run(sizes: dict[str, int]) -> None:
+    given = items("test_x", sizes, pytest.mark.pairwise)
+    kept, left = thinned(given)
+    assert sorted(map(given.index, kept + left)) == list(range(len(given)))
+    assert kept == [x for x in given if x in kept]
+
+    def pairs(of: list[Any]) -> set[Any]:
+        found = (itertools.combinations(x.callspec.params.items(), 2) for x in of)
+        return set(itertools.chain.from_iterable(found))
+
+    assert pairs(kept) == pairs(given)
+    if len(sizes) < 3:
+        assert kept == given
+    else:
+        assert 2 * len(kept) <= len(given) + 1
+    assert thinned(given) == (kept, left)
+
+
 def test_others_are_left_alone() -> None:
     plain = items("test_x", {"a": 3, "b": 3})
     thorough = items("test_y", {"a": 2}, pytest.mark.thorough)

@@ -82,8 +82,10 @@ def _attend_few(
     parts: int,
 ) -> list[Launch]:
     op = heads.attention
-    partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
+    partial = device.map(out.buffer)  # not touched where there is one part
+    if parts > 1:
+        partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
     args = (m, qkv, position, k_cache, v_cache, out, heads.first, partial)
     found = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:

@@ -70,6 +70,7 @@ class InPanels:
 
 
 Argument: TypeAlias = Tensor | InPanels | cl.Buffer | int | float
+Native: TypeAlias = cl.Buffer | np.generic
 Size: TypeAlias = tuple[int, ...]
 
 INPUT_PORTS = frozenset(
@@ -131,8 +132,11 @@ class OpenCLKernel(Kernel):
 
 class OpenCLCall(BoundCall):
     """A flat list of launches with every argument set. `clSetKernelArg` retains nothing, so the
-    call keeps what its launches point to.
+    call keeps what its launches point to. `launches` are those, each with its arguments as they are
+    set.
     """
+
+    chains = True
 
     def __init__(
         self,
@@ -148,7 +152,8 @@ class OpenCLCall(BoundCall):
         self.m = m
         self.device = device
         self._keep: list[object] = [*keep, *tensors.values()]
-        self._bound = [self._bind(launch) for launch in launches]
+        self.launches = [(launch, self._values(launch)) for launch in launches]
+        self._bound = [self._bind(*launch) for launch in self.launches]
         in_place = device.capabilities.unified_memory and device.coherent
         self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
         self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)
@@ -184,16 +189,18 @@ class OpenCLCall(BoundCall):
         """Submit and wait."""
         self.submit().wait()
 
-    def _bind(self, launch: Launch) -> tuple[cl.Kernel, Size, Size]:
+    def _values(self, launch: Launch) -> Sequence[Native]:
+        return [value for argument in launch.args for value in self._native(argument)]
+
+    def _bind(self, launch: Launch, values: Sequence[Native]) -> tuple[cl.Kernel, Size, Size]:
         """A kernel object of its own with its arguments set, specialised by an empty launch."""
         kernel = cl.Kernel(launch.program, launch.name)
-        values = [value for argument in launch.args for value in self._native(argument)]
         for at, value in enumerate(values):
             kernel.set_arg(at, value)
         _specialise(self.device, launch, kernel, argument_kinds(values))
         return kernel, launch.global_size, launch.local_size
 
-    def _native(self, argument: Argument) -> tuple[cl.Buffer | np.generic, ...]:
+    def _native(self, argument: Argument) -> tuple[Native, ...]:
         match argument:
             case Tensor():
                 buffer = self.device.map(argument.buffer)

@@ -17,9 +17,7 @@ GROUPS = 32  # of a GPU, for each head's keys or values: fixed, so that one laun
 
 
 def accepts_decode_chunks(op: DecodeChunks) -> Acceptance:
-    """Heads whose rows are whole vectors, caches of floats."""
-    if op.kv.coded:
-        return Acceptance(False, "codes are moved into caches of codes by the host")
+    """Heads whose rows are whole vectors."""
     if op.head_dim % LEAST:
         return Acceptance(False, f"heads of {op.head_dim} values do not fill bytes of four codes")
     return Acceptance(True)
@@ -38,8 +36,11 @@ def prepare_decode_chunks(
         "HEAD_DIM": op.head_dim,
         "TOKENS": op.tokens,
         "BY_TOKEN": int(op.by_token),
+        "KEYS_BY_TOKEN": int(op.keys_by_token),
     }
     defines |= CACHE_DEFINES[op.kv]
+    if op.kv.coded:  # behind the rows are the channels
+        defines["CAPACITY"] = op.capacity
     program = device.programs.get("chunks.cl", defines, before=("caches.cl",))
     channels = device.constant(vector(weights, "channels"))
     size = (1 if lanes == 1 else lanes * GROUPS, 2 * op.kv_heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -16,6 +16,7 @@ from hetero.backends.checks import check_weights
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
+from hetero.backends.opencl.chain import chain
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, probe
@@ -28,6 +29,7 @@ from hetero.backends.protocol import (
     Capabilities,
     DeviceInfo,
     Kernel,
+    Stages,
     WeightValue,
 )
 from hetero.backends.registry import EVERY_CORE
@@ -119,6 +121,10 @@ class OpenCLDevice(Resources):
             self._doorbell_tried = True
             self._doorbell = find_doorbell(self, self.flag())
         return self._doorbell
+
+    def chain(self, runs: Sequence[Stages]) -> Sequence[OpenCLCall] | None:
+        """See `Device.chain`."""
+        return chain(self, runs)
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
         """See `Device.transfer`."""

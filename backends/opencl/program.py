@@ -49,7 +49,10 @@ class ProgramCache:
 
         Raises `DeviceError` with the first lines of the build log.
         """
-        source = program_source(name, defines, before=before, options=options)
+        return self.take(program_source(name, defines, before=before, options=options))
+
+    def take(self, source: ProgramSource) -> cl.Program:
+        """The program of a source; see `get`."""
         if source.digest not in self._programs:
             coming = self._coming.pop(source.digest, None)
             program = None if coming is None else coming.result()
@@ -58,6 +61,10 @@ class ProgramCache:
             self._programs[source.digest] = program
             self._sources[id(program)] = source
         return self._programs[source.digest]
+
+    def source_of(self, program: cl.Program) -> ProgramSource:
+        """What one of these programs was built from."""
+        return self._sources[id(program)]
 
     @contextmanager
     def foreseen(self, what: str) -> Iterator[bool]:

@@ -22,6 +22,15 @@ from hetero.backends.protocol import Device
 SHARED_SCRATCH_BYTES = 1 << 20
 
 
+class Scratch(cl.Buffer):
+    """Memory that all calls of a device work in, one after the other."""
+
+
+def new_context(native: cl.Device) -> cl.Context:
+    """Of one device."""
+    return cl.Context([native])
+
+
 class Resources(Device):
     """The part of an OpenCL device that its kernels and calls use. Owned by the control thread.
 
@@ -45,7 +54,7 @@ class Resources(Device):
         self.tuning = find_tuning(family if family is not None else selected.family)
         self.threads = selected.threads
         with decoded(f"opening {self.native.name}"):
-            self.context = cl.Context([self.native])
+            self.context = new_context(self.native)
             self.queue = cl.CommandQueue(self.context)
         self.programs = ProgramCache(self.context, self.native, selected.compiler)
         found = bool(self.native.host_unified_memory)
@@ -60,7 +69,7 @@ class Resources(Device):
         self.specialised: set[tuple[object, ...]] = set()
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
         self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
-        self._scratch: cl.Buffer | None = None
+        self._scratch: Scratch | None = None
         self._health = Health(BACKEND, threads=True)
 
     def map(self, buffer: HostBuffer) -> cl.Buffer:
@@ -71,17 +80,19 @@ class Resources(Device):
                 self._mapped[buffer] = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
         return self._mapped[buffer]
 
-    def constant(self, array: npt.NDArray[Any]) -> cl.Buffer:
-        """Read-only memory with the array's contents: the array itself on unified memory."""
+    def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> cl.Buffer:
+        """Memory with the array's contents: the array itself on unified memory. Kernels write into
+        it only if they are said to.
+        """
         self.check()
         contiguous = np.ascontiguousarray(array)
+        access = cl.mem_flags.READ_WRITE if written else cl.mem_flags.READ_ONLY
         with decoded(f"mapping {contiguous.nbytes} bytes of weights"):
             if self.unified_memory:
-                return self._buffer(contiguous, cl.mem_flags.READ_ONLY)
-            copied = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
-            return cl.Buffer(self.context, copied, hostbuf=contiguous)
+                return self._buffer(contiguous, access)
+            return cl.Buffer(self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous)
 
-    def shared_scratch(self, nbytes: int) -> cl.Buffer:
+    def shared_scratch(self, nbytes: int) -> Scratch:
         """Device memory that holds data between two launches of one call only: every call uses the
         same memory, since the queue is in order.
         """
@@ -89,7 +100,7 @@ class Resources(Device):
         if self._scratch is None or held < nbytes:
             size = max(nbytes, SHARED_SCRATCH_BYTES, 2 * held)
             with decoded(f"allocating {size} bytes"):
-                self._scratch = cl.Buffer(self.context, cl.mem_flags.READ_WRITE, size)
+                self._scratch = Scratch(self.context, cl.mem_flags.READ_WRITE, size)
         return self._scratch
 
     def check(self) -> None:

@@ -93,10 +93,10 @@ class GroupKernel(QnnKernel):
         first = group.steps[0].op
         for slot, shape in group.shapes((*group.inputs, *group.outputs)):
             check_shape(group.name, slot, tensors[slot], (m, *shape), port_dtype(first, slot))
-        for port in group.fixed:
-            op = next(step.op for step in group.steps if port in dict(step.slots))
+        for name, (slot, port) in group.fixed.items():
+            op = next(step.op for step in group.steps if (port, slot) in step.slots)
             shape = port_shape(op, port, m)
-            check_shape(group.name, port, tensors[port], shape, port_dtype(op, port), fixed=True)
+            check_shape(group.name, name, tensors[name], shape, port_dtype(op, port), fixed=True)
         return {slot: whole(operand) for slot, operand in tensors.items()}
 
     def _rows(self, tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
@@ -117,13 +117,14 @@ class GroupKernel(QnnKernel):
         )
         caches = [tensors[port].array for port in ("k_cache", "v_cache")] if op else []
         position = tensors["position"].array if "position" in tensors else np.zeros(1, np.int32)
+        row = tensors["cache_row"].array if "cache_row" in tensors else position
         limit = op.capacity if op else (self._rope.max_position if self._rope else m + offset)
         name = self.call_name(m)
 
         def run() -> None:
-            first = checks.first_position(BACKEND, name, position, m + offset, limit) + offset
+            first = checks.first_position(BACKEND, name, row, m + offset, limit) + offset
             guard.before()
-            rows.at(first)
+            rows.at(int(position[0]) + offset)
             launch = next(x for x in launches if x.mask is None or first <= x.context)
             if launch.mask is not None:
                 launch.mask.at(first)

@@ -273,18 +273,29 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
             if not bits:
                 continue
             part = arrays["codes"][start : start + op.chunk_bytes(bits)]
+            caches = [Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
             if bits == 16:
                 found = np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
             else:
-                found = _decoded(op, part, bits, by_channel).reshape(shape)
-            for port, values in zip(CACHE_PORTS, found, strict=True):
-                Rows(arrays[port], op.kv, op.head_dim).write(first, values)
+                codes, scale = _codes(op, part, bits)
+                own = by_channel[:, 0]
+                if bits == 8 and op.kv.coded and np.array_equal(caches[0].channels, own):
+                    for rows, values, steps in zip(caches, codes, scale, strict=True):
+                        rows.codes[:, first : first + op.tokens] = values.astype(np.int16) - 128
+                        rows.steps[:, first : first + op.tokens] = steps[..., :1]
+                    continue
+                scale[0] *= by_channel
+                found = (codes + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
+            for rows, values in zip(caches, found, strict=True):
+                rows.write(first, values)
 
     return run, channels.nbytes
 
 
-def _decoded(op: ops.DecodeChunks, part: Array, bits: int, channels: Array) -> Array:
-    """Values float32 [2, G, T, D] of a chunk's bytes."""
+def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
+    """Codes and their scales, float32 [2, G, T, D], of a chunk's bytes; of keys without those of
+    channels.
+    """
     split, quarter = 2 * op.amplitudes, op.values // 4
     at = np.arange(op.values)
     codes = (part[split + at // 4] >> (2 * (at % 4))) & 3
@@ -292,15 +303,13 @@ def _decoded(op: ops.DecodeChunks, part: Array, bits: int, channels: Array) -> A
         codes = codes << 2 | (part[split + quarter + at // 4] >> (2 * (at % 4))) & 3
     if bits > 4:
         codes = codes << 4 | (part[split + 2 * quarter + at // 2] >> (4 * (at % 2))) & 15
-    heads, rows = op.kv_heads, op.tokens if op.by_token else 1
     amplitudes = np.frombuffer(part[:split].tobytes(), np.float16).astype(np.float32)
+    heads, (of_keys, of_values) = op.kv_heads, op.amplitude_rows
     scale = np.empty((2, heads, op.tokens, op.head_dim), np.float32)
-    scale[0] = amplitudes[:heads].reshape(heads, 1, 1)
-    scale[1] = amplitudes[heads:].reshape(heads, rows, 1)
+    scale[0] = amplitudes[: heads * of_keys].reshape(heads, of_keys, 1)
+    scale[1] = amplitudes[heads * of_keys :].reshape(heads, of_values, 1)
     scale *= np.float32(2.0 ** (1 - bits))
-    scale[0] *= channels
-    found: Array = (codes.reshape(scale.shape) + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
-    return found
+    return codes.astype(np.float32).reshape(scale.shape), scale
 
 
 def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:

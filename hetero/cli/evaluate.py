@@ -123,7 +123,7 @@ def eval_command(
     """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self."""
     _check_texts(simulate, calibrate, text)
     opened = partial(open_llm, device=device, gpu=gpu, npu=npu, plan=None, max_seq_len=None)
-    opened = partial(opened, kv=CacheFormat.F32.value)
+    opened = partial(opened, kv=CacheFormat.F32.value, whole_caches=bool(kv_bits))
     sizes: Any = {"limit": max_tokens, "window": window, "stride": stride}
     if kv or kv_bits:
         own = partial(opened, model, weights=(weights or [WeightFormat(default_weights(model))])[0])

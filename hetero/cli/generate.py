@@ -284,6 +284,7 @@ def _result_json(llm: LLM, result: GenerationResult, options: GenerateOptions) -
         "numbers": llm.devices.numbers,
         "weight_bytes": llm.engine.needs.weight_bytes,
         "copied_weight_bytes": llm.engine.needs.copied_bytes,
+        "context_bytes": llm.engine.needs.context_bytes,
         "peak_rss_bytes": peak_rss_bytes(),
     }
     if result.logprobs:
@@ -326,6 +327,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
     for kind, error in llm.model.weights.requantised().items():
         table.add_row(shown(f"{kind} quantised again"), f"relative error {error:.3f}")
     table.add_row("weights", _weights(llm.engine.needs))
+    table.add_row("keys and values", f"up to {size(llm.engine.needs.context_bytes)} a context")
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
     stderr.print(table)
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from hetero.cli.options import shown, stderr
 from hetero.cli.tables import show
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
-from hetero.measuring.profiling import parse_budget, profile_device
+from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
 from hetero.placement.planning import load_either
 from hetero.profiler.files import cached_profile_path, own_profile_path
 from hetero.profiler.journal import journal_path
@@ -38,6 +38,9 @@ def profile_command(
     ] = False,
     budget: Annotated[str | None, typer.Option("--budget", help="Such as 90s, 10m, 1h.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run ended.")] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Measure kernels that the finished file lacks.")
+    ] = False,
     model: Annotated[
         str | None, typer.Option("--model", help="Measure exactly this model's shapes.")
     ] = None,
@@ -61,6 +64,13 @@ def profile_command(
         with _progress(None) as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
         _report(taken, out or Path(f"{soc}.json"), as_json)
+        return
+    if add:
+        with stderr.status("measuring"):
+            taken, notes = complete_profile(path, gpu=gpu, npu=npu)
+        for said in notes or ["it has all kernels that these devices have"]:
+            tell(f"{path}: {said}")
+        _report(taken, path, as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
     journal = journal_path(path)

@@ -8,8 +8,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from hetero.backends.groups import Group
-from hetero.backends.ops import Embed, MatMul, Op
+from hetero.backends.ops import Attention, Embed, MatMul, Op
 from hetero.backends.weights import packed_bytes
+from hetero.contexts.kv_cache import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.errors import PlanError
@@ -145,10 +146,10 @@ def _with_shapes(job: Job) -> Job:
 
 
 def _merged(jobs: Iterator[Job]) -> list[Job]:
-    """One job for all nodes whose graphs are the same."""
+    """One job for all nodes whose graphs are the same, and for as many tokens of context."""
     found: dict[object, Job] = {}
     for job in jobs:
-        key = _file(job)
+        key = _file(job), _attention(job.node, job.group)
         if key in found:
             same = found[key]
             sizes = tuple(sorted({*same.sizes, *job.sizes}))
@@ -166,6 +167,22 @@ def _file(job: Job) -> object:
         return job.name
     operation = catalog.all_graphs(job.op, (1,), {}, "")[0].identity.operation
     return (job.name, operation) if catalog.has_constants(job.op) else operation
+
+
+def _attention(node: Node, group: NodeGroup | None) -> Attention | None:
+    """The attention among what a job computes."""
+    ops = (x.op for x in (group.nodes if group is not None else (node,)))
+    return next((op for op in ops if isinstance(op, Attention)), None)
+
+
+def _row(use: _Use, start: int) -> int:
+    """Where in its caches a call behind `start` tokens begins: those of a window may have slid."""
+    nodes = use.group.nodes if use.group is not None else (use.node,)
+    found = _attention(use.node, use.group)
+    if found is None or not any("cache_row" in node.slots.values() for node in nodes):
+        return start
+    sliding = Sliding(layers=frozenset(), window=found.window, rows=found.capacity)
+    return start - sliding.base(start)
 
 
 def _subject(job: Job) -> Op | Group:
@@ -274,7 +291,7 @@ def _graphs_of_call(
     for assignment in placement.at("prefill", m, int(last)):
         for use in _uses(assignment):
             job = _job(use, {use.graph})
-            for shape in catalog.shapes_at(_subject(job), use.graph, start):
+            for shape in catalog.shapes_at(_subject(job), use.graph, _row(use, start)):
                 found[_Graph(job.name, _file(job), shape)] = job.file_bytes
     return found
 

@@ -213,9 +213,17 @@ class Context:
         return other
 
     def rewind(self, tokens: int) -> None:
-        """As `truncate`, for who holds it."""
+        """As `truncate`, for who holds it. Where windows have lost what the text would go on from,
+        all of it is computed again by the next call.
+        """
         del self._tokens[tokens:]
         self._cached = min(self._cached, tokens)
+        self._check_reach()
+
+    def _check_reach(self) -> None:
+        """Nothing is cached that no step can go on from."""
+        if self._cache is not None and not self._cache.reaches(self._cached):
+            self._cached = 0
 
     def forget(self, keep: int, drop: int) -> None:
         """As `shift`, for who holds it."""
@@ -224,6 +232,7 @@ class Context:
         if keep < stop:
             forget(self.cache, rope, keep, stop, self._cached)
             self._cached -= stop - keep
+            self._check_reach()
         del self._tokens[keep : keep + drop]
 
     def advance(self, tokens: Sequence[int]) -> None:

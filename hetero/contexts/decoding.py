@@ -146,6 +146,7 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
         capacity=layout.capacity,
         room=max(STAGED_BYTES, whole),
         by_token=codec.by_token,
+        keys_by_token=codec.keys_by_token,
         kv=layout.kv,
     )
 
@@ -155,8 +156,8 @@ def decoders(
 ) -> Iterator[Decoder]:
     """All there are: the host, and devices that can beside their other calls."""
     yield HostDecoder(codec)
-    if layout.kv.coded or layout.head_dim * CHUNK_TOKENS % 4:
-        return  # of codes: they are moved as they are
+    if layout.head_dim * CHUNK_TOKENS % 4:
+        return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
         beside = device.beside() if device.accepts(op) else None

@@ -6,14 +6,18 @@ token is one row of every head, so a run of tokens can be taken out and put back
 `write`), layer by layer, or as it lies (`rows`), whatever lies before and behind it. Pages are
 taken from the system when tokens first reach them, and are small: each head would take a huge page
 for the first token.
+
+Layers that attend through a window keep room for a run of tokens (`Sliding`), whose first one,
+`KvCache.base`, moves up as the text grows: kernels find one run of rows, and are told at which of
+them a call begins. Keys were turned to their positions before, so that moving them changes nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +30,61 @@ from hetero.errors import memory_for
 
 Allocate: TypeAlias = Callable[[int], HostBuffer]
 Array: TypeAlias = npt.NDArray[Any]
+KEPT: Final = 64  # tokens behind the window: a text may be cut by so many and go on
+STRIDES: Final = (64, 1024)  # tokens that a cache moves at a time: the least and the most
+STRIDE_PART: Final = 8  # of a window is such a stride
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliding:
+    """`layers` that see the last `window` tokens at most have room for `rows` of them."""
+
+    layers: frozenset[int]
+    window: int
+    rows: int
+
+    @classmethod
+    def of(cls, windows: Sequence[int], capacity: int, written: int | None) -> Self | None:
+        """Of a model whose layers have these windows (0: none), in calls that write up to `written`
+        tokens before anything moves; None: all tokens have rows, as in the other layers.
+        """
+        layers = frozenset(i for i, window in enumerate(windows) if window)
+        if not layers:
+            return None
+        window = max(windows[i] for i in layers)
+        rows = capacity if written is None else window + KEPT + stride_of(window) + written
+        return cls(layers=layers, window=window, rows=min(rows, capacity))
+
+    def seen(self, position: int) -> int:
+        """The first token that the one at `position` sees."""
+        return max(position - self.window + 1, 0)
+
+    def base(self, position: int) -> int:
+        """The first token that has a row where a call begins at `position`. It follows from that
+        alone, and by whole strides, so that equal texts lie alike however they came about.
+        """
+        stride = stride_of(self.window)
+        return max(self.seen(position) - KEPT, 0) // stride * stride
+
+
+def stride_of(window: int) -> int:
+    """Tokens by which caches of such a window move: a power of two, up to an eighth of it."""
+    least, most = STRIDES
+    return min(max(1 << max((window // STRIDE_PART).bit_length() - 1, 0), least), most)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """The shape of every cache of a model. `capacity` is in tokens, padding of calls included."""
+    """The shape of every cache of a model. `capacity` is in tokens, padding of calls included;
+    layers that `sliding` names have room for its `rows`.
+    """
 
     layers: int
     kv_heads: int
     capacity: int
     head_dim: int
     kv: CacheFormat = CacheFormat.F32
+    sliding: Sliding | None = None
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -44,20 +92,41 @@ class CacheLayout:
         return tuple(f"{port}.{layer}" for layer in range(self.layers) for port in CACHE_PORTS)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of every tensor."""
-        return self.kv.shape(self.kv_heads, self.capacity, self.head_dim)
+    def slides(self) -> bool:
+        """Whether some layers have no room for all tokens."""
+        return self.sliding is not None and self.sliding.rows < self.capacity
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer has a window."""
+        return self.sliding is not None and layer in self.sliding.layers
+
+    def rows(self, layer: int) -> int:
+        """Tokens that a layer has room for."""
+        sliding = self.sliding
+        return sliding.rows if sliding is not None and layer in sliding.layers else self.capacity
+
+    def shape(self, layer: int) -> tuple[int, int, int]:
+        """Of a layer's tensors."""
+        return self.kv.shape(self.kv_heads, self.rows(layer), self.head_dim)
+
+    def slot_bytes(self, layer: int) -> int:
+        """Address space of one of a layer's tensors: whole pages."""
+        size = math.prod(self.shape(layer)) * self.kv.dtype.itemsize
+        return -(-size // PAGE_BYTES) * PAGE_BYTES
 
     @property
-    def slot_bytes(self) -> int:
-        """Address space of one tensor: whole pages."""
-        size = math.prod(self.shape) * self.kv.dtype.itemsize
-        return -(-size // PAGE_BYTES) * PAGE_BYTES
+    def largest_bytes(self) -> int:
+        """Of one tensor."""
+        return max(self.slot_bytes(layer) for layer in range(self.layers))
 
     @property
     def nbytes(self) -> int:
         """Address space of one context's cache; what is resident depends on its length."""
-        return len(self.slots) * self.slot_bytes
+        return len(CACHE_PORTS) * sum(self.slot_bytes(layer) for layer in range(self.layers))
+
+    def base(self, position: int) -> int:
+        """See `Sliding.base`; 0 where all tokens have rows."""
+        return self.sliding.base(position) if self.sliding is not None and self.slides else 0
 
 
 class KvCache:
@@ -65,14 +134,21 @@ class KvCache:
 
     `allocate` gives the memory (`Device.allocate` of the device with the stricter needs). Steps
     that were bound to a cache die with it. Raises `UserError` where the system refuses the memory.
+
+    In layers with a window the row of token t is t - `base`, and tokens before `low` have none any
+    more (`base` or later). Everyone else counts tokens.
     """
 
     def __init__(self, layout: CacheLayout, allocate: Allocate) -> None:
         self.layout = layout
+        self.base = self.low = 0
         with memory_for(f"a context of {layout.nbytes / 2**20:.1f} MiB"):
             self._slots = {
-                name: Tensor(allocate(layout.slot_bytes), layout.shape, layout.kv.dtype)
-                for name in layout.slots
+                f"{port}.{layer}": Tensor(
+                    allocate(layout.slot_bytes(layer)), layout.shape(layer), layout.kv.dtype
+                )
+                for layer in range(layout.layers)
+                for port in CACHE_PORTS
             }
         if layout.kv.coded:
             for index in range(layout.layers):
@@ -93,9 +169,49 @@ class KvCache:
         return keys, values
 
     def rows(self, index: int) -> tuple[Rows, Rows]:
-        """Keys and values of a layer, to read and write tokens of."""
+        """Keys and values of a layer, to read and write rows of."""
         keys, values = (Rows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index))
         return keys, values
+
+    def held(self, index: int) -> tuple[int, int]:
+        """Of a layer the first token that is there, and the one that has the first row."""
+        return (self.low, self.base) if self.layout.windowed(index) else (0, 0)
+
+    # --- where windows slide ----------------------------------------------------------------
+
+    def reaches(self, position: int) -> bool:
+        """Whether a call may begin at `position`: all that its tokens see is there."""
+        return self.layout.sliding is None or self.low <= self.layout.sliding.seen(position)
+
+    def slide(self, position: int) -> None:
+        """Move rows so that a call may begin at `position`, which it `reaches`."""
+        base = self.layout.base(position)
+        kept = min(max(self.low, base), position)
+        if base != self.base and kept < position:
+            for index in self._windowed():
+                for rows in self.rows(index):
+                    rows.copy(kept - base, rows, kept - self.base, position - self.base)
+        self._hold(base, kept)
+
+    def begin(self, low: int, position: int) -> None:
+        """Rows are about to be written of tokens [low, position), as many as have room; none is
+        there yet.
+        """
+        base = self.layout.base(position)
+        self._hold(base, min(max(low, base), position))
+
+    def _hold(self, base: int, low: int) -> None:
+        """Rows of no token are zeros: nobody sees them, and they are multiplied by zero."""
+        self.base, self.low = base, low
+        for index in self._windowed() if low > base else ():
+            for rows in self.rows(index):
+                rows.array[:, : low - base] = 0
+
+    def _windowed(self) -> list[int]:
+        sliding = self.layout.sliding
+        return sorted(sliding.layers) if sliding is not None else []
+
+    # --- channels and tokens ----------------------------------------------------------------
 
     @property
     def channels(self) -> Array | None:
@@ -115,8 +231,9 @@ class KvCache:
         self._check(start, stop)
         found = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
         for index in range(self.layout.layers):
+            _, base = self.held(index)
             for into, rows in zip(found[index], self.rows(index), strict=True):
-                into[:] = rows.read(start, stop)
+                into[:] = rows.read(start - base, stop - base)
         return found
 
     def write(self, start: int, values: Array) -> None:
@@ -124,26 +241,36 @@ class KvCache:
         wanted = (self.layout.layers, 2, *self._part(values.shape[3] if values.ndim == 5 else 0))
         if values.shape != wanted:
             raise ValueError(f"a part of this cache has the shape {wanted}, got {values.shape}")
-        stop = start + values.shape[3]
-        self._check(start, stop)
+        self._check(start, start + values.shape[3])
         for index in range(self.layout.layers):
+            _, base = self.held(index)
             for rows, part in zip(self.rows(index), values[index], strict=True):
-                rows.write(start, part)
+                rows.write(start - base, part)
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
         """The first tokens of another cache of the same model, whatever its capacity, and nothing
         else: as they lie, with their channels, where both have the same format.
         """
         self.scale_by(other.channels)
+        self.begin(other.low, tokens)
         for index in range(self.layout.layers):
+            low, base = self.held(index)
+            _, start = other.held(index)
             for rows, source in zip(self.rows(index), other.rows(index), strict=True):
-                rows.copy(0, source, 0, tokens)
+                rows.copy(low - base, source, low - start, tokens - start)
 
     def _part(self, tokens: int) -> tuple[int, int, int]:
         return self.layout.kv_heads, tokens, self.layout.head_dim
 
     def _check(self, start: int, stop: int) -> None:
+        """Raises `ValueError` for tokens that have no room, or no rows any more."""
         if not 0 <= start <= stop <= self.layout.capacity:
             raise ValueError(
                 f"tokens [{start}, {stop}) are outside a cache of {self.layout.capacity}"
+            )
+        sliding = self.layout.sliding
+        if sliding is not None and not self.low <= start <= stop <= self.base + sliding.rows:
+            raise ValueError(
+                f"tokens [{start}, {stop}) are not all in a cache whose windows hold "
+                f"[{self.low}, {self.base + sliding.rows})"
             )

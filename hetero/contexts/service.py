@@ -104,13 +104,9 @@ class Service:
         self.contexts_per_app = check_count("contexts_per_app", contexts_per_app)
         check_one_of("eviction", eviction, get_args(Policy))
         check_one_of("swap", swap, get_args(When))
-        if isinstance(model, LLM) and options:
-            raise UserError(
-                f"{', '.join(options)}: options of opening a model, and this one is open already"
-            )
         self._vault = vault_of(encryption_key)
         self._owns = not isinstance(model, LLM)
-        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.llm = _model(model, options)
         self._turn = Turn(wait_s, joins=parallel > 1)
         self._closers = ExitStack()
         if self._owns:
@@ -292,6 +288,22 @@ class Service:
                 **measure_disk(directory.path),
             )
         return codec, directory.read(lambda facts: known[facts["decodes"]])
+
+
+def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
+    """A service's model, whose caches keep all of a text: it may be cut anywhere, and goes on."""
+    if not isinstance(model, LLM):
+        return LLM(model, **options | {"whole_caches": True})
+    if options:
+        raise UserError(
+            f"{', '.join(options)}: options of opening a model, and this one is open already"
+        )
+    if model.context.cache.layout.slides:
+        raise UserError(
+            "a service keeps all keys and values of a text, and this model was opened with caches "
+            "that forget what its windows have left: open it with whole_caches=True"
+        )
+    return model
 
 
 class App:

@@ -1,10 +1,11 @@
 """Contexts on disk: their tokens with keys and values, verified when loaded.
 
 A safetensors file: `tokens` int32 [tokens], `k.i` and `v.i` float32 [G, cached, D] of every layer
-for the first of them (all but what was chosen last); its metadata has the `Identity` and the hash
-of all bytes of the tensors. Caches of codes are saved as they lie: int8, of the shape
-`CacheFormat.Q8.shape(G, cached, D)`. Any file is read into caches of any format. The destination is
-complete or absent (`hetero.backends.host.files`).
+for the first of them (all but what was chosen last). Where windows have lost tokens it is of
+version 3: `first` int32 [1] is the first that layers with a window hold. Its metadata has the
+`Identity` and the hash of all bytes of the tensors. Caches of codes are saved as they lie: int8, of
+the shape `CacheFormat.Q8.shape(G, cached, D)`. Any file is read into caches of any format. The
+destination is complete or absent (`hetero.backends.host.files`).
 
 Keys and values depend on the model and on the format that it computes in. They do not depend on
 which device computed which part of a matmul, so a file says nothing of the plan (files of version 1
@@ -32,8 +33,9 @@ from hetero.errors import ModelError, UserError
 from hetero.models.safetensors_file import SafetensorsFile
 
 KIND: Final = "hetero-session"
-SCHEMA_VERSION: Final = "2"
-READABLE: Final = ("1", SCHEMA_VERSION)
+WHOLE: Final = "2"  # schema version of files that have all tokens of every layer
+SLID: Final = "3"
+READABLE: Final = ("1", WHOLE, SLID)
 NUMERICS: Final = "float32, keys after RoPE"
 CODED: Final = "q8, keys after RoPE"
 _DTYPES: Final = {"float32": "F32", "int32": "I32", "int8": "I8"}
@@ -64,22 +66,28 @@ class Identity:
 
 @dataclass(frozen=True)
 class Session:
-    """A file's contents: `cached` of the `tokens` have keys and values, which are still on disk."""
+    """A file's contents: `cached` of the `tokens` have keys and values, which are still on disk; in
+    layers with a window those from `first` on.
+    """
 
     tokens: list[int]
     cached: int
+    first: int
     messages: list[dict[str, Any]]
     file: SafetensorsFile
 
     def restore(self, cache: KvCache) -> None:
         """Copy the keys and values into a cache."""
         kv, size = _format_of(self.file), cache.layout.head_dim
+        cache.begin(self.first, self.cached)
         for layer in range(cache.layout.layers):
+            low, base = cache.held(layer)
+            start = self.first if cache.layout.windowed(layer) else 0
             for kind, into in zip("kv", cache.rows(layer), strict=True):
                 source = Rows(self.file.array(f"{kind}.{layer}"), kv, size)
                 if kv.coded and cache.layout.kv.coded:
                     into.channels[:] = source.channels
-                into.copy(0, source, 0, self.cached)
+                into.copy(low - base, source, low - start, self.cached - start)
 
 
 def save_session(
@@ -94,10 +102,11 @@ def save_session(
     if not cached:
         raise UserError(f"{path}: there is nothing to save yet; generate something first")
     arrays: dict[str, Array] = {"tokens": np.asarray(tokens, dtype=np.int32)}
-    arrays |= {name: _saved(x, cached) for name, x in _caches(cache)}
+    arrays |= {"first": np.array([cache.low], dtype=np.int32)} if cache.low else {}
+    arrays |= {name: _saved(x, *rows) for name, x, rows in _caches(cache, cached)}
     metadata = identity.of_file(coded=cache.layout.kv.coded) | {
         "kind": KIND,
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": SLID if cache.low else WHOLE,
         "messages": json.dumps(list(messages)),
         "sha256": _digest(arrays.values()),
     }
@@ -120,33 +129,39 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
         raise ModelError(f"{path}: there is no such session file; check the path")
     file = SafetensorsFile(path)
     _check_metadata(path, file, identity)
-    count, cached = _check_shapes(path, file, cache)
+    count, cached, first = _check_shapes(path, file, cache)
     if count > limit:
         raise ModelError(
             f"{path}: holds {count} tokens, more than the context of {limit}; open the model with "
             "a larger max_seq_len"
         )
-    names = ["tokens", *(name for name, _ in _caches(cache))]
+    names = [
+        "tokens",
+        *(["first"] if first else []),
+        *(name for name, *_ in _caches(cache, cached)),
+    ]
     if _digest(file.array(name) for name in names) != file.metadata.get("sha256"):
         raise ModelError(f"{path}: session file is damaged (its hash differs); save it again")
     tokens = [int(x) for x in file.array("tokens")]
     if any(not 0 <= x < identity.vocabulary for x in tokens):
         raise ModelError(f"{path}: session file holds ids outside the vocabulary; save it again")
-    return Session(tokens, cached, _messages(path, file.metadata.get("messages", "[]")), file)
+    messages = _messages(path, file.metadata.get("messages", "[]"))
+    return Session(tokens, cached, first, messages, file)
 
 
-def _caches(cache: KvCache) -> Iterator[tuple[str, Rows]]:
-    """Every cache with its name in the file."""
+def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, Rows, tuple[int, int]]]:
+    """Every cache with its name in the file, and the rows of the tokens that are there."""
     for layer in range(cache.layout.layers):
+        low, base = cache.held(layer)
         for kind, rows in zip("kv", cache.rows(layer), strict=True):
-            yield f"{kind}.{layer}", rows
+            yield f"{kind}.{layer}", rows, (low - base, cached - base)
 
 
-def _saved(rows: Rows, tokens: int) -> Array:
-    """The first tokens of a cache, with the scales of the channels of codes."""
+def _saved(rows: Rows, start: int, stop: int) -> Array:
+    """Rows of a cache, with the scales of the channels of codes."""
     if not rows.kv.coded:
-        return np.ascontiguousarray(rows.array[:, :tokens], np.float32)
-    return np.concatenate([rows.array[:, :tokens], rows.array[:, rows.tokens :]], axis=1)
+        return np.ascontiguousarray(rows.array[:, start:stop], np.float32)
+    return np.concatenate([rows.array[:, start:stop], rows.array[:, rows.tokens :]], axis=1)
 
 
 def _format_of(file: SafetensorsFile) -> CacheFormat:
@@ -199,19 +214,26 @@ def _check_metadata(path: Path, file: SafetensorsFile, identity: Identity) -> No
         raise ModelError(f"{path}: session {wrong[0]}; start a new session, or open it as it was")
 
 
-def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[int, int]:
-    """Tokens of the session and how many are cached, when every tensor is there in its shape."""
-    count, cached = _length(file, "tokens", 0), _length(file, "k.0", 1)
-    layout = cache.layout
-    kv = _format_of(file)
-    cached -= kv.shape(0, 0, 0)[1]
-    shape = (_DTYPES[kv.dtype.name], kv.shape(layout.kv_heads, cached, layout.head_dim))
+def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[int, int, int]:
+    """Tokens of the session, how many are cached and from which on windows have them, when every
+    tensor is there in its shape.
+    """
+    layout, kv = cache.layout, _format_of(file)
+    slid = _length(file, "first", 0) == 1 and file.entries["first"].dtype == "I32"
+    first = int(file.array("first").reshape(-1)[0]) if slid else 0
+    starts = [first * layout.windowed(layer) for layer in range(layout.layers)]
+    count, dtype = _length(file, "tokens", 0), _DTYPES[kv.dtype.name]
+    cached = _length(file, "k.0", 1) - kv.shape(0, 0, 0)[1] + starts[0]
     expected: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("I32", (count,))}
-    expected |= {name: shape for name, _ in _caches(cache)}
+    expected |= {"first": ("I32", (1,))} if slid else {}
+    for layer, start in enumerate(starts):
+        shape = kv.shape(layout.kv_heads, cached - start, layout.head_dim)
+        expected |= {f"{kind}.{layer}": (dtype, shape) for kind in "kv"}
     found = {name: (x.dtype, x.shape) for name, x in file.entries.items()}
-    if not 0 < cached <= min(count, layout.capacity) or found != expected:
+    seen = 0 if layout.sliding is None else layout.sliding.seen(cached)
+    if not (0 < cached <= min(count, layout.capacity) and 0 <= first <= seen) or found != expected:
         raise ModelError(f"{path}: session file does not hold this model's cache; save it again")
-    return count, cached
+    return count, cached, first
 
 
 def _length(file: SafetensorsFile, name: str, axis: int) -> int:

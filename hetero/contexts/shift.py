@@ -36,11 +36,19 @@ def turned_back(keys: Array, op: Rope, tokens: int) -> Array:
 
 
 def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None:
-    """Tokens [start, stop) go, [stop, cached) move to where they were."""
+    """Tokens [start, stop) go, [stop, cached) move to where they were: in windows that have lost
+    some of those before `stop`, by what their rows are called.
+    """
     count = stop - start
+    lost = cache.low > start
     for index in range(cache.layout.layers):
+        low, base = cache.held(index)
         keys, values = cache.rows(index)
-        for at in range(stop, cached, MOVED_TOGETHER):
+        moved = 0 if lost and low else count
+        for at in range(max(stop, low), cached, MOVED_TOGETHER):
             end = min(at + MOVED_TOGETHER, cached)
-            keys.write(at - count, turned_back(keys.read(at, end), op, count))
-            values.copy(at - count, values, at, end)
+            turned = turned_back(keys.read(at - base, end - base), op, count)
+            keys.write(at - base - moved, turned)
+            values.copy(at - base - moved, values, at - base, end - base)
+    if lost:
+        cache.base, cache.low = cache.base - count, max(cache.low, stop) - count

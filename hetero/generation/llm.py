@@ -73,7 +73,8 @@ class LLM:
     order changes no bit of an answer, cuts of long prompts that go with it the last ones. `kv` is
     how keys and values are cached: f16 (the default), half of what f32 takes and decoding reads;
     q8, codes of 8 bits, half of that again; or f32, the default of an NPU alone that reads no
-    others.
+    others. Layers with a sliding window keep the keys and values that it reaches and a few before;
+    with `whole_caches` all, so that a context can be cut anywhere without being computed again.
 
     A prompt is answered on a context: the model's own (`context`), from the start unless `reuse`,
     or one of `new_context`, which the prompt goes on from. Answers on different contexts take turns
@@ -105,6 +106,7 @@ class LLM:
         adapt: bool = True,
         order: Order = "best",
         kv: str | None = None,
+        whole_caches: bool = False,
         progress: Progress | None = None,
     ) -> None:
         check_one_of("order", order, get_args(Order))
@@ -113,14 +115,10 @@ class LLM:
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
-        self.max_seq_len = self._context_length(length)
+        self.max_seq_len, self._whole_caches = self._context_length(length), whole_caches
         spec = self._loaded.spec(self.kv)
-        if (
-            bundle is not None
-            and plan is None
-            and npu in ("auto", "qnn")
-            and device in ("auto", "hetero")
-        ):
+        may = npu in ("auto", "qnn") and device in ("auto", "hetero")
+        if bundle is not None and plan is None and may:
             plan = bundle.load_plan(model)
         given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None:
@@ -194,6 +192,7 @@ class LLM:
             adapt=adapt and self.devices.numbers == "measured",
             fingerprint=self._loaded.fingerprint,
             kv=self.kv,
+            whole_caches=self._whole_caches,
             **options,
         )
         return engine, engine.new_context(waits=True)
@@ -469,7 +468,9 @@ class LLM:
         whole = not asked.reuse or (asked.echo and asked.logprobs is not None)
         kept = 0 if whole else context.shared(tokens[:-1])
         context.rewind(kept)
-        return kept
+        if context.cached < kept:  # windows have lost what it would go on from
+            context.rewind(0)
+        return context.cached
 
     def _without_start(self, context: Context, tokens: list[int]) -> list[int]:
         """A text's tokens; without the one that a text begins with if it goes on from another."""
@@ -513,9 +514,15 @@ class LLM:
             return None
         loaded = self._loaded
         shadows = loaded.weights.outliers()
-        return max(
-            budget - pool_bytes(loaded.config, self.max_seq_len, STEP_TOKENS, shadows, self.kv), 1
+        taken = pool_bytes(
+            loaded.config,
+            self.max_seq_len,
+            STEP_TOKENS,
+            shadows,
+            self.kv,
+            whole=self._whole_caches,
         )
+        return max(budget - taken, 1)
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position

@@ -261,7 +261,7 @@ class Generation(Iterator[Piece]):
         prompt is read, nor where tokens are guessed, or some must be forgotten first.
         """
         free = not (self.finished or self._lookup or self._given is not None or self._is_full())
-        return self._next if free else None
+        return self._next if free and not self.context.pending else None
 
     def give(self, logits: Logits) -> None:
         """The logits [vocab] behind the token that was `wanted`: it is in the context already."""
@@ -387,6 +387,8 @@ class Generation(Iterator[Piece]):
         """The logits behind a token."""
         if self._is_full():
             self._shift()
+        if self.context.pending:  # windows have lost what it would go on from
+            self._engine.prefill(self.context, self.context.pending)
         if self._lookup is None:
             self._given = self._engine.decode(self.context, token)
         else:

@@ -21,6 +21,7 @@ from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_ever
 from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
 from hetero.placement.device_set import DeviceMode, open_devices
+from hetero.profiler.complete import completed
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.files import refuse_folder
 from hetero.profiler.grid import Shape
@@ -84,6 +85,30 @@ def profile_device(
         return _measure(
             options, device, gpu, npu, out=out, resume=resume, progress=progress, quick=quick
         )
+
+
+def complete_profile(
+    path: str | Path, *, gpu: str = "auto", npu: str = "auto"
+) -> tuple[DeviceProfile, list[str]]:
+    """Measure the kernels that a profile of these devices lacks, and write it with them; it and
+    what is new, which may be nothing. Raises `ProfileError` and `UserError`.
+    """
+    profile = DeviceProfile.load(path)
+    device: DeviceMode = "hetero" if len(profile.devices) > 1 else next(iter(profile.devices))
+    options = Options(
+        weight_formats=tuple(dict.fromkeys(x.weight_format for x in profile.predictors)),
+        gpu_core=assign_cores().gpu,
+        control_core=assign_cores().control,
+    )
+    with _alone(path):
+        opened = open_devices(device, gpu=gpu, npu=npu)
+        try:
+            with pinned(opened.control_core):
+                found = completed(profile, opened.devices, options)
+        finally:
+            opened.close()
+        found.save(Path(path))
+    return found, list(found.notes[len(profile.notes) :])
 
 
 def _measure(

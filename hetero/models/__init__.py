@@ -165,11 +165,10 @@ def open_model(
     return _open_checkpoint(path, weight_format)
 
 
-def model_spec(
-    model: str | Path, weights: str | None = None, kv: CacheFormat = CacheFormat.F32
-) -> ModelGraph:
-    """Shapes of a MODEL, or of a known model by NAME alone, with caches of a format; no weight is
-    read. By default in w4a16, a GGUF file's in its own format.
+def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
+    """Shapes of a MODEL, or of a known model by NAME alone, with caches of floats
+    (`ModelGraph.with_caches`: of another format); no weight is read. By default in w4a16, a GGUF
+    file's in its own format.
 
     Raises `ModelError`.
     """
@@ -179,12 +178,12 @@ def model_spec(
     weight_format = _weight_format(weights)
     name = str(model).removeprefix(random_models.PREFIX)
     if name.lower() in random_models.KNOWN_MODELS and not Path(model).is_dir():
-        return model_graph(random_models.known_config(name), weight_format, name.lower(), kv=kv)
+        return model_graph(random_models.known_config(name), weight_format, name.lower())
     if str(model).startswith(random_models.PREFIX):
-        return model_graph(random_models.known_config(name), weight_format, name.lower(), kv=kv)
+        return model_graph(random_models.known_config(name), weight_format, name.lower())
     path = _path(str(model), shapes=True)
     config = gguf_config(path) if path.is_file() else ModelConfig.from_directory(path)
-    return model_graph(config, weight_format, path.name, kv=kv)
+    return model_graph(config, weight_format, path.name)
 
 
 def _weight_format(weights: str) -> WeightFormat:

@@ -122,6 +122,7 @@ class ModelConfig:
         source = Fields(raw, where)
         architecture = _architecture(source)
         _refuse_quantised(source)
+        _refuse_sinks(source)
         layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
         sizes = _sizes(source, architecture) | _rotary(source, architecture)
         bos_id, eos_ids = _token_ids(
@@ -224,6 +225,17 @@ def _refuse_quantised(source: Fields) -> None:
         raise ModelError(
             f"{source.where}: weights quantised with {method or 'quantization_config'!r} are not "
             "supported; use the model's original fp32, fp16 or bf16 files"
+        )
+
+
+def _refuse_sinks(source: Fields) -> None:
+    """Scores of their own beside those of the tokens, or first tokens that every window sees."""
+    name = next((name for name, value in source.raw.items() if "sink" in name and value), None)
+    if name is not None:
+        raise source.error(
+            name,
+            "asks for attention sinks, which no supported architecture has",
+            "choose another model",
         )
 
 

@@ -37,12 +37,13 @@ from hetero.backends.ops import (
     Rope,
 )
 from hetero.backends.protocol import CACHE_PORTS
+from hetero.contexts.kv_cache import Sliding
 from hetero.models.config import ModelConfig
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
 
 SHADOW: Final = "_shadow"  # of a node, behind the name of its matmul
 Shadows: TypeAlias = Mapping[str, Outliers]  # by block and matmul, `blocks.3.down`
-OF_THE_POOL = frozenset({"tokens", "position", "logits"})  # slots that are not [tokens, features]
+OF_THE_POOL = frozenset({"tokens", "position", "cache_row", "logits"})  # not [tokens, features]
 
 
 def model_graph(
@@ -53,12 +54,16 @@ def model_graph(
     capacity: int | None = None,
     shadows: Shadows | None = None,
     kv: CacheFormat = CacheFormat.F32,
+    sliding: Sliding | None = None,
 ) -> ModelGraph:
     """The graph of a model, from token ids in slot `tokens` to `logits`, with KV caches of
-    `capacity` tokens (None: of all positions) in the format `kv`.
+    `capacity` tokens (None: of all positions) in the format `kv`; those of `sliding` have room for
+    its `rows`, and attention appends to them at the slot `cache_row`.
     """
     stored = WeightFormat(weight_format)
-    decoder = _Decoder(config, stored, capacity or config.max_position, shadows or {}, kv=kv)
+    decoder = _Decoder(
+        config, stored, capacity or config.max_position, shadows or {}, kv=kv, sliding=sliding
+    )
     return ModelGraph(
         name=name or config.architecture,
         architecture=config.architecture,
@@ -104,9 +109,10 @@ class _Decoder:
         shadows: Shadows,
         layers: int | None = None,
         kv: CacheFormat = CacheFormat.F32,
+        sliding: Sliding | None = None,
     ) -> None:
         self.config, self.weight_format, self.capacity = config, weight_format, capacity
-        self.shadows, self.kv = shadows, kv
+        self.shadows, self.kv, self.sliding = shadows, kv, sliding
         self.shadowed: str | None = None  # the residual stream with shadows added to it
         self.layers = layers or config.num_layers
         self.matmuls = {matmul.name: matmul for matmul in config.matmuls()}
@@ -166,11 +172,12 @@ class _Decoder:
             turned = "rotated"
             rope = rope_of(config, self.capacity)
             self._add("rope", rope, qkv="qkv", position="position", out=turned)
+        slides = self.sliding is not None and layer in self.sliding.layers
         attention = Attention(
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            capacity=self.capacity,
+            capacity=self.sliding.rows if slides and self.sliding else self.capacity,
             window=config.windows[layer],
             scale=config.attention_scale,
             softcap=config.attention_softcap,
@@ -180,7 +187,7 @@ class _Decoder:
             "attention",
             attention,
             qkv=turned,
-            position="position",
+            position="cache_row" if slides else "position",
             out="attended",
             k_cache=f"k_cache.{layer}",
             v_cache=f"v_cache.{layer}",

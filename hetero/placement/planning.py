@@ -90,8 +90,7 @@ def spec_on(
     """
     spec = spec_of(model, weights)
     found = find_profile(profile)
-    cached = planned_cache(found, kv)
-    return (spec if cached is CacheFormat.F32 else spec_of(model, weights, cached)), found
+    return spec.with_caches(planned_cache(found, kv)), found
 
 
 def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
@@ -106,17 +105,16 @@ def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
     return DEFAULT_CACHE if f"Attention+{DEFAULT_CACHE}" in timed else CacheFormat.F32
 
 
-def spec_of(
-    model: str | Path, weights: str | None = None, kv: CacheFormat = CacheFormat.F32
-) -> ModelGraph:
-    """What a plan is made for: a MODEL or the name of a known one in a format, by default that of a
-    GGUF file, all that a quantised directory holds, else w4a16. Raises `ModelError`.
+def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
+    """What a plan is made for, with caches of floats: a MODEL or the name of a known one in a
+    format, by default that of a GGUF file, all that a quantised directory holds, else w4a16. Raises
+    `ModelError`.
     """
     if weights in (None, AUTO):
         path = Path(model).expanduser()
         if len(path.name) <= LONGEST_NAME and is_quantised(path):
-            return open_model(model).spec(kv)
-    return model_spec(model, None if weights == AUTO else weights, kv)
+            return open_model(model).spec()
+    return model_spec(model, None if weights == AUTO else weights)
 
 
 def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:

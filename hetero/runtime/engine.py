@@ -31,6 +31,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
+from hetero.runtime.chain_proof import chain_is_right
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite
 from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chunks, rounded
@@ -38,10 +39,10 @@ from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.lowering import Lowering
-from hetero.runtime.memory import Needs, check_contexts, check_memory, gathered_slots, needs_of
-from hetero.runtime.pool import ActivationPool, Shape, slot_shapes
+from hetero.runtime.memory import Needs, check_contexts, fitting_window
+from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.schedule import Order, Orders, windows
-from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, cache_layout, place
+from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, Caches, place, planned_layout
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Step
 from hetero.runtime.step_lock import StepLock
@@ -107,7 +108,8 @@ class Engine:
     `copied_bytes` are those that steps had to copy between the devices' memories so far: none, but
     for comparisons. By an `order` other than `fifo` and a cost model, `window` calls of a prompt
     are one step, whose launches run in an order that is predicted to be shorter; in it nothing is
-    adapted, and what is not finite costs the tokens of all of them. `warm`: lower usual steps now.
+    adapted, and what is not finite costs the tokens of all of them. With `whole_caches` layers that
+    have a window keep what it has left, too. `warm`: lower usual steps now.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Engine:
         kv: CacheFormat = CacheFormat.F32,
         order: Order = "fifo",
         cost: CostModel | None = None,
+        whole_caches: bool = False,
         warm: bool = True,
     ) -> None:
         config = weights.config
@@ -157,25 +160,25 @@ class Engine:
         self.order: Order = "fifo" if cost is None else order
         self._orders = Orders(self.order)
         self._cost = cost
-        self._timed = False
+        self._whole_caches = whole_caches
+        self._timed = self._closed = False
         self._steps: OrderedDict[_Key, Step] = OrderedDict()
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
         self._loading_step: Step | None = None
-        self._warmed = not warm
+        self._warmed, self._chains = not warm, True
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
-        self._closed = False
         self._build(plan, solver, progress)
 
     def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Everything that depends on the plan and the devices."""
         self._steps.clear()
         self._online = []
-        self.placement = self._place(plan, source)
+        self.placement, layout = self._place(plan, source)
         self._adapter = None
         if source is not None and self._adapts and len(self.devices) == 2:
             self._adapter = Adapter(source, self.placement)
-        self.window, slots, layout, self.needs = self._sized()
+        self.window, slots, self.needs = self._sized(layout)
         self._admit(len(self.contexts.open_contexts()))
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
         for device in self.devices.values():
@@ -199,48 +202,38 @@ class Engine:
         for context in self.contexts.open_contexts():
             self._warm(context)
 
-    def _sized(self) -> tuple[int, dict[SlotRef, Shape], CacheLayout, Needs]:
-        """The longest window whose slots fit the memory, its slots, the caches, and what all of
-        them need.
-        """
-        longest, written = self.placement.longest, self.placement.written
-        layout = cache_layout(self.config, self.max_seq_len + written, self.kv)
-        gathered = gathered_slots(self.placement, self.devices)
+    def _sized(self, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], Needs]:
+        """See `fitting_window`."""
         apart = len(self.devices) < 2 or self.gpu_share is not None or self._sync in WHOLE_QUEUES
-        most = 1 if apart else most_in_flight(self.placement, self.max_seq_len, self.order)
-        for window in range(most, 0, -1):
-            slots = slot_shapes(
-                self.config,
-                tokens=longest + written,  # a second graph may begin where the first ends
-                logit_rows=SCORING_PIECE,
-                gathered=gathered,
-                chunks=window,
-                shadows=self._weights.outliers(),
-                rows=LONGEST_VERIFIED,
-            )
-            needs = needs_of(slots, layout, self.placement)
-            try:
-                check_memory(needs, self.devices, self._memory_budget_bytes)
-            except UserError:
-                if window == 1:
-                    raise
-            else:
-                break
-        return window, slots, layout, needs
+        most = 1 if apart else most_in_flight(self.plan, self.max_seq_len, self.order)
+        return fitting_window(
+            self.placement,
+            self.config,
+            layout,
+            self.devices,
+            most=most,
+            shadows=self._weights.outliers(),
+            budget_bytes=self._memory_budget_bytes,
+        )
 
-    def _place(self, plan: ExecutionPlan, source: Solver | None) -> Placement:
-        """The plan on the devices that are open."""
+    def _place(self, plan: ExecutionPlan, source: Solver | None) -> tuple[Placement, CacheLayout]:
+        """The plan on the devices that are open, and its caches."""
         able = {kind: device.capabilities for kind, device in self.devices.items()}
-        return place(
+        caches: Caches = {
+            "max_seq_len": self.max_seq_len,
+            "kv": self.kv,
+            "whole": self._whole_caches,
+        }
+        placement = place(
             plan,
             self.config,
             self._weights.weight_format,
             able,
-            max_seq_len=self.max_seq_len,
             source=source,
             shadows=self._weights.outliers(),
-            kv=self.kv,
+            **caches,
         )
+        return placement, planned_layout(placement.plan, self.config, able, **caches)
 
     def _warm_steps(self) -> list[tuple[Phase, int]]:
         phases = [x for x in WARM_STEPS if x[0] == "decode" or not self.placement.online]
@@ -250,8 +243,10 @@ class Engine:
         """The first time: launch what no context has launched yet, which may compile it."""
         if not self._warmed:
             self._warmed = True
-            for phase, m in self._warm_steps():
-                self.step(context, phase, m)
+            steps = [self.step(context, phase, m) for phase, m in self._warm_steps()]
+            self.pool.feed((0,), 0)
+            with self._control():
+                self._chains = all(chain_is_right(x, self.devices, self.executor) for x in steps)
 
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
@@ -313,6 +308,7 @@ class Engine:
         contexts, tokens = [context for context, _ in rows], [token for _, token in rows]
         for context, token in rows:
             self.check(context, (token,))
+            context.cache.slide(context.cached)
         if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.most_rows:
             raise ValueError(f"one step decodes 2 to {self.most_rows} contexts, each once")
         if any(context.gate is not None and not context.gate.done for context in contexts):
@@ -556,6 +552,7 @@ class Engine:
     ) -> Step:
         """A step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
+        context.cache.slide(context.cached)
         try:
             step = self._attempt(context, phase, tokens, logit_rows, chunks, form)
         except DeviceError as error:
@@ -599,14 +596,14 @@ class Engine:
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
-            self.pool.feed(tokens[start:stop], context.cached + start, chunk=chunk)
-        alone = self._adapter is not None and len(chunks) == 1
-        timed = alone and self._adapter is not None and self._adapter.due(phase, len(tokens))
-        timed = timed and not taps
+            at = context.cached + start
+            self.pool.feed(tokens[start:stop], at, chunk=chunk, base=context.cache.base)
+        adapter = self._adapter if len(chunks) == 1 and not taps else None
+        timed = adapter is not None and adapter.due(phase, len(tokens))
         self._set_timing(timed)
         run = self._execute(step)
-        if timed and self._adapter is not None:
-            self._adapter.observe(step, run.stamps)
+        if timed and adapter is not None:
+            adapter.observe(step, run.stamps)
         if rows and context.mass is not None:
             sums = self._lowering.masses.of(0).end(len(chunks))
             if sums is not None:
@@ -625,7 +622,8 @@ class Engine:
         step = self._lowered("decode", count, count, gates=gates, taps=any(sampled), rows=True)
         with memory_for(f"the step of {count} contexts"):
             step = step.on_rows([context.cache for context in contexts])
-        self.pool.feed_rows(tokens, [context.cached for context in contexts])
+        positions = [context.cached for context in contexts]
+        self.pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
         self._set_timing(False)
         run = self._execute(step)
         for row, context in enumerate(contexts):
@@ -641,8 +639,10 @@ class Engine:
         """Run a step that is fed."""
         with self._control():
             self._lowering.masses.begin()
-            self._last_run = run = self.executor.run(step)
-        self._last = weakref.ref(step)
+            alone = self._timed or not self._chains or step is self._loading_step
+            ran = step if alone else step.chained(self.devices)
+            self._last_run = run = self.executor.run(ran)
+        self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes
         if self.trace is not None:
             self.trace.add(step, run)

@@ -23,6 +23,7 @@ from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.calls import split
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Able, Placement
 from hetero.solver.plan import Form
 from hetero.solver.report.content import FORMS
@@ -35,12 +36,13 @@ PADDED: Final = 32  # tokens: of a last chunk that is longer, to a multiple of i
 SAMPLED: Final = (2, 3)  # layers that are scheduled
 
 
-def most_in_flight(placement: Placement, max_seq_len: int, order: Order) -> int:
+def most_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
     """Calls of a prompt that may be in flight together in a context of so many tokens."""
-    if order == "fifo" or placement.online:
+    if order == "fifo" or plan.strategy == "online-prepare":
         return 1
-    longest = placement.longest
-    chunk = min(longest, CHUNK_TOKENS) if placement.plan.in_flight else longest
+    longest = plan.step_tokens
+    assert longest is not None
+    chunk = min(longest, CHUNK_TOKENS) if plan.in_flight else longest
     return min(WINDOW, -(-max_seq_len // chunk))
 
 

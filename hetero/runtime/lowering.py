@@ -311,7 +311,7 @@ class _Chunk:
                 for port, operand in operands.items()
                 if port != "position"
             }
-            own["position"] = self.pool[position_of(row)]
+            own["position"] = self.pool[position_of(row, node.slots["position"])]
             call = self._other_call(node, kind, own, graph, row)
             items.append(Item(kind, call, reads, writes, (row, row + 1), None, own))
         return items
@@ -353,11 +353,12 @@ class _Chunk:
         return operands, reads, writes
 
     def _place_tap(self, node: Node, op: Attention, kind: DeviceKind) -> None:
-        qkv, position = self._operand(node.slots["qkv"]), self._tensor("position")
+        at = node.slots["position"]
+        qkv, position = self._operand(node.slots["qkv"]), self._tensor(at)
         if isinstance(qkv, Panels) or self.handover is not None:
             return
         caches = {"k_cache": node.slots["k_cache"]}
-        reads = frozenset(map(self._ref, (node.slots["qkv"], "position", node.slots["k_cache"])))
+        reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
         added = ColumnMass(attention=op, every=EVERY[self.phase])
         own = None if self.rows else self.masses.kernel(kind, added)
@@ -376,7 +377,7 @@ class _Chunk:
             kernel = AttentionTap(op, self.masses.of(row), EVERY[self.phase])
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
             if self.rows:
-                operands["position"] = self.pool[position_of(row)]
+                operands["position"] = self.pool[position_of(row, at)]
             call = CacheCall(name, kernel, operands, caches, m, row)
             items.append(Item(None, call, reads, writes, (row, row + m), None))
         self._place(name, items)

@@ -10,7 +10,10 @@ from hetero.backends.ops import OUTPUT_PORTS, MatMul, Outliers
 from hetero.backends.protocol import Device, DeviceKind, takes_panels
 from hetero.contexts.kv_cache import CacheLayout
 from hetero.errors import UserError
-from hetero.runtime.pool import Shape, nbytes_of
+from hetero.models.config import ModelConfig
+from hetero.models.graph import Shadows
+from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
+from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.runtime.slots import SlotRef
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES
@@ -50,8 +53,45 @@ def needs_of(
         weight_bytes=weight_bytes,
         copied_bytes=max(weight_bytes - placement.stored_bytes, 0),
         context_bytes=layout.nbytes,
-        largest_bytes=max(*sizes, layout.slot_bytes),
+        largest_bytes=max(*sizes, layout.largest_bytes),
     )
+
+
+def fitting_window(
+    placement: Placement,
+    config: ModelConfig,
+    layout: CacheLayout,
+    devices: Mapping[DeviceKind, Device],
+    *,
+    most: int,
+    shadows: Shadows | None,
+    budget_bytes: int | None,
+) -> tuple[int, dict[SlotRef, Shape], Needs]:
+    """How many calls of a prompt may be in flight, up to `most`, with slots that fit the memory;
+    those slots, and what all needs. Raises `UserError` where not even one does.
+    """
+    gathered = gathered_slots(placement, devices)
+    for window in range(most, 0, -1):
+        slots = slot_shapes(
+            config,
+            # A second graph may begin where the first ends.
+            tokens=placement.longest + placement.written,
+            logit_rows=SCORING_PIECE,
+            gathered=gathered,
+            chunks=window,
+            shadows=shadows,
+            rows=LONGEST_VERIFIED,
+            slides=layout.slides,
+        )
+        needs = needs_of(slots, layout, placement)
+        try:
+            check_memory(needs, devices, budget_bytes)
+        except UserError:
+            if window == 1:
+                raise
+        else:
+            break
+    return window, slots, needs
 
 
 def listed_bytes(placement: Placement) -> int:

@@ -35,21 +35,25 @@ def slot_shapes(
     chunks: int = 1,
     shadows: Shadows | None = None,
     rows: int = 1,
+    slides: bool = False,
 ) -> dict[SlotRef, Shape]:
     """Every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the decoder,
     `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered` with their
     widths; for all of them together `logits` [logit_rows, vocab], and a `position` for each of
-    `rows` contexts that decode together.
+    `rows` contexts that decode together. Where caches slide there is a `cache_row` for each
+    position.
     """
+    positions = ("position", "cache_row") if slides else ("position",)
     widths = {SlotRef(name): n for name, n in slot_widths(config, shadows).items()}
     widths |= {SlotRef(name, gathered=True): n for name, n in (gathered or {}).items()}
     each: dict[SlotRef, Shape] = {slot: ((tokens, n), FLOAT32) for slot, n in widths.items()}
-    each |= {SlotRef("tokens"): ((tokens,), INT32), SlotRef("position"): ((1,), INT32)}
+    each |= {SlotRef("tokens"): ((tokens,), INT32)}
+    each |= {SlotRef(name): ((1,), INT32) for name in positions}
     shapes = {
         slot._replace(chunk=chunk): shape for chunk in range(chunks) for slot, shape in each.items()
     }
     shapes[SlotRef("logits")] = ((logit_rows, config.vocab_size), FLOAT32)
-    shapes |= {position_of(row): ((1,), INT32) for row in range(1, rows)}
+    shapes |= {position_of(x, name): ((1,), INT32) for x in range(1, rows) for name in positions}
     return shapes
 
 
@@ -71,6 +75,7 @@ class ActivationPool:
         self.tokens: int = slots[SlotRef("tokens")][0][0]
         self.chunks = 1 + max(slot.chunk for slot in slots)
         self.fed = [0] * self.chunks  # tokens of each chunk
+        self._slides = SlotRef("cache_row") in slots
         self._slots: dict[SlotRef, Tensor] = {
             slot: _allocate(owner, slot, shape) for slot, shape in slots.items()
         }
@@ -86,19 +91,29 @@ class ActivationPool:
         """The slot that a buffer holds."""
         return next(slot for slot, tensor in self._slots.items() if tensor.buffer is buffer)
 
-    def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0) -> None:
-        """What a chunk computes next: its tokens, the first of them at `position`."""
+    def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0, base: int = 0) -> None:
+        """What a chunk computes next: its tokens, the first of them at `position`; caches that
+        slide have the token `base` in their first row.
+        """
         ids = self[slot_of("tokens", chunk)].array
         ids[: len(tokens)] = tokens
         ids[len(tokens) :] = 0
         self.fed[chunk] = len(tokens)
         self[slot_of("position", chunk)].array[0] = position
+        if self._slides:
+            self[slot_of("cache_row", chunk)].array[0] = position - base
 
-    def feed_rows(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """What rows of several contexts compute next: a token each, at a position of its own."""
+    def feed_rows(
+        self, tokens: Sequence[int], positions: Sequence[int], bases: Sequence[int]
+    ) -> None:
+        """What rows of several contexts compute next: a token each, at a position of its own; as
+        `feed`.
+        """
         self.feed(tokens, positions[0])
-        for row, position in enumerate(positions):
+        for row, (position, base) in enumerate(zip(positions, bases, strict=True)):
             self[position_of(row)].array[0] = position
+            if self._slides:
+                self[position_of(row, "cache_row")].array[0] = position - base
 
     @property
     def nbytes(self) -> int:

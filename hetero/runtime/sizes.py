@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypedDict
 
 from hetero.backends.formats import CacheFormat, WeightFormat
-from hetero.contexts.kv_cache import CacheLayout
+from hetero.contexts.kv_cache import CacheLayout, Sliding
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, model_graph
+from hetero.runtime.forms import WINDOW, most_in_flight
 from hetero.runtime.pool import nbytes_of, slot_shapes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Able, Placement, PlanSource, fitted, reach
@@ -16,32 +17,68 @@ SCORING_PIECE: Final = 32  # tokens of a call whose logits are all wanted
 LONGEST_VERIFIED: Final = 8  # tokens of a step that decodes: of one context, or of as many
 
 
+class Caches(TypedDict):
+    """What caches are like: for how long a text, in which format, and whether all tokens stay."""
+
+    max_seq_len: int
+    kv: CacheFormat
+    whole: bool
+
+
 def pool_bytes(
     config: ModelConfig,
     max_seq_len: int,
     longest: int,
     shadows: Shadows | None = None,
     kv: CacheFormat = CacheFormat.F32,
+    *,
+    whole: bool = False,
 ) -> int:
     """At most what the pool and one context take, for calls of up to `longest` tokens, padded to
     twice as many.
     """
     slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE, shadows=shadows)
-    cache = cache_layout(config, max_seq_len + 2 * longest, kv)
+    written = None if whole else (WINDOW + 1) * longest
+    cache = cache_layout(config, max_seq_len + 2 * longest, kv, written=written)
     return sum(nbytes_of(shape) for shape in slots.values()) + cache.nbytes
 
 
 def cache_layout(
-    config: ModelConfig, capacity: int, kv: CacheFormat = CacheFormat.F32
+    config: ModelConfig,
+    capacity: int,
+    kv: CacheFormat = CacheFormat.F32,
+    *,
+    written: int | None = None,
 ) -> CacheLayout:
-    """The caches of a model, for so many tokens."""
+    """The caches of a model, for so many tokens; where layers have windows and a step writes up to
+    `written` tokens, those layers' hold what such a step needs (None: all tokens).
+    """
     return CacheLayout(
         layers=config.num_layers,
         kv_heads=config.kv_heads,
         capacity=capacity,
         head_dim=config.head_dim,
         kv=kv,
+        sliding=Sliding.of(config.windows, capacity, written),
     )
+
+
+def planned_layout(
+    plan: ExecutionPlan,
+    config: ModelConfig,
+    capabilities: Able,
+    *,
+    max_seq_len: int,
+    kv: CacheFormat,
+    whole: bool = False,
+) -> CacheLayout:
+    """Caches for a fitted plan's calls, whatever order they run in; `whole`: of all tokens."""
+    # A padded last piece writes rows behind the last token; they lie beyond every context.
+    written = reach(plan, capabilities)
+    longest = plan.step_tokens or written
+    together = most_in_flight(plan, max_seq_len, "best") if len(plan.devices()) > 1 else 1
+    most = None if whole else (together - 1) * longest + written
+    return cache_layout(config, max_seq_len + written, kv, written=most)
 
 
 def place(
@@ -54,10 +91,19 @@ def place(
     source: PlanSource | None = None,
     shadows: Shadows | None = None,
     kv: CacheFormat = CacheFormat.F32,
+    whole: bool = False,
 ) -> Placement:
     """A plan on devices with these capabilities, with caches as long as its calls need them."""
     fitting = fitted(plan, capabilities, solved=source is not None)
-    # A padded last piece writes rows behind the last token; they lie beyond every context.
-    capacity = max_seq_len + reach(fitting, capabilities)
-    graph = model_graph(config, weight_format, capacity=capacity, shadows=shadows, kv=kv)
+    layout = planned_layout(
+        fitting, config, capabilities, max_seq_len=max_seq_len, kv=kv, whole=whole
+    )
+    graph = model_graph(
+        config,
+        weight_format,
+        capacity=layout.capacity,
+        shadows=shadows,
+        kv=kv,
+        sliding=layout.sliding if layout.slides else None,
+    )
     return Placement(fitting, graph, capabilities, source=source)

@@ -31,9 +31,9 @@ class SlotRef(NamedTuple):
         return " ".join(words)
 
 
-def position_of(row: int) -> SlotRef:
-    """The position of a row, in a step whose rows are tokens of several contexts."""
-    return SlotRef(f"position.{row}" if row else "position")
+def position_of(row: int, name: str = "position") -> SlotRef:
+    """A position (or `cache_row`) of a row, in a step whose rows are tokens of several contexts."""
+    return SlotRef(f"{name}.{row}" if row else name)
 
 
 def slot_of(name: str, chunk: int = 0) -> SlotRef:

@@ -14,6 +14,7 @@ from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, D
 from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.layer_gate import LayerGate
 from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
+from hetero.runtime.chains import chain_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
 from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec, Span
@@ -68,6 +69,8 @@ class Step:
     _on_rows: tuple[tuple[weakref.ref[KvCache], ...], Step] | None = field(
         default=None, init=False, repr=False
     )
+    _chained: Step | None = field(default=None, init=False, repr=False)
+    _tried: bool = field(default=False, init=False, repr=False)
 
     def on(self, cache: KvCache) -> Step:
         """The step on a context's keys and values. Raises what binding does."""
@@ -102,6 +105,17 @@ class Step:
             },
             bound=weakref.WeakKeyDictionary(),
         )
+
+    def chained(self, devices: Devices) -> Step:
+        """A bound step that decodes, whose submissions in a row are one, where the device can do
+        that: the step for runs that nobody times call by call. Made when it is first asked for.
+        """
+        if self.phase == "decode" and not self._tried:
+            self._tried = True
+            program = chain_program(self.program, self.launches, devices)
+            if program is not self.program:
+                self._chained = replace(self, program=program)
+        return self._chained or self
 
     def behind(self, gate: LayerGate) -> Step:
         """A bound step that waits for the layers of its cache, for one run."""

@@ -70,8 +70,15 @@ def computing_opener(request: pytest.FixtureRequest) -> Opener:
     return lambda: open_for_tests(request.param)
 
 
-@pytest.fixture(params=COMPUTING | COMPUTING_NOTHING)
+@pytest.fixture(scope="session", params=COMPUTING | COMPUTING_NOTHING)
 def any_device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """As `device`; it may compute nothing."""
+    with open_for_tests(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture(params=COMPUTING | COMPUTING_NOTHING)
+def own_device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A device of one's own; it may compute nothing."""
     with open_for_tests(request.param) as opened:
         yield opened

@@ -14,6 +14,7 @@ from hetero.backends import checks, ops
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.groups import Group, GroupStep
+from hetero.backends.kv_rows import cache_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Op, RopeScaling
 from hetero.backends.protocol import BoundCall, Device
@@ -63,9 +64,11 @@ def small_op(request: pytest.FixtureRequest) -> Op:
 # --- operations ---------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_format", WeightFormat)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_matmul(device: Device, n: int, k: int, weight_format: WeightFormat) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matmul(device: Device, shape: tuple[int, int], weight_format: WeightFormat) -> None:
+    n, k = shape
     check_op(device, ops.MatMul(n=n, k=k, weight_format=weight_format), EDGE_TOKENS)
 
 
@@ -86,6 +89,7 @@ def test_long_prompt(device: Device, op: Op) -> None:
     check_op(device, op, (256,))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize("k", [96, 172])
 def test_matmul_bias(device: Device, k: int, weight_format: WeightFormat) -> None:
@@ -115,6 +119,7 @@ def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -
     np.testing.assert_array_equal(tensors["y"].array[0], 0)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize("outlier", [1e3, 1e4, 6e4])
 @pytest.mark.parametrize("m", [1, 5])
@@ -169,6 +174,7 @@ def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFor
         check_call(device, device.prepare(part, segment), segment, tensors, 3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize(("vocab", "d", "scale"), [(50, 64, 1.0), (5, 172, 8.0), (33, 96, 0.5)])
 def test_embed(
@@ -187,6 +193,7 @@ def test_embed_reaches_every_row(device: Device) -> None:
     check_call(device, device.prepare(op, weights), weights, tensors, 33)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("kind", [ops.RMSNorm, ops.LayerNorm])
 @pytest.mark.parametrize("d", [3, 64, 172, 2048])
@@ -222,6 +229,7 @@ def test_rope_scaling(device: Device, scaling: str) -> None:
     check_op(device, replace(ROPE, scaling=SCALINGS[scaling]), (1, 33))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("norm", [None, 1e-6])
 @pytest.mark.parametrize(
     "heads",
@@ -253,6 +261,7 @@ def test_position_is_read_when_a_call_runs(device: Device) -> None:
 ATTENTION_HEADS = [(4, 2, 8), (3, 1, 12), (4, 4, 80), (8, 2, 64), (6, 2, 16), (1, 1, 128)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
 def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
@@ -265,6 +274,7 @@ def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, win
         check_call(device, kernel, {}, tensors, m)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kv", [kv for kv in CacheFormat if kv is not CacheFormat.F32])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
 def test_attention_on_narrow_caches(
@@ -280,6 +290,7 @@ def test_attention_on_narrow_caches(
         check_call(device, kernel, {}, tensors, m)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("every", [1, 2, 16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "more"),
@@ -306,6 +317,7 @@ def test_sums_of_what_columns_are_given(
         check_call(device, kernel, {}, tensors, m)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kv", CacheFormat)
 @pytest.mark.parametrize(("kv_heads", "head_dim", "window"), [(4, 16, 0), (3, 12, 9), (2, 64, 0)])
 def test_heads_of_an_attention_touch_nothing_else(
@@ -333,6 +345,7 @@ def test_heads_of_an_attention_touch_nothing_else(
         assert_close(tensors["out"].array[:m], wanted[:m], limit, f"{cut} of {kv_heads} heads")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kv", CacheFormat)
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "by_token"),
@@ -342,11 +355,20 @@ def test_chunks_are_decoded_to_the_bit(
     device: Device, kv_heads: int, head_dim: int, by_token: bool, kv: CacheFormat
 ) -> None:
     """Chunks of every kind, at any positions of caches that are NaN; the rest is not touched."""
-    shape = {"kv_heads": kv_heads, "head_dim": head_dim, "by_token": by_token, "kv": kv}
+    shape: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "by_token": by_token}
+    shape |= {"kv": kv, "keys_by_token": by_token and kv.coded}
     values = 2 * kv_heads * head_dim * 16
-    op = ops.DecodeChunks(capacity=130, room=3 * 7 * values, **shape)  # type: ignore[arg-type]
+    op = ops.DecodeChunks(capacity=130, room=3 * 7 * values, **shape)
     require(device, op)
     check_op(device, op, (1, 2, 7))
+    if not kv.coded:
+        return
+    rng = np.random.default_rng()
+    weights = make_weights(op, rng)
+    kernel, tensors = device.prepare(op, weights), make_tensors(op, 7, rng, device=device)
+    own = cache_rows(op, tensors["k_cache"].array).channels
+    own[:] = np.asarray(weights["channels"]).reshape(own.shape)  # codes of 8 bits go in as they are
+    check_call(device, kernel, weights, tensors, 7)
 
 
 def test_chunks_are_decoded_beside_the_other_calls(device: Device) -> None:
@@ -413,6 +435,7 @@ def test_attention_overwrites_forgotten_positions(device: Device) -> None:
     check_call(device, kernel, {}, tensors, 2)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("softcap", [0.7, 50.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 12), (2, 1, 256)])
 def test_attention_of_capped_scores(
@@ -427,6 +450,7 @@ def test_attention_of_capped_scores(
         check_call(device, kernel, {}, tensors, m)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize("bias", [False, True])
 def test_matmul_with_a_soft_cap(device: Device, weight_format: WeightFormat, bias: bool) -> None:
@@ -434,6 +458,7 @@ def test_matmul_with_a_soft_cap(device: Device, weight_format: WeightFormat, bia
     check_op(device, op, EDGE_TOKENS)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("rows", "offset"), [(40, 2), (7, 0), (100, 5)])
 @pytest.mark.parametrize("d", [1, 64, 173])
 def test_add_positions(device: Device, d: int, rows: int, offset: int) -> None:
@@ -447,12 +472,14 @@ def test_add_positions(device: Device, d: int, rows: int, offset: int) -> None:
         check_call(device, kernel, weights, tensors, m)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("f", [1, 172])
 def test_act(device: Device, f: int, activation: ops.Activation) -> None:
     check_op(device, ops.Act(f=f, activation=activation), EDGE_TOKENS)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("f", [1, 7, 172, 1024])
 def test_gated_act(device: Device, f: int, activation: ops.Activation) -> None:
@@ -728,20 +755,20 @@ def test_wrong_vectors_are_refused(any_device: Device, shape: tuple[int, ...]) -
 # --- closing ------------------------------------------------------------------------------------
 
 
-def test_closed_device_refuses_every_call(any_device: Device) -> None:
+def test_closed_device_refuses_every_call(own_device: Device) -> None:
     op = SMALL_OPS["add"]
-    call, tensors = _bound_add(any_device)
-    kernel = any_device.prepare(op, {})
-    buffer = any_device.allocate(64)
-    any_device.close()
-    any_device.close()
+    call, tensors = _bound_add(own_device)
+    kernel = own_device.prepare(op, {})
+    buffer = own_device.allocate(64)
+    own_device.close()
+    own_device.close()
     attempts: list[Callable[[], object]] = [
-        lambda: any_device.map(buffer),
-        lambda: any_device.prepare(op, {}),
+        lambda: own_device.map(buffer),
+        lambda: own_device.prepare(op, {}),
         lambda: kernel.bind(tensors, 5),
         call.run,
     ]
-    if any_device.capabilities.asynchronous:
+    if own_device.capabilities.asynchronous:
         attempts.append(call.submit)
     for attempt in attempts:
         with pytest.raises(DeviceLostError, match="closed"):

@@ -529,7 +529,7 @@ def test_a_file_of_the_version_before_is_read(one: LLM, folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"schema_version": "3"}, "was written by another version of hetero"),
+        ({"schema_version": "4"}, "was written by another version of hetero"),
         ({"model": "other"}, "belongs to another model"),
         ({"weights": "w4a16"}, "was saved with --weights w4a16"),
         ({"numerics": "int8"}, "holds keys and values as int8"),

@@ -19,7 +19,7 @@ LAYOUT = CacheLayout(layers=3, kv_heads=2, capacity=40, head_dim=8)
 def filled(seed: int) -> KvCache:
     cache, random = KvCache(LAYOUT, HostBuffer), np.random.default_rng(seed)
     for slot in LAYOUT.slots:
-        cache[slot].array[:] = random.standard_normal(LAYOUT.shape)
+        cache[slot].array[:] = random.standard_normal(LAYOUT.shape(0))
     return cache
 
 

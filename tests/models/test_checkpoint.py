@@ -214,8 +214,9 @@ def test_missing_layers_are_counted(make_checkpoint: Callable[..., Path]) -> Non
         open_model(path)
 
 
-def test_an_unexpected_tensor(make_checkpoint: Callable[..., Path]) -> None:
-    name = "model.layers.0.self_attn.q_proj.bias"
+@pytest.mark.parametrize("part", ["q_proj.bias", "sinks"])
+def test_an_unexpected_tensor(make_checkpoint: Callable[..., Path], part: str) -> None:
+    name = f"model.layers.0.self_attn.{part}"
     path, error = broken(make_checkpoint, lambda x: x.update({name: np.zeros(24, np.float32)}))
     assert str(error) == (
         f"{path}: tensor {name} does not belong to a llama model of this config.json; check that "

@@ -269,6 +269,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (BASE | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
      "weights quantised with 'gptq' are not supported; use the model's original fp32, fp16 or "
      "bf16 files"),
+    (of("mistral", attention_sink_size=4),
+     "attention_sink_size asks for attention sinks, which no supported architecture has, got 4; "
+     "choose another model"),
+    (BASE | {"model_type": "gpt_oss", "sliding_window": 128},
+     "architecture 'gpt_oss' is not supported; choose a model of one of: "
+     f"{', '.join(ARCHITECTURES)}"),
     (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]),
      "layer_types must list full_attention or sliding_attention for each of the 4 layers, got "
      "['full_attention']; correct the file"),

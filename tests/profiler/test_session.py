@@ -19,6 +19,7 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
 from hetero.profiler.journal import Journal, journal_path, read_entries, to_line
 from hetero.profiler.options import Event, Options
+from hetero.profiler.other_ops import BLOCKS
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
 from hetero.profiler.surroundings import STRETCHES
@@ -58,7 +59,7 @@ def take(
 @pytest.fixture(scope="module")
 def whole() -> DeviceProfile:
     """One complete profile."""
-    return take()
+    return take(opts=options(blocks=BLOCKS))
 
 
 def test_a_profile_has_every_part(whole: DeviceProfile) -> None:

@@ -19,6 +19,8 @@ from hetero.solver.handmade import single_device
 from tests.helpers import assert_close
 from tests.runtime.plans import random_plan
 
+pytestmark = pytest.mark.usefixtures("no_chains")
+
 NAMES = {config.architecture: name for name, config in KNOWN_MODELS.items()}
 GRAPHS = (1, 8, 32, 64)
 TOKENS = (np.arange(48) * 37 % 300).tolist()

@@ -32,6 +32,8 @@ from tests.checkpoints import (
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import random_plan
 
+pytestmark = pytest.mark.usefixtures("no_chains")
+
 CONTEXT = 8192
 VOCABULARY = 263
 WEIGHTS = "w4a16"

@@ -206,7 +206,7 @@ def test_activations_are_in_huge_pages_and_caches_are_not() -> None:
     layout = CacheLayout(layers=2, kv_heads=4, capacity=1 << 10, head_dim=1 << 9)
     pool = ActivationPool(slots, device)
     assert KvCache(layout, device.allocate).nbytes == layout.nbytes
-    assert asked == {nbytes_of(slots[SlotRef("tokens")]): True, layout.slot_bytes: False}
+    assert asked == {nbytes_of(slots[SlotRef("tokens")]): True, layout.slot_bytes(0): False}
     assert pool["tokens"].buffer.address % HUGE_BYTES == 0
 
 

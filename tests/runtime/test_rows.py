@@ -28,6 +28,8 @@ from tests.contexts.models import WAYS, open_llm, plan_of
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
 
+pytestmark = pytest.mark.usefixtures("no_chains")
+
 VOCABULARY = 263
 GRAPHS = (1, 2, 4, 8, 32, 64)
 

@@ -36,6 +36,7 @@ from hetero.runtime.slots import SlotRef
 from hetero.runtime.step import Step
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_order, random_plan
+from tests.thinning import examples
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
 PROMPT = 45
@@ -146,7 +147,7 @@ def of_chunk(slots: set[SlotRef], chunk: int, shared: frozenset[SlotRef]) -> fro
     return frozenset(slot if slot in shared else slot._replace(chunk=chunk) for slot in slots)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100, 400), deadline=None)
 @given(launch_lists(), st.booleans())
 def test_in_order_is_what_all_pairs_of_launches_ask_for(
     launches: list[LaunchSpec], eager: bool
@@ -156,7 +157,7 @@ def test_in_order_is_what_all_pairs_of_launches_ask_for(
     check(launches, found)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100, 400), deadline=None)
 @given(launch_lists(), st.data())
 def test_out_of_order_breaks_no_edge_and_is_never_longer(
     launches: list[LaunchSpec], data: st.DataObject
@@ -174,7 +175,7 @@ def test_out_of_order_breaks_no_edge_and_is_never_longer(
     assert taken[0] <= taken[1]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(100, 400), deadline=None)
 @given(launch_lists(), st.integers(0, 2**20))
 def test_any_order_along_the_edges_gets_the_waits_that_it_needs(
     launches: list[LaunchSpec], seed: int
@@ -183,7 +184,7 @@ def test_any_order_along_the_edges_gets_the_waits_that_it_needs(
     check(launches, ordered(graph, random_order(graph, random.Random(seed))))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(launch_lists())
 def test_edges_reach_all_that_is_in_a_launchs_way_and_nothing_else(
     launches: list[LaunchSpec],
@@ -380,7 +381,7 @@ def lowering_of(engine: Engine) -> Lowering:
     )
 
 
-@pytest.mark.parametrize("first", range(0, 320, 40))
+@pytest.mark.parametrize("first", range(0, examples(120, 320), 40))
 def test_programs_of_random_plans_wait_for_what_all_pairs_ask_for(folder: Path, first: int) -> None:
     for seed in range(first, first + 40):
         with engine_of(folder, seed) as engine:

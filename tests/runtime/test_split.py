@@ -25,6 +25,8 @@ from tests.checkpoints import Case, make_checkpoint, relative_error
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import STRATEGIES, random_plan
 
+pytestmark = pytest.mark.usefixtures("no_chains")
+
 GRAPHS = (1, 2, 4, 8, 32, 64)
 # w4a8: an activation between two int8 codes rounds to either one as sums are ordered, and what
 # follows differs by as much as the format does: up to 0.020 in 600 random cuts (99 % below 0.016),

@@ -21,6 +21,7 @@ from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from tests.solver.instances import F32, planner_of, random_instance
+from tests.thinning import examples
 
 CANDIDATES = (2, 3, 4, 5, 8)
 LENGTHS = {2: 1.0, 5: 3.0, 7: 0.5, 11: 2.0}
@@ -81,7 +82,7 @@ class Brute:
         return min((self.seconds(s) for s in sets if allowed(s)), default=INF)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(14, 40)))
 def test_the_chosen_sizes_are_the_best_of_all_sets(seed: int) -> None:
     rng = np.random.default_rng(seed)
     kind: PerGraphSize = "weights" if seed % 2 else "graph"
@@ -114,7 +115,7 @@ def test_the_chosen_sizes_are_the_best_of_all_sets(seed: int) -> None:
         assert found.preparation_s == pytest.approx(sum(map(planner.preparation_s, chosen)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(4, 12)))
 def test_more_budget_is_never_slower(seed: int) -> None:
     program = program_of(seed, "weights")
     brute, own = Brute(program), graph_bytes(program.planner)

@@ -61,6 +61,7 @@ def without_shared_heads(found: DeviceProfile) -> DeviceProfile:
     return found.model_copy(update={"devices": devices})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_every_known_model_is_planned_on_every_shipped_profile(name: str, profile: str) -> None:

@@ -29,9 +29,10 @@ from tests.solver.instances import (
     planner_of,
     random_instance,
 )
+from tests.thinning import examples
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(examples(4, 10)))
 def test_every_matmul_is_as_good_as_trying_all_tilings(block: int) -> None:
     for seed in range(200 * block, 200 * block + 200):
         instance = random_instance(seed, tiny=False)
@@ -46,7 +47,7 @@ def test_every_matmul_is_as_good_as_trying_all_tilings(block: int) -> None:
             assert best == pytest.approx(costs[:, state].min(), rel=1e-9), (seed, state)
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(examples(4, 10)))
 def test_every_chain_is_as_good_as_trying_all_combinations(block: int) -> None:
     for seed in range(200 * block, 200 * block + 200):
         instance = random_instance(seed)
@@ -56,7 +57,7 @@ def test_every_chain_is_as_good_as_trying_all_combinations(block: int) -> None:
         assert found.chain.cost == pytest.approx(found.seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(examples(2, 4)))
 def test_a_prompt_that_must_be_shared_is_shared_at_the_least_cost(block: int) -> None:
     alone = 0
     for seed in range(100 * block, 100 * block + 100):
@@ -80,7 +81,7 @@ def test_a_prompt_that_must_be_shared_is_shared_at_the_least_cost(block: int) ->
     assert alone > 3
 
 
-@pytest.mark.parametrize("seed", range(1000))
+@pytest.mark.parametrize("seed", range(examples(300, 1000)))
 def test_chains_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
@@ -118,7 +119,7 @@ def _walk_all(combo: tuple[Option, ...], layers: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(examples(100, 300)))
 def test_the_chain_never_loses_to_a_greedy_solver(seed: int) -> None:
     """The slow twin takes the best option of each matmul for itself."""
     instance = random_instance(seed)
@@ -133,7 +134,7 @@ def test_the_chain_never_loses_to_a_greedy_solver(seed: int) -> None:
     assert best <= planner.evaluate(scenario, greedy).seconds * (1 + 1e-12)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(examples(100, 300)))
 def test_tiles_cover_on_the_alignment_and_hold_two_pieces(seed: int) -> None:
     instance = random_instance(seed, tiny=False)
     planner = planner_of(instance, margin=0.0)
@@ -149,7 +150,7 @@ def test_tiles_cover_on_the_alignment_and_hold_two_pieces(seed: int) -> None:
                 assert tile.graph_size in instance.sizes
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(70, 200)))
 def test_time_falls_as_the_cap_on_the_gpu_rises(seed: int) -> None:
     instance = random_instance(seed)
     scenario = Scenario("prefill", instance.sizes[-1])
@@ -160,7 +161,7 @@ def test_time_falls_as_the_cap_on_the_gpu_rises(seed: int) -> None:
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(times))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(examples(70, 200)))
 def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
     planner = planner_of(random_instance(seed), margin=0.0)
     scenario = Scenario("prefill", planner.sizes[-1])
@@ -172,7 +173,7 @@ def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
     assert thrifty.joules <= fast.joules + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(180))
+@pytest.mark.parametrize("seed", range(examples(60, 180)))
 def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     """Under a budget for both devices, and in two thirds of the cases under limits of each; in
     half of these every graph size of the NPU has its own weights.
@@ -208,7 +209,7 @@ def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     assert memory.graphs_bytes == pytest.approx(memory.npu_bytes * (1 - 1 / copies), abs=2)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(6, 20)))
 def test_time_falls_as_memory_rises(seed: int) -> None:
     instance = random_instance(seed)
     planner = planner_of(instance, margin=-99.0)
@@ -225,7 +226,7 @@ def test_time_falls_as_memory_rises(seed: int) -> None:
         assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(times)), (name, times)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(examples(40, 100)))
 def test_an_npu_of_half_or_twice_the_time_moves_the_best_time_as_far_as_it_can(seed: int) -> None:
     """Never the other way, and never by more than the NPU itself changed."""
     instance = random_instance(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hetero.backends.protocol import KINDS
 from hetero.models import model_spec
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
@@ -36,10 +37,26 @@ def test_a_chip_that_nobody_measured_corrections_of_has_the_papers_costs() -> No
     assert [x.seconds for x in paper] == [x.seconds for x in solutions(profile)]
 
 
-@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS - {"chains"}))
 def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correction: str) -> None:
     profile = DeviceProfile.load("host")
     cost = CostModel(profile)
     kept = frozenset(x for x in CORRECTIONS if x != correction)
     without = solutions(profile, HostQueue.of(cost, corrections=kept))
     assert [x.seconds for x in without] != [x.seconds for x in solutions(profile)]
+
+
+def test_decoding_on_the_gpu_alone_saves_what_chains_do() -> None:
+    """A launch's saving for each operation; prompts and steps of both devices save nothing."""
+    profile = DeviceProfile.load("host")
+    gpu = profile.sync["gpu"].model_copy(update={"chain_s": 1e-6})
+    chained = profile.model_copy(update={"sync": {**profile.sync, "gpu": gpu}})
+    spec = model_spec("llama-3.2-1b")
+    for scenario in (Scenario("decode", 1), Scenario("prefill", 64)):
+        for device in KINDS:
+            plain, less = (Planner(spec, x).single(scenario, device) for x in (profile, chained))
+            assert plain is not None
+            assert less is not None
+            saves = scenario.phase == "decode" and device == "gpu"
+            saved_s = 1e-6 * len(spec.nodes) if saves else 0.0
+            assert plain.seconds - less.seconds == pytest.approx(saved_s, abs=1e-12)

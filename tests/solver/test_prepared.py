@@ -17,6 +17,7 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.residency import mask_of
 from hetero.solver.solution import Scenario
 from tests.solver.instances import NAMES, TableCost, planner_of, random_instance
+from tests.thinning import examples
 
 
 def small(seed: int) -> tuple[Planner, PreparedSolver]:
@@ -26,7 +27,7 @@ def small(seed: int) -> tuple[Planner, PreparedSolver]:
     return planner, PreparedSolver(planner, PlanRequest(seq_lens=lengths), cuts=1 + seed % 3)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(20, 60)))
 def test_every_length_is_solved_as_the_planner_does_with_what_is_prepared(seed: int) -> None:
     """The joint tables against one matmul after another with the planner's own tables."""
     planner, prepared = small(seed)
@@ -49,7 +50,7 @@ def test_every_length_is_solved_as_the_planner_does_with_what_is_prepared(seed: 
         assert found.seconds >= planner.solve(scenario).seconds * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(examples(20, 60)))
 def test_plans_need_no_row_that_is_not_there(seed: int) -> None:
     planner, prepared = small(seed)
     for m in range(1, 2 * planner.sizes[-1] + 1):
@@ -138,7 +139,7 @@ def test_a_device_without_graphs_and_one_without_npu() -> None:
             check_cover(tuple(t.resolved(m) for t in op.tiles), m=op.m or m, n=op.n, what=op.op)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(8, 20)))
 def test_drifted_devices_get_the_plan_of_a_profile_that_says_so(seed: int) -> None:
     """Within what is prepared; the GPU may have any row of a matmul that it has rows of."""
     planner, prepared = small(seed)

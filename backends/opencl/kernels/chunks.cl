@@ -3,13 +3,14 @@
 // A chunk's keys, or values, of a head are TOKENS rows of HEAD_DIM: one run both of codes and of the
 // cache. HV codes at a time become floats: WORDS words of four bytes, a code in each byte.
 //
-// KV_HEADS, HEAD_DIM, TOKENS, BY_TOKEN come from the record; HV is 4, 8 or 16 and divides
-// HEAD_DIM.
+// KV_HEADS, HEAD_DIM, TOKENS, BY_TOKEN, KEYS_BY_TOKEN come from the record, CAPACITY where caches
+// are codes; HV is 4, 8 or 16 and divides HEAD_DIM.
 
 #define BLOCK (TOKENS * HEAD_DIM)
 #define VALUES (2 * KV_HEADS * BLOCK)
 #define VALUE_ROWS (BY_TOKEN ? TOKENS : 1)
-#define AMPLITUDES (KV_HEADS * (1 + VALUE_ROWS))
+#define KEY_ROWS (KEYS_BY_TOKEN ? TOKENS : 1)
+#define AMPLITUDES (KV_HEADS * (KEY_ROWS + VALUE_ROWS))
 #if HV == 16
 #define WORDS 4
 #elif HV == 8
@@ -56,31 +57,94 @@ INLINE words_t fours(bytes_t p) {
   return (w | w << 4) & 0x0F0F0F0Fu;
 }
 
+// HV codes of a chunk; `at` is the first one.
+INLINE words_t codes_at(const int bits, bytes_t chunk, const int at) {
+  bytes_t upper = chunk + 2 * AMPLITUDES;
+  bytes_t middle = upper + VALUES / 4;
+  bytes_t lower = upper + VALUES / 2;
+  words_t w = twos(upper + at / 4);
+  if (bits > 2) w = w << 2 | twos(middle + at / 4);
+  if (bits > 4) w = w << 4 | fours(lower + at / 2);
+  return w;
+}
+#define STEP(bits) (bits == 8 ? 0x1p-7f : bits == 4 ? 0x1p-3f : 0x1p-1f)
+#define CENTRE(bits) (0.5f - 1 / STEP(bits))
+
+#ifndef CACHE_CODES
 // Rows of keys (`channels` are then the head's) or of values. `at` is the run's first code.
 INLINE void decode_run(const int bits, bytes_t chunk, const int at, const int amplitude,
                        const int rows, __global const float *channels, __global cache_t *to) {
   __global const half *amplitudes = (__global const half *)chunk;
-  bytes_t upper = chunk + 2 * AMPLITUDES + at / 4;
-  bytes_t middle = upper + VALUES / 4;
-  bytes_t lower = chunk + 2 * AMPLITUDES + VALUES / 2 + at / 2;
-  const float step = bits == 8 ? 0x1p-7f : bits == 4 ? 0x1p-3f : 0x1p-1f;
-  const float centre = 0.5f - 1 / step;
   for (int row = 0; row < rows; row++) {
-    const float scale = vload_half(amplitude + row, amplitudes) * step;
+    const float scale = vload_half(amplitude + row, amplitudes) * STEP(bits);
     const int first = row * (BLOCK / rows), stop = first + BLOCK / rows;
     for (int i = first + LANE * HV; i < stop; i += LANES * HV) {
-      words_t w = twos(upper + i / 4);
-      if (bits > 2) w = w << 2 | twos(middle + i / 4);
-      if (bits > 4) w = w << 4 | fours(lower + i / 2);
-      const hfloat code = TO_FLOATS(w) + centre;
+      const hfloat code = TO_FLOATS(codes_at(bits, chunk, at + i)) + CENTRE(bits);
       CSTORE(code * (channels ? scale * HLOAD(channels + i % HEAD_DIM) : scale), to + i);
     }
   }
 }
+INLINE void half_run(bytes_t chunk, const int at, __global cache_t *to) {
+  __global const half *from = (__global const half *)chunk + at;
+  for (int v = LANE * HV; v < BLOCK; v += LANES * HV) CSTORE(HALF_LOAD(from + v), to + v);
+}
+#else
+// HV values of a token, divided by the scales that the cache has for them.
+INLINE hfloat scaled_at(const int bits, bytes_t chunk, const int at, const float scale, const int d,
+                        __global const float *channels, __global const float *own) {
+  hfloat x;
+  if (bits == 16) {
+    x = HALF_LOAD((__global const half *)chunk + at + d);
+  } else {
+    const hfloat code = TO_FLOATS(codes_at(bits, chunk, at + d)) + CENTRE(bits);
+    x = code * (channels ? scale * HLOAD(channels + d) : scale);
+  }
+  return own ? x / HLOAD(own + d) : x;
+}
 
-#define DECODE(bits) \
-  decode_run(bits, chunk, part * BLOCK, amplitude, is_value ? VALUE_ROWS : 1, \
-             is_value ? 0 : channels + g * HEAD_DIM, to)
+// As `decode_run`, of codes or (16 bits) halves, into rows of codes: those of 8 bits as they are
+// where the cache `moves` them.
+INLINE void code_run(const int bits, bytes_t chunk, const int at, const int amplitude,
+                     const int rows, __global const float *channels, __global const float *own,
+                     const int moves, __global cache_t *to) {
+  __global const half *amplitudes = (__global const half *)chunk;
+  for (int t = LANE; t < TOKENS; t += LANES) {
+    __global cache_t *row = to + t * ROW;
+    const int first = at + t * HEAD_DIM;
+    float scale = 0;
+    if (bits < 16) scale = vload_half(amplitude + (rows > 1 ? t : 0), amplitudes) * STEP(bits);
+    if (bits == 8 && moves) {
+      for (int d = 0; d < HEAD_DIM; d += HV) {
+        code_store(TO_FLOATS(codes_at(bits, chunk, first + d)), row + d);
+      }
+      *(__global float *)(row + ROW - 4) = scale;
+      continue;
+    }
+    float values[HEAD_DIM], most = 0;
+    for (int d = 0; d < HEAD_DIM; d += HV) {
+      const hfloat x = scaled_at(bits, chunk, first, scale, d, channels, own);
+      CAT(vstore, HV)(x, 0, values + d);
+    }
+    for (int d = 0; d < HEAD_DIM; d++) most = fmax(most, fabs(values[d]));
+    const float largest = rounded_up(most), divisor = largest > 0 ? largest : 1;
+    for (int d = 0; d < HEAD_DIM; d += HV) {
+      code_store((CAT(vload, HV)(0, values + d) / divisor + 1.0f) * 128.0f, row + d);
+    }
+    *(__global float *)(row + ROW - 4) = largest * 0x1p-7f;
+  }
+}
+
+// Whether the cache of the keys has these scales of channels.
+INLINE int same_channels(__global const float *channels, __global const cache_t *k_cache) {
+  for (int g = 0; g < KV_HEADS; g++) {
+    __global const float *own = CHANNELS_OF(k_cache + (size_t)g * HEAD_ROWS * ROW);
+    for (int d = 0; d < HEAD_DIM; d++) {
+      if (own[d] != channels[g * HEAD_DIM + d]) return 0;
+    }
+  }
+  return 1;
+}
+#endif
 
 // Work-group (i of n, part): every n-th chunk's keys, or values, of a head. `count` is m.
 __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(const uchar, codes),
@@ -88,15 +152,26 @@ __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(cons
                             __global const float *restrict channels, const int capacity) {
   const int part = get_global_id(1), is_value = part >= KV_HEADS, g = part % KV_HEADS;
   AT(table); AT(codes); AT(k_cache); AT(v_cache);
-  const int amplitude = is_value ? KV_HEADS + g * VALUE_ROWS : g;
+  const int rows = is_value ? VALUE_ROWS : KEY_ROWS, at = part * BLOCK;
+  const int amplitude = is_value ? KV_HEADS * KEY_ROWS + g * VALUE_ROWS : g * KEY_ROWS;
+  __global const float *own = is_value ? 0 : channels + g * HEAD_DIM;
+#ifdef CACHE_CODES
+  __global cache_t *head = (is_value ? v_cache : k_cache) + (size_t)g * HEAD_ROWS * ROW;
+  __global const float *cached = is_value ? 0 : CHANNELS_OF(head);
+  const int moves = same_channels(channels, k_cache);
+#define DECODE(bits) code_run(bits, chunk, at, amplitude, rows, own, cached, moves, to)
+#define HALVES() DECODE(16)
+#else
+  __global cache_t *head = (is_value ? v_cache : k_cache) + (size_t)g * capacity * ROW;
+#define DECODE(bits) decode_run(bits, chunk, at, amplitude, rows, own, to)
+#define HALVES() half_run(chunk, at, to)
+#endif
   for (int i = get_group_id(0); i < count; i += get_num_groups(0)) {
     const int bits = table[3 * i + 1];
     bytes_t chunk = codes + table[3 * i + 2];
-    __global cache_t *to = is_value ? v_cache : k_cache;
-    to += ((size_t)g * capacity + table[3 * i]) * HEAD_DIM;
+    __global cache_t *to = head + (size_t)table[3 * i] * ROW;
     if (bits == 16) {
-      __global const half *from = (__global const half *)chunk + part * BLOCK;
-      for (int v = LANE * HV; v < BLOCK; v += LANES * HV) CSTORE(HALF_LOAD(from + v), to + v);
+      HALVES();
     } else if (bits == 8) {
       DECODE(8);
     } else if (bits == 4) {

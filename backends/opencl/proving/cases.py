@@ -64,10 +64,10 @@ def cases() -> Iterator[Case]:
     yield Case(attention, (1, 40))
     yield Case(replace(attention, kv=CacheFormat.Q8), (1, 40))
     yield Case(ops.ColumnMass(attention=attention, every=2), (1, 40))
-    yield Case(
-        ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16, kv=attention.kv),
-        (5,),
-    )
+    chunks = ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16)
+    yield Case(replace(chunks, kv=attention.kv), (5,))
+    coded = replace(chunks, by_token=True, keys_by_token=True, kv=CacheFormat.Q8)
+    yield Case(coded, (5,))
     for name in (x for x in WEIGHT_FORMATS if not x.of_file):  # whose kernels depend on the file
         integers = name.activations.static  # of the same codes as the twin's
         tokens = (1, 4, 40) if name.storage is StorageFormat.Q4 or integers else (1, 40)

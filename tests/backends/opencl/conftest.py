@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -11,6 +14,10 @@ pytest.importorskip("pyopencl")
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.opencl.drivers import icd, levels
+from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.platform import cache_root
+from hetero.backends.opencl.proving.trial import Trials, passed_level
 
 VARIANTS = {
     "default": {},
@@ -19,6 +26,7 @@ VARIANTS = {
     "mapped": {"coherent": False},  # as on a GPU with unified memory and caches of its own
     "narrow": {"family": "pocl"},  # vectors of 8, as on a CPU without AVX-512
 }
+Opened: TypeAlias = Callable[[str], OpenCLDevice]
 
 
 def _open(**options: object) -> OpenCLDevice:
@@ -35,13 +43,46 @@ def device() -> Iterator[OpenCLDevice]:
         yield opened
 
 
-@pytest.fixture(scope="session", params=VARIANTS)
-def variant(request: pytest.FixtureRequest) -> Iterator[OpenCLDevice]:
-    with _open(**VARIANTS[request.param]) as opened:
-        yield opened
+@pytest.fixture(scope="session")
+def opened_variant() -> Iterator[Opened]:
+    """Opens each variant once: a device that is opened anew starts a compiler of its own."""
+    opened: dict[str, OpenCLDevice] = {}
+    with ExitStack() as stack:
+
+        def find(name: str) -> OpenCLDevice:
+            if name not in opened:
+                opened[name] = stack.enter_context(_open(**VARIANTS[name]))
+            return opened[name]
+
+        yield find
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, opened_variant: Opened) -> OpenCLDevice:
+    return opened_variant(request.param)
 
 
 @pytest.fixture
 def fresh_device() -> Iterator[OpenCLDevice]:
     with _open() as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def pocl() -> Candidate:
+    """The bundled PoCL."""
+    found = [c for c in icd.candidates() if c.driver.name == "pocl"]
+    if not found:
+        pytest.skip("needs PoCL")
+    return found[0]
+
+
+@pytest.fixture(scope="session")
+def kernels(pocl: Candidate) -> Path:
+    """Kernels of every level of this machine, proven; in the cache that all tests share."""
+    root, own = cache_root(), levels.processor_levels()
+    trials = Trials(root)
+    for level in own:
+        verdict = trials.examine(pocl, level)
+        assert passed_level(verdict.devices[0], (level,)) is level, verdict
+    return root / "kernels"

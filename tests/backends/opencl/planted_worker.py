@@ -1,11 +1,12 @@
 """The trial's child with faults in its kernels or in the device's record.
 
 PLANTED is JSON: `faults` by level (`crash`, `hang`, `wrong`), `cpu_name` for the device's record
-before it is repaired, `unrepaired` to leave it so.
+before it is repaired, `unrepaired` to leave it so, `first` to try so many families of kernels only.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from typing import Any
@@ -38,6 +39,12 @@ def plant_fault(fault: str) -> None:
     program_source.source = source  # type: ignore[assignment]
 
 
+def keep_first(count: int) -> None:
+    """Leave the other families out of a trial."""
+    every = cases.cases
+    cases.cases = lambda: itertools.islice(every(), count)
+
+
 class PlantedPocl(Pocl):
     """PoCL on a processor that LLVM calls otherwise."""
 
@@ -60,6 +67,8 @@ class Session(worker.Session):
 
 
 if __name__ == "__main__":
+    if "first" in PLANTED:
+        keep_first(PLANTED["first"])
     worker.Session = Session  # type: ignore[misc]
     worker.driver_of_platform = lambda _: PlantedPocl()  # type: ignore[assignment]
     worker.main()

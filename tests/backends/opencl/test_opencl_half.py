@@ -54,6 +54,7 @@ def test_fp16_products_stay_within_fp16_error(
 OUTLIERS = (500.0, 1000.0, 4000.0, 1e4, 6e4, 7e4, 1e6, 1e30)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize("m", [1, 2, 8, 40])
 def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightFormat, m: int) -> None:

@@ -15,6 +15,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.memory import new_tensor
+from hetero.backends.reference.compute import program
 from tests.backends.cases import make_weights
 from tests.helpers import assert_close
 
@@ -143,3 +144,41 @@ def test_matmuls_of_codes_inside_a_group_are_as_those_alone() -> None:
         weights[0]["x_scale"] = np.full(1, 1 / 127, np.float32)
         with pytest.raises(DeviceError, match=r"CODES_CLIPPED: .* without .fused."):
             device.prepare_group(group, weights).bind({"h": h}, 5).run()
+
+
+def test_keys_are_appended_elsewhere_than_they_are_turned_to() -> None:
+    """Caches that slide: attention counts from their first row, the rotation from the text's."""
+    rope = ops.Rope(heads=4, kv_heads=2, head_dim=16, theta=1e4, max_position=256)
+    attention = ops.Attention(heads=4, kv_heads=2, head_dim=16, capacity=64, window=24)
+    caches = {port: port for port in ("k_cache", "v_cache")}
+    slots: list[dict[str, str]] = [
+        {"qkv": "qkv", "position": "position", "out": "turned"},
+        {"qkv": "turned", "position": "cache_row", **caches, "out": "y"},
+    ]
+    steps = [
+        GroupStep(op, tuple(x.items())) for op, x in zip((rope, attention), slots, strict=True)
+    ]
+    group = Group("block", tuple(steps), ("y",))
+    assert group.fixed["cache_row"] == ("cache_row", "position")
+    random = np.random.default_rng()
+    for m, position, row in ((5, 200, 30), (1, 90, 59), (5, 3, 3)):
+        arrays = {
+            "qkv": random.standard_normal((m, rope.width)).astype(np.float32),
+            "turned": np.full((m, rope.width), np.nan, np.float32),
+            "y": np.full((m, 64), np.nan, np.float32),
+            "position": np.array([position], np.int32),
+            "cache_row": np.array([row], np.int32),
+        }
+        arrays |= {port: np.zeros((2, 64, 16), np.float32) for port in caches}
+        for port in caches:
+            arrays[port][:, :row] = random.standard_normal((2, row, 16))
+        given: dict[str, Any] = {}
+        for name in set(arrays) - {"turned"}:
+            given[name] = new_tensor(arrays[name].shape, arrays[name].dtype)
+            given[name].array[:] = arrays[name]
+        for step in group.steps:
+            program(step.op, {})[0]({port: arrays[slot] for port, slot in step.slots})
+        with qnn.open(graph_sizes=(m,), cache=None) as device:
+            device.prepare_group(group, [{}, {}]).bind(given, m).run()
+        for name in ("y", *caches):
+            assert_close(given[name].array, arrays[name], 5e-3, name)

@@ -1,0 +1,142 @@
+"""Kernels that a profile lacks, measured later on its devices and held against what it has.
+
+A profile of before a kernel was timed predicts it from one that does similar work (`substitutes`).
+Both are timed here, in one go, and times are scaled so that the known one takes what the profile
+says: a machine is not equally fast on two days, and its predictions are to fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from hetero.backends.host.clock import Clock, ManualClock, SystemClock
+from hetero.backends.ops import Op
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.options import Options
+from hetero.profiler.other_ops import fit_others, reference_ops
+from hetero.profiler.predict import op_name, other_s
+from hetero.profiler.records import DECODE_TOKENS, DeviceProfile, OtherPredictor, OtherRow
+from hetero.profiler.substitutes import SUBSTITUTES
+from hetero.profiler.surroundings import Surroundings
+from hetero.profiler.workload import Workload
+
+ROUNDS: Final = 3
+
+
+class Lack(NamedTuple):
+    """A kernel that a device has, and the profile does not; and what it was predicted from."""
+
+    device: DeviceKind
+    op: str
+    source: str
+
+
+def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> list[Lack]:
+    """Kernels that could be measured. Raises `ProfileError` where these are not its devices."""
+    _check(profile, devices)
+    known = {(x.device, x.op) for x in profile.other_predictors}
+    known |= {(x.device, x.op) for x in profile.quarantined}
+    found: dict[Lack, None] = {}
+    for kind, device in devices.items():
+        for block in Options().blocks:
+            for op in reference_ops(block, device.capabilities.weight_formats[0]):
+                name = op_name(op)
+                sources = (x for x in SUBSTITUTES.get(name, ()) if (kind, x) in known)
+                source = next(sources, None)
+                if (kind, name) not in known and source is not None and device.accepts(op):
+                    found[Lack(kind, name, source)] = None
+    return list(found)
+
+
+def completed(
+    profile: DeviceProfile,
+    devices: Mapping[DeviceKind, Device],
+    options: Options,
+    *,
+    clock: Clock | None = None,
+) -> DeviceProfile:
+    """The profile with what it was `lacking`; the caller pins the thread. Raises `ProfileError`."""
+    wanted = lacking(profile, devices)
+    if not wanted:
+        return profile
+    names = {(x.device, name) for x in wanted for name in (x.op, x.source)}
+    clock = clock or SystemClock()
+    virtual = isinstance(clock, ManualClock)
+    cold = 0 if virtual else options.cold_bytes
+    workload = Workload(devices, clock=clock, cold=cold, seed=options.seed)
+    around = Surroundings(devices, workload, options, options.weight_formats[0], virtual)
+    rounds = [
+        around.timed_others(profile.devices, lambda kind, op: (kind, op_name(op)) in names)
+        for _ in range(ROUNDS)
+    ]
+    timed, quarantined = _medians([timed for timed, _ in rounds]), rounds[0][1]
+    known = {(x.device, x.op): x for x in profile.other_predictors}
+    new: list[tuple[OtherRow, Op]] = []
+    notes: list[str] = []
+    for lack in wanted:
+        own = [(row, op) for row, op in timed if (row.device, row.op) == lack[:2]]
+        if not own:
+            continue  # it is among the quarantined
+        source = known[lack.device, lack.source]
+        factors = {few: _factor(source, timed, few=few) for few in (True, False)}
+        for row, op in own:
+            seconds = row.seconds * factors[row.m <= DECODE_TOKENS]
+            new.append((row.model_copy(update={"seconds": seconds}), op))
+        day = datetime.now(UTC).date().isoformat()
+        notes.append(
+            f"{lack.op} of the {lack.device} was measured on {day}, times {factors[True]:.2f} for "
+            f"few tokens and {factors[False]:.2f} for many, so that {lack.source} takes what it "
+            "took"
+        )
+    rows = tuple(row for row, _ in new) if profile.others else ()
+    return profile.model_copy(
+        update={
+            "other_predictors": (*profile.other_predictors, *fit_others(new)),
+            "others": (*profile.others, *rows),
+            "quarantined": (*profile.quarantined, *quarantined),
+            "notes": (*profile.notes, *notes),
+        }
+    )
+
+
+def _check(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> None:
+    for kind, record in profile.devices.items():
+        if record.numbers != "measured":
+            raise ProfileError(
+                f"the {kind} of profile {profile.name} is {record.numbers}, not measured: nothing "
+                "can be added to it here"
+            )
+    here = {kind: device.info.fingerprint for kind, device in devices.items()}
+    its = {kind: record.fingerprint for kind, record in profile.devices.items()}
+    if here != its:
+        kind = next(x for x in sorted({*here, *its}) if here.get(x) != its.get(x))
+        raise ProfileError(
+            f"profile {profile.name} is of other devices ({kind}: {its.get(kind, 'none')}; here "
+            f"{here.get(kind, 'none')}): take one of this machine, without --add"
+        )
+
+
+def _medians(rounds: Sequence[Sequence[tuple[OtherRow, Op]]]) -> list[tuple[OtherRow, Op]]:
+    """Each case's time: of the calls of few microseconds one round may have nothing but noise."""
+    cases: dict[tuple[Any, ...], list[tuple[OtherRow, Op]]] = {}
+    for row, op in (x for timed in rounds for x in timed):
+        cases.setdefault((row.device, op, row.m, row.context), []).append((row, op))
+    found = []
+    for same in cases.values():
+        (row, op), seconds = same[0], median(other.seconds for other, _ in same)
+        found.append((row.model_copy(update={"seconds": seconds}), op))
+    return found
+
+
+def _factor(source: OtherPredictor, timed: list[tuple[OtherRow, Op]], *, few: bool) -> float:
+    """What times of just now, of few tokens or of many, are multiplied by to be the profile's."""
+    ratios = [
+        other_s(source, op, row.m, row.context) / row.seconds
+        for row, op in timed
+        if (row.device, row.op) == (source.device, source.op) and (row.m <= DECODE_TOKENS) == few
+    ]
+    return median(ratios) if ratios else 1.0

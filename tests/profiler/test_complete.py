@@ -1,0 +1,77 @@
+"""Kernels that a profile lacks are measured later, and fit what it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero.backends.host.clock import ManualClock
+from hetero.backends.ops import MatMul, Op
+from hetero.profiler.complete import completed, lacking
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.other_ops import BLOCKS, reference_ops
+from hetero.profiler.predict import op_name, other_s
+from hetero.profiler.records import DeviceProfile
+from hetero.profiler.session import profile_devices
+from tests.profiler.fakes import W4, devices, gpu_cost, options
+
+NARROW = {"Attention+f16", "Attention+q8"}
+
+
+def by_cache(op: Op, m: int) -> float:
+    """A narrow cache takes other times than its bytes."""
+    if isinstance(op, MatMul):
+        return gpu_cost(op, m)
+    return {"Attention+f16": 30e-6, "Attention+q8": 50e-6}.get(op_name(op), 10e-6)
+
+
+@pytest.fixture(scope="module")
+def whole() -> DeviceProfile:
+    """One that has all."""
+    clock = ManualClock()
+    return profile_devices(devices(clock, gpu=by_cache), options(), clock=clock)
+
+
+def without(profile: DeviceProfile, names: set[str], **changes: Any) -> DeviceProfile:
+    kept = tuple(x for x in profile.other_predictors if x.op not in names)
+    return profile.model_copy(update={"other_predictors": kept, **changes})
+
+
+def test_what_is_added_is_as_it_would_have_been_then(whole: DeviceProfile) -> None:
+    """On a day when all takes twice as long."""
+    clock = ManualClock()
+    slow = devices(clock, gpu=lambda op, m: 2 * by_cache(op, m))
+    old = without(whole, NARROW)
+    found = completed(old, slow, options(), clock=clock)
+    assert {(x.device, x.op) for x in found.other_predictors} == {
+        (x.device, x.op) for x in whole.other_predictors
+    }
+    assert found.other_predictors[: len(old.other_predictors)] == old.other_predictors
+    own = {x.op: x for x in found.other_predictors if x.device == "gpu"}
+    for op in reference_ops(BLOCKS[0], W4):
+        if op_name(op) in NARROW:
+            for m, context in ((1, 0), (8, 1000), (256, 0)):
+                wanted = by_cache(op, m)
+                assert other_s(own[op_name(op)], op, m, context) == pytest.approx(wanted, rel=0.02)
+    assert [note.partition(" was")[0] for note in found.notes[len(old.notes) :]] == [
+        f"{name} of the {kind}" for kind in ("gpu", "npu") for name in sorted(NARROW)
+    ]
+    assert "times 0.50 for few tokens and 0.50 for many, so that Attention" in found.notes[-4]
+    assert lacking(found, slow) == []
+    assert completed(found, slow, options(), clock=clock) is found
+
+
+def test_only_what_was_measured_here_is_completed(whole: DeviceProfile) -> None:
+    here = devices(ManualClock())
+    chip = DeviceProfile.load("snapdragon-8-gen-3")
+    with pytest.raises(ProfileError, match=r"is simulated, not measured: nothing can be added"):
+        lacking(chip, here)
+    other = whole.devices["gpu"].model_copy(update={"fingerprint": "another"})
+    moved = whole.model_copy(update={"devices": {**whole.devices, "gpu": other}})
+    with pytest.raises(
+        ProfileError, match=r"of other devices \(gpu: another; here .* without --add"
+    ):
+        lacking(moved, here)
+    alone = without(whole, NARROW | {"Attention"})
+    assert not lacking(alone, here), "nothing to hold them against"

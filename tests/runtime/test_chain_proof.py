@@ -1,0 +1,87 @@
+"""Chains in an engine: the same logits, and a step call by call where a driver makes others."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyopencl")
+
+from hetero import LLM
+from hetero.backends.opencl.device import OpenCLDevice
+from hetero.errors import FallbackWarning
+from hetero.runtime.program import SUBMIT
+from tests.runtime.models import tiny_model
+
+PROMPT = [1, 2, 3, 5, 8]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def submissions(llm: LLM) -> int:
+    return sum(action.code == SUBMIT for action in llm.engine.last_step.program)
+
+
+def logits(llm: LLM) -> tuple[list[bytes], int]:
+    """Of steps that decode one token, several, and one again; submissions of the first."""
+    engine, context = llm.engine, llm.context
+    context.truncate(0)
+    engine.prefill(context, PROMPT)
+    found = [engine.decode(context, 7).tobytes()]
+    made = submissions(llm)
+    found.append(engine.verify(context, [9, 11, 13]).tobytes())
+    return [*found, engine.decode(context, 4).tobytes()], made
+
+
+@pytest.mark.parametrize("kv", ["f32", "q8"])
+def test_a_step_in_chains_has_the_logits_of_its_calls(folder: Path, kv: str) -> None:
+    with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64, kv=kv) as llm:
+        chained, few = logits(llm)
+        llm.engine.start_trace()  # each call for itself
+        plain, many = logits(llm)
+        llm.engine.stop_trace()
+        assert chained == plain
+        assert few < 3 < many
+        assert logits(llm)[0] == plain
+
+
+def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64) as llm:
+        wanted, _ = logits(llm)
+    monkeypatch.setattr(OpenCLDevice, "foreseen", lambda _self, _what: nullcontext(False))
+    monkeypatch.setattr(OpenCLDevice, "chain", lambda _self, runs: [run[0][0] for run in runs])
+    with pytest.warns(FallbackWarning, match="decoding runs call by call") as caught:
+        llm = LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64)
+    with llm:
+        found, made = logits(llm)
+    assert len(caught) == 1
+    assert (found, made > 3) == (wanted, True)
+
+
+def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
+    """Whose attention waits for no other row's."""
+    with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64) as llm:
+        engine = llm.engine
+        contexts = [engine.new_context() for _ in range(3)]
+
+        def rows() -> list[bytes]:
+            for i, context in enumerate(contexts):
+                context.truncate(0)
+                engine.prefill(context, PROMPT[: 2 + i])
+            found = engine.decode_rows([(context, 7 + i) for i, context in enumerate(contexts)])
+            return [x.tobytes() for x in found if x is not None]
+
+        chained, few = rows(), submissions(llm)
+        engine.start_trace()
+        plain, many = rows(), submissions(llm)
+        engine.stop_trace()
+        assert (chained, len(chained)) == (plain, 3)
+        assert few < 3 < many
