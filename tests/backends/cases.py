@@ -134,7 +134,14 @@ def floor(op: Op, device: Device) -> float:
 
 
 def require(device: Device, op: Op) -> None:
-    """Skip the test if the device declares that it does not take the operation."""
+    """Skip the test if the device declares that it does not take the operation.
+
+    On emulated fp16 the storages of files compile for up to a minute: the gate runs them with a
+    bias only.
+    """
+    emulated = getattr(device, "half", 0) == 2 and not ALL
+    if emulated and isinstance(op, ops.MatMul) and op.weight_format.of_file and not op.bias:
+        pytest.skip("compiles for a minute: with a bias only")
     accepted = device.accepts(op)
     if not accepted:
         pytest.skip(f"{device.info.backend}: {accepted.reason}")

@@ -261,7 +261,7 @@ def test_position_is_read_when_a_call_runs(device: Device) -> None:
 ATTENTION_HEADS = [(4, 2, 8), (3, 1, 12), (4, 4, 80), (8, 2, 64), (6, 2, 16), (1, 1, 128)]
 
 
-@pytest.mark.pairwise
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
 def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
@@ -274,7 +274,7 @@ def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, win
         check_call(device, kernel, {}, tensors, m)
 
 
-@pytest.mark.pairwise
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", [kv for kv in CacheFormat if kv is not CacheFormat.F32])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
 def test_attention_on_narrow_caches(

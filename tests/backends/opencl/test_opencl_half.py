@@ -55,7 +55,11 @@ OUTLIERS = (500.0, 1000.0, 4000.0, 1e4, 6e4, 7e4, 1e6, 1e30)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize(
+    "weight_format",
+    # Storages of files compile for minutes; the contract has them, with a bias.
+    [pytest.param(x, marks=[pytest.mark.thorough] * x.of_file, id=x.value) for x in WeightFormat],
+)
 @pytest.mark.parametrize("m", [1, 2, 8, 40])
 def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightFormat, m: int) -> None:
     """One activation of thousands, as in the models that people use; others stay as they were."""

@@ -65,7 +65,7 @@ def outcomes(verdict: Verdict) -> list[tuple[str, str]]:
 FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("depth", range(len(OWN)), ids=[level.name for level in OWN])
 def test_a_fault_ends_on_the_next_level_down(
