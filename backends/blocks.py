@@ -162,10 +162,10 @@ def by_lane(words: Words) -> Words:
     return np.ascontiguousarray(by_block.transpose(0, 2, 3, 1))
 
 
-def words_of_halves(blocks: Bytes, start: int, stop: int, width: int) -> Words:
+def words_of_halves(blocks: Bytes, start: int, stop: int, width: int, words: int = 4) -> Words:
     """Blocks [rows, x, bytes], in whose bytes [start, stop) codes of 4 bits lie in ggml's order: of
     each run of `width` bytes (16, 32 or 64) first the low halves, then the high ones. The words of
-    these codes, [rows, G, 4].
+    these codes, [rows, G, words], of which others than the first four are still to be filled.
 
     Without taking codes apart: a pair of bytes has the halves of two neighbours, which are brought
     together where they lie.
@@ -176,27 +176,42 @@ def words_of_halves(blocks: Bytes, start: int, stop: int, width: int) -> Words:
     low |= low >> 4
     high = pairs & 0xF0F0
     high = high >> 4 | high >> 8
-    half = width // 2
-    shape, strides = (rows, count, (stop - start) // width), (count * size // 2, size // 2, half)
-    found = np.empty((*shape, 2), f"V{half}")
+    half, runs, group = width // 2, (stop - start) // width, 4 * words  # bytes, number, bytes
+    unit = min(half, 16)  # bytes that lie together before and after
+    shape = (rows, count, runs, half // unit)
+    found = np.empty((rows, count * runs * width // 16, words), "<u4")
+    in_run = width // 16 * group
     for i, bits in enumerate((low, high)):
-        found[..., i] = np.ndarray(shape, f"V{half}", bits.astype(np.uint8), start // 2, strides)
-    return found.view("<u4").reshape(rows, -1, 4)
+        source = np.ndarray(
+            shape,
+            f"V{unit}",
+            bits.astype(np.uint8),
+            start // 2,
+            (count * size // 2, size // 2, half, unit),
+        )
+        target = np.ndarray(
+            shape,
+            f"V{unit}",
+            found,
+            unit * i if half < 16 else half // 16 * i * group,
+            (count * runs * in_run, runs * in_run, in_run, group),
+        )
+        target[...] = source
+    return found
 
 
-def words_of_uppers(values: Bytes, shifts: Sequence[int], mask: int) -> Words:
-    """Bytes [rows, x, 32], of which bits `mask` from each of `shifts` on are the upper bits of the
-    codes of a group, as the words 4 and 5 of these groups, [rows, x · shifts, 2].
+def set_uppers(words: Words, values: Bytes, shifts: Sequence[int], mask: int) -> None:
+    """Fill words 4 and 5 of groups [rows, G, 6] from bytes [rows, x, 32], of which bits `mask` from
+    each of `shifts` on are the upper bits of the codes of a group.
     """
     rows, count, _ = values.shape
     pairs = np.ascontiguousarray(values).view("<u2")
     both = mask | mask << 8
-    found = np.empty((rows, count, len(shifts), 2), np.uint32)
+    target = words.reshape(rows, count, len(shifts), 6)[..., 4:]
     for i, shift in enumerate(shifts):
         bits = pairs >> shift & both
-        fours = (bits | bits >> 6).astype(np.uint8).view("<u4")
-        found[:, :, i] = fours[..., 0::2] | fours[..., 1::2] << 4
-    return found.reshape(rows, -1, 2)
+        fours = (bits | bits >> 6).astype(np.uint8).view("<u8")  # of a half: features 0…7, 8…15
+        target[:, :, i] = (fours | fours >> 28).astype(np.uint32)
 
 
 def nibble_words(codes: Bytes) -> npt.NDArray[np.uint32]:

@@ -31,6 +31,7 @@ from hetero.cli.options import (
     TopKOption,
     TopPOption,
     WeightsOption,
+    WholeOption,
     open_llm,
     sampling_given,
     shown,
@@ -65,6 +66,7 @@ def chat_command(
     max_seq_len: ContextOption = None,
     context_shift: ShiftOption = False,
     kv: CacheOption = None,
+    whole_caches: WholeOption = False,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
@@ -95,6 +97,7 @@ def chat_command(
         max_seq_len,
         profile=profile,
         kv=kv,
+        whole_caches=whole_caches,
     ) as llm:
         options = {**options, **(model_sampling(llm.model.source) or SAMPLING), **given}
         talk = Talk(llm, llm.conversation(system=system), options, session)

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from hetero.cli import examples
 from hetero.cli.examples import DECIDE, HERE, PREPARE, USE
 from hetero.cli.help import HelpCommand, HelpGroup
+from hetero.collecting import collecting_later
 
 INTERRUPTED: Final = 130
 
@@ -38,7 +39,7 @@ class Command:
 
     def load(self) -> Any:
         """The command as the group wants it, made by Typer from the function."""
-        with importing_quietly():
+        with importing_quietly(), collecting_later():
             module = importlib.import_module(f"hetero.cli.{self.module}")
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         options: Any = {"cls": HelpCommand, "epilog": examples.COMMANDS.get(self.name)}

@@ -277,6 +277,12 @@ CacheOption = Annotated[
         "--kv", help="Format of cached keys and values.  [default: f16]", rich_help_panel=DEVICES
     ),
 ]
+WholeOption = Annotated[
+    bool,
+    typer.Option(
+        "--whole-caches", help="Sliding windows keep all tokens.", rich_help_panel=DEVICES
+    ),
+]
 PromptArgument = Annotated[
     str | None,
     typer.Argument(metavar="[PROMPT]", help="What to answer; - or nothing: standard input."),

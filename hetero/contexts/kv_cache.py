@@ -191,7 +191,8 @@ class KvCache:
             for index in self._windowed():
                 for rows in self.rows(index):
                     rows.copy(kept - base, rows, kept - self.base, position - self.base)
-        self._hold(base, kept)
+        if (base, kept) != (self.base, self.low):
+            self._hold(base, kept)
 
     def begin(self, low: int, position: int) -> None:
         """Rows are about to be written of tokens [low, position), as many as have room; none is

@@ -112,7 +112,7 @@ class LLM:
         check_one_of("order", order, get_args(Order))
         check_one_of("kv", DEFAULT_CACHE if kv is None else kv, [*CacheFormat])
         self.kv, self._kv_asked = CacheFormat(kv or DEFAULT_CACHE), kv is not None
-        self._loaded: LoadedModel = open_model(model, weights=weights).reading_tokenizer()
+        self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
         self.max_seq_len, self._whole_caches = self._context_length(length), whole_caches
@@ -172,7 +172,10 @@ class LLM:
     def _make_engine(
         self, spec: ModelGraph, *, adapt: bool, **options: Any
     ) -> tuple[Engine, Context]:
-        """The engine of the plan on the devices that are open, and the model's own context."""
+        """The engine of the plan on the devices that are open, and the model's own context. The
+        tokenizer is read beside it: what comes before is Python, of which one thread runs at once.
+        """
+        self._loaded.reading_tokenizer()
         devices = self.devices.devices
         self.plan = plan_on(self.choice, spec, devices)
         self._check_caches(spec)

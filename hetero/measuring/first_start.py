@@ -167,6 +167,11 @@ class FirstStart(Record):
             f"its times scaled by {shown} (prefill/decode), measured here in {self.spent_s:.1f} s"
         )
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether nothing could be measured, and it is time to try again."""
+        return bool(self.reason) and abs(time.time() - self.at_s) >= LIMITS.retry_s
+
     def saved(self, path: Path) -> None:
         """Write it atomically. Raises `ProfileError`."""
         sealed = self.model_copy(update={"check": self._hash()})
@@ -238,7 +243,7 @@ def profile_facts() -> dict[str, Any] | None:
         return None
     if not off and not own.exists():
         factors = FirstStart.load(machine.path)
-        if factors is None or factors.reason:
+        if factors is None or factors.is_stale:
             return None
     hashes = {path: hashlib.sha256(data).hexdigest() for path, data in read.items()}
     return {"machine": machine.model_dump(), "scaled": not off, "files": hashes}
@@ -251,7 +256,7 @@ def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
     found = FirstStart.load(path)
     if found is not None and (found.machine, found.profile) == (machine, wanted):
         whole = {(t.device, phase_of(t.m), t.weight_format) for t in tasks} == set(found.by_kind)
-        if whole or (found.reason and abs(time.time() - found.at_s) < LIMITS.retry_s):
+        if whole or (found.reason and not found.is_stale):
             return found
     _check_folder(path.parent)
     made = _measured(profile, tasks, machine)

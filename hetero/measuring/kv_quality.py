@@ -76,6 +76,11 @@ def kv_quality(
             f"a text of {len(tokens)} tokens has no window of {max(window, 2 * CHUNK_TOKENS)}: "
             "give more text, or a smaller --window"
         )
+    if llm.context.cache.layout.slides:
+        raise UserError(
+            "chunks are of all tokens, and this model was opened with caches that forget what its "
+            "windows have left: open it with whole_caches=True"
+        )
     with llm.new_context() as context:
         facts = measure_channels(context, llm.model.config.vocab_size, _prefill(llm, context))
         layout = context.cache.layout

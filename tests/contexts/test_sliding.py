@@ -20,6 +20,7 @@ from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
 from hetero.contexts.kv_cache import KEPT, CacheLayout, KvCache, Sliding, stride_of
 from hetero.contexts.service import Service
+from hetero.measuring.kv_quality import kv_quality
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.models.safetensors_file import SafetensorsFile
 from hetero.runtime.sizes import cache_layout
@@ -222,6 +223,32 @@ def test_rows_are_those_of_their_tokens(data: st.DataObject) -> None:
         np.testing.assert_array_equal(keys.read(0, at), known[0, 0, :, :at])
 
 
+def test_a_cache_with_room_for_all_takes_one_that_has_slid() -> None:
+    """And clears what lacks once, not in every step."""
+    sliding, whole = (
+        CacheLayout(layers=1, kv_heads=1, capacity=600, head_dim=4, sliding=Sliding.of([9], 600, x))
+        for x in (20, None)
+    )
+    short, long = KvCache(sliding, HostBuffer), KvCache(whole, HostBuffer)
+    for at in range(0, 400, 20):
+        short.slide(at)
+        short.write(at, np.full((1, 2, 1, 20, 4), at, np.float32))
+    for each in (short, long):
+        each.slide(400)
+    long.layer(0)[0][:] = np.nan
+    long.copy_from(short, 400)
+    assert (long.base, long.low) == (0, short.low)
+    assert long.low > 0
+    np.testing.assert_array_equal(long.read(short.low, 400), short.read(short.low, 400))
+    keys = long.layer(0)[0]
+    assert not keys[:, : long.low].any()
+    keys[:, 0] = 7
+    long.slide(400)
+    assert keys[0, 0, 0] == 7
+    assert long.reaches(400)
+    assert not long.reaches(short.low)
+
+
 def test_the_memory_of_a_window_is_bounded_by_it() -> None:
     """Mistral's shape: 32768 tokens of context, 4096 of window."""
     config = KNOWN_MODELS["mistral-7b"]
@@ -316,3 +343,5 @@ def test_a_session_that_lacks_too_much_is_broken(llm: LLM, tmp_path: Path) -> No
 def test_a_service_keeps_all_tokens(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="open it with whole_caches=True"):
         Service(llm, directory=tmp_path)
+    with pytest.raises(UserError, match="open it with whole_caches=True"):
+        kv_quality(llm, ids(1, 200), ["8"], ratio=0.5, window=64, seeds=0)

@@ -142,7 +142,9 @@ class Session(Target):
 
     name = "session"
     length_prefix = True
-    dictionary = ("tokens", "messages", "sha256", "numerics", "schema_version", "k.0", "v.0", "I32")
+    dictionary = (
+        "tokens", "messages", "sha256", "numerics", "schema_version", "k.0", "v.0", "I32", "first"
+    )  # fmt: skip
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -47,6 +47,7 @@ PIECE_BYTES: Final = 16 << 20
 SAMPLES: Final = 64
 SETTLED_S: Final = 2.0
 HELD_BYTES: Final = 1 << 30
+AFTER_S: Final = 2.0
 WRITTEN_BYTES: Final = 1 << 24  # at once: a process that ends waits for no more
 _DTYPES: Final = {"uint32": "U32", "int8": "I8", "uint8": "U8", "float16": "F16", "float32": "F32"}
 
@@ -142,11 +143,11 @@ class StoreReader:
 class StoreWriter:
     """Takes matrices as they are packed, in any order, and is there once it has them all.
 
-    A store of up to `HELD_BYTES` is written from `finish` on, when the model is ready, by a thread
-    of low priority: packing and the first answer need the processor more. Its matrices are kept
-    until then, as those who compute in place keep them anyway. Of a larger one a thread writes a
-    matrix while the next one is packed. `add`, `finish`, `close` and `abandon` are called by one
-    thread, which waits for that one first where it must.
+    A store of up to `HELD_BYTES` is written by a thread of low priority, from `AFTER_S` behind
+    `finish` or from `close` on: packing and the first answer need the processor more. Its matrices
+    are kept until then, as those who compute in place keep them anyway. Of a larger one a thread
+    writes a matrix while the next one is packed. `add`, `finish`, `close` and `abandon` are called
+    by one thread, which waits for that one first where it must.
     """
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
@@ -164,6 +165,7 @@ class StoreWriter:
         self._content = None if at <= HELD_BYTES else Content(file)
         self._missing = set(shapes)
         self._writing: Future[None] | None = None
+        self._now = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-store")
         self._stack = contextlib.ExitStack()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,10 +196,12 @@ class StoreWriter:
 
     def close(self) -> None:
         """Wait until everything is written."""
+        self._now.set()
         self._wait()
 
     def abandon(self) -> None:
         """Leave nothing behind, but a store that is whole."""
+        self._now.set()
         self._wait()
         self._missing = set()
         self._held.clear()
@@ -219,6 +223,7 @@ class StoreWriter:
     def _add_held(self) -> None:
         """All matrices, by the thread."""
         _be_last()
+        self._now.wait(AFTER_S)
         try:
             while self._held:
                 name, parts = self._held.popitem()
