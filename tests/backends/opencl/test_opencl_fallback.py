@@ -52,6 +52,7 @@ def test_nothing_else_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
         raise DeviceUnavailableError("ort-cpu", "opening", "not installed")
 
     monkeypatch.setattr(Remote, "program", refuse)
+    monkeypatch.setattr(Remote, "known", lambda *_: None)  # of what an earlier start has built
     monkeypatch.setattr("hetero.placement.device_set.open_device", _only_opencl(missing))
     with pytest.raises(DeviceUnavailableError, match="not installed"):
         LLM("demo", device="gpu")
