@@ -19,13 +19,11 @@ class Driver(ABC):
     starts_threads_late  its threads appear with the first launch, not when it is loaded
     caches_kernels  it keeps compiled kernels in a folder by itself (`environment` names it);
                     of others the program binaries are kept
-    revision        another one where what `library` makes compiles to something else
     """
 
     name: str
     computes_on_cpu = False
     caches_kernels = False
-    revision = ""
     starts_threads_late = False
 
     @abstractmethod
@@ -53,6 +51,12 @@ class Driver(ABC):
         """
         del level, folder, store
         return path
+
+    def revision(self) -> str:
+        """Another one where what `library` makes lets programs compile to something else, or be
+        found under another name: then nothing that was kept is of use.
+        """
+        return ""
 
     def prepare(self, device: Any, level: Level) -> None:  # noqa: B027
         """Make an enumerated device compile for a level. Raises `DeviceUnavailableError`."""

@@ -59,7 +59,7 @@ class Candidate:
     def fingerprint(self) -> str:
         """Changes whenever the library does, or the devices that a GPU's driver could find."""
         path = self.path
-        facts = [self.library, str(path), self.driver.revision]
+        facts = [self.library, str(path), self.driver.revision()]
         if path is not None:
             state = path.stat()
             facts += [str(path.resolve()), str(state.st_size), str(state.st_mtime_ns)]

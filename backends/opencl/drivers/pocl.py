@@ -17,6 +17,7 @@ from hetero.backends.opencl.drivers import pocl_headers
 from hetero.backends.opencl.drivers.base import Driver
 from hetero.backends.opencl.drivers.levels import GENERIC, Level
 from hetero.backends.opencl.drivers.pocl_repair import applies, repair, target_triple
+from hetero.backends.opencl.kernel_files import sources_digest
 from hetero.backends.opencl.proving.store import KernelStore
 
 WORKERS: Final = "POCL_MAX_PTHREAD_COUNT"
@@ -36,7 +37,6 @@ class Pocl(Driver):
     name = "pocl"
     computes_on_cpu = True
     caches_kernels = True
-    revision = pocl_headers.REVISION
 
     def owns_library(self, library: str) -> bool:
         """See `Driver.owns_library`."""
@@ -79,6 +79,12 @@ class Pocl(Driver):
             else:
                 _link(links / entry.name, wanted if entry.suffix == ".bc" else entry)
         return str(linked)
+
+    def revision(self) -> str:
+        """See `Driver.revision`: the short header is part of every program, and follows from the
+        kernels.
+        """
+        return f"{pocl_headers.REVISION} {sources_digest()}"
 
     def prepare(self, device: Any, level: Level) -> None:
         """See `Driver.prepare`: write the level's name where the version has no variable for it."""

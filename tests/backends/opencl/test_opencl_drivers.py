@@ -322,3 +322,12 @@ class TestHeaders:
         kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again
         make_headers(theirs, tmp_path / "third", store)
         assert (tmp_path / "third" / HEADER).read_text(encoding="utf-8") == text
+
+    def test_other_kernels_have_another_header_and_so_another_store(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pocl = icd.Candidate("libpocl.so.2", Pocl(), "the test")
+        before = pocl.fingerprint()
+        assert pocl.fingerprint() == before
+        monkeypatch.setattr("hetero.backends.opencl.drivers.pocl.sources_digest", lambda: "other")
+        assert pocl.fingerprint() != before
