@@ -6,6 +6,7 @@ python bench/kernels.py attention                # on caches of every format
 python bench/kernels.py ceiling                  # one core reads memory, the other, both
 python bench/kernels.py unused-device            # mode hetero with a plan of the GPU alone
 python bench/kernels.py growth                   # what a longer context costs
+python bench/kernels.py chains                   # a step in one launch and in many
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from common import (
     timed,
 )
 from parts.attention import attention
+from parts.chains import chains
 from parts.growth import growth
 from parts.matmul import matmul
 from parts.unused_device import unused_device
@@ -53,6 +55,7 @@ app.command("matmul")(matmul)
 app.command("attention")(attention)
 app.command("unused-device")(unused_device)
 app.command("growth")(growth)
+app.command("chains")(chains)
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
 Devices = dict[DeviceKind, Device]
