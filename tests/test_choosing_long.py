@@ -283,6 +283,13 @@ def test_a_memory_budget_bounds_the_calls_of_strategies_too() -> None:
     assert max(tight.steps(3500)) == 512
 
 
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that open what is chosen: how many threads OpenCL has is fixed in a process."""
+    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
+
+
+@pytest.mark.usefixtures("two_cores", "one_core")  # in this order
 def test_the_first_prompts_length_decides_where_it_is_known(tmp_path: Path) -> None:
     """`generate` knows it; an API that does not compares the prompts that it states."""
     folder = str(tiny_model(tmp_path / "model"))
@@ -293,6 +300,7 @@ def test_the_first_prompts_length_decides_where_it_is_known(tmp_path: Path) -> N
             assert f" of {said}" in llm.choice.reason
 
 
+@pytest.mark.usefixtures("two_cores", "one_core")  # in this order
 def test_generate_tells_its_choice_and_notes(command: Command, tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path / "model"))
     options = ("generate", folder, "some text", "--max-tokens", "2", "--json")
