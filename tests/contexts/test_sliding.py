@@ -83,7 +83,7 @@ class Pair:
 
     def drawn(self, count: int) -> list[int]:
         room = LENGTH - len(self.contexts[0])
-        return self.random.integers(0, 263, min(count, room)).tolist()
+        return self.random.integers(1, 263, min(count, room)).tolist()  # 0 pads: its embedding is 0
 
     def same(self, tokens: list[int]) -> None:
         if tokens:
