@@ -63,14 +63,12 @@ class Called(NamedTuple):
 
 
 class _Entry(NamedTuple):
+    """A launch; `called` is its kernel, the program by its identity."""
+
     launch: Launch
     values: Sequence[Native]
     waits: bool
-
-    @property
-    def called(self) -> tuple[int, str, str]:
-        """Which kernel; the program by its identity."""
-        return id(self.launch.program), self.launch.name, argument_kinds(self.values)
+    called: tuple[int, str, str]
 
 
 def chain(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
@@ -126,7 +124,8 @@ def _entries(stages: Stages) -> Iterator[_Entry]:
         apart = all(len(call.launches) == 1 and not _uses_scratch(call) for call in calls)
         for i, call in enumerate(calls):
             for launch, values in call.launches:
-                yield _Entry(launch, values, waits=not (apart and i))
+                called = id(launch.program), launch.name, argument_kinds(values)
+                yield _Entry(launch, values, not (apart and i), called)
 
 
 def _uses_scratch(call: OpenCLCall) -> bool:
@@ -134,6 +133,7 @@ def _uses_scratch(call: OpenCLCall) -> bool:
     return any(isinstance(value, Scratch) for _, values in call.launches for value in values)
 
 
+@lru_cache(maxsize=256)
 def _is_plain(program: ProgramSource) -> bool:
     """Whether its kernels ask for no more than `_functions` gives them."""
     left = _GROUP.sub("", program.text).replace("get_local_id(0)", "")
