@@ -420,6 +420,11 @@ def whole(operand: Operand) -> Tensor:
     return operand
 
 
+def parts_of(operand: Operand) -> tuple[Tensor, ...]:
+    """The tensors that make an operand: its panels, or itself."""
+    return operand.parts if isinstance(operand, Panels) else (operand,)
+
+
 def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
     """Operands that are all one tensor each, as `check_tensors` has made sure."""
     return {port: whole(operand) for port, operand in operands.items()}

@@ -8,6 +8,7 @@ preparations.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +19,6 @@ import numpy.typing as npt
 
 MADV_POPULATE_READ: Final = 22  # Python has no name for it
 PIECE_BYTES: Final = 64 << 20  # others who change mappings wait for no longer
-PAGE_BYTES: Final = 4096
 MEMINFO: Final = Path("/proc/meminfo")
 
 
@@ -46,7 +46,7 @@ def available_bytes() -> int:
 def _bring(memory: npt.NDArray[np.uint8]) -> None:
     madvise = ctypes.CDLL(None).madvise  # Python's own holds the interpreter meanwhile
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    first = memory.ctypes.data // PAGE_BYTES * PAGE_BYTES
+    first = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     last = memory.ctypes.data + memory.nbytes
     for start in range(first, last, PIECE_BYTES):
         if madvise(start, min(PIECE_BYTES, last - start), MADV_POPULATE_READ):

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.errors import WaitTimeoutError
-from hetero.backends.memory import Panels, Tensor
+from hetero.backends.memory import Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.invokers import share_invokers
 from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
@@ -37,6 +37,7 @@ from hetero.backends.protocol import (
     Kernel,
     Operand,
     check_tensors,
+    parts_of,
 )
 
 share_invokers()
@@ -54,7 +55,7 @@ class InPanels:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The panels. Raises `ValueError` unless they lie in one buffer."""
-        parts = self.operand.parts if isinstance(self.operand, Panels) else (self.operand,)
+        parts = parts_of(self.operand)
         if any(part.buffer is not parts[0].buffer for part in parts):
             raise ValueError("the panels of an operand lie in one buffer")
         return parts
@@ -337,8 +338,7 @@ def _regions(
     """The rows of each port that a call touches; caches and positions whole."""
     regions = []
     for port, operand in tensors.items():
-        parts = operand.parts if isinstance(operand, Panels) else (operand,)
-        for tensor in parts if port in ports else ():
+        for tensor in parts_of(operand) if port in ports else ():
             used = tensor if port in FIXED_PORTS else tensor.rows(0, m)
             start = used.offset_bytes
             host = used.buffer.bytes[start : start + used.nbytes]

@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.memory import Panels
-from hetero.backends.protocol import Completion, Operand
+from hetero.backends.protocol import Completion, Operand, parts_of
 from hetero.runtime.program import AHEAD, RUN, SUBMIT, Launch
 from hetero.runtime.step import Step
 
@@ -50,5 +49,4 @@ def first_not_finite(step: Step) -> Launch | None:
 
 
 def _rows_finite(operand: Operand, count: int) -> bool:
-    parts = operand.parts if isinstance(operand, Panels) else (operand,)
-    return all(all_finite(part.array[:count]) for part in parts)
+    return all(all_finite(part.array[:count]) for part in parts_of(operand))

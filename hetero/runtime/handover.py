@@ -14,7 +14,14 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import FIXED_PORTS, BoundCall, Device, DeviceKind, Operand
+from hetero.backends.protocol import (
+    FIXED_PORTS,
+    BoundCall,
+    Device,
+    DeviceKind,
+    Operand,
+    parts_of,
+)
 from hetero.errors import UserError
 
 Side: TypeAlias = Literal["gpu", "host"]
@@ -57,7 +64,7 @@ class Handover:
         for port, operand in operands.items():
             if port in SHARED_PORTS or port in OUTPUT_PORTS:
                 continue
-            buffer = _parts(operand)[0].buffer
+            buffer = parts_of(operand)[0].buffer
             written = self._written.get(buffer, [])
             found += [self._transfer(tensor, side) for by, tensor in written if by != side]
             self._written[buffer] = [(by, tensor) for by, tensor in written if by == side]
@@ -72,7 +79,7 @@ class Handover:
             side: Side = "gpu" if kind == "gpu" else "host"
             for port, operand in operands.items():
                 if port in OUTPUT_PORTS and port not in SHARED_PORTS:
-                    for part in _parts(operand):
+                    for part in parts_of(operand):
                         rows = part.rows(0, min(m, part.shape[0]))
                         fresh.setdefault(part.buffer, []).append((side, rows))
         self._written |= fresh
@@ -98,7 +105,3 @@ class Handover:
             mirror = self._mirrors[buffer] = self._gpu.allocate(buffer.nbytes)
             self._gpu.map(mirror)
         return dataclasses.replace(tensor, buffer=self._mirrors[buffer])
-
-
-def _parts(operand: Operand) -> tuple[Tensor, ...]:
-    return operand.parts if isinstance(operand, Panels) else (operand,)

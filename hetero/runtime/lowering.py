@@ -32,6 +32,7 @@ from hetero.backends.protocol import (
     BoundCall,
     DeviceKind,
     Operand,
+    parts_of,
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
@@ -74,8 +75,8 @@ class _LastRow(BoundCall):
 
     def __init__(self, pool: ActivationPool, chunk: int, x: Operand, m: int) -> None:
         self.name, self.m = "last row", m
-        parts = x.parts if isinstance(x, Panels) else (x,)
-        self._fed, self._chunk, self._arrays = pool.fed, chunk, [part.array for part in parts]
+        self._arrays = [part.array for part in parts_of(x)]
+        self._fed, self._chunk = pool.fed, chunk
 
     def run(self) -> None:
         last = self._fed[self._chunk]
