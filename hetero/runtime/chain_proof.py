@@ -1,37 +1,52 @@
-"""Whether a step computes in chains what it computes call by call: seen once, when a model is first
+"""Whether steps compute in chains what they compute call by call: seen once, when a model is first
 opened, because a program of many kernels is compiled as no trial of a driver has compiled it.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.memory import Panels
+from hetero.backends.protocol import parts_of
+from hetero.contexts.context import Context
 from hetero.errors import FallbackWarning
+from hetero.models.config import ModelConfig
 from hetero.runtime.executor import Executor
 from hetero.runtime.kernels import Devices
+from hetero.runtime.pool import ActivationPool
 from hetero.runtime.step import Step
 
 POISON: Final = -1e30
 
 
-def chain_is_right(step: Step, devices: Devices, executor: Executor) -> bool:
-    """Run a bound step that is fed both ways, and compare its logits bit by bit; true where it has
-    no chains. A failure is that of the next step, too, which tells it.
+def chains_are_right(
+    steps: Sequence[Step],
+    context: Context,
+    pool: ActivationPool,
+    devices: Devices,
+    executor: Executor,
+    config: ModelConfig,
+    max_seq_len: int,
+) -> bool:
+    """Run those of a context's steps that have chains both ways on a token behind its text, and
+    compare their logits bit by bit. A failure is that of the next step, too, which tells it.
+
+    What they write lies behind the text, where the next step writes again. False where a full
+    context has no room for it, or another thread still writes.
     """
-    chained = step.chained(devices)
-    if chained is step or step.logits is None:
+    pairs = [(step, step.chained(devices)) for step in steps]
+    pairs = [(step, chained) for step, chained in pairs if chained is not step]
+    if not pairs:
         return True
-    found = []
+    if context.gate is not None or context.cached >= max_seq_len:
+        return False
+    token = config.vocab_size // 2  # the first ones may stand for nothing: zeros are always right
+    pool.feed((token,), context.cached, base=context.cache.base)
     with suppress(DeviceError):
-        for each in (step, chained):
-            _poison(step)
-            executor.run(each)
-            found.append(_bits(step))
-        if found[0] == found[1]:
+        if all(_logits(a, executor) == _logits(b, executor) for a, b in pairs):
             return True
         warnings.warn(
             "decoding runs call by call because the same kernels in one launch (a chain) give "
@@ -42,14 +57,11 @@ def chain_is_right(step: Step, devices: Devices, executor: Executor) -> bool:
     return False
 
 
-def _poison(step: Step) -> None:
-    operand = step.logits
-    for part in operand.parts if isinstance(operand, Panels) else (operand,):
-        assert part is not None
+def _logits(step: Step, executor: Executor) -> list[bytes]:
+    """The bits of a run's logits, written over poison."""
+    assert step.logits is not None
+    parts = parts_of(step.logits)
+    for part in parts:
         part.array[:] = POISON
-
-
-def _bits(step: Step) -> list[bytes]:
-    operand = step.logits
-    parts = operand.parts if isinstance(operand, Panels) else (operand,)
-    return [part.array.tobytes() for part in parts if part is not None]
+    executor.run(step)
+    return [part.array.tobytes() for part in parts]

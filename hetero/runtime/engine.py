@@ -31,7 +31,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
-from hetero.runtime.chain_proof import chain_is_right
+from hetero.runtime.chain_proof import chains_are_right
 from hetero.runtime.executor import Executor
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite
 from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chunks, rounded
@@ -244,9 +244,9 @@ class Engine:
         if not self._warmed:
             self._warmed = True
             steps = [self.step(context, phase, m) for phase, m in self._warm_steps()]
-            self.pool.feed((0,), 0)
+            given = (self.pool, self.devices, self.executor, self.config, self.max_seq_len)
             with self._control():
-                self._chains = all(chain_is_right(x, self.devices, self.executor) for x in steps)
+                self._chains = chains_are_right(steps, context, *given)
 
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""

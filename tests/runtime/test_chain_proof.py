@@ -6,14 +6,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pyopencl")
 
 from hetero import LLM
 from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
+from hetero.models import open_model
+from hetero.runtime.engine import Engine
 from hetero.runtime.program import SUBMIT
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.handmade import layer_level, single_device
+from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
 
 PROMPT = [1, 2, 3, 5, 8]
@@ -85,3 +93,27 @@ def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
         engine.stop_trace()
         assert (chained, len(chained)) == (plain, 3)
         assert few < 3 < many
+
+
+def test_a_context_with_a_text_keeps_it_when_the_other_device_fails(folder: Path) -> None:
+    """Chains of the device that is left are tried where nothing of the text is."""
+    loaded = open_model(str(folder), weights="f32")
+    text = [*PROMPT, *PROMPT]
+
+    def behind(plan: ExecutionPlan, **npu: Any) -> np.ndarray[Any, Any]:
+        devices: dict[DeviceKind, Device] = {"gpu": open_device("opencl")}
+        if len(plan.devices()) > 1:
+            devices["npu"] = open_device("reference", kind="npu", **npu)
+        with Engine(loaded.weights, plan, devices, max_seq_len=64) as engine:
+            context = engine.new_context()
+            engine.prefill(context, text)
+            found = [engine.prefill(context, PROMPT).copy(), engine.decode(context, 7).copy()]
+            assert ("npu" in engine.devices) == ("npu" in devices and not npu)
+            return np.concatenate(found)
+
+    both = layer_level(loaded.spec())
+    wanted = behind(single_device(loaded.spec(), "gpu"))
+    assert relative_error(behind(both), wanted) < 2e-5
+    launches = 1 + 4 * loaded.config.num_layers  # the first prompt's are fewer
+    with pytest.warns(FallbackWarning, match="the npu failed"):
+        assert relative_error(behind(both, fail_launch=launches), wanted) < 2e-5
