@@ -294,6 +294,9 @@ class Device(ABC):
         """
         return nullcontext(False)
 
+    def doubt(self) -> None:  # noqa: B027
+        """What is being prepared is not to be relied on: it is not foreseen the next time."""
+
     def settle(self) -> None:  # noqa: B027
         """Many kernels were prepared and will run often: tidy what they hold, in half a second."""
 

@@ -122,6 +122,10 @@ class OpenCLDevice(Resources):
             self._doorbell = find_doorbell(self, self.flag())
         return self._doorbell
 
+    def doubt(self) -> None:
+        """See `Device.doubt`."""
+        self.programs.doubt()
+
     def chain(self, runs: Sequence[Stages]) -> Sequence[OpenCLCall] | None:
         """See `Device.chain`."""
         return chain(self, runs)

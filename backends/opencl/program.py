@@ -83,10 +83,14 @@ class ProgramCache:
         try:
             yield self._noted is not None
         except BaseException:
-            self._entry = ""
+            self.doubt()
             self._forget_coming()
             raise
         self._note()
+
+    def doubt(self) -> None:
+        """Note nothing of this time."""
+        self._entry = ""
 
     def _note(self) -> None:
         """Keep which programs are used, where that is for a purpose, and those of other times."""

@@ -32,7 +32,8 @@ def chains_are_right(
     max_seq_len: int,
 ) -> bool:
     """Run those of a context's steps that have chains both ways on a token behind its text, and
-    compare their logits bit by bit. A failure is that of the next step, too, which tells it.
+    compare their logits bit by bit; where they differ, the next start does so again. A failure is
+    that of the next step, too, which tells it.
 
     What they write lies behind the text, where the next step writes again. False where a full
     context has no room for it, or another thread still writes.
@@ -48,6 +49,8 @@ def chains_are_right(
     with suppress(DeviceError):
         if all(_logits(a, executor) == _logits(b, executor) for a, b in pairs):
             return True
+        for device in devices.values():
+            device.doubt()
         warnings.warn(
             "decoding runs call by call because the same kernels in one launch (a chain) give "
             "other values with this driver: please report it with `hetero doctor --json`",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,14 @@ def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
 ) -> None:
     with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64) as llm:
         wanted, _ = logits(llm)
-    monkeypatch.setattr(OpenCLDevice, "foreseen", lambda _self, _what: nullcontext(False))
     monkeypatch.setattr(OpenCLDevice, "chain", lambda _self, runs: [run[0][0] for run in runs])
-    with pytest.warns(FallbackWarning, match="decoding runs call by call") as caught:
-        llm = LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64)
-    with llm:
-        found, made = logits(llm)
-    assert len(caught) == 1
-    assert (found, made > 3) == (wanted, True)
+    for _ in range(2):  # it is not taken for known at the next start
+        with pytest.warns(FallbackWarning, match="decoding runs call by call") as caught:
+            llm = LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=61)
+        with llm:
+            found, made = logits(llm)
+        assert len(caught) == 1
+        assert (found, made > 3) == (wanted, True)
 
 
 def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
