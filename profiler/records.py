@@ -81,6 +81,10 @@ class CapabilityRecord(Record):
             {name: getattr(capabilities, name) for name in cls.model_fields}, strict=False
         )
 
+    def on(self, kind: DeviceKind) -> Capabilities:
+        """As an open device declares them, which plays this role."""
+        return Capabilities(kind=kind, **dict(self))
+
 
 class DeviceRecord(Record):
     """Identity of one device and what it can do.

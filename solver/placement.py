@@ -353,7 +353,8 @@ class Placement:
     def working(self, m: int) -> frozenset[DeviceKind]:
         """Devices that work in a prompt's call of m tokens, the output head aside."""
         tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}
-        return frozenset({self.rest("prefill"), *tiles})
+        heads = {part.kind for part in self.heads("prefill", m)}
+        return frozenset({self.rest("prefill"), *tiles, *heads})
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:
         """Devices that run a node in any phase."""

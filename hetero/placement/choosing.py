@@ -179,7 +179,8 @@ def _choose_by(
     both = Choice("hetero", plan, notes=notes, solver=solver, reason=reason)
     if wishes.mode == "auto":
         return _fastest(Planner(spec, profile), both, wishes)
-    if promised and not _shares_every_prompt(solver, spec):
+    able = {kind: device.capabilities.on(kind) for kind, device in profile.devices.items()}
+    if promised and not _shares_every_prompt(Placement(solver.plan, spec, able, source=solver)):
         why = f"by profile {profile.name} no plan has both devices in every prompt"
         return _by_rule(wishes, why, notes)  # at least layer level, as `hetero` promises
     return both
@@ -204,12 +205,11 @@ def _check_share(wishes: Wishes) -> None:
         )
 
 
-def _shares_every_prompt(solver: PreparedSolver, spec: ModelGraph) -> bool:
+def _shares_every_prompt(placement: Placement) -> bool:
     """Whether both devices work in prompts of every length, as `hetero` promises: in one call of
     each at least, for a rest of a token or two is no matter for two devices.
     """
-    placement = Placement(solver.plan, spec, {}, source=solver)
-    prompts = [total.steps for total in solver.plan.totals if total.phase == "prefill"]
+    prompts = [total.steps for total in placement.plan.totals if total.phase == "prefill"]
     prompts += [(m,) for m in SHORT_PROMPTS]
     return all(len(frozenset().union(*map(placement.working, steps))) == 2 for steps in prompts)
 

@@ -14,6 +14,9 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model, random_models
 from hetero.models.config import ModelConfig
 from hetero.models.random_models import KNOWN_MODELS
+from hetero.placement.choosing import Wishes, choose
+from hetero.profiler.files import shipped_names
+from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 from tests.helpers import assert_close
@@ -91,3 +94,11 @@ def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
         assert llm.generate("Once upon a time", max_tokens=4).stats.completion_tokens == 4
         assert llm.devices.fallback == ""
         assert llm.choice.plan is not None, llm.choice.reason
+
+
+@pytest.mark.parametrize("profile", shipped_names())
+def test_a_plan_is_found_on_every_shipped_profile(name: str, profile: str) -> None:
+    """Both devices work in every prompt, were it in attention's heads alone."""
+    spec = open_model(name, weights="w4a16").spec()
+    found = choose(spec, Wishes(profile=DeviceProfile.load(profile), context=LENGTH))
+    assert found.plan is not None, found.reason
