@@ -100,15 +100,21 @@ INLINE void values1(const float *restrict p, __global const cache_t *restrict v,
 #undef KEEP
 }
 
-// Scores to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf here).
-// Returns the factor on what was accumulated before.
-INLINE float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
-  const float before = *top;
-  const float now = larger(before, VMAX(highest(s, keys)));
-  const float alpha = exp2_scalar(before - now);
-  *sum = weigh(s, keys, (vfloat)(now), alpha * *sum);
-  *top = now;
-  return alpha;
+// Scores of ROWS rows to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf
+// here); `alpha` [VEC]: the factors on what was accumulated before, of all rows by one exponential.
+INLINE void soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum,
+                   float *restrict alpha) {
+  float now[VEC], before[VEC];
+  for (int r = 0; r < VEC; r++) now[r] = before[r] = 0;
+  for (int r = 0; r < ROWS; r++) {
+    before[r] = top[r];
+    now[r] = larger(top[r], VMAX(highest(s + r * KEYS, keys)));
+  }
+  VSTORE(exp2_vector(VLOAD(before) - VLOAD(now)), alpha);
+  for (int r = 0; r < ROWS; r++) {
+    sum[r] = weigh(s + r * KEYS, keys, (vfloat)(now[r]), alpha[r] * sum[r]);
+    top[r] = now[r];
+  }
 }
 
 // Work-item (g, tile of TOKENS tokens). `count` is m.
@@ -162,19 +168,19 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
       }
 #endif
       const bool inside = key0 + padded <= early && key0 >= window_start(late);
-      float alpha[ROWS];
-      for (int r = 0; r < ROWS; r++) {
-        if (!inside) {
-          const int limit = start + t0 + min(row0 + r, rows - 1) / GROUP + 1;
-          mask(p + r * KEYS, padded, window_start(limit) - key0, limit - key0);
-        }
-        alpha[r] = soften(p + r * KEYS, padded, top + row0 + r, sum + row0 + r);
+      float alpha[VEC];
+      for (int r = 0; r < (inside ? 0 : ROWS); r++) {
+        const int limit = start + t0 + min(row0 + r, rows - 1) / GROUP + 1;
+        mask(p + r * KEYS, padded, window_start(limit) - key0, limit - key0);
+      }
+      soften(p, padded, top + row0, sum + row0, alpha);
 #ifdef CACHE_CODES
+      for (int r = 0; r < ROWS; r++) {
         for (int i = r * KEYS; i < r * KEYS + padded; i += VEC) {
           VSTORE(VLOAD(p + i) * VLOAD(steps + i - r * KEYS), p + i);
         }
-#endif
       }
+#endif
       float *acc = o + row0 * HEAD_DIM;
       int c = 0;
       for (; c + 2 <= CHUNKS; c += 2) values2(p, v + c * HV, keys, alpha, acc + c * HV);
