@@ -17,7 +17,8 @@ from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Attention, AttentionHeads
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
-FEW_TOKENS = 4  # up to here packing the keys of the whole context costs more than it saves
+FEW_TOKENS = 8  # up to here packing the keys of the whole context costs more than it saves
+SPLIT_TOKENS = 4  # up to here a GPU's work-groups share the context, too
 CACHE_DEFINES: Final[dict[CacheFormat, dict[str, int]]] = {
     CacheFormat.F32: {},
     CacheFormat.F16: {"CACHE_HALF": 1},
@@ -121,7 +122,12 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:
         return {**shape, "HV": head_vector(op.head_dim, 4), "ROWS": GROUP_ROWS}
-    return {**shape, "TOKENS": tuning.attention_tokens, "KEYS": tuning.attention_keys}
+    return {
+        **shape,
+        "TOKENS": tuning.attention_tokens,
+        "KEYS": tuning.attention_keys,
+        "FEW_TOKENS": FEW_TOKENS,
+    }
 
 
 def _attend_tiles(
@@ -162,7 +168,7 @@ def _prepare_group(
 
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
         tensors = tensors_of(operands)
-        few = m <= FEW_TOKENS and heads.count == op.kv_heads
+        few = m <= SPLIT_TOKENS and heads.count == op.kv_heads
         splits = device.tuning.decode_splits if few else 1
         qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))

@@ -375,8 +375,78 @@ INLINE float lanes_of(const vfloat x, const int r) {
   return total;
 }
 
-// Work-item (g, part): appends all tokens of the call, then attends one after the other, on a part of
-// the tokens before the call; the last part has the call's own. `count` is m.
+// What a token of decode has so far: GROUP rows of queries and outputs, side by side FEW at a time.
+typedef struct {
+  float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM];
+  float top[PADDED_GROUP], halves[PADDED_GROUP * HV];
+  vfloat sum[PADDED_GROUP / FEW], steps[PADDED_GROUP / FEW];
+} few_t;
+
+INLINE void few_begin(few_t *restrict few, __global const float *restrict from,
+                      __global const cache_t *restrict k_head) {
+  for (int i = 0; i < PADDED_GROUP * HEAD_DIM; i++) {
+    few->q[i] = i < GROUP * HEAD_DIM ? from[i] * SCALE : 0.0f;
+    few->o[i] = 0;
+  }
+#ifdef CACHE_CODES
+  for (int i = 0; i < GROUP * HEAD_DIM; i++) few->q[i] *= CHANNELS_OF(k_head)[i % HEAD_DIM];
+  for (int r = 0; r < PADDED_GROUP; r++) {
+    for (int i = 0; i < HV; i++) {
+      float x = 0;
+      for (int c = 0; c < CHUNKS; c++) x += 0.5f * few->q[r * HEAD_DIM + c * HV + i];
+      few->halves[r * HV + i] = x;
+    }
+  }
+#endif
+  for (int r = 0; r < PADDED_GROUP; r++) few->top[r] = LOWEST;
+  for (int b = 0; b < PADDED_GROUP / FEW; b++) few->sum[b] = few->steps[b] = 0;
+}
+
+// A run of at most KEYS keys; who is the first to read it has the values and the next keys fetched.
+INLINE void few_run(few_t *restrict few, __global const cache_t *restrict k,
+                    __global const cache_t *restrict v, const int keys, const bool fetch) {
+  const int padded = (keys * FEW + VEC - 1) / VEC * VEC;
+  float p[FEW * KEYS], alpha[FEW];
+  for (int r = 0; r < PADDED_GROUP; r += FEW) {
+    int key = 0;
+    for (; key + VEC / FEW <= keys; key += VEC / FEW) {
+      if (r == 0 && fetch) {
+        for (int i = 0; i < VEC / FEW * ROW; i += LINE) {
+          __builtin_prefetch(k + (key + AHEAD) * ROW + i);
+          __builtin_prefetch(v + key * ROW + i);
+        }
+      }
+      const vfloat dot = dots(few->q + r * HEAD_DIM, k + key * ROW, few->halves + r * HV);
+      VSTORE(CAPPED(SCALED_BY(k + key * ROW, dot)), p + key * FEW);
+    }
+    int i = key * FEW;
+    for (; i < keys * FEW; i++) {
+      const float dot = dot1(few->q + (r + i % FEW) * HEAD_DIM, k + i / FEW * ROW);
+      p[i] = CAPPED1(SCALED_BY1(k + i / FEW * ROW, dot));
+    }
+    for (; i < padded; i++) p[i] = -INFINITY;
+    few_soften(p, padded, few->top + r, few->sum + r / FEW, few->steps + r / FEW, alpha);
+#ifdef CACHE_CODES
+    for (i = 0; i + VEC <= keys * FEW; i += VEC) {
+      const vfloat x = VLOAD(p + i) * few_steps(v + i / FEW * ROW);
+      few->steps[r / FEW] += x;
+      VSTORE(x, p + i);
+    }
+    if (i < keys * FEW) {
+      for (int j = i; j < padded; j++) p[j] *= j < keys * FEW ? STEP_OF(v + j / FEW * ROW) : 0.0f;
+      few->steps[r / FEW] += VLOAD(p + i);
+    }
+#endif
+    float *acc = few->o + r * HEAD_DIM;
+    int c = 0;
+    for (; c + 2 <= CHUNKS; c += 2) few_values2(p, v + c * HV, keys, alpha, acc + c * HV);
+    if (c < CHUNKS) few_values1(p, v + c * HV, keys, alpha, acc + c * HV);
+  }
+}
+
+// Work-item (g, part): appends all tokens of the call, then attends on a part of the tokens before
+// the call; the last part has the call's own. Every token goes through the same runs of keys as it
+// would alone, all tokens through one before the next, so that a run is read once. `count` is m.
 __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                          ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), ARRAY(float, out),
                          const int first, __global float *restrict partial) {
@@ -390,77 +460,30 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
     __global const float *from = qkv + (size_t)t * WIDTH + (HEADS + g) * HEAD_DIM;
     append_row(from, KV_HEADS * HEAD_DIM, start + t, k_cache, v_cache);
   }
-  float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM];
-  float p[FEW * KEYS], top[PADDED_GROUP], alpha[FEW];
-  float halves[PADDED_GROUP * HV];
-  vfloat sum[PADDED_GROUP / FEW], steps[PADDED_GROUP / FEW];
+  few_t few[FEW_TOKENS];
+  int low[FEW_TOKENS], end[FEW_TOKENS], longest = 0;
   for (int t = 0; t < count; t++) {
-    __global const float *from = qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM;
-    for (int i = 0; i < PADDED_GROUP * HEAD_DIM; i++) {
-      q[i] = i < GROUP * HEAD_DIM ? from[i] * SCALE : 0.0f;
-      o[i] = 0;
-    }
-#ifdef CACHE_CODES
-    for (int i = 0; i < GROUP * HEAD_DIM; i++) q[i] *= CHANNELS_OF(k_cache)[i % HEAD_DIM];
-    for (int r = 0; r < PADDED_GROUP; r++) {
-      for (int i = 0; i < HV; i++) {
-        float x = 0;
-        for (int c = 0; c < CHUNKS; c++) x += 0.5f * q[r * HEAD_DIM + c * HV + i];
-        halves[r * HV + i] = x;
-      }
-    }
-#endif
-    for (int r = 0; r < PADDED_GROUP; r++) top[r] = LOWEST;
-    for (int b = 0; b < PADDED_GROUP / FEW; b++) sum[b] = steps[b] = 0;
+    few_begin(few + t, qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM, k_cache);
     const int begin = window_start(start + t + 1), before = max(start - begin, 0);
     const int each = ((before + SPLITS - 1) / SPLITS + KEYS - 1) / KEYS * KEYS;
-    const int low = begin + min(part * each, before);
-    const int end = part == SPLITS - 1 ? start + t + 1 : begin + min((part + 1) * each, before);
-    for (int key0 = low; key0 < end; key0 += KEYS) {
-      const int keys = min(KEYS, end - key0), padded = (keys * FEW + VEC - 1) / VEC * VEC;
-      __global const cache_t *k = k_cache + (size_t)key0 * ROW;
-      __global const cache_t *v = v_cache + (size_t)key0 * ROW;
-      for (int r = 0; r < PADDED_GROUP; r += FEW) {
-        int key = 0;
-        for (; key + VEC / FEW <= keys; key += VEC / FEW) {
-          if (r == 0) {
-            for (int i = 0; i < VEC / FEW * ROW; i += LINE) {
-              __builtin_prefetch(k + (key + AHEAD) * ROW + i);
-              __builtin_prefetch(v + key * ROW + i);
-            }
-          }
-          const vfloat dot = dots(q + r * HEAD_DIM, k + key * ROW, halves + r * HV);
-          VSTORE(CAPPED(SCALED_BY(k + key * ROW, dot)), p + key * FEW);
-        }
-        int i = key * FEW;
-        for (; i < keys * FEW; i++) {
-          const float dot = dot1(q + (r + i % FEW) * HEAD_DIM, k + i / FEW * ROW);
-          p[i] = CAPPED1(SCALED_BY1(k + i / FEW * ROW, dot));
-        }
-        for (; i < padded; i++) p[i] = -INFINITY;
-        few_soften(p, padded, top + r, sum + r / FEW, steps + r / FEW, alpha);
-#ifdef CACHE_CODES
-        for (i = 0; i + VEC <= keys * FEW; i += VEC) {
-          const vfloat x = VLOAD(p + i) * few_steps(v + i / FEW * ROW);
-          steps[r / FEW] += x;
-          VSTORE(x, p + i);
-        }
-        if (i < keys * FEW) {
-          for (int j = i; j < padded; j++) p[j] *= j < keys * FEW ? STEP_OF(v + j / FEW * ROW) : 0.0f;
-          steps[r / FEW] += VLOAD(p + i);
-        }
-#endif
-        float *acc = o + r * HEAD_DIM;
-        int c = 0;
-        for (; c + 2 <= CHUNKS; c += 2) few_values2(p, v + c * HV, keys, alpha, acc + c * HV);
-        if (c < CHUNKS) few_values1(p, v + c * HV, keys, alpha, acc + c * HV);
-      }
+    low[t] = begin + min(part * each, before);
+    end[t] = part == SPLITS - 1 ? start + t + 1 : begin + min((part + 1) * each, before);
+    longest = max(longest, end[t] - low[t]);
+  }
+  for (int run = 0; run < longest; run += KEYS) {
+    for (int t = 0; t < count; t++) {
+      const int key0 = low[t] + run, keys = min(KEYS, end[t] - key0);
+      if (keys <= 0) continue;
+      few_run(few + t, k_cache + (size_t)key0 * ROW, v_cache + (size_t)key0 * ROW, keys, t == 0);
     }
+  }
+  for (int t = 0; t < count; t++) {
+    float *o = few[t].o;
     __global float *to = out + ((size_t)t * HEADS + g * GROUP) * HEAD_DIM;
     for (int r = 0; r < GROUP; r++) {
-      const float total = lanes_of(sum[r / FEW], r % FEW);
+      const float total = lanes_of(few[t].sum[r / FEW], r % FEW);
 #ifdef CACHE_CODES
-      const float half_step = 0.5f * lanes_of(steps[r / FEW], r % FEW);
+      const float half_step = 0.5f * lanes_of(few[t].steps[r / FEW], r % FEW);
       for (int d = 0; d < HEAD_DIM; d++) o[r * HEAD_DIM + d] += half_step;
 #endif
 #if SPLITS == 1
@@ -469,7 +492,7 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
 #else
       __global float *mine = PARTIAL(part, t, g * GROUP + r);
       for (int d = 0; d < HEAD_DIM; d++) mine[d] = o[r * HEAD_DIM + d];
-      mine[HEAD_DIM] = top[r];
+      mine[HEAD_DIM] = few[t].top[r];
       mine[HEAD_DIM + 1] = total;
 #endif
     }
