@@ -36,8 +36,8 @@ INLINE void append_row(__global const float *from, const int apart, const int ke
                        __global cache_t *k_head, __global cache_t *v_head, const int capacity) {
   __global cache_t *k = k_head + (size_t)key * ROW, *v = v_head + (size_t)key * ROW;
 #ifdef CACHE_CODES
-  code_row(from, k, CHANNELS_OF(k_head, capacity));
-  code_row(from + apart, v, 0);
+  code_row(from, k, true, CHANNELS_OF(k_head, capacity));
+  code_row(from + apart, v, false, 0);
 #else
   for (int c = 0; c < CHUNKS; c++) {
     CSTORE(HLOAD(from + c * HV), k + c * HV);

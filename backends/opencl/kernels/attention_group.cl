@@ -36,8 +36,8 @@ __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, 
   const size_t to = (size_t)(position[0] + token) * ROW + d;
   qkv += (size_t)token * WIDTH + (HEADS + g) * HEAD_DIM + d;
 #ifdef CACHE_CODES
-  code_row(qkv, k_head + to, CHANNELS_OF(k_head, capacity));
-  code_row(qkv + KV_HEADS * HEAD_DIM, v_head + to, 0);
+  code_row(qkv, k_head + to, true, CHANNELS_OF(k_head, capacity));
+  code_row(qkv + KV_HEADS * HEAD_DIM, v_head + to, false, 0);
 #else
   CSTORE1(qkv[0], k_head + to);
   CSTORE1(qkv[KV_HEADS * HEAD_DIM], v_head + to);

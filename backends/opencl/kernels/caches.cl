@@ -86,14 +86,14 @@ INLINE float rounded_up(const float x) {
   return !(x <= 65504.0f) ? x : as_float((as_uint(x) + 0x1FFFu) & 0xFFFFE000u);
 }
 
-// A token of a head; `channels` of keys.
-INLINE void code_row(__global const float *from, __global cache_t *to,
+// A token of a head; `channels` of keys alone.
+INLINE void code_row(__global const float *from, __global cache_t *to, const bool keys,
                      __global const float *channels) {
-#define SCALED(c) (channels ? HLOAD(from + (c) * HV) / HLOAD(channels + (c) * HV) \
-                            : HLOAD(from + (c) * HV))
+#define SCALED(c) (keys ? HLOAD(from + (c) * HV) / HLOAD(channels + (c) * HV) \
+                        : HLOAD(from + (c) * HV))
   float most = 0;
   for (int d = 0; d < HEAD_DIM; d++) {
-    const float x = fabs(channels ? from[d] / channels[d] : from[d]);
+    const float x = fabs(keys ? from[d] / channels[d] : from[d]);
     most = x > most || x != x ? x : most;
   }
   const float amplitude = rounded_up(most), divisor = amplitude > 0 ? amplitude : 1;
