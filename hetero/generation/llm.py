@@ -166,8 +166,14 @@ class LLM:
 
     @property
     def _purpose(self) -> str:
-        """What kernels are prepared for, at every start that asks for the same."""
-        return f"{self._loaded.fingerprint} {self.kv} {self.max_seq_len} {self.choice.reason}"
+        """What kernels are prepared for, at every start that asks for the same: whatever length of
+        context, and whatever `auto` compared.
+        """
+        loaded, plan = self._loaded, self.choice.plan
+        how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
+        backends = [device.info.backend for device in self.devices.devices.values()]
+        formats = f"{loaded.weights.weight_format} {self.kv}"
+        return f"{loaded.fingerprint} {formats} {backends} {how}"
 
     def _make_engine(
         self, spec: ModelGraph, *, adapt: bool, **options: Any

@@ -335,13 +335,13 @@ class Engine:
         return found
 
     def warm_rows(self, contexts: Sequence[Context]) -> None:
-        """Lower the steps that decode up to so many contexts together, and compile what they need,
-        so that no answer waits for that.
-        """
+        """Lower and compile what decodes up to so many contexts, so that no answer waits for it."""
         for m in range(2, min(len(contexts), self.most_rows) + 1):
             step = self._lowered("decode", m, m, rows=True)
-            with memory_for(f"the step of {m} contexts"):
-                step.on_rows([context.cache for context in contexts[:m]])
+            with memory_for(f"the step of {m} contexts"), self._control():
+                step = step.on_rows([context.cache for context in contexts[:m]])
+                if self._chains:
+                    step.chained(self.devices)
 
     def verify(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
