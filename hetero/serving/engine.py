@@ -47,12 +47,12 @@ from hetero.serving.messages import (
     Control,
     Finished,
     FromEngine,
+    Outbox,
     Ready,
     Refused,
     Replied,
     Said,
     decode,
-    encode,
 )
 from hetero.serving.turns import Turns
 
@@ -349,17 +349,11 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no message
     logging.basicConfig(level=logging.WARNING, format="hetero: engine: %(message)s")
 
-    told: list[bytes] = []
+    def write(data: bytes) -> None:
+        answers.write(data)
+        answers.flush()
 
-    def send(message: FromEngine) -> None:
-        told.append(encode(message))
-
-    def flush() -> None:
-        if told:
-            answers.write(b"".join(told))
-            answers.flush()
-            told.clear()
-
+    outbox = Outbox(write)
     options: dict[str, Any] = json.loads(sys.argv[1])
     slots = options.pop("slots")
     incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -368,15 +362,15 @@ def main() -> None:
     try:
         with Service(options.pop("model"), **options) as service:
             service.warm()
-            engine = Engine(service, incoming, send, flush, slots)
-            send(Ready(about=controls.about(engine)))
+            engine = Engine(service, incoming, outbox.send, outbox.flush, slots)
+            outbox.send(Ready(about=controls.about(engine)))
             # For good: to be moved there for each step takes as long as a tenth of it and more,
             # where clients and HTTP have the core that the system would choose.
             with pinned(service.llm.devices.control_core):
                 engine.run()
     except (UserError, DeviceError, OSError, MemoryError) as error:
-        send(Refused(id=-1, kind="engine", message=str(error)))
-        flush()
+        outbox.send(Refused(id=-1, kind="engine", message=str(error)))
+        outbox.flush()
         raise SystemExit(1) from None
     except BrokenPipeError:
         raise SystemExit(1) from None
