@@ -87,7 +87,7 @@ class RecentTexts:
                 yield from lane.working.answering(text.held, tokens, run)
                 lane.working.tick()
                 lane.working.leave(text.held, RAW)
-                lane.working.swap_out(text.held)
+                lane.working.swap_out(text.held, durable=False)  # gone with the process
             results += ended
 
     @contextmanager

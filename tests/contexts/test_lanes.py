@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hetero import LLM, Service, UserError
 from hetero.backends.host import files
 from hetero.contexts import service as services
+from hetero.contexts.recent import RecentTexts
 from hetero.generation.loop import LATER, Piece
 from tests.contexts.models import open_llm
 from tests.runtime.models import tiny_model
@@ -128,6 +130,27 @@ def test_what_cannot_be_at_work_twice_says_so(llm: LLM, tmp_path: Path) -> None:
             stream.close()
         assert service.room()
         one.delete()
+
+
+def test_texts_that_end_with_the_process_are_not_synced(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(files.os, "fsync", lambda x: (synced.append(x), fsync(x)))  # type: ignore[func-returns-value]
+    with Service(llm, directory=tmp_path, **OPTIONS) as service:
+        app = service.bind("a")
+        recent, context = RecentTexts(app, 2), app.new_context(chat=False)
+        found = []
+        for stream in (recent.stream, lambda _, *given, **k: context.stream_text(*given, **k)):
+            synced.clear()
+            kept = len(list(app.folder.glob("*.kv")))
+            list(stream(0, list(range(1, 60)), [], max_tokens=3))
+            service.swap.drain()
+            assert len(list(app.folder.glob("*.kv"))) > kept
+            found.append(len(synced))
+        assert found[0] == 0
+        assert found[1] > 0
 
 
 def test_a_deletion_is_durable_before_it_returns(
