@@ -56,7 +56,7 @@ from hetero.serving.messages import (
 )
 from hetero.serving.turns import Turns
 
-TOLD_EVERY_S: Final = 0.003
+TOLD_EVERY_S: Final = 0.01
 log = logging.getLogger("hetero.serving")
 Send = Callable[[FromEngine], None]
 

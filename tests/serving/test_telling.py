@@ -58,6 +58,7 @@ def run(
             pending.clear()
 
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "TOLD_EVERY_S", 0.003)
     model = SimpleNamespace(eos_ids=())
     service: Any = SimpleNamespace(
         llm=SimpleNamespace(model=model), decode_together=decode, log=log, bound=lambda _: None
