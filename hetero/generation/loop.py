@@ -530,11 +530,12 @@ def decode_together(
     `beside` is called once: while the devices are at work, where they are. It runs no step.
     """
     once = _Once(beside)
-    waiting = [answer for answer in answers if answer.wanted is not None]
+    wanted = ((answer, answer.wanted) for answer in answers)
+    waiting = [(answer, token) for answer, token in wanted if token is not None]
     count = -(-len(waiting) // engine.most_rows)
     for first in range(count):
         part = waiting[first::count]
-        rows = [(x.context, x.wanted) for x in part if x.wanted is not None]
+        rows = [(answer.context, token) for answer, token in part]
         found: Sequence[Logits | None] = ()
         try:
             with engine.lock:
@@ -544,7 +545,7 @@ def decode_together(
                     found = [engine.decode(*rows[0], once)]
         except (DeviceError, UserError):  # which of them it is for, each will learn
             continue
-        for answer, logits in zip(part, found, strict=bool(found)):
+        for (answer, _), logits in zip(part, found, strict=bool(found)):
             if logits is not None:
                 answer.give(logits)
     once()
