@@ -219,8 +219,9 @@ def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[in
     tensor is there in its shape.
     """
     layout, kv = cache.layout, _format_of(file)
-    slid = _length(file, "first", 0) == 1 and file.entries["first"].dtype == "I32"
-    first = int(file.array("first").reshape(-1)[0]) if slid else 0
+    own = file.entries.get("first")
+    slid = own is not None and (own.dtype, own.shape) == ("I32", (1,))
+    first = int(file.array("first")[0]) if slid else 0
     starts = [first * layout.windowed(layer) for layer in range(layout.layers)]
     count, dtype = _length(file, "tokens", 0), _DTYPES[kv.dtype.name]
     cached = _length(file, "k.0", 1) - kv.shape(0, 0, 0)[1] + starts[0]

@@ -4,6 +4,7 @@ that keep everything, whatever is appended, cut off, forked, kept on disk or shi
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -336,6 +337,18 @@ def test_a_session_that_lacks_too_much_is_broken(llm: LLM, tmp_path: Path) -> No
         at = SafetensorsFile(path).entries["first"].start
         for wrong in (first - 1, first + 1, 0, -4, 10**9):
             path.write_bytes(raw[:at] + np.array([wrong], np.int32).tobytes() + raw[at + 4 :])
+            with pytest.raises(ModelError, match="save it again"):
+                llm.load_context(path)
+        length = int.from_bytes(raw[:8], "little")
+        for shape in ([0], [1, 0], [1, 1], []):
+            header = json.loads(raw[8 : 8 + length])
+            bytes_of = header["first"]["data_offsets"]
+            header["first"]["shape"] = shape
+            if 0 in shape:
+                header["first"]["data_offsets"] = bytes_of[:1] * 2
+                header["padding"] = {"dtype": "I32", "shape": [1], "data_offsets": bytes_of}
+            made = json.dumps(header).encode()
+            path.write_bytes(len(made).to_bytes(8, "little") + made + raw[8 + length :])
             with pytest.raises(ModelError, match="save it again"):
                 llm.load_context(path)
 
