@@ -110,6 +110,36 @@ def test_a_broken_file_is_decided_anew(
     assert path.read_text("utf-8") == whole
 
 
+@pytest.mark.parametrize("damage", [{"more": 1}, {"notes": 7}, {"notes": None}])
+def test_what_another_version_has_written_is_decided_anew(
+    profile: Path, spec: ModelGraph, damage: dict[str, Any]
+) -> None:
+    """Though its hash is right."""
+    first = choose(spec, AUTO)
+    (path,) = decisions.folder().iterdir()
+    content = json.loads(path.read_text("utf-8")) | damage
+    del content["check"]
+    path.write_text(json.dumps(content | {"check": decisions._check(content)}), encoding="utf-8")
+    assert replace(choose(spec, AUTO), cost=first.cost) == first
+    content.pop("notes")
+    path.write_text(json.dumps(content | {"check": decisions._check(content)}), encoding="utf-8")
+    assert replace(choose(spec, AUTO), cost=first.cost) == first
+
+
+def test_a_cache_that_can_only_be_read_is_read(
+    profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = solved(monkeypatch)
+    choose(spec, AUTO)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(30, "read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    choose(spec, AUTO)
+    assert len(times) == 1
+
+
 def test_plans_and_what_is_asked_for_by_name_are_not_kept(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
