@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from hetero import LLM
+from hetero.backends.errors import KernelBuildError
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import open_device
@@ -71,6 +73,33 @@ def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
             found, made = logits(llm)
         assert len(caught) == 1
         assert (found, made > 3) == (wanted, True)
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_a_compiler_that_fails_on_a_chain_costs_no_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Which it has compiled the chain's kernels for: decoding goes on call by call."""
+
+    def crash(*_: Any) -> None:
+        raise KernelBuildError("opencl", "building chain.cl", "the driver's compiler crashed")
+
+    early = when == "at the start"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if early:
+            monkeypatch.setattr(OpenCLDevice, "chain", crash)
+        with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=60 + early) as llm:
+            monkeypatch.setattr(OpenCLDevice, "chain", crash)
+            for context in (llm.context, llm.new_context()):
+                llm.engine.prefill(context, PROMPT)
+                llm.engine.decode(context, 7)
+                llm.engine.verify(context, [9, 11, 13])
+            assert llm.devices.name("gpu") == "opencl"
+            assert not llm.devices.fallback
+    assert [x.category for x in caught] == [FallbackWarning]
+    assert "decoding runs call by call" in str(caught[0].message)
+    assert "compiler crashed" in str(caught[0].message)
 
 
 def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
