@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
+from hetero.placement.device_set import DeviceSet
 from hetero.runtime.engine import Engine
 from hetero.runtime.program import SUBMIT
 from hetero.solver.execution_plan import ExecutionPlan
@@ -73,6 +75,25 @@ def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
             found, made = logits(llm)
         assert len(caught) == 1
         assert (found, made > 3) == (wanted, True)
+
+
+def test_what_is_not_tried_again_is_the_same_to_the_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def foreseen(_self: DeviceSet, what: str) -> Any:
+        asked.append(what)
+        return nullcontext(False)
+
+    monkeypatch.setattr(DeviceSet, "foreseen", foreseen)
+    usual: dict[str, Any] = {"device": "gpu", "gpu": "reference", "max_seq_len": 64}
+    every = [{}, {"weights": "w4a16"}, {"weights": "w4a8"}, {"whole_caches": True}, {"kv": "q8"}]
+    for changes in [*every, {"max_seq_len": 63}]:
+        for _ in range(2):
+            LLM(str(folder), **usual | changes).close()
+    assert asked[::2] == asked[1::2]
+    assert len(set(asked)) == len(asked) // 2 - 1  # the first two are of one format
 
 
 @pytest.mark.parametrize("when", ["at the start", "later"])
