@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -221,12 +220,32 @@ def _build(context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.
     return program
 
 
+class _Here(threading.local):
+    """Of a thread: whether it builds. Filters of warnings are those of all threads."""
+
+    builds = False
+
+
+_HERE = _Here()
+_TELL = cl.compiler_output
+
+
+def _told(text: str) -> None:
+    if not _HERE.builds:
+        _TELL(text)
+
+
+cl.compiler_output = _told
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without pyopencl's warning that a compiler said something."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    _HERE.builds = True
+    try:
         yield
+    finally:
+        _HERE.builds = False
 
 
 def _from_binary(
