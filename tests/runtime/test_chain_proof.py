@@ -30,6 +30,14 @@ from tests.runtime.models import tiny_model
 PROMPT = [1, 2, 3, 5, 8]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def has_chains() -> None:
+    with open_device("opencl") as device:
+        assert isinstance(device, OpenCLDevice)
+        if device.tuning.lanes > 1:  # a processor's without AVX2, or a graphics card's
+            pytest.skip(f"{device.tuning.family} has no chains")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
     return tiny_model(tmp_path_factory.mktemp("tiny"))

@@ -42,6 +42,14 @@ OPS: tuple[Op, ...] = (
 )
 
 
+@pytest.fixture
+def device(device: OpenCLDevice) -> OpenCLDevice:
+    """Whose work-groups are of one work-item: not a processor's without AVX2."""
+    if device.tuning.lanes > 1:
+        pytest.skip(f"{device.tuning.family} has no chains")
+    return device
+
+
 class Calls:
     """Bound calls whose inputs are random; each works on tensors of its own."""
 
@@ -156,6 +164,7 @@ with open_device("opencl-cores") as device:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("patience", [-(1 << 60), 1000, chain.PATIENCE])
+@pytest.mark.usefixtures("device")
 def test_threads_hand_over(patience: int) -> None:
     """On every core, whoever leaves: three hundred runs in a process of their own."""
     ran = subprocess.run(
