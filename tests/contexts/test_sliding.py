@@ -339,6 +339,12 @@ def test_a_session_that_lacks_too_much_is_broken(llm: LLM, tmp_path: Path) -> No
             path.write_bytes(raw[:at] + np.array([wrong], np.int32).tobytes() + raw[at + 4 :])
             with pytest.raises(ModelError, match="save it again"):
                 llm.load_context(path)
+        sliding = context.cache.layout.sliding
+        assert sliding is not None
+        context.cache.low = sliding.seen(context.cached) + 1  # nothing can go on from it
+        context.save(tmp_path / "short")
+        with pytest.raises(ModelError, match="save it again"):
+            llm.load_context(tmp_path / "short")
         length = int.from_bytes(raw[:8], "little")
         for shape in ([0], [1, 0], [1, 1], []):
             header = json.loads(raw[8 : 8 + length])
