@@ -13,7 +13,7 @@ from hetero.profiler.complete import completed, lacking
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.other_ops import BLOCKS, reference_ops
 from hetero.profiler.predict import op_name, other_s
-from hetero.profiler.records import DeviceProfile, Quarantine
+from hetero.profiler.records import DECODE_TOKENS, DeviceProfile, Quarantine
 from hetero.profiler.session import profile_devices
 from hetero.profiler.surroundings import Surroundings
 from tests.profiler.fakes import W4, devices, gpu_cost, options
@@ -41,9 +41,9 @@ def without(profile: DeviceProfile, names: set[str], **changes: Any) -> DevicePr
 
 
 def test_what_is_added_is_as_it_would_have_been_then(whole: DeviceProfile) -> None:
-    """On a day when all takes twice as long."""
+    """On a day when all takes twice as long, and prompts four times."""
     clock = ManualClock()
-    slow = devices(clock, gpu=lambda op, m: 2 * by_cache(op, m))
+    slow = devices(clock, gpu=lambda op, m: (2 if m <= DECODE_TOKENS else 4) * by_cache(op, m))
     old = without(whole, NARROW)
     found = completed(old, slow, options(), clock=clock)
     assert {(x.device, x.op) for x in found.other_predictors} == {
@@ -59,7 +59,7 @@ def test_what_is_added_is_as_it_would_have_been_then(whole: DeviceProfile) -> No
     assert [note.partition(" was")[0] for note in found.notes[len(old.notes) :]] == [
         f"{name} of the {kind}" for kind in ("gpu", "npu") for name in sorted(NARROW)
     ]
-    assert "times 0.50 for few tokens and 0.50 for many, so that Attention" in found.notes[-4]
+    assert "times 0.50 for few tokens and 0.25 for many, so that Attention" in found.notes[-4]
     assert lacking(found, slow) == []
     assert completed(found, slow, options(), clock=clock) is found
 
