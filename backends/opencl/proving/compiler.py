@@ -24,6 +24,7 @@ from typing import Final, Protocol
 import pyopencl as cl
 
 from hetero.backends.opencl.failures import decoded
+from hetero.backends.opencl.kernel_files import OURS
 from hetero.backends.opencl.program_source import ProgramSource, uncached
 from hetero.backends.opencl.proving.store import KernelStore
 
@@ -216,7 +217,7 @@ def kernel_files(folder: Path) -> set[str]:
 def _build(context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
     program = uncached(context, source.text)
     with decoded(f"building {source.name} for {device.name}"), _quiet():
-        program.build(options=list(source.options))
+        program.build(options=[*source.options, f"-D{OURS}"])
     return program
 
 

@@ -15,6 +15,8 @@ pytest.importorskip("pyopencl")
 import pyopencl as cl
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.opencl.kernel_files import all_sources
 from hetero.backends.opencl.program import ProgramCache
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.proving import compiler as compiling
@@ -136,3 +138,10 @@ def test_compilers_are_heard_where_others_build() -> None:
         cl.compiler_output("a warning")
     with pytest.warns(cl.CompilerWarning):
         cl.compiler_output("a warning")
+
+
+def test_programs_of_others_find_every_function(device: OpenCLDevice) -> None:
+    """Which no kernel here names."""
+    kernel = "kernel void k(global float *x) { x[0] = tgamma(atan2pi(x[0], x[1])); }"
+    assert "atan2pi" not in "".join(all_sources().values())
+    cl.Program(device.context, kernel).build()
