@@ -100,7 +100,8 @@ def save_session(
 ) -> None:
     """Write a context. Raises `UserError` if it is empty or cannot be written."""
     if not cached:
-        raise UserError(f"{path}: there is nothing to save yet; generate something first")
+        what = f"no keys and values of its {len(tokens)} tokens" if tokens else "nothing to save"
+        raise UserError(f"{path}: there is {what} yet; generate something first")
     arrays: dict[str, Array] = {"tokens": np.asarray(tokens, dtype=np.int32)}
     arrays |= {"first": np.array([cache.low], dtype=np.int32)} if cache.low else {}
     arrays |= {name: _saved(x, *rows) for name, x, rows in _caches(cache, cached)}

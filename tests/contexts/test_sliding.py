@@ -273,6 +273,8 @@ def test_a_text_that_is_cut_far_back_is_computed_again(llm: LLM) -> None:
         assert context.cached == 401 - KEPT, "a few tokens cost nothing"
         context.truncate(100)
         assert (len(context), context.cached) == (100, 0)
+        with pytest.raises(UserError, match="no keys and values of its 100 tokens yet; generate"):
+            context.save("s")
         fork = context.fork()
         wanted = llm.generate([*text[:100], 9, 8], max_tokens=5, context=other)
         for each in (context, fork):
