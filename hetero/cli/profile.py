@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from hetero.cli.options import shown, stderr
 from hetero.cli.tables import show
+from hetero.errors import UserError
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
 from hetero.placement.planning import load_either
@@ -60,6 +61,9 @@ def profile_command(
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
     path = out or own_profile_path()
+    if add:
+        others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
+        _refuse_beside_add(others | {"weights": weights, "soc": soc})
     if soc is not None and is_compiled_for(soc):
         with _progress(None) as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
@@ -101,6 +105,16 @@ def profile_command(
             tell("what was measured is kept: the same command with --resume goes on")
         raise
     _report(taken, path, as_json)
+
+
+def _refuse_beside_add(others: Mapping[str, object]) -> None:
+    """Raise `UserError` for an option that says what is measured of a new profile."""
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None:
+        raise UserError(
+            "--add measures what a finished profile lacks, on the shapes and formats that it has: "
+            f"leave out --{given}"
+        )
 
 
 def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:

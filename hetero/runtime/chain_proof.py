@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from hetero.backends.errors import DeviceError
+from hetero.backends.errors import DeviceError, KernelBuildError
 from hetero.backends.protocol import parts_of
 from hetero.contexts.context import Context
 from hetero.errors import FallbackWarning
@@ -38,8 +38,13 @@ def chains_are_right(
     What they write lies behind the text, where the next step writes again. False where a full
     context has no room for it, or another thread still writes.
     """
-    pairs = [(step, step.chained(devices)) for step in steps]
-    pairs = [(step, chained) for step, chained in pairs if chained is not step]
+    pairs = []
+    for step in steps:
+        ran, compiled = chained(step, devices)
+        if not compiled:
+            return False
+        if ran is not step:
+            pairs.append((step, ran))
     if not pairs:
         return True
     if any(x.gate is not None or x.cached >= max_seq_len for x in contexts):
@@ -50,15 +55,33 @@ def chains_are_right(
     with suppress(DeviceError):
         if all(_logits(a, executor) == _logits(b, executor) for a, b in pairs):
             return True
-        for device in devices.values():
-            device.doubt()
-        warnings.warn(
-            "decoding runs call by call because the same kernels in one launch (a chain) give "
-            "other values with this driver: please report it with `hetero doctor --json`",
-            FallbackWarning,
-            stacklevel=2,
+        _tell(
+            devices,
+            "give other values with this driver: please report it with `hetero doctor --json`",
         )
     return False
+
+
+def chained(step: Step, devices: Devices) -> tuple[Step, bool]:
+    """The step for runs that nobody times call by call (`Step.chained`); itself and False, which is
+    told, where the driver's compiler fails on the program of many kernels, as it did on none.
+    """
+    try:
+        return step.chained(devices), True
+    except KernelBuildError as error:
+        _tell(devices, f"are not compiled by this driver: {error}")
+        return step, False
+
+
+def _tell(devices: Devices, why: str) -> None:
+    """And let the next start try again."""
+    for device in devices.values():
+        device.doubt()
+    warnings.warn(
+        f"decoding runs call by call because the same kernels in one launch (a chain) {why}",
+        FallbackWarning,
+        stacklevel=3,
+    )
 
 
 def _logits(step: Step, executor: Executor) -> list[bytes]:

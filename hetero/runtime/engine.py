@@ -29,7 +29,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
-from hetero.runtime.chain_proof import chains_are_right
+from hetero.runtime.chain_proof import chained, chains_are_right
 from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import Beside, Executor, nothing
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, not_finite
@@ -645,7 +645,7 @@ class Engine:
         with self.control.held():
             self._lowering.masses.begin()
             alone = self._timed or not self._chains or step is self._loading_step
-            ran = step if alone else step.chained(self.devices)
+            ran, self._chains = (step, self._chains) if alone else chained(step, self.devices)
             self._last_run = run = self.executor.run(ran, beside)
         self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes

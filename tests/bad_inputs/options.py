@@ -136,6 +136,7 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("report: no file", ("report", "{work}/none", "--out", "{work}/r.html"), "cannot be read"),
     ("report: no profile", ("report", "{dir}/config.json", "--out", "{work}/r.html"), "profile"),
     ("profile: a budget", ("profile", "--budget", "long"), "--budget is a time such as 90s"),
+    ("profile: add to a model's", ("profile", "--add", "--model", "demo"), "leave out --model"),
     ("profile: a file's", ("profile", "--weights", "gguf-a8"), "cannot be profiled without one"),
     ("compile: an unknown chip", ("compile", "{dir}", "--soc", "sm1", "--dry-run"), "sm1"),
     ("compile: graph sizes", ("compile", "{dir}", "--soc", "sm8650", "--dry-run",
