@@ -83,6 +83,7 @@ COMMANDS: Final = {
         Command("sync-bench", "bench", HERE, "What a wait costs here: latency and CPU time."),
         Command("devices", "doctor", HERE, "List what can compute here."),
         Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL."),
+        Command("cache", "cache", HERE, "Show what hetero keeps on this machine, or clear it."),
     )
 }
 

@@ -23,7 +23,7 @@ def show(data: TableData, console: Console | None = None) -> None:
         console.print(shown(data.title), style="bold")
     if data.note:
         console.print(shown(data.note), style="dim")
-    if _width(data) > console.width:
+    if not fits(data, console):
         _fold(data, console)
         return
     table = Table(show_edge=True)
@@ -49,6 +49,11 @@ def show_or_print(data: TableData, before: Iterable[str] = (), after: Iterable[s
     show(data, console)
     for line in after:
         console.print(shown(line))
+
+
+def fits(data: TableData, console: Console) -> bool:
+    """Whether a table is as wide as the console at most."""
+    return _width(data) <= console.width
 
 
 def _width(data: TableData) -> int:
