@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hetero.cli.options import JsonOption
 from hetero.compiling.bundle import BundleManifest
 from hetero.compiling.graphs import Compilation, CompileRequest, compile_model, prepare
 from hetero.compiling.jobs import Sharing
@@ -24,7 +25,9 @@ PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's secti
 
 def compile_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for generate.")],
-    soc: Annotated[str, typer.Option("--soc", help="Chip, such as sm8650 (Snapdragon 8 Gen 3).")],
+    soc: Annotated[
+        str, typer.Option("--soc", metavar="CHIP", help="Such as sm8650 (Snapdragon 8 Gen 3).")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Directory to write.")
     ] = None,
@@ -32,12 +35,15 @@ def compile_command(
         Path | None, typer.Option("--plan", help="A plan; default: prefill's matmuls on the NPU.")
     ] = None,
     graph_sizes: Annotated[
-        str | None, typer.Option("--graph-sizes", help="Token counts, such as 32,128,256.")
+        str | None,
+        typer.Option("--graph-sizes", metavar="LIST", help="Token counts, such as 32,128,256."),
     ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option("--max-seq-len", min=1, help="Longest context of the bundle.")
     ] = None,
-    weights: Annotated[str, typer.Option("--weights", help="Weights and activations.")] = "w4a16",
+    weights: Annotated[
+        str, typer.Option("--weights", metavar="NAME", help="Weights and activations.")
+    ] = "w4a16",
     share_weights: Annotated[
         bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
     ] = False,
@@ -45,7 +51,7 @@ def compile_command(
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=1, help="Of the prompt that --dry-run looks at.")
     ] = PROMPT_TOKENS,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
     request = CompileRequest(

@@ -14,13 +14,16 @@ import typer
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.cli.options import (
+    BudgetOption,
     CacheChoice,
+    ContextOption,
     DeviceChoice,
     DeviceOption,
     GpuOption,
     JsonOption,
     ModelArgument,
     NpuOption,
+    ProfileOption,
     open_llm,
     progress_bar,
 )
@@ -89,6 +92,7 @@ def eval_command(
         list[str] | None,
         typer.Option(
             "--simulate",
+            metavar="FORM",
             help="int8 activations without a kernel: naive, smooth, per-token, activations, or "
             "what --outliers of quantize takes; repeat to compare.",
         ),
@@ -100,7 +104,10 @@ def eval_command(
         int, typer.Option("--calibration-tokens", min=32, help="Read this much of it.")
     ] = 4096,
     reference: Annotated[
-        str | None, typer.Option("--reference", help="Float model.  [default: MODEL as f32]")
+        str | None,
+        typer.Option(
+            "--reference", metavar="MODEL", help="Float model.", show_default="MODEL as f32"
+        ),
     ] = None,
     no_reference: Annotated[
         bool, typer.Option("--no-reference", help="Perplexity only: half the time.")
@@ -118,11 +125,15 @@ def eval_command(
     device: DeviceOption = DeviceChoice.NPU,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
+    profile: ProfileOption = None,
+    max_seq_len: ContextOption = None,
+    memory_budget: BudgetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self."""
     _check_texts(simulate, calibrate, text)
-    opened = partial(open_llm, device=device, gpu=gpu, npu=npu, plan=None, max_seq_len=None)
+    opened = partial(open_llm, device=device, gpu=gpu, npu=npu, plan=None, max_seq_len=max_seq_len)
+    opened = partial(opened, profile=profile, memory_budget=memory_budget)
     opened = partial(opened, kv=CacheFormat.F32.value, whole_caches=bool(kv_bits))
     sizes: Any = {"limit": max_tokens, "window": window, "stride": stride}
     if kv or kv_bits:

@@ -53,6 +53,7 @@ from hetero.cli.options import (
     TopPOption,
     TraceOption,
     WeightsOption,
+    WholeOption,
     open_llm,
     parse_biases,
     parse_strategy,
@@ -108,6 +109,7 @@ def generate_command(
     echo: EchoOption = False,
     logprobs: LogprobsOption = None,
     kv: CacheOption = None,
+    whole_caches: WholeOption = False,
     trace: TraceOption = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
@@ -140,6 +142,7 @@ def generate_command(
             adapt=adapt,
             order=order.value,
             kv=kv,
+            whole_caches=whole_caches,
             first_prompt=text,
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
@@ -216,11 +219,13 @@ def _answer(
     """The answer, printed as it comes unless `quiet`; its statistics also after Ctrl-C."""
     echoed = prompt_text if options["echo"] else ""
     answer = llm.stream(prompt, **options)
+    begins = options["chat"]  # an answer of its own: the space before its first word is none
     try:
         for piece in answer:
+            text = piece.text.lstrip() if begins else echoed + piece.text
             if not quiet:
-                print(answer_text(echoed + piece.text), end="", flush=True)
-                echoed = ""
+                print(answer_text(text), end="", flush=True)
+            echoed, begins = "", begins and not text
         if not quiet:
             print(flush=True)
     except KeyboardInterrupt:

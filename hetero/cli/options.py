@@ -86,7 +86,7 @@ DeviceOption = Annotated[
     DeviceChoice,
     typer.Option(
         "--device",
-        help="What computes: auto is the fastest by prediction, hetero is both at every matmul.",
+        help="What computes; auto: what is predicted fastest, hetero: both at every matmul.",
         rich_help_panel=DEVICES,
     ),
 ]
@@ -155,7 +155,7 @@ TemperatureOption = Annotated[
     typer.Option(
         "--temperature",
         help="0 is greedy.",
-        show_default="0, or MODEL's in a chat",
+        show_default="0; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -164,7 +164,7 @@ TopKOption = Annotated[
     typer.Option(
         "--top-k",
         help="Keep the k likeliest; 0: all.",
-        show_default="0, or MODEL's in a chat",
+        show_default="0; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -173,7 +173,7 @@ TopPOption = Annotated[
     typer.Option(
         "--top-p",
         help="Keep this much probability.",
-        show_default="1, or MODEL's in a chat",
+        show_default="1; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -181,8 +181,8 @@ MinPOption = Annotated[
     float | None,
     typer.Option(
         "--min-p",
-        help="Keep what is this likely, of the likeliest.",
-        show_default="0, or MODEL's in a chat",
+        help="Least share of the likeliest's.",
+        show_default="0; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -190,8 +190,8 @@ PenaltyOption = Annotated[
     float | None,
     typer.Option(
         "--repetition-penalty",
-        help="On tokens of the text so far; 1: none.",
-        show_default="1, or MODEL's in a chat",
+        help="On tokens of the text; 1: none.",
+        show_default="1; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -267,20 +267,23 @@ AdaptOption = Annotated[
 ]
 OrderOption = Annotated[
     OrderChoice,
-    typer.Option(
-        "--order", help="Of a long prompt's chunks on the devices.", rich_help_panel=DEVICES
-    ),
+    typer.Option("--order", help="Of the chunks of a long prompt.", rich_help_panel=DEVICES),
 ]
 CacheOption = Annotated[
     CacheChoice | None,
     typer.Option(
-        "--kv", help="Format of cached keys and values.  [default: f16]", rich_help_panel=DEVICES
+        "--kv",
+        help="Format of cached keys and values.",
+        show_default="f16",
+        rich_help_panel=DEVICES,
     ),
 ]
 WholeOption = Annotated[
     bool,
     typer.Option(
-        "--whole-caches", help="Sliding windows keep all tokens.", rich_help_panel=DEVICES
+        "--whole-caches",
+        help="Layers with a window keep all.",
+        rich_help_panel=DEVICES,
     ),
 ]
 PromptArgument = Annotated[

@@ -57,6 +57,7 @@ PlannedWeights = Annotated[
     str | None,
     typer.Option(
         "--weights",
+        metavar="NAME",
         help="Weights and activations.",
         show_default="what the file or directory holds, else w4a16",
     ),
@@ -80,6 +81,7 @@ GraphMemory = Annotated[
     str | None,
     typer.Option(
         "--graph-memory",
+        metavar="SIZE",
         help="With --graph-sizes auto: the most that graphs may hold, such as 1GiB.",
     ),
 ]
@@ -87,13 +89,16 @@ PreparationBudget = Annotated[
     float | None,
     typer.Option(
         "--preparation-budget",
+        metavar="SECONDS",
         help="With --graph-sizes auto: the most seconds to prepare them.",
     ),
 ]
 Explained = Annotated[
     str | None,
     typer.Option(
-        "--explain", help="Every candidate of one matmul: qkv, o, gate_up, down or lm_head."
+        "--explain",
+        metavar="MATMUL",
+        help="Every candidate of one: qkv, o, gate_up, down or lm_head.",
     ),
 ]
 PlannedPrecision = Annotated[
@@ -106,18 +111,31 @@ ReportOption = Annotated[
 ]
 
 
+PlannedProfile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE",
+        help="What predicts: a file or a shipped name.",
+        show_default="this machine's",
+    ),
+]
+
+
 def plan_command(
     model: PlannedModel,
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", help="A file or shipped name.", show_default="this machine's"),
-    ] = None,
+    profile: PlannedProfile = None,
     seq_lens: Annotated[
-        str, typer.Option("--seq-lens", help="Prompt lengths; LENGTH:WEIGHT says how often.")
+        str,
+        typer.Option(
+            "--seq-lens", metavar="LIST", help="Prompt lengths; LENGTH:WEIGHT says how often."
+        ),
     ] = "64,256,1024",
     graph_sizes: Annotated[
         str | None,
-        typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`: the best."),
+        typer.Option(
+            "--graph-sizes", metavar="LIST", help="Token counts of NPU graphs, or `auto`: the best."
+        ),
     ] = None,
     graph_memory: GraphMemory = None,
     preparation_budget: PreparationBudget = None,
@@ -129,7 +147,8 @@ def plan_command(
         float, typer.Option("--max-gpu-share", help="Most of a matmul's time that the GPU works.")
     ] = 1.0,
     memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", help="For weights, such as 4GiB.")
+        str | None,
+        typer.Option("--memory-budget", metavar="SIZE", help="For weights, such as 4GiB."),
     ] = None,
     context: Annotated[
         int, typer.Option("--context", min=0, help="Tokens before a decode step.")
@@ -143,7 +162,8 @@ def plan_command(
     weights: PlannedWeights = None,
     kv: PlannedCache = None,
     compare: Annotated[
-        str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
+        str | None,
+        typer.Option("--compare", metavar="PROFILE", help="Another profile, or a saved plan."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
     report: ReportOption = None,

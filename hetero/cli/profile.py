@@ -14,7 +14,7 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from hetero.cli.options import shown, stderr
+from hetero.cli.options import GpuOption, JsonOption, NpuOption, shown, stderr
 from hetero.cli.tables import show
 from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
 from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
@@ -28,6 +28,16 @@ from hetero.profiler.tables import TableData
 from hetero.profiler.verdict import judge
 from hetero.terminal.notices import tell
 
+FormatsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weights",
+        metavar="NAME",
+        help="A format; repeat for several.",
+        show_default="w4a16",
+    ),
+]
+
 
 def profile_command(
     out: Annotated[
@@ -36,27 +46,29 @@ def profile_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Less of everything, in a minute.")
     ] = False,
-    budget: Annotated[str | None, typer.Option("--budget", help="Such as 90s, 10m, 1h.")] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Such as 90s, 10m, 1h.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run ended.")] = False,
     add: Annotated[
         bool, typer.Option("--add", help="Measure kernels that the finished file lacks.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="Measure exactly this model's shapes.")
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Measure exactly this model's shapes."),
     ] = None,
-    weights: Annotated[
-        list[str] | None,
-        typer.Option("--weights", help="A format; repeat for several.", show_default="w4a16"),
-    ] = None,
+    weights: FormatsOption = None,
     soc: Annotated[
         str | None,
         typer.Option(
-            "--soc", help="A chip that is not here, such as sm8650; else a name for the profile."
+            "--soc",
+            metavar="CHIP",
+            help="A chip that is not here, such as sm8650; else a name for the profile.",
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option("--gpu", help="GPU backend.")] = "auto",
-    npu: Annotated[str, typer.Option("--npu", help="NPU backend.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
+    gpu: GpuOption = "auto",
+    npu: NpuOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
     path = out or own_profile_path()

@@ -22,7 +22,7 @@ def quantize_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
     weights: Annotated[
-        str, typer.Option("--weights", help="What to store; several: w8a8,w4a16.")
+        str, typer.Option("--weights", metavar="NAMES", help="What to store; several: w8a8,w4a16.")
     ] = WeightFormat.W4A16.value,
     calibrate: Annotated[
         Path | None,
