@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -31,12 +31,12 @@ from hetero.cli.options import (
     stderr,
 )
 from hetero.cli.tables import show_or_print
-from hetero.measuring.benchmark import BenchOptions, run_benchmark
-from hetero.measuring.sync_bench import MOST_ROUNDS, run_sync_bench
-from hetero.placement.device_set import DeviceMode
-from hetero.solver.plan import NamedStrategy
-from hetero.solver.request import MOST_TOKENS
+from hetero.measuring.constants import MOST_ROUNDS
+from hetero.solver.names import MOST_TOKENS, NamedStrategy
 from hetero.terminal import printable
+
+if TYPE_CHECKING:
+    from hetero.placement.device_set import DeviceMode
 
 
 class OutputFormat(StrEnum):
@@ -105,6 +105,8 @@ def bench_command(
     as_json: JsonOption = False,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed; several --device take turns in one run."""
+    from hetero.measuring.benchmark import BenchOptions, run_benchmark
+
     modes: tuple[DeviceMode, ...] = tuple(d.value for d in device or [DeviceChoice.AUTO])
     options = BenchOptions(
         prompt_tokens=prompt_tokens,
@@ -151,6 +153,8 @@ def sync_bench_command(
     as_json: JsonOption = False,
 ) -> None:
     """What a wait costs here: each method's added latency and CPU time."""
+    from hetero.measuring.sync_bench import run_sync_bench
+
     with stderr.status("measuring"):
         report = run_sync_bench(gpu=gpu, rounds=rounds)
     if as_json:

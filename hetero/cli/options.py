@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError
-from hetero.generation.llm import LLM
-from hetero.generation.options import SamplingOptions
-from hetero.solver.plan import NamedStrategy
+from hetero.solver.names import NamedStrategy
 from hetero.terminal import printable
-from hetero.terminal.notices import tell
+
+if TYPE_CHECKING:
+    from hetero.backends.formats import WeightFormat
+    from hetero.generation.llm import LLM
+    from hetero.generation.options import SamplingOptions
 
 stderr = Console(stderr=True)
 
@@ -57,6 +57,19 @@ class OrderChoice(StrEnum):
     FIFO = "fifo"
     PAPER = "paper"
     BEST = "best"
+
+
+class FormatChoice(StrEnum):
+    """Formats that are compared or asked for by name: `hetero.backends.formats.WeightFormat`."""
+
+    W4A16 = "w4a16"
+    W4A8 = "w4a8"
+    W8A16 = "w8a16"
+    W8A8 = "w8a8"
+    F16 = "f16"
+    F32 = "f32"
+    GGUF_A16 = "gguf-a16"
+    GGUF_A8 = "gguf-a8"
 
 
 class WeightsChoice(StrEnum):
@@ -350,6 +363,9 @@ def open_llm(
     **options: Any,
 ) -> LLM:
     """The model, with a progress bar while it loads."""
+    from hetero.generation.llm import LLM
+    from hetero.terminal.notices import tell
+
     with progress_bar("loading") as advance:
         llm = LLM(
             model,
@@ -403,6 +419,14 @@ def parse_strategy(name: str) -> NamedStrategy:
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
     """A progress bar on stderr, gone when done; yields a function of (done, total)."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     silent = not stderr.is_terminal
     with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:

@@ -24,7 +24,7 @@ from hetero.placement.device_set import DeviceMode
 from hetero.profiler.tables import TableData
 from hetero.runtime.schedule import Order
 from hetero.runtime.waits import SyncMethod
-from hetero.solver.plan import NamedStrategy
+from hetero.solver.names import NamedStrategy
 
 WARMUP_DECODE_TOKENS = 2
 
