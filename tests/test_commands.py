@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -16,6 +17,8 @@ def test_each_name_has_its_command(name: str) -> None:
     assert command.name == name
     assert command.help.strip()
     assert len(COMMANDS[name].summary) <= 62  # a line of an 80-column terminal
+    for module in COMMANDS[name].runs:
+        assert find_spec(f"hetero.{module}") is not None
 
 
 def test_the_list_of_commands_loads_none_of_them() -> None:
