@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from hetero.cli.options import shown
-from hetero.cli.tables import show
+from hetero.cli.tables import say, show
 from hetero.errors import UserError
 from hetero.placement.planning import (
     load_either,
@@ -51,14 +50,13 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
         for title, candidates in _matching(plan, explain):
             show(candidates._replace(title=title), console)
         return
-    console.print(
-        shown(
-            f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "
-            f"solved in {units.duration(plan.solve_s)}"
-        )
+    say(
+        f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "
+        f"solved in {units.duration(plan.solve_s)}",
+        console,
     )
     for sentence in conclusion.sentences(plan):
-        console.print(shown(sentence))
+        say(sentence, console)
     tables = [brief.gains(plan), content.forms(plan), brief.operators(plan)]
     for table in (
         *tables,
@@ -69,7 +67,7 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
         if table is not None:
             show(table, console)
     for note in plan.notes:
-        console.print(shown(f"note: {note}"))
+        say(f"note: {note}", console)
 
 
 def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, TableData]]:
