@@ -14,7 +14,13 @@
 // TOKENS (per tile) and KEYS (per block) come from tuning. With SPLITS > 1 decode cuts the context of
 // a head into as many parts, whose sums `combine_few` adds up: heads alone would leave cores idle.
 
-#define FEW (GROUP == 1 ? 1 : GROUP == 2 ? 2 : 4)
+#if GROUP == 1
+#define FEW 1
+#elif GROUP == 2
+#define FEW 2
+#else
+#define FEW 4
+#endif
 #define PADDED_GROUP ((GROUP + FEW - 1) / FEW * FEW)
 
 // The sums of a row of queries over a part of the context, their maximum and their weight.
@@ -94,15 +100,21 @@ INLINE void values1(const float *restrict p, __global const cache_t *restrict v,
 #undef KEEP
 }
 
-// Scores to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf here).
-// Returns the factor on what was accumulated before.
-INLINE float soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum) {
-  const float before = *top;
-  const float now = larger(before, VMAX(highest(s, keys)));
-  const float alpha = exp2_scalar(before - now);
-  *sum = weigh(s, keys, (vfloat)(now), alpha * *sum);
-  *top = now;
-  return alpha;
+// Scores of ROWS rows to weights in place, over `keys` keys rounded up to VEC (the rest of s is -inf
+// here); `alpha` [VEC]: the factors on what was accumulated before, of all rows by one exponential.
+INLINE void soften(float *restrict s, const int keys, float *restrict top, vfloat *restrict sum,
+                   float *restrict alpha) {
+  float now[VEC], before[VEC];
+  for (int r = 0; r < VEC; r++) now[r] = before[r] = 0;
+  for (int r = 0; r < ROWS; r++) {
+    before[r] = top[r];
+    now[r] = larger(top[r], VMAX(highest(s + r * KEYS, keys)));
+  }
+  VSTORE(exp2_vector(VLOAD(before) - VLOAD(now)), alpha);
+  for (int r = 0; r < ROWS; r++) {
+    sum[r] = weigh(s + r * KEYS, keys, (vfloat)(now[r]), alpha[r] * sum[r]);
+    top[r] = now[r];
+  }
 }
 
 // Work-item (g, tile of TOKENS tokens). `count` is m.
@@ -156,19 +168,19 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
       }
 #endif
       const bool inside = key0 + padded <= early && key0 >= window_start(late);
-      float alpha[ROWS];
-      for (int r = 0; r < ROWS; r++) {
-        if (!inside) {
-          const int limit = start + t0 + min(row0 + r, rows - 1) / GROUP + 1;
-          mask(p + r * KEYS, padded, window_start(limit) - key0, limit - key0);
-        }
-        alpha[r] = soften(p + r * KEYS, padded, top + row0 + r, sum + row0 + r);
+      float alpha[VEC];
+      for (int r = 0; r < (inside ? 0 : ROWS); r++) {
+        const int limit = start + t0 + min(row0 + r, rows - 1) / GROUP + 1;
+        mask(p + r * KEYS, padded, window_start(limit) - key0, limit - key0);
+      }
+      soften(p, padded, top + row0, sum + row0, alpha);
 #ifdef CACHE_CODES
+      for (int r = 0; r < ROWS; r++) {
         for (int i = r * KEYS; i < r * KEYS + padded; i += VEC) {
           VSTORE(VLOAD(p + i) * VLOAD(steps + i - r * KEYS), p + i);
         }
-#endif
       }
+#endif
       float *acc = o + row0 * HEAD_DIM;
       int c = 0;
       for (; c + 2 <= CHUNKS; c += 2) values2(p, v + c * HV, keys, alpha, acc + c * HV);
@@ -195,37 +207,65 @@ INLINE float dot1(const float *restrict q, __global const cache_t *restrict k) {
 // Number i of a decode step's VEC scores at once: row i % FEW of key i / FEW.
 #define Q_OF(i) (q + (i) % FEW * HEAD_DIM)
 #define K_OF(i) (k + (i) / FEW * ROW)
-#define START(i) hfloat d##i = HLOAD(Q_OF(i)) * CLOAD(K_OF(i));
-#define DIMENSIONS(i) d##i = HLOAD(Q_OF(i) + c * HV) * CLOAD(K_OF(i) + c * HV) + d##i;
-#define HALVES(a, b) ((vfloat)(a.lo + a.hi, b.lo + b.hi))
+#define START(i) hfloat d##i = HLOAD(Q_OF(i)) * CODES_OF(K_OF(i)) HALVES_OF(i);
+#define DIMENSIONS(i) d##i = HLOAD(Q_OF(i) + c * HV) * CODES_OF(K_OF(i) + c * HV) + d##i;
+#ifdef CACHE_CODES
+#define HALVES_OF(i) + HLOAD(halves + (i) % FEW * HV)
+#else
+#define HALVES_OF(i)
+#endif
+// The sums over a vector's lanes are a tree that keeps vectors full, halving the lanes per score while
+// joining scores: a join is two shuffles and a sum. The last two joins stay within 128 bits, where
+// four vectors end as a score each; which vectors meet is such that score i ends in lane i.
+#define SUM_OF(a, b, pick, x, y) (pick(a, b, x) + pick(a, b, y))
+#if HV == 16
+#define HALF(a, b, i)                                                                          \
+  __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 4, i + 5, i + 6, i + 7, i + 16,    \
+                          i + 17, i + 18, i + 19, i + 20, i + 21, i + 22, i + 23)
+#define QUARTER(a, b, i)                                                                       \
+  __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11, i + 16,  \
+                          i + 17, i + 18, i + 19, i + 24, i + 25, i + 26, i + 27)
+#define PAIR(a, b, i)                                                                          \
+  __builtin_shufflevector(a, b, i, i + 1, i + 16, i + 17, i + 4, i + 5, i + 20, i + 21, i + 8, \
+                          i + 9, i + 24, i + 25, i + 12, i + 13, i + 28, i + 29)
+#define SINGLE(a, b, i)                                                                        \
+  __builtin_shufflevector(a, b, i, i + 2, i + 16, i + 18, i + 4, i + 6, i + 20, i + 22, i + 8, \
+                          i + 10, i + 24, i + 26, i + 12, i + 14, i + 28, i + 30)
+#elif HV == 8
+#define HALF(a, b, i) \
+  __builtin_shufflevector(a, b, i, i + 1, i + 2, i + 3, i + 8, i + 9, i + 10, i + 11)
+#define PAIR(a, b, i) \
+  __builtin_shufflevector(a, b, i, i + 1, i + 8, i + 9, i + 4, i + 5, i + 12, i + 13)
+#define SINGLE(a, b, i) \
+  __builtin_shufflevector(a, b, i, i + 2, i + 8, i + 10, i + 4, i + 6, i + 12, i + 14)
+#endif
+#define HALVES(a, b) SUM_OF(a, b, HALF, 0, HV / 2)
+#define QUARTERS(a, b) SUM_OF(a, b, QUARTER, 0, 4)
+#define PAIRS(a, b) SUM_OF(a, b, PAIR, 0, 2)
+#define SINGLES(a, b) SUM_OF(a, b, SINGLE, 0, 1)
 
 // VEC scores of FEW rows and VEC / FEW neighbouring keys: a vector of keys is loaded once for all
-// rows. The sums over a vector's lanes are a tree that keeps vectors full, halving the lanes per
-// score while joining scores.
-INLINE vfloat dots(const float *restrict q, __global const cache_t *restrict k) {
+// rows. `halves` [FEW][HV]: of rows by the halves of codes, the same for every key.
+INLINE vfloat dots(const float *restrict q, __global const cache_t *restrict k,
+                   const float *restrict halves) {
 #if HV == 16 && VEC == 16
-#define QUARTERS(a, b) \
-  ((float16)(a.s0123 + a.s4567, a.s89ab + a.scdef, b.s0123 + b.s4567, b.s89ab + b.scdef))
 #define FOUR(a, b, c, d) QUARTERS(HALVES(a, b), HALVES(c, d))
 #define EACH_SCORE(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7) \
                       F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
   EACH_SCORE(START)
   for (int c = 1; c < CHUNKS; c++) { EACH_SCORE(DIMENSIONS) }
-  const float16 e0 = FOUR(d0, d1, d2, d3), e1 = FOUR(d4, d5, d6, d7);
-  const float16 e2 = FOUR(d8, d9, d10, d11), e3 = FOUR(d12, d13, d14, d15);
-  // e: four sums of 4 lanes each; now pairs, then singles.
-  const float16 f0 = (float16)(e0.s014589cd + e0.s2367abef, e1.s014589cd + e1.s2367abef);
-  const float16 f1 = (float16)(e2.s014589cd + e2.s2367abef, e3.s014589cd + e3.s2367abef);
-  return (float16)(f0.even + f0.odd, f1.even + f1.odd);
+  const float16 e0 = FOUR(d0, d4, d8, d12), e1 = FOUR(d1, d5, d9, d13);
+  const float16 e2 = FOUR(d2, d6, d10, d14), e3 = FOUR(d3, d7, d11, d15);
+  const float16 f0 = PAIRS(e0, e1), f1 = PAIRS(e2, e3);
+  return SINGLES(f0, f1);
 #elif HV == 8 && VEC == 8
 #define EACH_SCORE(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
   EACH_SCORE(START)
   for (int c = 1; c < CHUNKS; c++) { EACH_SCORE(DIMENSIONS) }
-  const float8 e0 = HALVES(d0, d1), e1 = HALVES(d2, d3);
-  const float8 e2 = HALVES(d4, d5), e3 = HALVES(d6, d7);
-  const float8 f0 = (float8)(e0.s0145 + e0.s2367, e1.s0145 + e1.s2367);
-  const float8 f1 = (float8)(e2.s0145 + e2.s2367, e3.s0145 + e3.s2367);
-  return (float8)(f0.even + f0.odd, f1.even + f1.odd);
+  const float8 e0 = HALVES(d0, d4), e1 = HALVES(d1, d5);
+  const float8 e2 = HALVES(d2, d6), e3 = HALVES(d3, d7);
+  const float8 f0 = PAIRS(e0, e1), f1 = PAIRS(e2, e3);
+  return SINGLES(f0, f1);
 #else
   float s[VEC];
   for (int i = 0; i < VEC; i++) s[i] = dot1(Q_OF(i), K_OF(i));
@@ -234,11 +274,29 @@ INLINE vfloat dots(const float *restrict q, __global const cache_t *restrict k) 
 }
 
 #ifdef CACHE_CODES
-// The steps of VEC / FEW tokens, each as often as there are rows.
+// The steps of VEC / FEW tokens, each as often as there are rows. As a loop it would become gathers
+// that are stored in parts and loaded as a whole: half of the kernel's time.
+#if FEW == 1
+#define STEPS(i) STEP_OF(rows + (i) * ROW)
+#else
+#define STEPS(i) ((CAT(float, FEW))(STEP_OF(rows + (i) * ROW)))
+#endif
+#define STEPS2(i) STEPS(i), STEPS(i + 1)
+#define STEPS4(i) STEPS2(i), STEPS2(i + 2)
+#define STEPS8(i) STEPS4(i), STEPS4(i + 4)
+#define STEPS16(i) STEPS8(i), STEPS8(i + 8)
 INLINE vfloat few_steps(__global const cache_t *rows) {
-  float s[VEC];
-  for (int i = 0; i < VEC; i++) s[i] = STEP_OF(rows + i / FEW * ROW);
-  return VLOAD(s);
+#if VEC == FEW
+  return STEPS(0);
+#elif VEC == 2 * FEW
+  return (vfloat)(STEPS2(0));
+#elif VEC == 4 * FEW
+  return (vfloat)(STEPS4(0));
+#elif VEC == 8 * FEW
+  return (vfloat)(STEPS8(0));
+#elif VEC == 16 * FEW
+  return (vfloat)(STEPS16(0));
+#endif
 }
 #define SCALED_BY(rows, x) (few_steps(rows) * (x))
 #define SCALED_BY1(row, x) (STEP_OF(row) * (x))
@@ -253,14 +311,15 @@ INLINE vfloat few_steps(__global const cache_t *rows) {
 #define EACH_FEW(F) F(0) F(1) F(2) F(3)
 #define LIVE(r) if (r < FEW)
 
-// As values2 and values1, for FEW rows whose weights lie side by side, key by key.
+// As values2 and values1, for FEW rows whose weights lie side by side, key by key; of codes without
+// their halves.
 INLINE void few_values2(const float *restrict p, __global const cache_t *restrict v, const int keys,
                         const float *restrict alpha, float *restrict o) {
 #define DECLARE(r) hfloat a##r = 0, b##r = 0; LIVE(r) { a##r = alpha[r] * HLOAD(o + r * HEAD_DIM); \
                                                 b##r = alpha[r] * HLOAD(o + r * HEAD_DIM + HV); }
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = CLOAD(v + key * ROW), v1 = CLOAD(v + key * ROW + HV);
+    const hfloat v0 = CODES_OF(v + key * ROW), v1 = CODES_OF(v + key * ROW + HV);
 #define STEP(r) LIVE(r) { const float x = p[key * FEW + r]; \
                           a##r = x * v0 + a##r; b##r = x * v1 + b##r; }
     EACH_FEW(STEP)
@@ -277,7 +336,7 @@ INLINE void few_values1(const float *restrict p, __global const cache_t *restric
 #define DECLARE(r) hfloat a##r = 0; LIVE(r) a##r = alpha[r] * HLOAD(o + r * HEAD_DIM);
   EACH_FEW(DECLARE)
   for (int key = 0; key < keys; key++) {
-    const hfloat v0 = CLOAD(v + key * ROW);
+    const hfloat v0 = CODES_OF(v + key * ROW);
 #define STEP(r) LIVE(r) a##r = p[key * FEW + r] * v0 + a##r;
     EACH_FEW(STEP)
   }
@@ -289,9 +348,9 @@ INLINE void few_values1(const float *restrict p, __global const cache_t *restric
 }
 
 // As soften, for the scores of FEW rows side by side: `count` of them, a multiple of VEC. A lane
-// of `sum` is row lane % FEW's.
+// of `sum`, and of the `steps` that follow it, is row lane % FEW's.
 INLINE void few_soften(float *restrict s, const int count, float *restrict top,
-                       vfloat *restrict sum, float *restrict alpha) {
+                       vfloat *restrict sum, vfloat *restrict steps, float *restrict alpha) {
   float lanes[VEC], now[VEC], factor[VEC];
   VSTORE(highest(s, count), lanes);
   for (int r = 0; r < FEW; r++) {
@@ -304,7 +363,16 @@ INLINE void few_soften(float *restrict s, const int count, float *restrict top,
       factor[i] = alpha[r];
     }
   }
+  *steps *= VLOAD(factor);
   *sum = weigh(s, count, VLOAD(now), VLOAD(factor) * *sum);
+}
+
+// Row r's of a vector whose lanes are rows side by side.
+INLINE float lanes_of(const vfloat x, const int r) {
+  float lanes[VEC], total = 0;
+  VSTORE(x, lanes);
+  for (int i = r; i < VEC; i += FEW) total += lanes[i];
+  return total;
 }
 
 // Work-item (g, part): appends all tokens of the call, then attends one after the other, on a part of
@@ -324,7 +392,8 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
   }
   float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM];
   float p[FEW * KEYS], top[PADDED_GROUP], alpha[FEW];
-  vfloat sum[PADDED_GROUP / FEW];
+  float halves[PADDED_GROUP * HV];
+  vfloat sum[PADDED_GROUP / FEW], steps[PADDED_GROUP / FEW];
   for (int t = 0; t < count; t++) {
     __global const float *from = qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM;
     for (int i = 0; i < PADDED_GROUP * HEAD_DIM; i++) {
@@ -333,9 +402,16 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
     }
 #ifdef CACHE_CODES
     for (int i = 0; i < GROUP * HEAD_DIM; i++) q[i] *= CHANNELS_OF(k_cache)[i % HEAD_DIM];
+    for (int r = 0; r < PADDED_GROUP; r++) {
+      for (int i = 0; i < HV; i++) {
+        float x = 0;
+        for (int c = 0; c < CHUNKS; c++) x += 0.5f * q[r * HEAD_DIM + c * HV + i];
+        halves[r * HV + i] = x;
+      }
+    }
 #endif
     for (int r = 0; r < PADDED_GROUP; r++) top[r] = LOWEST;
-    for (int b = 0; b < PADDED_GROUP / FEW; b++) sum[b] = 0;
+    for (int b = 0; b < PADDED_GROUP / FEW; b++) sum[b] = steps[b] = 0;
     const int begin = window_start(start + t + 1), before = max(start - begin, 0);
     const int each = ((before + SPLITS - 1) / SPLITS + KEYS - 1) / KEYS * KEYS;
     const int low = begin + min(part * each, before);
@@ -353,7 +429,7 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
               __builtin_prefetch(v + key * ROW + i);
             }
           }
-          const vfloat dot = dots(q + r * HEAD_DIM, k + key * ROW);
+          const vfloat dot = dots(q + r * HEAD_DIM, k + key * ROW, halves + r * HV);
           VSTORE(CAPPED(SCALED_BY(k + key * ROW, dot)), p + key * FEW);
         }
         int i = key * FEW;
@@ -362,12 +438,17 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
           p[i] = CAPPED1(SCALED_BY1(k + i / FEW * ROW, dot));
         }
         for (; i < padded; i++) p[i] = -INFINITY;
-        few_soften(p, padded, top + r, sum + r / FEW, alpha);
+        few_soften(p, padded, top + r, sum + r / FEW, steps + r / FEW, alpha);
 #ifdef CACHE_CODES
         for (i = 0; i + VEC <= keys * FEW; i += VEC) {
-          VSTORE(VLOAD(p + i) * few_steps(v + i / FEW * ROW), p + i);
+          const vfloat x = VLOAD(p + i) * few_steps(v + i / FEW * ROW);
+          steps[r / FEW] += x;
+          VSTORE(x, p + i);
         }
-        for (; i < keys * FEW; i++) p[i] *= STEP_OF(v + i / FEW * ROW);
+        if (i < keys * FEW) {
+          for (int j = i; j < padded; j++) p[j] *= j < keys * FEW ? STEP_OF(v + j / FEW * ROW) : 0.0f;
+          steps[r / FEW] += VLOAD(p + i);
+        }
 #endif
         float *acc = o + r * HEAD_DIM;
         int c = 0;
@@ -377,9 +458,11 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
     }
     __global float *to = out + ((size_t)t * HEADS + g * GROUP) * HEAD_DIM;
     for (int r = 0; r < GROUP; r++) {
-      float lanes[VEC], total = 0;
-      VSTORE(sum[r / FEW], lanes);
-      for (int i = r % FEW; i < VEC; i += FEW) total += lanes[i];
+      const float total = lanes_of(sum[r / FEW], r % FEW);
+#ifdef CACHE_CODES
+      const float half_step = 0.5f * lanes_of(steps[r / FEW], r % FEW);
+      for (int d = 0; d < HEAD_DIM; d++) o[r * HEAD_DIM + d] += half_step;
+#endif
 #if SPLITS == 1
       const float inverse = 1.0f / total;
       for (int d = 0; d < HEAD_DIM; d++) to[r * HEAD_DIM + d] = inverse * o[r * HEAD_DIM + d];

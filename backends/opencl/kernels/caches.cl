@@ -51,23 +51,24 @@ typedef float cache_t;
 #define STEP_OF(row) (*(__global const float *)((row) + ROW - 4))
 #define CHANNELS_OF(head) ((__global const float *)((head) + (size_t)CAPACITY * ROW))
 
-// CLOAD: codes and a half, without their scales.
+// CODES_OF: without their scales. CLOAD: and a half, which a code stands for.
 #define CLOAD1(p) (*(p) + 0.5f)
+#define CLOAD(p) (CODES_OF(p) + 0.5f)
 #if HV == 1
-INLINE float CLOAD(__global const cache_t *p) { return *p + 0.5f; }
+INLINE float CODES_OF(__global const cache_t *p) { return *p; }
 INLINE void code_store(const float x, __global cache_t *p) { *p = min((int)x, 255) - 128; }
 #elif LANES == 1
 typedef char codes_t __attribute__((ext_vector_type(HV), aligned(1)));
-INLINE hfloat CLOAD(__global const cache_t *p) {
-  return __builtin_convertvector(*(__global const codes_t *)p, hfloat) + 0.5f;
+INLINE hfloat CODES_OF(__global const cache_t *p) {
+  return __builtin_convertvector(*(__global const codes_t *)p, hfloat);
 }
 INLINE void code_store(const hfloat x, __global cache_t *p) {
   const CAT(int, HV) code = min(__builtin_convertvector(x, CAT(int, HV)), 255) - 128;
   *(__global codes_t *)p = __builtin_convertvector(code, codes_t);
 }
 #else
-INLINE hfloat CLOAD(__global const cache_t *p) {
-  return CAT(convert_float, HV)(CAT(vload, HV)(0, p)) + 0.5f;
+INLINE hfloat CODES_OF(__global const cache_t *p) {
+  return CAT(convert_float, HV)(CAT(vload, HV)(0, p));
 }
 INLINE void code_store(const hfloat x, __global cache_t *p) {
   const CAT(int, HV) code = min(CAT(convert_int, HV)(x), 255) - 128;
@@ -101,6 +102,7 @@ INLINE void code_row(__global const float *from, __global cache_t *to,
   *(__global float *)(to + ROW - 4) = amplitude * 0x1p-7f;
 }
 #else
+#define CODES_OF(p) CLOAD(p)
 #define ROW HEAD_DIM
 #define HEAD_ROWS CAPACITY
 #endif
