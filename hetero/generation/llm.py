@@ -46,7 +46,8 @@ from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import STEP_TOKENS, NamedStrategy
+from hetero.solver.names import NamedStrategy
+from hetero.solver.plan import STEP_TOKENS
 
 DEFAULT_CONTEXT = 4096
 
