@@ -105,7 +105,8 @@ def test_what_is_not_tried_again_is_the_same_to_the_kernel(
         for _ in range(2):
             LLM(str(folder), **usual | changes).close()
     assert asked[::2] == asked[1::2]
-    assert len(set(asked)) == len(asked) // 2 - 1  # the first two are of one format
+    assert asked[0] == asked[2] == asked[-1]  # of one format, and for any length of context
+    assert len(set(asked)) == len(every) - 1
 
 
 @pytest.mark.parametrize("when", ["at the start", "later"])
