@@ -7,6 +7,7 @@ python bench/kernels.py ceiling                  # one core reads memory, the ot
 python bench/kernels.py unused-device            # mode hetero with a plan of the GPU alone
 python bench/kernels.py growth                   # what a longer context costs
 python bench/kernels.py chains                   # a step in one launch and in many
+python bench/kernels.py rows                     # a step for several contexts
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from parts.attention import attention
 from parts.chains import chains
 from parts.growth import growth
 from parts.matmul import matmul
+from parts.rows import rows
 from parts.unused_device import unused_device
 
 from hetero.backends.formats import WeightFormat
@@ -56,6 +58,7 @@ app.command("attention")(attention)
 app.command("unused-device")(unused_device)
 app.command("growth")(growth)
 app.command("chains")(chains)
+app.command("rows")(rows)
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
 Devices = dict[DeviceKind, Device]
