@@ -19,7 +19,13 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.options import Options
 from hetero.profiler.other_ops import fit_others, reference_ops
 from hetero.profiler.predict import op_name, other_s
-from hetero.profiler.records import DECODE_TOKENS, DeviceProfile, OtherPredictor, OtherRow
+from hetero.profiler.records import (
+    DECODE_TOKENS,
+    DeviceProfile,
+    OtherPredictor,
+    OtherRow,
+    Quarantine,
+)
 from hetero.profiler.substitutes import SUBSTITUTES
 from hetero.profiler.surroundings import Surroundings
 from hetero.profiler.workload import Workload
@@ -38,14 +44,14 @@ class Lack(NamedTuple):
 def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> list[Lack]:
     """Kernels that could be measured. Raises `ProfileError` where these are not its devices."""
     _check(profile, devices)
-    known = {(x.device, x.op) for x in profile.other_predictors}
-    known |= {(x.device, x.op) for x in profile.quarantined}
+    measured = {(x.device, x.op) for x in profile.other_predictors}
+    known = measured | {(x.device, x.op) for x in profile.quarantined}
     found: dict[Lack, None] = {}
     for kind, device in devices.items():
         for block in Options().blocks:
             for op in reference_ops(block, device.capabilities.weight_formats[0]):
                 name = op_name(op)
-                sources = (x for x in SUBSTITUTES.get(name, ()) if (kind, x) in known)
+                sources = (x for x in SUBSTITUTES.get(name, ()) if (kind, x) in measured)
                 source = next(sources, None)
                 if (kind, name) not in known and source is not None and device.accepts(op):
                     found[Lack(kind, name, source)] = None
@@ -73,10 +79,11 @@ def completed(
         around.timed_others(profile.devices, lambda kind, op: (kind, op_name(op)) in names)
         for _ in range(ROUNDS)
     ]
-    timed, quarantined = _medians([timed for timed, _ in rounds]), rounds[0][1]
+    timed = _medians([timed for timed, _ in rounds])
+    quarantined = _wrong(profile, wanted, rounds[0][1])
     known = {(x.device, x.op): x for x in profile.other_predictors}
     new: list[tuple[OtherRow, Op]] = []
-    notes: list[str] = []
+    notes = [f"{x.op} of the {x.device} computes wrongly here: {x.detail}" for x in quarantined]
     for lack in wanted:
         own = [(row, op) for row, op in timed if (row.device, row.op) == lack[:2]]
         if not own:
@@ -101,6 +108,20 @@ def completed(
             "notes": (*profile.notes, *notes),
         }
     )
+
+
+def _wrong(
+    profile: DeviceProfile, wanted: Sequence[Lack], found: Sequence[Quarantine]
+) -> list[Quarantine]:
+    """The wanted kernels that compute wrongly. Raises `ProfileError` if a known one does."""
+    new = {lack[:2] for lack in wanted}
+    known = next((x for x in found if (x.device, x.op) not in new), None)
+    if known is not None:
+        raise ProfileError(
+            f"profile {profile.name} has times of {known.op} of the {known.device}, which computes "
+            f"wrongly here now ({known.detail}): take it again, without --add"
+        )
+    return list(found)
 
 
 def _check(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> None:

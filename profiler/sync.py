@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from hetero.backends.errors import DeviceError
+from hetero.backends.errors import DeviceError, KernelBuildError
 from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.host.timers import lateness, timer_slack
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
@@ -141,10 +141,13 @@ def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> t
 
 def _chain(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
     """A launch in a full queue less one in a chain, both in turns and behind longer ones, during
-    which they are submitted; None where calls are not chained.
+    which they are submitted; None where calls are not chained, or a chain does not compile.
     """
     call, lead = _call(device, policy.small), _call(device, policy.medium)
-    chains = device.chain([[[call]] * policy.queue]) if call.chains else None
+    try:
+        chains = device.chain([[[call]] * policy.queue]) if call.chains else None
+    except KernelBuildError:  # as for a model, which then decodes call by call
+        return None
     if not chains:
         return None
     saved = []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero.measuring import first_start
+from hetero.measuring.first_start import FirstStart, Machine
 from hetero.models import model_spec
 from hetero.placement import choosing, decisions
 from hetero.placement.choosing import Choice, Wishes, choose
@@ -31,6 +34,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "host.json"
     monkeypatch.setattr("hetero.placement.planning.files.own_profile_path", lambda: path)
     monkeypatch.setattr(decisions, "folder", lambda: tmp_path / "decisions")
+    monkeypatch.setattr(first_start.files, "cached_profile_path", lambda: tmp_path / "none" / "p")
     named(DeviceProfile.load("snapdragon-8-gen-3"), npu_scale=100.0).save(path)
     return path
 
@@ -63,7 +67,22 @@ def test_a_kept_choice_is_that_of_a_fresh_solver(
         assert [replace(choose(spec, x), cost=None) for x in wishes] == again
 
 
-@pytest.mark.parametrize("what", ["model", "format", "wish", "backend", "profile", "variable"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "model",
+        "format",
+        "wish",
+        "backend",
+        "profile",
+        "variable",
+        "cores",
+        "driver",
+        "processor",
+        "version",
+        "code",
+    ],
+)
 def test_another_question_is_decided_anew(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -83,6 +102,16 @@ def test_another_question_is_decided_anew(
             profile.write_text(profile.read_text("utf-8") + "\n", encoding="utf-8")
         case "variable":
             monkeypatch.setenv("POCL_MAX_PTHREAD_COUNT", "1")
+        case "cores":
+            monkeypatch.setattr(choosing, "every_core_count", lambda: 3)
+        case "driver":
+            monkeypatch.setattr(choosing, "driver_here", lambda _: "another")
+        case "processor":  # another machine with the same home
+            monkeypatch.setattr(first_start, "cpu_flags", lambda: frozenset({"avx9"}))
+        case "version":
+            monkeypatch.setattr(decisions, "hetero_version", lambda: "99")
+        case "code":
+            monkeypatch.setattr(decisions, "code_stamp", lambda: "another")
     choose(spec, wishes)
     assert len(times) == 2
 
@@ -108,6 +137,51 @@ def test_a_broken_file_is_decided_anew(
     assert replace(choose(spec, AUTO), cost=first.cost) == first
     assert len(times) == 2
     assert path.read_text("utf-8") == whole
+
+
+@pytest.mark.parametrize("damage", [{"more": 1}, {"notes": 7}, {"notes": None}])
+def test_what_another_version_has_written_is_decided_anew(
+    profile: Path, spec: ModelGraph, damage: dict[str, Any]
+) -> None:
+    """Though its hash is right."""
+    first = choose(spec, AUTO)
+    (path,) = decisions.folder().iterdir()
+    content = json.loads(path.read_text("utf-8")) | damage
+    del content["check"]
+    path.write_text(json.dumps(content | {"check": decisions._check(content)}), encoding="utf-8")
+    assert replace(choose(spec, AUTO), cost=first.cost) == first
+    content.pop("notes")
+    path.write_text(json.dumps(content | {"check": decisions._check(content)}), encoding="utf-8")
+    assert replace(choose(spec, AUTO), cost=first.cost) == first
+
+
+def test_a_cache_that_can_only_be_read_is_read(
+    profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = solved(monkeypatch)
+    choose(spec, AUTO)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(30, "read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    choose(spec, AUTO)
+    assert len(times) == 1
+
+
+@pytest.mark.parametrize("at_s", [0.0, None])
+def test_what_could_not_be_measured_is_tried_again_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float | None
+) -> None:
+    """And what was decided without is not kept for longer."""
+    monkeypatch.setattr(first_start.files, "taken_profile_path", lambda: tmp_path / "none.json")
+    at_s = time.time() if at_s is None else at_s
+    found = FirstStart(machine=Machine.here(), profile="host", at_s=at_s, reason="no time")
+    monkeypatch.setattr(FirstStart, "load", lambda _: found)
+    monkeypatch.delenv(first_start.SWITCH, raising=False)
+    assert (first_start.profile_facts() is None) == (at_s == 0)
+    monkeypatch.setattr(FirstStart, "load", lambda _: None)
+    assert first_start.profile_facts() is None
 
 
 def test_plans_and_what_is_asked_for_by_name_are_not_kept(

@@ -105,7 +105,7 @@ class OpenCLDevice(Resources):
 
     def foreseen(self, what: str) -> AbstractContextManager[bool]:
         """See `Device.foreseen`."""
-        return self.programs.foreseen(what)
+        return self.programs.foreseen(f"{what} on {self.threads} threads")
 
     def flag(self) -> Flag | None:
         """See `Device.flag`; probed at the first call, which takes a few milliseconds."""

@@ -6,6 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from typing import Final
+
+OURS: Final = "HETERO_KERNELS"  # macro that every program of these files is built with
 
 
 @cache

@@ -246,7 +246,9 @@ def _worth_loading(trials: Trials, chosen: Proven) -> list[Wanted]:
 
 
 def _wanted(trials: Trials, candidate: Candidate, level: Level) -> Wanted:
-    return Wanted(candidate, level, trials.store(candidate, level))
+    store = trials.store(candidate, level)
+    store.use()
+    return Wanted(candidate, level, store)
 
 
 def _native(loaded: Loaded, chosen: Proven) -> cl.Device:

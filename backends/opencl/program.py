@@ -11,6 +11,7 @@ from typing import Final
 
 import pyopencl as cl
 
+from hetero.backends.host.versions import installed_version
 from hetero.backends.opencl.program_source import (
     Define,
     ProgramSource,
@@ -68,10 +69,11 @@ class ProgramCache:
 
     @contextmanager
     def foreseen(self, what: str) -> Iterator[bool]:
-        """Programs that were used inside, or until `close`, when this was entered for the same
-        purpose before, and are compiled, are built by a thread from now on. Whether it was.
+        """Programs that were used inside, or until `close`, when this version entered it for the
+        same purpose before, and are compiled, are built by a thread from now on. Whether it was.
         """
-        self._entry = hashlib.sha256(f"programs of {what}".encode()).hexdigest()
+        name = f"programs of {what} by hetero {installed_version('hetero')}"
+        self._entry = hashlib.sha256(name.encode()).hexdigest()
         self._noted = _sources(self._compiler.recall(self._entry))
         thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-programs")
         for source in self._noted or ():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,12 +53,8 @@ def source_of(files: Sequence[str], options: Sequence[str]) -> ProgramSource:
 
 
 def uncached(context: cl.Context, text: str) -> cl.Program:
-    """A program that pyopencl does not keep in its own cache (its warning says just that)."""
-    program = cl.Program(context, text)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _ = program.reference_count
-    return program
+    """A program that pyopencl does not keep in its own cache."""
+    return cl.Program(cl._cl._Program(context, text))
 
 
 def _literal(value: Define) -> str:

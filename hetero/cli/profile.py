@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hetero.cli.options import GpuOption, JsonOption, NpuOption, stderr
+from hetero.errors import UserError
 
 FormatsOption = Annotated[
     list[str] | None,
@@ -66,6 +68,9 @@ def profile_command(
     from hetero.terminal.notices import tell
 
     path = out or own_profile_path()
+    if add:
+        others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
+        _refuse_beside_add(others | {"weights": weights, "soc": soc})
     if soc is not None and is_compiled_for(soc):
         with progress(None) as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
@@ -107,6 +112,16 @@ def profile_command(
             tell("what was measured is kept: the same command with --resume goes on")
         raise
     report(taken, path, as_json)
+
+
+def _refuse_beside_add(others: Mapping[str, object]) -> None:
+    """Raise `UserError` for an option that says what is measured of a new profile."""
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None:
+        raise UserError(
+            "--add measures what a finished profile lacks, on the shapes and formats that it has: "
+            f"leave out --{given}"
+        )
 
 
 def report_command(

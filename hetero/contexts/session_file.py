@@ -100,7 +100,8 @@ def save_session(
 ) -> None:
     """Write a context. Raises `UserError` if it is empty or cannot be written."""
     if not cached:
-        raise UserError(f"{path}: there is nothing to save yet; generate something first")
+        what = f"no keys and values of its {len(tokens)} tokens" if tokens else "nothing to save"
+        raise UserError(f"{path}: there is {what} yet; generate something first")
     arrays: dict[str, Array] = {"tokens": np.asarray(tokens, dtype=np.int32)}
     arrays |= {"first": np.array([cache.low], dtype=np.int32)} if cache.low else {}
     arrays |= {name: _saved(x, *rows) for name, x, rows in _caches(cache, cached)}
@@ -219,8 +220,9 @@ def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[in
     tensor is there in its shape.
     """
     layout, kv = cache.layout, _format_of(file)
-    slid = _length(file, "first", 0) == 1 and file.entries["first"].dtype == "I32"
-    first = int(file.array("first").reshape(-1)[0]) if slid else 0
+    own = file.entries.get("first")
+    slid = own is not None and (own.dtype, own.shape) == ("I32", (1,))
+    first = int(file.array("first")[0]) if slid else 0
     starts = [first * layout.windowed(layer) for layer in range(layout.layers)]
     count, dtype = _length(file, "tokens", 0), _DTYPES[kv.dtype.name]
     cached = _length(file, "k.0", 1) - kv.shape(0, 0, 0)[1] + starts[0]

@@ -26,7 +26,7 @@ from hetero.backends.errors import KernelBuildError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.host.files import is_replaceable
 from hetero.backends.ops import Attention
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.collecting import collecting_later
 from hetero.compiling.bundle import find_bundle
 from hetero.contexts.context import Context, check_shift
@@ -167,8 +167,15 @@ class LLM:
 
     @property
     def _purpose(self) -> str:
-        """What kernels are prepared for, at every start that asks for the same."""
-        return f"{self._loaded.fingerprint} {self.kv} {self.max_seq_len} {self.choice.reason}"
+        """What kernels are prepared for, at every start that asks for the same: all that decides
+        which ones, and how they are chained, for what is foreseen is not tried again. No length
+        of context, and nothing that `auto` compared.
+        """
+        names = [self.devices.name(kind) for kind in KINDS]
+        model = (self._loaded.fingerprint, str(self._loaded.weights.weight_format))
+        plan = self.choice.plan
+        how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
+        return repr((*model, str(self.kv), self._whole_caches, names, self.choice.mode, how))
 
     def _make_engine(
         self, spec: ModelGraph, *, adapt: bool, **options: Any

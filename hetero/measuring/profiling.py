@@ -93,14 +93,14 @@ def complete_profile(
     """Measure the kernels that a profile of these devices lacks, and write it with them; it and
     what is new, which may be nothing. Raises `ProfileError` and `UserError`.
     """
-    profile = DeviceProfile.load(path)
-    device: DeviceMode = "hetero" if len(profile.devices) > 1 else next(iter(profile.devices))
-    options = Options(
-        weight_formats=tuple(dict.fromkeys(x.weight_format for x in profile.predictors)),
-        gpu_core=assign_cores().gpu,
-        control_core=assign_cores().control,
-    )
     with _alone(path):
+        profile = DeviceProfile.load(path)
+        device: DeviceMode = "hetero" if len(profile.devices) > 1 else next(iter(profile.devices))
+        options = Options(
+            weight_formats=tuple(dict.fromkeys(x.weight_format for x in profile.predictors)),
+            gpu_core=assign_cores().gpu,
+            control_core=assign_cores().control,
+        )
         opened = open_devices(device, gpu=gpu, npu=npu)
         try:
             with pinned(opened.control_core):

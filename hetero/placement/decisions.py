@@ -65,10 +65,11 @@ def kept(key: str) -> Decision | None:
         if path.stat().st_size > LARGEST_BYTES:
             return None
         found = _read(path.read_bytes(), key)
-        if found is not None:
-            os.utime(path)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
+    if found is not None:
+        with contextlib.suppress(OSError):  # a cache that can only be read
+            os.utime(path)
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from hetero.backends.errors import DeviceError
+from hetero.backends.errors import DeviceError, KernelBuildError
 from hetero.backends.protocol import parts_of
 from hetero.contexts.context import Context
 from hetero.errors import FallbackWarning
@@ -24,40 +24,64 @@ POISON: Final = -1e30
 
 def chains_are_right(
     steps: Sequence[Step],
-    context: Context,
+    contexts: Sequence[Context],
     pool: ActivationPool,
     devices: Devices,
     executor: Executor,
     config: ModelConfig,
     max_seq_len: int,
 ) -> bool:
-    """Run those of a context's steps that have chains both ways on a token behind its text, and
-    compare their logits bit by bit; where they differ, the next start does so again. A failure is
-    that of the next step, too, which tells it.
+    """Run those steps of a context, or of as many as they have rows, that have chains both ways on
+    a token behind its text, and compare their logits bit by bit; where they differ, the next start
+    does so again. A failure is that of the next step, too, which tells it.
 
     What they write lies behind the text, where the next step writes again. False where a full
     context has no room for it, or another thread still writes.
     """
-    pairs = [(step, step.chained(devices)) for step in steps]
-    pairs = [(step, chained) for step, chained in pairs if chained is not step]
+    pairs = []
+    for step in steps:
+        ran, compiled = chained(step, devices)
+        if not compiled:
+            return False
+        if ran is not step:
+            pairs.append((step, ran))
     if not pairs:
         return True
-    if context.gate is not None or context.cached >= max_seq_len:
+    if any(x.gate is not None or x.cached >= max_seq_len for x in contexts):
         return False
     token = config.vocab_size // 2  # the first ones may stand for nothing: zeros are always right
-    pool.feed((token,), context.cached, base=context.cache.base)
+    positions, bases = [x.cached for x in contexts], [x.cache.base for x in contexts]
+    pool.feed_rows([token] * len(contexts), positions, bases)
     with suppress(DeviceError):
         if all(_logits(a, executor) == _logits(b, executor) for a, b in pairs):
             return True
-        for device in devices.values():
-            device.doubt()
-        warnings.warn(
-            "decoding runs call by call because the same kernels in one launch (a chain) give "
-            "other values with this driver: please report it with `hetero doctor --json`",
-            FallbackWarning,
-            stacklevel=2,
+        _tell(
+            devices,
+            "give other values with this driver: please report it with `hetero doctor --json`",
         )
     return False
+
+
+def chained(step: Step, devices: Devices) -> tuple[Step, bool]:
+    """The step for runs that nobody times call by call (`Step.chained`); itself and False, which is
+    told, where the driver's compiler fails on the program of many kernels, as it did on none.
+    """
+    try:
+        return step.chained(devices), True
+    except KernelBuildError as error:
+        _tell(devices, f"are not compiled by this driver: {error}")
+        return step, False
+
+
+def _tell(devices: Devices, why: str) -> None:
+    """And let the next start try again."""
+    for device in devices.values():
+        device.doubt()
+    warnings.warn(
+        f"decoding runs call by call because the same kernels in one launch (a chain) {why}",
+        FallbackWarning,
+        stacklevel=3,
+    )
 
 
 def _logits(step: Step, executor: Executor) -> list[bytes]:

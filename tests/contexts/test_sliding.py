@@ -4,6 +4,7 @@ that keep everything, whatever is appended, cut off, forked, kept on disk or shi
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -272,6 +273,8 @@ def test_a_text_that_is_cut_far_back_is_computed_again(llm: LLM) -> None:
         assert context.cached == 401 - KEPT, "a few tokens cost nothing"
         context.truncate(100)
         assert (len(context), context.cached) == (100, 0)
+        with pytest.raises(UserError, match="no keys and values of its 100 tokens yet; generate"):
+            context.save("s")
         fork = context.fork()
         wanted = llm.generate([*text[:100], 9, 8], max_tokens=5, context=other)
         for each in (context, fork):
@@ -336,6 +339,24 @@ def test_a_session_that_lacks_too_much_is_broken(llm: LLM, tmp_path: Path) -> No
         at = SafetensorsFile(path).entries["first"].start
         for wrong in (first - 1, first + 1, 0, -4, 10**9):
             path.write_bytes(raw[:at] + np.array([wrong], np.int32).tobytes() + raw[at + 4 :])
+            with pytest.raises(ModelError, match="save it again"):
+                llm.load_context(path)
+        sliding = context.cache.layout.sliding
+        assert sliding is not None
+        context.cache.low = sliding.seen(context.cached) + 1  # nothing can go on from it
+        context.save(tmp_path / "short")
+        with pytest.raises(ModelError, match="save it again"):
+            llm.load_context(tmp_path / "short")
+        length = int.from_bytes(raw[:8], "little")
+        for shape in ([0], [1, 0], [1, 1], []):
+            header = json.loads(raw[8 : 8 + length])
+            bytes_of = header["first"]["data_offsets"]
+            header["first"]["shape"] = shape
+            if 0 in shape:
+                header["first"]["data_offsets"] = bytes_of[:1] * 2
+                header["padding"] = {"dtype": "I32", "shape": [1], "data_offsets": bytes_of}
+            made = json.dumps(header).encode()
+            path.write_bytes(len(made).to_bytes(8, "little") + made + raw[8 + length :])
             with pytest.raises(ModelError, match="save it again"):
                 llm.load_context(path)
 

@@ -8,12 +8,14 @@ import pytest
 
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import MatMul, Op
+from hetero.backends.protocol import DeviceKind
 from hetero.profiler.complete import completed, lacking
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.other_ops import BLOCKS, reference_ops
 from hetero.profiler.predict import op_name, other_s
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import DECODE_TOKENS, DeviceProfile, Quarantine
 from hetero.profiler.session import profile_devices
+from hetero.profiler.surroundings import Surroundings
 from tests.profiler.fakes import W4, devices, gpu_cost, options
 
 NARROW = {"Attention+f16", "Attention+q8"}
@@ -39,9 +41,9 @@ def without(profile: DeviceProfile, names: set[str], **changes: Any) -> DevicePr
 
 
 def test_what_is_added_is_as_it_would_have_been_then(whole: DeviceProfile) -> None:
-    """On a day when all takes twice as long."""
+    """On a day when all takes twice as long, and prompts four times."""
     clock = ManualClock()
-    slow = devices(clock, gpu=lambda op, m: 2 * by_cache(op, m))
+    slow = devices(clock, gpu=lambda op, m: (2 if m <= DECODE_TOKENS else 4) * by_cache(op, m))
     old = without(whole, NARROW)
     found = completed(old, slow, options(), clock=clock)
     assert {(x.device, x.op) for x in found.other_predictors} == {
@@ -57,7 +59,7 @@ def test_what_is_added_is_as_it_would_have_been_then(whole: DeviceProfile) -> No
     assert [note.partition(" was")[0] for note in found.notes[len(old.notes) :]] == [
         f"{name} of the {kind}" for kind in ("gpu", "npu") for name in sorted(NARROW)
     ]
-    assert "times 0.50 for few tokens and 0.50 for many, so that Attention" in found.notes[-4]
+    assert "times 0.50 for few tokens and 0.25 for many, so that Attention" in found.notes[-4]
     assert lacking(found, slow) == []
     assert completed(found, slow, options(), clock=clock) is found
 
@@ -75,3 +77,41 @@ def test_only_what_was_measured_here_is_completed(whole: DeviceProfile) -> None:
         lacking(moved, here)
     alone = without(whole, NARROW | {"Attention"})
     assert not lacking(alone, here), "nothing to hold them against"
+
+
+def wrong(kind: DeviceKind, name: str) -> Quarantine:
+    return Quarantine(device=kind, op=name, tolerance=1e-5, detail="off by 7")
+
+
+def test_a_kernel_that_computes_wrongly_is_no_measure(whole: DeviceProfile) -> None:
+    lost = tuple(wrong(kind, "Attention") for kind in whole.devices)
+    old = without(whole, NARROW | {"Attention"}, quarantined=lost)
+    assert not lacking(old, devices(ManualClock()))
+
+
+@pytest.mark.parametrize("name", ["Attention+q8", "Attention"])
+def test_a_kernel_that_computes_wrongly_is_not_added(
+    whole: DeviceProfile, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And said; a known one that does so now is the end of the profile."""
+
+    def good(_self: Any, meter: Any, wanted: Any, quarantined: list[Quarantine]) -> set[Op]:
+        kind = meter.device.capabilities.kind
+        right = {op for op in wanted if (kind, op_name(op)) != ("gpu", name)}
+        if right != set(wanted):
+            quarantined.append(wrong("gpu", name))
+        return right
+
+    monkeypatch.setattr(Surroundings, "_good", good)
+    clock = ManualClock()
+    old, here = without(whole, {"Attention+q8"}), devices(clock, gpu=by_cache)
+    if name == "Attention":
+        old = without(whole, NARROW)
+        with pytest.raises(ProfileError, match="Attention of the gpu, which computes wrongly"):
+            completed(old, here, options(), clock=clock)
+        return
+    found = completed(old, here, options(), clock=clock)
+    assert found.quarantined == (wrong("gpu", name),)
+    assert ("gpu", name) not in {(x.device, x.op) for x in found.other_predictors}
+    assert "Attention+q8 of the gpu computes wrongly here: off by 7" in found.notes
+    assert lacking(found, here) == []

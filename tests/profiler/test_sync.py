@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hetero.backends.errors import KernelBuildError
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.protocol import BoundCall, Completion
 from hetero.profiler import sync
@@ -60,3 +61,38 @@ def test_a_wait_is_timed_from_the_kernels_end_where_the_device_has_a_clock(
     room = 3e-6 if timed is False else 1e-9
     assert waits["finish"] == pytest.approx(expected_s, abs=room)
     assert waits["event"] == pytest.approx(expected_s, abs=room + 1.1e-6)  # its polling step
+
+
+class InChain(BoundCall):
+    """`count` calls of a queue as one, each of which takes `SAVED_S` less."""
+
+    def __init__(self, call: Call, count: int) -> None:
+        self.name, self.m = "chain", 1
+        self.call, self.less_s = call, (KERNEL_S - SAVED_S) * count - KERNEL_S
+
+    def submit(self) -> Completion:
+        found = self.call.submit()
+        assert isinstance(found, Ran)
+        self.call.busy_until_s += self.less_s
+        return Ran(self.call.clock, (0.0, self.call.busy_until_s), timed=False)
+
+    def run(self) -> None: ...
+
+
+SAVED_S = 13e-6
+
+
+@pytest.mark.parametrize("how", ["chains", "none", "fails"])
+def test_what_a_launch_saves_in_a_chain(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    clock = ManualClock()
+    call = Call(clock, timed=False)
+    call.chains = True
+    monkeypatch.setattr(sync, "_call", lambda device, width: call)
+
+    def chain(runs: Any) -> list[InChain] | None:
+        if how == "fails":
+            raise KernelBuildError("opencl", "building chain.cl", "the driver's compiler hung")
+        return [InChain(call, len(run)) for run in runs] if how == "chains" else None
+
+    found = sync._chain(SimpleNamespace(chain=chain), clock, 18, sync.DEFAULT)  # type: ignore[arg-type]
+    assert found == (pytest.approx(SAVED_S, rel=1e-6) if how == "chains" else None)

@@ -88,10 +88,12 @@ def test_a_budget_that_is_used_up_before_the_matmuls_is_refused() -> None:
         profile_devices(devices(clock), options(budget_s=0.01, keep_budget=True), clock=clock)
 
 
-def test_two_at_once_on_one_file(tmp_path: Path, command: Command) -> None:
+@pytest.mark.parametrize("way", ["--quick", "--add"])
+def test_two_at_once_on_one_file(tmp_path: Path, command: Command, way: str) -> None:
+    """It is read by who has it alone, too: what the other writes is not to be lost."""
     out = tmp_path / "p.json"
     with FileLock(lock_path(out)):
-        done = command("profile", "--quick", "--out", str(out))
+        done = command("profile", way, "--out", str(out))
     assert (done.returncode, done.stdout) == (2, "")
     assert "another `hetero profile` is writing" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from hetero import LLM
+from hetero.backends.errors import KernelBuildError
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
+from hetero.placement.device_set import DeviceSet
 from hetero.runtime.engine import Engine
 from hetero.runtime.program import SUBMIT
 from hetero.solver.execution_plan import ExecutionPlan
@@ -24,6 +28,14 @@ from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
 
 PROMPT = [1, 2, 3, 5, 8]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def has_chains() -> None:
+    with open_device("opencl") as device:
+        assert isinstance(device, OpenCLDevice)
+        if device.tuning.lanes > 1:  # a processor's without AVX2, or a graphics card's
+            pytest.skip(f"{device.tuning.family} has no chains")
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +71,69 @@ def test_a_step_in_chains_has_the_logits_of_its_calls(folder: Path, kv: str) -> 
 
 
 def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, answers = tiny_model(tmp_path), []
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenCLDevice, "chain", lambda _self, runs: [run[0][0] for run in runs])
+        for length in (61, 61, 64):  # it is not taken for known at the next start
+            with pytest.warns(FallbackWarning, match="decoding runs call by call") as caught:
+                llm = LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=length)
+            with llm:
+                found, made = logits(llm)
+            assert (len(caught), made > 3) == (1, True)
+            answers.append(found)
+    with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64) as llm:
+        wanted, made = logits(llm)
+    assert answers == [wanted] * 3
+    assert made < 3
+
+
+def test_what_is_not_tried_again_is_the_same_to_the_kernel(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64) as llm:
-        wanted, _ = logits(llm)
-    monkeypatch.setattr(OpenCLDevice, "chain", lambda _self, runs: [run[0][0] for run in runs])
-    for _ in range(2):  # it is not taken for known at the next start
-        with pytest.warns(FallbackWarning, match="decoding runs call by call") as caught:
-            llm = LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=61)
-        with llm:
-            found, made = logits(llm)
-        assert len(caught) == 1
-        assert (found, made > 3) == (wanted, True)
+    asked: list[str] = []
+
+    def foreseen(_self: DeviceSet, what: str) -> Any:
+        asked.append(what)
+        return nullcontext(False)
+
+    monkeypatch.setattr(DeviceSet, "foreseen", foreseen)
+    usual: dict[str, Any] = {"device": "gpu", "gpu": "reference", "max_seq_len": 64}
+    every = [{}, {"weights": "w4a16"}, {"weights": "w4a8"}, {"whole_caches": True}, {"kv": "q8"}]
+    for changes in [*every, {"max_seq_len": 63}]:
+        for _ in range(2):
+            LLM(str(folder), **usual | changes).close()
+    assert asked[::2] == asked[1::2]
+    assert asked[0] == asked[2] == asked[-1]  # of one format, and for any length of context
+    assert len(set(asked)) == len(every) - 1
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_a_compiler_that_fails_on_a_chain_costs_no_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Which it has compiled the chain's kernels for: decoding goes on call by call."""
+
+    def crash(*_: Any) -> None:
+        raise KernelBuildError("opencl", "building chain.cl", "the driver's compiler crashed")
+
+    early = when == "at the start"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if early:
+            monkeypatch.setattr(OpenCLDevice, "chain", crash)
+        with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=60 + early) as llm:
+            monkeypatch.setattr(OpenCLDevice, "chain", crash)
+            for context in (llm.context, llm.new_context()):
+                llm.engine.prefill(context, PROMPT)
+                llm.engine.decode(context, 7)
+                llm.engine.verify(context, [9, 11, 13])
+            assert llm.devices.name("gpu") == "opencl"
+            assert not llm.devices.fallback
+    assert [x.category for x in caught] == [FallbackWarning]
+    assert "decoding runs call by call" in str(caught[0].message)
+    assert "compiler crashed" in str(caught[0].message)
 
 
 def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
@@ -86,10 +149,15 @@ def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
             found = engine.decode_rows([(context, 7 + i) for i, context in enumerate(contexts)])
             return [x.tobytes() for x in found if x is not None]
 
-        chained, few = rows(), submissions(llm)
         engine.start_trace()
         plain, many = rows(), submissions(llm)
         engine.stop_trace()
+        engine.warm_rows(contexts)
+        device = engine.devices["gpu"]
+        assert isinstance(device, OpenCLDevice)
+        prepared = len(device.programs._programs)
+        chained, few = rows(), submissions(llm)
+        assert len(device.programs._programs) == prepared, "no answer waits for a compiler"
         assert (chained, len(chained)) == (plain, 3)
         assert few < 3 < many
 

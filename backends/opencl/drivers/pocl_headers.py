@@ -4,7 +4,8 @@ here names.
 PoCL looks a program up in its cache by its preprocessed text, and that has all of Clang's
 `opencl-c.h` in it: 18 552 lines, 25 of the 30 ms that a program takes at every start though its
 kernels are compiled, and most of what compiling one takes at first. What is declared makes no code.
-A kernel that names a function which is left out does not compile: its trial says so.
+A kernel that names a function which is left out does not compile: its trial says so. Programs of
+others in the same process, which do not define `OURS`, find all functions.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from hetero.backends.opencl.kernel_files import all_sources, sources_digest
+from hetero.backends.opencl.kernel_files import OURS, all_sources, sources_digest
 from hetero.backends.opencl.proving.store import KernelStore
 
 HEADER: Final = "opencl-c.h"
-REVISION: Final = "declarations of named functions 2"  # another one for another text
+REVISION: Final = "declarations of named functions 3"  # another one for another text
 _RENAMES: Final = "_builtin_renames.h"  # names every function
 _COMMENT: Final = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _NUMBERED: Final = re.compile(r"(\w+?)\d+([a-z_]*)")
@@ -46,7 +47,8 @@ def make_headers(folder: Path, target: Path, store: KernelStore) -> None:
         others = (x.read_text("utf-8") for x in paths if x.name not in (HEADER, _RENAMES))
         code = _COMMENT.sub("", "\n".join([*others, *all_sources().values()]))
         words = frozenset(re.findall(r"\w+", code))
-        found = short((folder / HEADER).read_text("utf-8"), words).encode()
+        named, rest = short((folder / HEADER).read_text("utf-8"), words), folder.resolve() / HEADER
+        found = f'#ifdef {OURS}\n{named}#else\n#include "{rest}"\n#endif\n'.encode()
         store.put(entry, {HEADER: found})
     (target / HEADER).write_bytes(found)
 

@@ -10,9 +10,11 @@
 // Caches are read as they lie (caches.cl), halves and codes widened in registers; scores_cpu.cl makes
 // scores. Codes' scales: of keys' channels in q (decode) or in packed keys, of keys' tokens on the
 // scores (or in packed keys), of values' tokens on the weights.
-// A launch is for the key/value heads from `first` on: work-item 0 has that one.
-// TOKENS (per tile) and KEYS (per block) come from tuning. With SPLITS > 1 decode cuts the context of
-// a head into as many parts, whose sums `combine_few` adds up: heads alone would leave cores idle.
+// A launch is for the key/value heads from `first` on: work-item 0 has that one. Caches' `capacity`
+// and the `window` (0: none) are arguments, so that one program does for all lengths of context.
+// TOKENS (per tile) and KEYS (per block) come from tuning. With `parts` > 1 decode cuts the context of
+// a head into as many, MOST_PARTS at most, whose sums `combine_few` adds up: heads alone would leave
+// cores idle.
 
 #if GROUP == 1
 #define FEW 1
@@ -31,11 +33,11 @@
 
 // A token of a head to where it belongs in caches of a head; the values lie `apart` from the keys.
 INLINE void append_row(__global const float *from, const int apart, const int key,
-                       __global cache_t *k_head, __global cache_t *v_head) {
+                       __global cache_t *k_head, __global cache_t *v_head, const int capacity) {
   __global cache_t *k = k_head + (size_t)key * ROW, *v = v_head + (size_t)key * ROW;
 #ifdef CACHE_CODES
-  code_row(from, k, CHANNELS_OF(k_head));
-  code_row(from + apart, v, 0);
+  code_row(from, k, true, CHANNELS_OF(k_head, capacity));
+  code_row(from + apart, v, false, 0);
 #else
   for (int c = 0; c < CHUNKS; c++) {
     CSTORE(HLOAD(from + c * HV), k + c * HV);
@@ -47,23 +49,24 @@ INLINE void append_row(__global const float *from, const int apart, const int ke
 // Work-item (g, block of KT keys). `count` is m.
 __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                         ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache),
-                        __global float *restrict packed, const int first) {
+                        __global float *restrict packed, const int first, const int capacity,
+                        const int window) {
   const int g = first + get_global_id(0), block = get_global_id(1);
   if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
   const int start = position[0], stop = start + count, key0 = block * KT;
-  if (key0 >= stop || key0 + KT <= window_start(start + 1)) return;
-  k_cache += (size_t)g * HEAD_ROWS * ROW;
-  v_cache += (size_t)g * HEAD_ROWS * ROW;
-  packed += ((size_t)g * ((CAPACITY + KT - 1) / KT) + block) * KT * HEAD_DIM;
+  if (key0 >= stop || key0 + KT <= window_start(start + 1, window)) return;
+  k_cache = HEAD_OF(k_cache, g, capacity);
+  v_cache = HEAD_OF(v_cache, g, capacity);
+  packed += (g * BLOCKS_OF(capacity) + block) * KT * HEAD_DIM;
   const int keys = min(KT, stop - key0);
   for (int i = 0; i < keys; i++) {
     const int key = key0 + i;
     if (key < start) continue;
     __global const float *from = qkv + (size_t)(key - start) * WIDTH + (HEADS + g) * HEAD_DIM;
-    append_row(from, KV_HEADS * HEAD_DIM, key, k_cache, v_cache);
+    append_row(from, KV_HEADS * HEAD_DIM, key, k_cache, v_cache, capacity);
   }
-  pack_block(k_cache, key0, keys, packed);
+  pack_block(k_cache, capacity, key0, keys, packed);
 }
 
 // o[r][0 .. 2 HV) = alpha[r] * o + p · v
@@ -120,7 +123,8 @@ INLINE void soften(float *restrict s, const int keys, float *restrict top, vfloa
 // Work-item (g, tile of TOKENS tokens). `count` is m.
 __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                           ARRAY(const cache_t, v_cache), ARRAY(float, out),
-                          __global const float *restrict packed, const int first) {
+                          __global const float *restrict packed, const int first,
+                          const int capacity, const int window) {
 #define SLABS ((TOKENS * GROUP + ROWS - 1) / ROWS)
   const int g = first + get_global_id(0), t0 = get_global_id(1) * TOKENS;
   if (t0 >= count) return;
@@ -128,8 +132,8 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
   const int start = position[0];
   const int rows = min(TOKENS, count - t0) * GROUP;
   const int slabs = (rows + ROWS - 1) / ROWS;
-  packed += (size_t)g * ((CAPACITY + KT - 1) / KT) * KT * HEAD_DIM;
-  v_cache += (size_t)g * HEAD_ROWS * ROW;
+  packed += g * BLOCKS_OF(capacity) * KT * HEAD_DIM;
+  v_cache = HEAD_OF(v_cache, g, capacity);
 
   float q[SLABS * HEAD_DIM * ROWS], o[SLABS * ROWS * HEAD_DIM], p[ROWS * KEYS];
   float top[SLABS * ROWS];
@@ -145,7 +149,7 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
     sum[r] = 0;
   }
 
-  const int begin = window_start(start + t0 + 1) / KT * KT;
+  const int begin = window_start(start + t0 + 1, window) / KT * KT;
   const int end = start + t0 + (rows - 1) / GROUP + 1;
   for (int key0 = begin; key0 < end; key0 += KEYS) {
     __global const cache_t *v = v_cache + (size_t)key0 * ROW;
@@ -157,21 +161,21 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
       const int row0 = slab * ROWS, row1 = min(row0 + ROWS, rows) - 1;
       const int early = start + t0 + row0 / GROUP + 1, late = start + t0 + row1 / GROUP + 1;
       const int keys = min(KEYS, late - key0);
-      if (keys <= 0 || key0 + KEYS <= window_start(early)) continue;
+      if (keys <= 0 || key0 + KEYS <= window_start(early, window)) continue;
       const int padded = (keys + VEC - 1) / VEC * VEC;
       for (int i = 0; i < keys; i += KT) {
-        scores(q + slab * HEAD_DIM * ROWS, packed + (size_t)(key0 + i) * HEAD_DIM, p + i);
+        scores(q + slab * HEAD_DIM * ROWS, packed + (size_t)(key0 + i) * HEAD_DIM, p + i, KEYS);
       }
 #ifdef CAP
       for (int r = 0; r < ROWS; r++) {
         for (int i = r * KEYS; i < r * KEYS + padded; i += VEC) VSTORE(CAPPED(VLOAD(p + i)), p + i);
       }
 #endif
-      const bool inside = key0 + padded <= early && key0 >= window_start(late);
+      const bool inside = key0 + padded <= early && key0 >= window_start(late, window);
       float alpha[VEC];
       for (int r = 0; r < (inside ? 0 : ROWS); r++) {
         const int limit = start + t0 + min(row0 + r, rows - 1) / GROUP + 1;
-        mask(p + r * KEYS, padded, window_start(limit) - key0, limit - key0);
+        mask(p + r * KEYS, padded, window_start(limit, window) - key0, limit - key0);
       }
       soften(p, padded, top + row0, sum + row0, alpha);
 #ifdef CACHE_CODES
@@ -375,128 +379,151 @@ INLINE float lanes_of(const vfloat x, const int r) {
   return total;
 }
 
-// Work-item (g, part): appends all tokens of the call, then attends one after the other, on a part of
-// the tokens before the call; the last part has the call's own. `count` is m.
+// What a token of decode has so far: GROUP rows of queries and outputs, side by side FEW at a time.
+typedef struct {
+  float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM];
+  float top[PADDED_GROUP], halves[PADDED_GROUP * HV];
+  vfloat sum[PADDED_GROUP / FEW], steps[PADDED_GROUP / FEW];
+} few_t;
+
+INLINE void few_begin(few_t *restrict few, __global const float *restrict from,
+                      __global const cache_t *restrict k_head, const int capacity) {
+  for (int i = 0; i < PADDED_GROUP * HEAD_DIM; i++) {
+    few->q[i] = i < GROUP * HEAD_DIM ? from[i] * SCALE : 0.0f;
+    few->o[i] = 0;
+  }
+#ifdef CACHE_CODES
+  for (int i = 0; i < GROUP * HEAD_DIM; i++) few->q[i] *= CHANNELS_OF(k_head, capacity)[i % HEAD_DIM];
+  for (int r = 0; r < PADDED_GROUP; r++) {
+    for (int i = 0; i < HV; i++) {
+      float x = 0;
+      for (int c = 0; c < CHUNKS; c++) x += 0.5f * few->q[r * HEAD_DIM + c * HV + i];
+      few->halves[r * HV + i] = x;
+    }
+  }
+#endif
+  for (int r = 0; r < PADDED_GROUP; r++) few->top[r] = LOWEST;
+  for (int b = 0; b < PADDED_GROUP / FEW; b++) few->sum[b] = few->steps[b] = 0;
+}
+
+// A run of at most KEYS keys; who is the first to read it has the values and the next keys fetched.
+INLINE void few_run(few_t *restrict few, __global const cache_t *restrict k,
+                    __global const cache_t *restrict v, const int keys, const bool fetch) {
+  const int padded = (keys * FEW + VEC - 1) / VEC * VEC;
+  float p[FEW * KEYS], alpha[FEW];
+  for (int r = 0; r < PADDED_GROUP; r += FEW) {
+    int key = 0;
+    for (; key + VEC / FEW <= keys; key += VEC / FEW) {
+      if (r == 0 && fetch) {
+        for (int i = 0; i < VEC / FEW * ROW; i += LINE) {
+          __builtin_prefetch(k + (key + AHEAD) * ROW + i);
+          __builtin_prefetch(v + key * ROW + i);
+        }
+      }
+      const vfloat dot = dots(few->q + r * HEAD_DIM, k + key * ROW, few->halves + r * HV);
+      VSTORE(CAPPED(SCALED_BY(k + key * ROW, dot)), p + key * FEW);
+    }
+    int i = key * FEW;
+    for (; i < keys * FEW; i++) {
+      const float dot = dot1(few->q + (r + i % FEW) * HEAD_DIM, k + i / FEW * ROW);
+      p[i] = CAPPED1(SCALED_BY1(k + i / FEW * ROW, dot));
+    }
+    for (; i < padded; i++) p[i] = -INFINITY;
+    few_soften(p, padded, few->top + r, few->sum + r / FEW, few->steps + r / FEW, alpha);
+#ifdef CACHE_CODES
+    for (i = 0; i + VEC <= keys * FEW; i += VEC) {
+      const vfloat x = VLOAD(p + i) * few_steps(v + i / FEW * ROW);
+      few->steps[r / FEW] += x;
+      VSTORE(x, p + i);
+    }
+    if (i < keys * FEW) {
+      for (int j = i; j < padded; j++) p[j] *= j < keys * FEW ? STEP_OF(v + j / FEW * ROW) : 0.0f;
+      few->steps[r / FEW] += VLOAD(p + i);
+    }
+#endif
+    float *acc = few->o + r * HEAD_DIM;
+    int c = 0;
+    for (; c + 2 <= CHUNKS; c += 2) few_values2(p, v + c * HV, keys, alpha, acc + c * HV);
+    if (c < CHUNKS) few_values1(p, v + c * HV, keys, alpha, acc + c * HV);
+  }
+}
+
+// Work-item (g, part): appends all tokens of the call, then attends on a part of the tokens before
+// the call; the last part has the call's own. Every token goes through the same runs of keys as it
+// would alone, all tokens through one before the next, so that a run is read once. `count` is m.
 __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                          ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), ARRAY(float, out),
-                         const int first, __global float *restrict partial) {
+                         const int first, __global float *restrict partial, const int parts,
+                         const int capacity, const int window) {
   const int g = first + get_global_id(0), part = get_global_id(1);
+  const bool is_last = part == parts - 1;
   if (count == 0) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
   const int start = position[0];
-  k_cache += (size_t)g * HEAD_ROWS * ROW;
-  v_cache += (size_t)g * HEAD_ROWS * ROW;
-  for (int t = 0; t < (part == SPLITS - 1 ? count : 0); t++) {
+  k_cache = HEAD_OF(k_cache, g, capacity);
+  v_cache = HEAD_OF(v_cache, g, capacity);
+  for (int t = 0; t < (is_last ? count : 0); t++) {
     __global const float *from = qkv + (size_t)t * WIDTH + (HEADS + g) * HEAD_DIM;
-    append_row(from, KV_HEADS * HEAD_DIM, start + t, k_cache, v_cache);
+    append_row(from, KV_HEADS * HEAD_DIM, start + t, k_cache, v_cache, capacity);
   }
-  float q[PADDED_GROUP * HEAD_DIM], o[PADDED_GROUP * HEAD_DIM];
-  float p[FEW * KEYS], top[PADDED_GROUP], alpha[FEW];
-  float halves[PADDED_GROUP * HV];
-  vfloat sum[PADDED_GROUP / FEW], steps[PADDED_GROUP / FEW];
+  few_t few[FEW_TOKENS];
+  int low[FEW_TOKENS], end[FEW_TOKENS], longest = 0;
   for (int t = 0; t < count; t++) {
-    __global const float *from = qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM;
-    for (int i = 0; i < PADDED_GROUP * HEAD_DIM; i++) {
-      q[i] = i < GROUP * HEAD_DIM ? from[i] * SCALE : 0.0f;
-      o[i] = 0;
+    few_begin(few + t, qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM, k_cache, capacity);
+    const int begin = window_start(start + t + 1, window), before = max(start - begin, 0);
+    const int each = ((before + parts - 1) / parts + KEYS - 1) / KEYS * KEYS;
+    low[t] = begin + min(part * each, before);
+    end[t] = is_last ? start + t + 1 : begin + min((part + 1) * each, before);
+    longest = max(longest, end[t] - low[t]);
+  }
+  for (int run = 0; run < longest; run += KEYS) {
+    for (int t = 0; t < count; t++) {
+      const int key0 = low[t] + run, keys = min(KEYS, end[t] - key0);
+      if (keys <= 0) continue;
+      few_run(few + t, k_cache + (size_t)key0 * ROW, v_cache + (size_t)key0 * ROW, keys, t == 0);
     }
-#ifdef CACHE_CODES
-    for (int i = 0; i < GROUP * HEAD_DIM; i++) q[i] *= CHANNELS_OF(k_cache)[i % HEAD_DIM];
-    for (int r = 0; r < PADDED_GROUP; r++) {
-      for (int i = 0; i < HV; i++) {
-        float x = 0;
-        for (int c = 0; c < CHUNKS; c++) x += 0.5f * q[r * HEAD_DIM + c * HV + i];
-        halves[r * HV + i] = x;
-      }
-    }
-#endif
-    for (int r = 0; r < PADDED_GROUP; r++) top[r] = LOWEST;
-    for (int b = 0; b < PADDED_GROUP / FEW; b++) sum[b] = steps[b] = 0;
-    const int begin = window_start(start + t + 1), before = max(start - begin, 0);
-    const int each = ((before + SPLITS - 1) / SPLITS + KEYS - 1) / KEYS * KEYS;
-    const int low = begin + min(part * each, before);
-    const int end = part == SPLITS - 1 ? start + t + 1 : begin + min((part + 1) * each, before);
-    for (int key0 = low; key0 < end; key0 += KEYS) {
-      const int keys = min(KEYS, end - key0), padded = (keys * FEW + VEC - 1) / VEC * VEC;
-      __global const cache_t *k = k_cache + (size_t)key0 * ROW;
-      __global const cache_t *v = v_cache + (size_t)key0 * ROW;
-      for (int r = 0; r < PADDED_GROUP; r += FEW) {
-        int key = 0;
-        for (; key + VEC / FEW <= keys; key += VEC / FEW) {
-          if (r == 0) {
-            for (int i = 0; i < VEC / FEW * ROW; i += LINE) {
-              __builtin_prefetch(k + (key + AHEAD) * ROW + i);
-              __builtin_prefetch(v + key * ROW + i);
-            }
-          }
-          const vfloat dot = dots(q + r * HEAD_DIM, k + key * ROW, halves + r * HV);
-          VSTORE(CAPPED(SCALED_BY(k + key * ROW, dot)), p + key * FEW);
-        }
-        int i = key * FEW;
-        for (; i < keys * FEW; i++) {
-          const float dot = dot1(q + (r + i % FEW) * HEAD_DIM, k + i / FEW * ROW);
-          p[i] = CAPPED1(SCALED_BY1(k + i / FEW * ROW, dot));
-        }
-        for (; i < padded; i++) p[i] = -INFINITY;
-        few_soften(p, padded, top + r, sum + r / FEW, steps + r / FEW, alpha);
-#ifdef CACHE_CODES
-        for (i = 0; i + VEC <= keys * FEW; i += VEC) {
-          const vfloat x = VLOAD(p + i) * few_steps(v + i / FEW * ROW);
-          steps[r / FEW] += x;
-          VSTORE(x, p + i);
-        }
-        if (i < keys * FEW) {
-          for (int j = i; j < padded; j++) p[j] *= j < keys * FEW ? STEP_OF(v + j / FEW * ROW) : 0.0f;
-          steps[r / FEW] += VLOAD(p + i);
-        }
-#endif
-        float *acc = o + r * HEAD_DIM;
-        int c = 0;
-        for (; c + 2 <= CHUNKS; c += 2) few_values2(p, v + c * HV, keys, alpha, acc + c * HV);
-        if (c < CHUNKS) few_values1(p, v + c * HV, keys, alpha, acc + c * HV);
-      }
-    }
+  }
+  for (int t = 0; t < count; t++) {
+    float *o = few[t].o;
     __global float *to = out + ((size_t)t * HEADS + g * GROUP) * HEAD_DIM;
     for (int r = 0; r < GROUP; r++) {
-      const float total = lanes_of(sum[r / FEW], r % FEW);
+      const float total = lanes_of(few[t].sum[r / FEW], r % FEW);
 #ifdef CACHE_CODES
-      const float half_step = 0.5f * lanes_of(steps[r / FEW], r % FEW);
+      const float half_step = 0.5f * lanes_of(few[t].steps[r / FEW], r % FEW);
       for (int d = 0; d < HEAD_DIM; d++) o[r * HEAD_DIM + d] += half_step;
 #endif
-#if SPLITS == 1
-      const float inverse = 1.0f / total;
-      for (int d = 0; d < HEAD_DIM; d++) to[r * HEAD_DIM + d] = inverse * o[r * HEAD_DIM + d];
-#else
+      if (parts == 1) {
+        const float inverse = 1.0f / total;
+        for (int d = 0; d < HEAD_DIM; d++) to[r * HEAD_DIM + d] = inverse * o[r * HEAD_DIM + d];
+        continue;
+      }
       __global float *mine = PARTIAL(part, t, g * GROUP + r);
       for (int d = 0; d < HEAD_DIM; d++) mine[d] = o[r * HEAD_DIM + d];
-      mine[HEAD_DIM] = top[r];
+      mine[HEAD_DIM] = few[t].top[r];
       mine[HEAD_DIM + 1] = total;
-#endif
     }
   }
 }
 
-#if SPLITS > 1
 // Work-item (g): every row of its queries out of its parts. `count` is m.
 __kernel void combine_few(const int count, __global const float *restrict partial,
-                          ARRAY(float, out), const int first) {
+                          ARRAY(float, out), const int first, const int parts) {
   const int g = first + get_global_id(0);
   if (count == 0) return;
   AT(out);
   for (int row = 0; row < count * GROUP; row++) {
     const int t = row / GROUP, head = g * GROUP + row % GROUP;
-    float top = LOWEST, total = 0, factors[SPLITS];
-    for (int s = 0; s < SPLITS; s++) top = larger(top, PARTIAL(s, t, head)[HEAD_DIM]);
-    for (int s = 0; s < SPLITS; s++) {
+    float top = LOWEST, total = 0, factors[MOST_PARTS];
+    for (int s = 0; s < parts; s++) top = larger(top, PARTIAL(s, t, head)[HEAD_DIM]);
+    for (int s = 0; s < parts; s++) {
       factors[s] = exp2_scalar(PARTIAL(s, t, head)[HEAD_DIM] - top);
       total += factors[s] * PARTIAL(s, t, head)[HEAD_DIM + 1];
     }
     __global float *to = out + ((size_t)t * HEADS + head) * HEAD_DIM;
     for (int d = 0; d < HEAD_DIM; d++) {
       float x = 0;
-      for (int s = 0; s < SPLITS; s++) x += factors[s] * PARTIAL(s, t, head)[d];
+      for (int s = 0; s < parts; s++) x += factors[s] * PARTIAL(s, t, head)[d];
       to[d] = x / total;
     }
   }
 }
-#endif

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from typing import Final, Protocol
 import pyopencl as cl
 
 from hetero.backends.opencl.failures import decoded
+from hetero.backends.opencl.kernel_files import OURS
 from hetero.backends.opencl.program_source import ProgramSource, uncached
 from hetero.backends.opencl.proving.store import KernelStore
 
@@ -217,16 +217,36 @@ def kernel_files(folder: Path) -> set[str]:
 def _build(context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
     program = uncached(context, source.text)
     with decoded(f"building {source.name} for {device.name}"), _quiet():
-        program.build(options=list(source.options))
+        program.build(options=[*source.options, f"-D{OURS}"])
     return program
+
+
+class _Here(threading.local):
+    """Of a thread: whether it builds. Filters of warnings are those of all threads."""
+
+    builds = False
+
+
+_HERE = _Here()
+_TELL = cl.compiler_output
+
+
+def _told(text: str) -> None:
+    if not _HERE.builds:
+        _TELL(text)
+
+
+cl.compiler_output = _told
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without pyopencl's warning that a compiler said something."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    _HERE.builds = True
+    try:
         yield
+    finally:
+        _HERE.builds = False
 
 
 def _from_binary(

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,7 @@ from typing import Final
 
 MAGIC: Final = b"hetero-kernels-1\n"
 SUFFIX: Final = ".kernels"
+MOST_STORES: Final = 32  # of a machine: a driver's have about 10 MB for each level
 _HASH: Final = 32
 
 
@@ -67,12 +69,29 @@ class KernelStore:
                 path.write_bytes(content)
         return files is not None
 
+    def use(self) -> None:
+        """It is one of those that were used last (`keep_newest`)."""
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+                return
+
     def clear(self) -> None:
         """Forget every entry."""
         for folder in self.folders:
             for path in folder.glob(f"*{SUFFIX}"):
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def keep_newest(root: Path, most: int = MOST_STORES) -> None:
+    """Remove stores of a folder but those that were used last: another version's kernels, or
+    another driver's, have one of their own. Who still uses one that went compiles again.
+    """
+    with contextlib.suppress(OSError):
+        found = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for old in found[:-most]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def encode(files: Mapping[str, bytes]) -> bytes:

@@ -25,7 +25,7 @@ from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import LEVELS, Level
 from hetero.backends.opencl.proving.run_folder import run_folder
-from hetero.backends.opencl.proving.store import KernelStore
+from hetero.backends.opencl.proving.store import KernelStore, keep_newest
 from hetero.backends.opencl.proving.supervisor import Job, Worker, WorkerGoneError, hello
 from hetero.backends.opencl.proving.verdicts import (
     Attempt,
@@ -173,6 +173,7 @@ class Trials:
             return
         try:
             write_verdict(path, verdict)
+            keep_newest(self.root / "kernels")
         except OSError as error:
             passed = any(a.outcome == "passed" for d in verdict.devices for a in d.attempts)
             if passed and path not in _UNKEPT:

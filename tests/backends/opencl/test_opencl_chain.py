@@ -42,6 +42,14 @@ OPS: tuple[Op, ...] = (
 )
 
 
+@pytest.fixture
+def device(device: OpenCLDevice) -> OpenCLDevice:
+    """Whose work-groups are of one work-item: not a processor's without AVX2."""
+    if device.tuning.lanes > 1:
+        pytest.skip(f"{device.tuning.family} has no chains")
+    return device
+
+
 class Calls:
     """Bound calls whose inputs are random; each works on tensors of its own."""
 
@@ -108,6 +116,17 @@ def test_calls_of_a_stage(device: OpenCLDevice) -> None:
     assert made.after([whole]) == wanted
 
 
+@pytest.mark.parametrize(("op", "apart"), [(1, True), (2, False), (7, False)])
+def test_calls_of_a_stage_wait_where_they_may_share_memory(
+    device: OpenCLDevice, op: int, apart: bool
+) -> None:
+    """Scratch, or the launches of one call: no race would show on one thread."""
+    calls = Calls(device, (OPS[op],) * 3, 1, seed=3).calls
+    waits = [entry.waits for entry in chain._entries([calls, calls[:1]])]
+    assert (waits[0], waits[-1]) == (True, True)
+    assert not any(waits[1:3]) if apart else all(waits)
+
+
 @pytest.mark.parametrize("patience", [-(1 << 60), chain.PATIENCE])
 def test_any_number_of_work_groups(
     device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch, patience: int
@@ -156,6 +175,7 @@ with open_device("opencl-cores") as device:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("patience", [-(1 << 60), 1000, chain.PATIENCE])
+@pytest.mark.usefixtures("device")
 def test_threads_hand_over(patience: int) -> None:
     """On every core, whoever leaves: three hundred runs in a process of their own."""
     ran = subprocess.run(

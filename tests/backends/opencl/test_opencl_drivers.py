@@ -23,6 +23,7 @@ from hetero.backends.opencl.drivers.pocl_repair import (
     repair,
     target_triple,
 )
+from hetero.backends.opencl.kernel_files import OURS
 from hetero.backends.opencl.proving.run_folder import RunFolder, sweep
 from hetero.backends.opencl.proving.store import KernelStore
 
@@ -316,7 +317,9 @@ class TestHeaders:
         for target in (ours, ours, again):
             make_headers(theirs, target, store)
             text = (target / HEADER).read_text(encoding="utf-8")
-            assert text == "int mine(int);\nint min(int);\n"  # kernels name `min`
+            ours_only, _, others = text.partition("#else\n")
+            assert ours_only == f"#ifdef {OURS}\nint mine(int);\nint min(int);\n"  # as kernels do
+            assert others == f'#include "{theirs / HEADER}"\n#endif\n'
             assert (target / "_kernel.h").samefile(theirs / "_kernel.h")
         (kept,) = (tmp_path / "store").iterdir()
         kept.write_bytes(kept.read_bytes()[:-1])  # damaged: made again

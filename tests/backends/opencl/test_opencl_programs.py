@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("pyopencl")
 
+import pyopencl as cl
+
 from hetero.backends.errors import DeviceError
+from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.opencl.kernel_files import all_sources
 from hetero.backends.opencl.program import ProgramCache
 from hetero.backends.opencl.program_source import ProgramSource
+from hetero.backends.opencl.proving import compiler as compiling
 from hetero.backends.opencl.proving.compiler import Compiler
 
 
@@ -96,3 +103,45 @@ def test_a_note_of_files_that_are_gone_is_passed_over() -> None:
     assert use(compiler, "a", "norm.cl")
     compiler.notes = dict.fromkeys(compiler.notes, b"{")
     assert not use(compiler, "a", "norm.cl")
+
+
+class Unfinished:
+    """A program whose build ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def build(self, **_: Any) -> None:
+        self.begun.set()
+        assert self.end.wait(10)
+
+
+def test_a_build_in_a_thread_leaves_the_warnings_of_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, before = Unfinished(), list(warnings.filters)
+    monkeypatch.setattr(compiling, "uncached", lambda *_: program)
+    source, device = ProgramSource("a", str(id(program)), ()), SimpleNamespace(name="a")
+    build = getattr(compiling._build, "__wrapped__", compiling._build)
+    thread = threading.Thread(target=build, args=(None, device, source))
+    thread.start()
+    assert program.begun.wait(10)
+    with warnings.catch_warnings():  # whoever leaves this puts back the filters as they were found
+        program.end.set()
+        thread.join()
+    assert list(warnings.filters) == before
+
+
+def test_compilers_are_heard_where_others_build() -> None:
+    """Not where a program of ours is built."""
+    with compiling._quiet():
+        cl.compiler_output("a warning")
+    with pytest.warns(cl.CompilerWarning):
+        cl.compiler_output("a warning")
+
+
+def test_programs_of_others_find_every_function(device: OpenCLDevice) -> None:
+    """Which no kernel here names."""
+    kernel = "kernel void k(global float *x) { x[0] = tgamma(atan2pi(x[0], x[1])); }"
+    assert "atan2pi" not in "".join(all_sources().values())
+    cl.Program(device.context, kernel).build()

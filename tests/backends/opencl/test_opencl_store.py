@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 pytest.importorskip("pyopencl")
 
 from hetero.backends.opencl.proving import store as store_module
-from hetero.backends.opencl.proving.store import MAGIC, SUFFIX, KernelStore, decode, encode
+from hetero.backends.opencl.proving.store import (
+    MAGIC,
+    SUFFIX,
+    KernelStore,
+    decode,
+    encode,
+    keep_newest,
+)
 
 FILES = {"AB/program.bc": b"BC\xc0\xde" * 40, "AB/add/1-1-1/add.so": b"\x7fELF" + bytes(300)}
 NAMES = st.from_regex(r"[a-zA-Z0-9_-]{1,8}(/[a-zA-Z0-9._-]{1,8}){0,3}", fullmatch=True).filter(
@@ -95,3 +102,15 @@ class TestStore:
         store.put("one", FILES)
         store.clear()
         assert store.get("one") is None
+
+
+def test_stores_that_nobody_uses_any_more_go(tmp_path: Path) -> None:
+    """Of a version that was replaced, of a driver that is gone."""
+    stores = [KernelStore(tmp_path / f"{i}", tmp_path / "none") for i in range(4)]
+    for i, store in enumerate(stores):
+        store.put("a", {"b": b"c"})
+        os.utime(store.folders[0], (i, i))
+    stores[0].use()
+    keep_newest(tmp_path, 2)
+    assert [store.get("a") is not None for store in stores] == [True, False, False, True]
+    keep_newest(tmp_path / "none")
