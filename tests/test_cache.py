@@ -90,8 +90,7 @@ def test_kernels_are_of_drivers_that_are_here(home: Path) -> None:
     with lock:
         assert told("opencl")["trial.lock"] == "held"
     assert told("opencl")["trial.lock"] == "a lock that nobody has"
-    lock_file = root / "verdicts" / "trial.lock"
-    lock_file.unlink(missing_ok=True)
+    Path(lock.lock_file).unlink(missing_ok=True)
     run = RunFolder(root)
     dead = made(root / "runs" / "hetero-opencl-1-2" / "pocl" / "x").parents[1]
     made(dead.with_name(f"{dead.name}.lock"), 0)
