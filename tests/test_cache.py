@@ -86,6 +86,11 @@ def test_kernels_are_of_drivers_that_are_here(home: Path) -> None:
     other = made(root / "kernels" / "0123456789abcdef-avx2" / "b.kernels")
     verdict = made(root / "verdicts" / "0.json")
     made(verdict.with_suffix(".lock"))
+    lock = FileLock(root / "verdicts" / "trial.lock")
+    with lock:
+        assert told("opencl")["trial.lock"] == "held"
+    assert told("opencl")["trial.lock"] == "a lock that nobody has"
+    Path(lock.lock_file).unlink(missing_ok=True)
     run = RunFolder(root)
     dead = made(root / "runs" / "hetero-opencl-1-2" / "pocl" / "x").parents[1]
     made(dead.with_name(f"{dead.name}.lock"), 0)

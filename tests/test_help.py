@@ -288,3 +288,18 @@ def test_nothing_on_a_closed_stdin_is_told(monkeypatch: pytest.MonkeyPatch, buil
         cli.main(["generate", "demo"])
     assert "the prompt is missing" in said.getvalue()
     assert isinstance(cli.app, typer.core.TyperGroup)
+
+
+def test_a_bar_has_no_count_before_it_knows_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from hetero.cli import options
+
+    said = StringIO()
+    monkeypatch.setattr(options, "stderr", Console(file=said, force_terminal=True, width=80))
+    with options.progress_bar("loading") as advance:
+        pass
+    assert "/?" not in said.getvalue()
+    with options.progress_bar("loading") as advance:
+        advance(2, 5)
+    assert "2/5" in said.getvalue()

@@ -67,8 +67,11 @@ def entry_of(
     held: bool = False,
     lock: Path | None = None,
 ) -> Entry:
-    """An entry of a file or folder and what goes with it, used when the first was written."""
+    """An entry of a file or folder and what goes with it, used when the first was written. What is
+    held is not stale.
+    """
     held = held or (lock is not None and is_locked(lock))
+    stale = "" if held else stale
     paths = (path, *(other for other in beside if other.exists()))
     return Entry(path.name, paths, sum(map(size_of, paths)), used_at(path), of, stale, held, lock)
 

@@ -182,8 +182,7 @@ def _files(folder: Path) -> Iterator[Entry]:
 
 def _locks(folder: Path) -> Iterator[Entry]:
     for path in listed(folder):
-        found = entry_of(path, lock=path)
-        yield found if found.held else _changed(found, stale=KEPT_BY_NOBODY)
+        yield entry_of(path, stale=KEPT_BY_NOBODY, lock=path)
 
 
 def _profiles(folder: Path) -> Iterator[Entry]:

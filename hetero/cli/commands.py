@@ -1,6 +1,7 @@
 """Which commands there are; the module of one is imported when it is asked for.
 
-`hetero --help` and a mistyped name answer without loading what a model needs.
+`hetero --help` and a mistyped name answer without loading what a model needs; so does the help of a
+command, whose module has what may be typed. What commands do and show is in `hetero.cli.work`.
 """
 
 from __future__ import annotations

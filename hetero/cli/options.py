@@ -423,11 +423,18 @@ def progress_bar(what: str) -> Iterator[Any]:
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        Task,
         TextColumn,
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    class Count(MofNCompleteColumn):
+        """Nothing before it is known how many there are."""
+
+        def render(self, task: Task) -> Text:
+            return Text("") if task.total is None else super().render(task)
+
+    columns = (TextColumn(what), BarColumn(), Count(), TimeRemainingColumn())
     silent = not stderr.is_terminal
     with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
         task = bar.add_task(what, total=None)
