@@ -40,10 +40,12 @@ def to_html(profile: DeviceProfile) -> str:
         conclusion=verdict.sentences,
         good=verdict.good,
         numbers=_numbers(profile),
-        wrong=[
-            f"{entry.device} {entry.op} {entry.shape_class}: {entry.detail}"
-            for entry in profile.quarantined
-        ],
+        wrong=list(
+            dict.fromkeys(
+                f"{entry.device} {entry.op} {entry.shape_class}: {entry.detail}"
+                for entry in profile.quarantined
+            )
+        ),
         charts=all_charts(profile),
         validation=_validation(profile.predictors),
         details=_details(profile),
@@ -52,8 +54,10 @@ def to_html(profile: DeviceProfile) -> str:
 
 def _numbers(profile: DeviceProfile) -> list[tuple[str, str]]:
     coverage = profile.coverage
-    found = [(f"{coverage.measured_tasks} / {coverage.grid_tasks}", "matmuls measured")]
-    found.append((f"{coverage.spent_s:.0f} s", "of measuring"))
+    found = []
+    if coverage.grid_tasks:  # a chip that is not here was not measured
+        found.append((f"{coverage.measured_tasks} / {coverage.grid_tasks}", "matmuls measured"))
+        found.append((f"{coverage.spent_s:.0f} s", "of measuring"))
     for kind, predictor in _main_predictors(profile).items():
         if predictor.regimes.bytes_per_s:
             speed = f"{predictor.regimes.bytes_per_s / 1e9:.1f} GB/s"

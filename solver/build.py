@@ -16,12 +16,12 @@ from hetero.solver.curves import front, strategy_curves
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
 from hetero.solver.memory import held_by_op, weight_memory
+from hetero.solver.names import NamedStrategy
 from hetero.solver.options import Option
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import (
     AttentionShare,
     HeadCounts,
-    NamedStrategy,
     OpPlan,
     Residency,
     Rest,

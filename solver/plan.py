@@ -22,15 +22,12 @@ from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
+from hetero.solver.names import NamedStrategy
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"
 ]
-NamedStrategy: TypeAlias = Literal[
-    "auto", "gpu-only", "npu-only", "layer", "row-cut", "sequence-cut", "multi-sequence-cut",
-    "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
-]  # fmt: skip
 FusedGroup: TypeAlias = Literal["feed_forward", "static", "block"]
 Form: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
 REPORT_KEY = "report"  # of a report's tables in JSON, beside the plan's own keys

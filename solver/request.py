@@ -11,13 +11,13 @@ import numpy as np
 from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
 from hetero.solver.kernels import Precision
+from hetero.solver.names import MOST_TOKENS
 from hetero.solver.options import INF
 from hetero.solver.solution import Scenario
 
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 DEFAULT_LENGTHS = (64, 256, 1024)
 DECODE = Scenario("decode", 1)
-MOST_TOKENS = 1 << 20  # tokens of a prompt, a graph or a context
 MOST_LENGTHS = 128  # solved in ten seconds
 MOST_LENGTHS_AUTO = 12  # for which graph sizes are chosen in half a minute
 MOST_SIZES = 64

@@ -12,7 +12,8 @@ from hetero.solver.baselines import force, longest_step, online_s
 from hetero.solver.build import assemble
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import NamedStrategy, Total
+from hetero.solver.names import NamedStrategy
+from hetero.solver.plan import Total
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for

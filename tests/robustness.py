@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.common import finish, new_app, pss_bytes, table
 from hetero.generation.llm import LLM
-from hetero.solver.plan import NamedStrategy
+from hetero.solver.names import NamedStrategy
 
 app = new_app(__doc__)
 WARM_UP = 0.2

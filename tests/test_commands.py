@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -16,6 +17,8 @@ def test_each_name_has_its_command(name: str) -> None:
     assert command.name == name
     assert command.help.strip()
     assert len(COMMANDS[name].summary) <= 62  # a line of an 80-column terminal
+    for module in COMMANDS[name].runs:
+        assert find_spec(f"hetero.{module}") is not None
 
 
 def test_the_list_of_commands_loads_none_of_them() -> None:
@@ -33,10 +36,26 @@ def test_the_list_of_commands_loads_none_of_them() -> None:
     assert all(name in result.stdout for name in COMMANDS)
 
 
+def test_the_help_of_a_command_loads_nothing_that_computes() -> None:
+    """All of them, at once: one alone would not hide behind another."""
+    code = (
+        "import sys; from hetero.cli.app import main\n"
+        f"for name in {sorted(COMMANDS)}:\n"
+        "    try:\n        main([name, '--help'])\n"
+        "    except SystemExit as ended:\n        assert not ended.code\n"
+        "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'hetero.generation.llm'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_generation_loads_no_compiler_and_no_profiler_run() -> None:
     code = (
         "import sys; from hetero.cli.commands import COMMANDS\n"
-        "COMMANDS['generate'].load()\n"
+        "COMMANDS['generate'].load(); import hetero.cli.work.generate\n"
         "others = {'hetero.compiling.graphs', 'hetero.measuring.profiling', 'hetero.cli.plan'}\n"
         "assert not others & set(sys.modules), others & set(sys.modules)\n"
     )

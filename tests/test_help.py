@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -76,6 +77,73 @@ def test_python_m_hetero() -> None:
         [sys.executable, "-m", "hetero", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip()
+
+
+OPENING = (
+    "device", "gpu", "npu", "profile", "plan", "weights", "max_seq_len", "sync", "strategy",
+    "max_gpu_share", "memory_budget", "adapt", "order", "kv", "whole_caches",
+)  # fmt: skip
+
+
+def test_what_opens_a_model_has_the_same_options_everywhere(built: Any) -> None:
+    """Those of `LLM`, and how an answer is drawn, under one name and with one text."""
+    from hetero.generation.llm import LLM
+    from hetero.generation.options import SamplingOptions
+
+    named = set(inspect.signature(LLM.__init__).parameters)
+    assert named - set(OPENING) == {
+        "self", "model", "progress", "prompt_lengths", "first_prompt",
+    }  # fmt: skip
+    found = {
+        command: {p.name: p for p in built.get_command(None, command).params}
+        for command in ("generate", "chat", "serve", "bench", "eval")
+    }
+    drawing = {*SamplingOptions.__annotations__, "stop", "max_tokens", "context_shift", "keep"}
+    lacking = {
+        "generate": set(),
+        "chat": set(),
+        "serve": {"whole_caches", *drawing},  # always whole; of each request
+        "bench": {"max_seq_len", *drawing},  # what -p and -n need
+    }
+    for command, without in lacking.items():
+        assert {*OPENING, *drawing} - set(found[command]) == without, command
+    repeated = {"device", "sync", "strategy", "weights", "kv", "max_tokens"}
+    for name in (*OPENING, *drawing, "speculative", "stats", "system", "as_json"):
+        texts = {
+            (found[x][name].help, tuple(found[x][name].opts))
+            for x in found
+            if name in found[x] and not (x in ("bench", "eval") and name in repeated)
+        }
+        assert len(texts) == 1, texts
+
+
+def test_panels_are_in_one_order_and_required_options_say_so(command: Command) -> None:
+    for name in NAMES:
+        lines = command(name, "--help").stdout.splitlines()
+        titles = [line.split(" ─")[0] for line in lines if "──" in line]
+        order = ["Arguments", "Options", "Sampling", "Devices and plans", "Output", "Examples"]
+        assert titles == [title for title in order if title in titles]
+    assert "--text FILE             A text file in UTF-8. [required]" in (
+        command("eval", "--help").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("genrate", "demo"), "there is no `hetero genrate`: did you mean generate?"),
+        (("sync",), "did you mean sync-bench?"),
+        (("nonsense",), "`hetero --help` lists the commands"),
+        (("generate", "demo", "a", "b"), "goes in quotes (see `hetero generate --help`)"),
+        (("plan", "--objective", "x", "y"), "'x' is not one of"),
+        (("--nope",), "--nope (see `hetero --help`)"),
+    ],
+)
+def test_what_was_mistyped(command: Command, words: tuple[str, ...], said: str) -> None:
+    done = command(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Value error" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -154,6 +222,8 @@ def test_the_chat_template_is_the_default_where_a_model_has_one(command: Command
     }
     assert [told[way]["chat"] for way in told] == [True, True, False, False, True]
     assert told[()]["text"] == told["--chat",]["text"]
+    shown = command("generate", "demo", "One day", *JSON[1:]).stdout
+    assert shown == told[()]["text"].lstrip() + "\n"
     assert told["--echo",]["text"] == "One day" + told["--raw",]["text"]
     tokens = [told[way]["prompt_tokens"] for way in (("--raw",), (), ("--system", "Be short"))]
     assert tokens == sorted(set(tokens))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.errors import UserError
-from hetero.generation.sampling import Sampler, SamplingParams
+from hetero.generation.sampling import Sampler, SamplingParams, log_softmax, token_logprob
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
 
@@ -45,6 +45,65 @@ def test_filters_give_the_expected_distribution(
     measured = frequencies(**params)
     assert np.abs(measured - wanted).max() < 0.03
     assert (measured[wanted == 0] == 0).all()
+
+
+def sorted_whole(logits: np.ndarray, params: SamplingParams) -> dict[int, float]:
+    """Probabilities by what the parameters say, word by word: of a vocabulary that is sorted."""
+    wide = logits.astype(np.float64) / params.temperature
+    ids = np.lexsort((np.arange(len(wide)), -wide))[: params.top_k or len(wide)]
+    shares = np.exp(wide[ids] - wide[ids[0]])
+    shares /= shares.sum()
+    if params.top_p < 1:
+        count = int(np.searchsorted(np.cumsum(shares), params.top_p)) + 1
+        ids, shares = ids[:count], shares[:count]
+    likely = shares >= params.min_p * shares[0]
+    ids, shares = ids[likely], shares[likely]
+    return dict(zip(ids.tolist(), (shares / shares.sum()).tolist(), strict=True))
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.1, 0.7, 1.0, 3.0]),
+    st.sampled_from([0, 5, 300, 5000]),
+    st.sampled_from([1.0, 0.1, 0.5, 0.95, 0.999999]),
+    st.sampled_from([0.0, 1e-9, 0.05, 1.0]),
+    st.sampled_from([0.01, 1.0, 8.0]),
+)
+def test_nobody_sees_that_the_vocabulary_is_not_sorted(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, spread: float
+) -> None:
+    logits = np.random.default_rng(seed).normal(0, spread, 700).astype(np.float32)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids, weights = Sampler(params)._distribution(logits, float(logits.max()))
+    shares = (weights / weights.sum()).tolist()
+    found = dict(enumerate(shares)) if ids is None else dict(zip(ids.tolist(), shares, strict=True))
+    expected = sorted_whole(logits, params)
+    assert found.keys() == expected.keys()
+    assert all(found[token] == pytest.approx(expected[token], rel=1e-9) for token in expected)
+    if ids is not None:
+        assert list(found) == list(expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
+def test_a_bias_alone_is_added_as_with_all_else(seed: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-3, 4, 12).astype(np.float32)  # with equal ones
+    bias = {int(t): float(rng.integers(-4, 5)) / 2 for t in rng.choice(12, count, replace=False)}
+    scores = logits.astype(np.float64)
+    for token, value in bias.items():
+        scores[token] += value
+    assert Sampler(SamplingParams(logit_bias=bias)).choose(logits) == int(np.argmax(scores))
+    everything = SamplingParams(logit_bias=dict.fromkeys(range(12), 1.0))
+    assert Sampler(everything).choose(logits) == int(np.argmax(logits))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 14))
+def test_alternatives_are_the_first_of_all_sorted(seed: int, count: int) -> None:
+    logits = np.random.default_rng(seed).integers(-3, 4, 12).astype(np.float32)
+    found = token_logprob(logits, 3, count)
+    order = np.argsort(-log_softmax(logits), kind="stable")[:count]
+    assert [token for token, _ in found.top] == order.tolist()
+    assert [value for _, value in found.top] == log_softmax(logits)[order].tolist()
 
 
 def test_repetition_penalty_lowers_seen_tokens_only() -> None:

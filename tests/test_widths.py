@@ -26,6 +26,7 @@ SHOWN = {
     "plan": (*PLAN, "--compare", "snapdragon-8-gen-3-strong-npu"),
     "plan --explain": (*PLAN, "--explain", "qkv"),
     "models": ("models",),
+    "cache": ("cache",),
     "report": ("report", "plan.json", "--out", "plan.md"),
 }  # fmt: skip
 RECORDS = {
@@ -41,7 +42,8 @@ ELSEWHERE = {"chat", "serve", "serve-key", "compile", "quantize"}  # print lines
 # All commands in one process, whose terminal changes its width; those that measure print records.
 CHILD = """
 import fcntl, json, struct, sys, termios
-from hetero.cli import app, doctor, evaluate, profile, tables
+from hetero.cli import app, tables
+from hetero.cli.work import doctor, evaluate, profile
 from hetero.measuring.benchmark import BenchReport, BenchRow
 from hetero.measuring.evaluation import Evaluation
 from hetero.measuring.reproduction import Claim, Reproduction

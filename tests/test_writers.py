@@ -163,7 +163,7 @@ OTHERS = {
     "hetero.backends.host.files",
     "hetero.backends.qnn.compiler",
     "hetero.backends.qnn.store",
-    "hetero.cli.chat",  # makes the empty file of the history
+    "hetero.cli.work.chat",  # makes the empty file of the history
     "hetero.contexts.measured",
     "hetero.models.quantized",
     "hetero.models.tokenizer",

@@ -305,14 +305,55 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
+def hold(descriptor: int) -> None:
+    """Let others see that a file is in use, together with whoever else uses it, until all copies of
+    the descriptor are closed: a mapping that Python makes of it has one.
+    """
+    _lock(descriptor, shared=True)
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody writes a file, or `hold`s it. On Windows nothing shows, but what is open
+    cannot be removed either.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _OPEN)
+    except OSError:
+        return False
+    try:
+        return os.name != "nt" and not _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_unheld(path: Path) -> bool:
+    """Remove a file, a link or a directory unless `is_held`; whether it is gone. Raises `OSError`,
+    on Windows also for what is open.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return True
+    if os.name == "nt":
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return True
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | _OPEN)
+    try:
+        if not _lock(descriptor):
+            return False
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock a file until it is closed; whether that could be done and nobody else had it."""
     try:
         import fcntl
     except ImportError:  # Windows
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -17,7 +17,8 @@ from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Attention, AttentionHeads
 from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
-FEW_TOKENS = 4  # up to here packing the keys of the whole context costs more than it saves
+FEW_TOKENS = 8  # up to here packing the keys of the whole context costs more than it saves
+SPLIT_TOKENS = 4  # up to here a GPU's work-groups share the context, too
 CACHE_DEFINES: Final[dict[CacheFormat, dict[str, int]]] = {
     CacheFormat.F32: {},
     CacheFormat.F16: {"CACHE_HALF": 1},
@@ -31,7 +32,7 @@ GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_D
 def prepare_attention(
     device: Resources, op: Attention, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Compile for the record's heads, capacity and window."""
+    """Compile for the record's heads; its capacity and window are arguments."""
     return prepare_attention_heads(
         device, AttentionHeads(attention=op, first=0, count=op.kv_heads), {}, op
     )
@@ -50,7 +51,7 @@ def prepare_attention_heads(
     parts = splits(heads.count, device.threads)
     program = device.programs.get(
         "attention_cpu.cl",
-        attention_defines(device.tuning, op) | {"SPLITS": parts},
+        attention_defines(device.tuning, op) | {"MOST_PARTS": MOST_SPLITS},
         before=("caches.cl", *caps(op), "scores_cpu.cl"),
     )
 
@@ -86,10 +87,11 @@ def _attend_few(
     partial = device.map(out.buffer)  # not touched where there is one part
     if parts > 1:
         partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
-    args = (m, qkv, position, k_cache, v_cache, out, heads.first, partial)
+    behind = (heads.first, partial, parts, *lengths(op))
+    args = (m, qkv, position, k_cache, v_cache, out, *behind)
     found = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
-        combined = (m, partial, out, heads.first)
+        combined = (m, partial, out, heads.first, parts)
         found.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
     return found
 
@@ -97,6 +99,13 @@ def _attend_few(
 def head_vector(head_dim: int, widest: int) -> int:
     """Widest vector that divides a head."""
     return next(width for width in (16, 8, 4, 2, 1) if width <= widest and head_dim % width == 0)
+
+
+def lengths(op: Attention) -> tuple[int, int]:
+    """The last arguments of most kernels: how many tokens a head of the caches has room for, and
+    the window. They are no part of programs, which take seconds to compile.
+    """
+    return op.capacity, op.window
 
 
 def caps(op: Attention) -> tuple[str, ...]:
@@ -112,8 +121,6 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         "HEADS": op.heads,
         "KV_HEADS": op.kv_heads,
         "HEAD_DIM": op.head_dim,
-        "CAPACITY": op.capacity,
-        "WINDOW": op.window,
         "SCALE": op.softmax_scale * math.log2(math.e),
     }
     shape |= CACHE_DEFINES[op.kv]
@@ -121,7 +128,12 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:
         return {**shape, "HV": head_vector(op.head_dim, 4), "ROWS": GROUP_ROWS}
-    return {**shape, "TOKENS": tuning.attention_tokens, "KEYS": tuning.attention_keys}
+    return {
+        **shape,
+        "TOKENS": tuning.attention_tokens,
+        "KEYS": tuning.attention_keys,
+        "FEW_TOKENS": FEW_TOKENS,
+    }
 
 
 def _attend_tiles(
@@ -137,8 +149,8 @@ def _attend_tiles(
     tiles = -(-m // device.tuning.attention_tokens)
     packed = device.shared_scratch(4 * op.kv_heads * blocks * block * op.head_dim)
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
-    pack_args = (m, qkv, position, k_cache, v_cache, packed, heads.first)
-    args = (m, qkv, position, v_cache, out, packed, heads.first)
+    pack_args = (m, qkv, position, k_cache, v_cache, packed, heads.first, *lengths(op))
+    args = (m, qkv, position, v_cache, out, packed, heads.first, *lengths(op))
     return [
         Launch(program, "pack_keys", (heads.count, blocks), (1, 1), pack_args),
         Launch(program, "attend_tile", (heads.count, tiles), (1, 1), args),
@@ -162,14 +174,15 @@ def _prepare_group(
 
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
         tensors = tensors_of(operands)
-        few = m <= FEW_TOKENS and heads.count == op.kv_heads
+        few = m <= SPLIT_TOKENS and heads.count == op.kv_heads
         splits = device.tuning.decode_splits if few else 1
         qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))
         blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
         appended = m * heads.count * (1 if op.kv.coded else op.head_dim)
-        args = (m, qkv, position, k_cache, v_cache, out, partial, splits, heads.first)
-        some = (heads.first, heads.count)
+        behind = (partial, splits, heads.first, *lengths(op))
+        args = (m, qkv, position, k_cache, v_cache, out, *behind)
+        some = (heads.first, heads.count, op.capacity)
         steps = [
             flat("append", appended, (qkv, position, k_cache, v_cache, *some)),
             Launch(

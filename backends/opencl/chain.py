@@ -26,7 +26,7 @@ from hetero.backends.opencl.failures import decoded
 from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
 from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
-from hetero.backends.opencl.resources import Resources, Scratch
+from hetero.backends.opencl.resources import Memory, Resources, Scratch
 from hetero.backends.protocol import Stages
 
 HEAD: Final = 4  # words of an entry before its arguments
@@ -150,25 +150,31 @@ def _word(value: Native, where: Mapping[int, int]) -> int:
 
 
 def _addresses(device: Resources, program: cl.Program, entries: Sequence[_Entry]) -> dict[int, int]:
-    """Where every buffer lies, by its handle: a kernel tells."""
-    buffers = {x.int_ptr: x for e in entries for x in e.values if isinstance(x, cl.Buffer)}
+    """Where every buffer lies, by its handle: a kernel tells, once for each."""
+    values = (value for entry in entries for value in entry.values)
+    buffers = {x.int_ptr: x for x in values if isinstance(x, Memory)}
+    if unknown := [buffer for buffer in buffers.values() if not buffer.address]:
+        _ask(device, program, unknown)
+    return {handle: buffer.address for handle, buffer in buffers.items()}
+
+
+def _ask(device: Resources, program: cl.Program, unknown: Sequence[Memory]) -> None:
     found = np.zeros(BUFFERS, dtype=np.uint64)
     out = device.constant(found, written=True)
-    kernel, where = cl.Kernel(program, "addresses"), dict[int, int]()
-    handles = list(buffers)
+    kernel = cl.Kernel(program, "addresses")
     kinds = "i" + "b" * (1 + BUFFERS)
     variant = Variant("addresses", (1,), (1,), kinds)
     with decoded("asking for addresses"), device.programs.first_launch(program, variant):
-        for start in range(0, len(handles), BUFFERS):
-            part = handles[start : start + BUFFERS]
+        for start in range(0, len(unknown), BUFFERS):
+            part = unknown[start : start + BUFFERS]
             kernel.set_arg(0, np.int32(len(part)))
             kernel.set_arg(1, out)
             for at in range(BUFFERS):
-                kernel.set_arg(2 + at, buffers[part[min(at, len(part) - 1)]])
+                kernel.set_arg(2 + at, part[min(at, len(part) - 1)])
             cl.enqueue_nd_range_kernel(device.queue, kernel, (1,), (1,))
             device.queue.finish()
-            where.update(zip(part, map(int, found), strict=False))
-    return where
+            for buffer, address in zip(part, map(int, found), strict=False):
+                buffer.address = address
 
 
 # --- the program ----------------------------------------------------------------------------------

@@ -39,8 +39,6 @@ def prepare_decode_chunks(
         "KEYS_BY_TOKEN": int(op.keys_by_token),
     }
     defines |= CACHE_DEFINES[op.kv]
-    if op.kv.coded:  # behind the rows are the channels
-        defines["CAPACITY"] = op.capacity
     program = device.programs.get("chunks.cl", defines, before=("caches.cl",))
     channels = device.constant(vector(weights, "channels"))
     size = (1 if lanes == 1 else lanes * GROUPS, 2 * op.kv_heads)

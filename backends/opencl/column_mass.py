@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hetero.backends.opencl.attention import attention_defines, caps
+from hetero.backends.opencl.attention import attention_defines, caps, lengths
 from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import ColumnMass
@@ -29,7 +29,7 @@ def prepare_column_mass(
         return _prepare_group(device, op)
     block = 2 * tuning.vector
     blocks = -(-attention.capacity // block)
-    defines = attention_defines(tuning, attention) | {"EVERY": op.every, "STRIDE": blocks * block}
+    defines = attention_defines(tuning, attention) | {"EVERY": op.every, "LONGEST": LONGEST}
     before = ("caches.cl", *caps(attention), "scores_cpu.cl")
     program = device.programs.get("column_mass_cpu.cl", defines, before=before)
     heads, packed_bytes = attention.kv_heads, 4 * blocks * block * attention.head_dim
@@ -38,8 +38,8 @@ def prepare_column_mass(
         tensors = tensors_of(operands)
         packed = device.shared_scratch(heads * packed_bytes)
         qkv, position, k_cache, mass = (tensors[port] for port in op.ports)
-        pack_args = (m, position, k_cache, packed)
-        args = (m, qkv, position, mass, packed)
+        pack_args = (m, position, k_cache, packed, *lengths(attention))
+        args = (m, qkv, position, mass, packed, *lengths(attention))
         return [
             Launch(program, "pack_columns", (heads, blocks), (1, 1), pack_args),
             Launch(program, "column_mass", (heads,), (1,), args),
@@ -58,7 +58,8 @@ def _prepare_group(device: Resources, op: ColumnMass) -> OpenCLKernel:
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
         tensors = tensors_of(operands)
         weights = device.shared_scratch(4 * attention.kv_heads * attention.capacity)
-        args: tuple[Argument, ...] = (m, *(tensors[port] for port in op.ports), weights)
+        ports = (tensors[port] for port in op.ports)
+        args: tuple[Argument, ...] = (m, *ports, weights, *lengths(attention))
         return [Launch(program, "column_mass", (attention.kv_heads * lanes,), (lanes,), args)]
 
     return OpenCLKernel(device, op, launches)

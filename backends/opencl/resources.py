@@ -22,7 +22,13 @@ from hetero.backends.protocol import Device
 SHARED_SCRATCH_BYTES = 1 << 20
 
 
-class Scratch(cl.Buffer):
+class Memory(cl.Buffer):
+    """Of this device. `address` is where its kernels find it, once one has told; 0 before."""
+
+    address = 0
+
+
+class Scratch(Memory):
     """Memory that all calls of a device work in, one after the other."""
 
 
@@ -68,11 +74,11 @@ class Resources(Device):
         self.clock_offset_s: float | None = None
         self.specialised: set[tuple[object, ...]] = set()
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
-        self._mapped: weakref.WeakKeyDictionary[HostBuffer, cl.Buffer] = weakref.WeakKeyDictionary()
+        self._mapped: weakref.WeakKeyDictionary[HostBuffer, Memory] = weakref.WeakKeyDictionary()
         self._scratch: Scratch | None = None
         self._health = Health(BACKEND, threads=True)
 
-    def map(self, buffer: HostBuffer) -> cl.Buffer:
+    def map(self, buffer: HostBuffer) -> Memory:
         """The buffer's pages on unified memory, else device memory of the same size."""
         self.check()
         if buffer not in self._mapped:
@@ -80,7 +86,7 @@ class Resources(Device):
                 self._mapped[buffer] = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
         return self._mapped[buffer]
 
-    def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> cl.Buffer:
+    def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> Memory:
         """Memory with the array's contents: the array itself on unified memory. Kernels write into
         it only if they are said to.
         """
@@ -90,7 +96,7 @@ class Resources(Device):
         with decoded(f"mapping {contiguous.nbytes} bytes of weights"):
             if self.unified_memory:
                 return self._buffer(contiguous, access)
-            return cl.Buffer(self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous)
+            return Memory(self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous)
 
     def shared_scratch(self, nbytes: int) -> Scratch:
         """Device memory that holds data between two launches of one call only: every call uses the
@@ -120,7 +126,7 @@ class Resources(Device):
         with decoded("finishing"):
             self.queue.finish()
 
-    def _buffer(self, array: npt.NDArray[Any], access: int) -> cl.Buffer:
+    def _buffer(self, array: npt.NDArray[Any], access: int) -> Memory:
         if not self.unified_memory:
-            return cl.Buffer(self.context, access, array.nbytes)
-        return cl.Buffer(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+            return Memory(self.context, access, array.nbytes)
+        return Memory(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)

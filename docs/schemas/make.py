@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from hetero import DeviceProfile, ExecutionPlan
+from hetero.cache import Kept
 
-SCHEMAS = {"plan.json": ExecutionPlan, "profile.json": DeviceProfile}
+SCHEMAS = {"plan.json": ExecutionPlan, "profile.json": DeviceProfile, "cache.json": Kept}
 
 
 def text(name: str) -> str:

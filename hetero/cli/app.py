@@ -118,7 +118,10 @@ def _main(arguments: list[str] | None) -> None:
         if code == 128 + signal.SIGINT:  # how newer versions of Typer say it
             raise KeyboardInterrupt
     except UsageError as error:
-        _tell_usage(error)
+        try:
+            _tell_usage(error)
+        except BrokenPipeError:
+            _silence_stdout()
         code = 2
     except BrokenPipeError:
         _silence_stdout()
@@ -132,7 +135,7 @@ def _main(arguments: list[str] | None) -> None:
     except (UserError, DeviceError, OSError) as error:
         if _State.debug:
             raise
-        print(f"hetero: {one_sentence(str(error))}", file=sys.stderr)
+        print(f"hetero: {one_sentence(_said_by(error))}", file=sys.stderr)
         code = 2
     except MemoryError as error:
         if _State.debug:
@@ -151,11 +154,25 @@ def _main(arguments: list[str] | None) -> None:
 
 
 def _tell_usage(error: Exception) -> None:
+    """What was typed wrong, and whose help says it right."""
     message = cast("typer.BadParameter", error).format_message()
     if type(error).__name__ == "NoArgsIsHelpError":
-        print(message)
+        print(message, flush=True)
     elif message:
-        print(f"hetero: {one_sentence(message)} (see `hetero --help`)", file=sys.stderr)
+        message = one_sentence(message.replace("Value error, ", "")).removesuffix(".")
+        context: Any = getattr(error, "ctx", None)
+        name = getattr(context, "info_name", None)
+        command = f"hetero {name}" if getattr(context, "parent", None) else "hetero"
+        if "unexpected extra arg" in message and name == "generate":
+            message += ": a prompt of several words goes in quotes"
+        print(f"hetero: {message} (see `{command} --help`)", file=sys.stderr)
+
+
+def _said_by(error: Exception) -> str:
+    """What of the system has no sentence gets one: a full disk behind `>` names no file."""
+    if isinstance(error, OSError) and error.filename is None and error.strerror:
+        return f"the output cannot be written: {error.strerror}"
+    return str(error)
 
 
 def _silence_stdout() -> None:

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from hetero.cli.options import (
+    DEVICES,
+    OUTPUT,
+    AdaptOption,
+    BudgetOption,
     CacheOption,
     DeviceChoice,
     GpuOption,
     JsonOption,
     ModelArgument,
     NpuOption,
+    OrderChoice,
+    OrderOption,
+    PlanOption,
     ProfileOption,
+    ShareOption,
     SyncChoice,
     WeightsChoice,
     WeightsOption,
+    WholeOption,
     parse_strategy,
     stderr,
 )
 from hetero.cli.tables import show_or_print
-from hetero.measuring.benchmark import BenchOptions, run_benchmark
-from hetero.measuring.sync_bench import MOST_ROUNDS, run_sync_bench
-from hetero.placement.device_set import DeviceMode
-from hetero.solver.plan import NamedStrategy
-from hetero.solver.request import MOST_TOKENS
+from hetero.measuring.constants import MOST_ROUNDS
+from hetero.solver.names import MOST_TOKENS, NamedStrategy
 from hetero.terminal import printable
+
+if TYPE_CHECKING:
+    from hetero.placement.device_set import DeviceMode
 
 
 class OutputFormat(StrEnum):
@@ -36,6 +45,35 @@ class OutputFormat(StrEnum):
     MD = "md"
     JSON = "json"
     CSV = "csv"
+
+
+DevicesOption = Annotated[
+    list[DeviceChoice] | None,
+    typer.Option(
+        "--device",
+        help="What computes; repeat to compare.",
+        show_default="auto",
+        rich_help_panel=DEVICES,
+    ),
+]
+StrategiesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help=f"Force one; repeat to compare: {', '.join(get_args(NamedStrategy))}.",
+        rich_help_panel=DEVICES,
+    ),
+]
+SyncsOption = Annotated[
+    list[SyncChoice] | None,
+    typer.Option(
+        "--sync",
+        help="How to wait for the GPU; repeat to compare.",
+        show_default="fast",
+        rich_help_panel=DEVICES,
+    ),
+]
 
 
 def bench_command(
@@ -47,30 +85,28 @@ def bench_command(
         int, typer.Option("-n", min=0, max=MOST_TOKENS, help="Decoded tokens.")
     ] = 64,
     rounds: Annotated[int, typer.Option("-r", min=1, max=1000, help="Rounds.")] = 5,
-    device: Annotated[
-        list[DeviceChoice] | None,
-        typer.Option("--device", help="Repeat to compare.", show_default="auto"),
-    ] = None,
+    device: DevicesOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     weights: WeightsOption = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy",
-            metavar="NAME",
-            help=f"Force one; repeat to compare: {', '.join(get_args(NamedStrategy))}.",
-        ),
-    ] = None,
-    sync: Annotated[
-        list[SyncChoice] | None,
-        typer.Option("--sync", help="How to wait; repeat to compare.", show_default="fast"),
-    ] = None,
+    strategy: StrategiesOption = None,
+    sync: SyncsOption = None,
+    plan: PlanOption = None,
     profile: ProfileOption = None,
+    max_gpu_share: ShareOption = 1.0,
+    memory_budget: BudgetOption = None,
+    adapt: AdaptOption = True,
+    order: OrderOption = OrderChoice.BEST,
     kv: CacheOption = None,
-    output: Annotated[OutputFormat, typer.Option("-o", help="Format.")] = OutputFormat.MD,
+    whole_caches: WholeOption = False,
+    output: Annotated[
+        OutputFormat, typer.Option("-o", help="Format.", rich_help_panel=OUTPUT)
+    ] = OutputFormat.MD,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed; several --device take turns in one run."""
+    from hetero.measuring.benchmark import BenchOptions, run_benchmark
+
     modes: tuple[DeviceMode, ...] = tuple(d.value for d in device or [DeviceChoice.AUTO])
     options = BenchOptions(
         prompt_tokens=prompt_tokens,
@@ -82,12 +118,18 @@ def bench_command(
         weights=None if weights in (None, WeightsChoice.AUTO) else weights.value,
         strategies=tuple(parse_strategy(name) for name in dict.fromkeys(strategy or ())),
         syncs=tuple(dict.fromkeys(s.value for s in sync or [SyncChoice.FAST])),
+        plan=None if plan is None else str(plan),
         profile=profile,
+        max_gpu_share=max_gpu_share,
+        memory_budget=memory_budget,
+        adapt=adapt,
+        order=order.value,
         kv=kv,
+        whole_caches=whole_caches,
     )
     with stderr.status("loading") as status:
         report = run_benchmark(model, options, note=status.update)
-    match output:
+    match OutputFormat.JSON if as_json else output:
         case OutputFormat.MD:
             show_or_print(report.table(), [report.title], report.remarks())
         case OutputFormat.JSON:
@@ -111,6 +153,8 @@ def sync_bench_command(
     as_json: JsonOption = False,
 ) -> None:
     """What a wait costs here: each method's added latency and CPU time."""
+    from hetero.measuring.sync_bench import run_sync_bench
+
     with stderr.status("measuring"):
         report = run_sync_bench(gpu=gpu, rounds=rounds)
     if as_json:

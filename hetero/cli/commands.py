@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from types import FrameType
 from typing import Any, Final
 
@@ -29,13 +30,14 @@ INTERRUPTED: Final = 130
 @dataclass(frozen=True)
 class Command:
     """A function `<name>_command` of `hetero.cli.<module>`, the panel of `hetero --help` that it is
-    listed in, and the first line of its help.
+    listed in, the first line of its help, and what is imported when it runs, not for its help.
     """
 
     name: str
     module: str
     panel: str
     summary: str
+    runs: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """The command as the group wants it, made by Typer from the function."""
@@ -45,46 +47,55 @@ class Command:
         options: Any = {"cls": HelpCommand, "epilog": examples.COMMANDS.get(self.name)}
         names = {"help_option_names": ["-h", "--help"]}
         add = alone.command(self.name, context_settings=names, **options)
-        add(getattr(module, f"{self.name.replace('-', '_')}_command"))
+        function = getattr(module, f"{self.name.replace('-', '_')}_command")
+
+        @wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            with importing_quietly(), collecting_later():
+                for needed in self.runs:
+                    importlib.import_module(f"hetero.{needed}")
+            return function(*arguments, **options)
+
+        add(run)
         return typer.main.get_command(alone)
 
 
 COMMANDS: Final = {
     command.name: command
     for command in (
-        Command("generate", "generate", USE, "Answer PROMPT; the text streams to stdout."),
-        Command("chat", "chat", USE, "Talk with MODEL in the terminal."),
+        Command("generate", "generate", USE, "Answer PROMPT; the text streams to stdout.",
+                ("cli.work.generate",)),
+        Command("chat", "chat", USE, "Talk with MODEL in the terminal.", ("cli.work.chat",)),
         Command("serve", "serve", USE, "Serve MODEL over HTTP, with contexts that persist."),
-        Command("models", "models", PREPARE, "List models that can be opened without a network."),
-        Command("profile", "profile", DECIDE, "Measure this device once, for plans."),
-        Command("plan", "plan", DECIDE, "Find the best cut of every matmul between GPU and NPU."),
-        Command("report", "profile", DECIDE, "Draw a saved profile or plan as one page."),
-        Command(
-            "quantize",
-            "quantize",
-            PREPARE,
-            "Quantise MODEL, into a directory that loads fast.",
-        ),
-        Command("compile", "compile", PREPARE, "Compile every NPU graph of MODEL for a chip."),
-        Command(
-            "eval",
-            "evaluate",
-            DECIDE,
-            "Perplexity over a text, and agreement with float32.",
-        ),
-        Command(
-            "bench",
-            "bench",
-            DECIDE,
-            "Measure prefill and decode speed, devices in turns.",
-        ),
-        Command("reproduce", "reproduce", DECIDE, "HeteroLLM's claims beside a simulated chip."),
+        Command("models", "models", PREPARE, "List models that can be opened without a network.",
+                ("models.hub",)),
+        Command("profile", "profile", DECIDE, "Measure this device once, for plans.",
+                ("cli.work.profile", "measuring.profiling", "measuring.compiler_mode")),
+        Command("plan", "plan", DECIDE, "Find the best cut of every matmul between GPU and NPU.",
+                ("cli.work.plan",)),
+        Command("report", "profile", DECIDE, "Draw a saved profile or plan as one page.",
+                ("placement.planning",)),
+        Command("quantize", "quantize", PREPARE,
+                "Quantise MODEL, into a directory that loads fast.",
+                ("cli.work.quantize", "compiling.calibration", "models.quantized")),
+        Command("compile", "compile", PREPARE, "Compile every NPU graph of MODEL for a chip.",
+                ("cli.work.compile",)),
+        Command("eval", "evaluate", DECIDE, "Perplexity over a text, and agreement with float32.",
+                ("cli.work.evaluate",)),
+        Command("bench", "bench", DECIDE, "Measure prefill and decode speed, devices in turns.",
+                ("measuring.benchmark",)),
+        Command("reproduce", "reproduce", DECIDE, "HeteroLLM's claims beside a simulated chip.",
+                ("measuring.reproduction",)),
         Command("serve-key", "serve", PREPARE, "Make a key of an application for --keys."),
-        Command("sync-bench", "bench", HERE, "What a wait costs here: latency and CPU time."),
-        Command("devices", "doctor", HERE, "List what can compute here."),
-        Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL."),
+        Command("sync-bench", "bench", HERE, "What a wait costs here: latency and CPU time.",
+                ("measuring.sync_bench",)),
+        Command("devices", "doctor", HERE, "List what can compute here.", ("cli.work.doctor",)),
+        Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL.",
+                ("cli.work.doctor",)),
+        Command("cache", "cache", HERE, "Show what hetero keeps on this machine, or clear it.",
+                ("cli.work.cache",)),
     )
-}
+}  # fmt: skip
 
 
 class Commands(HelpGroup):

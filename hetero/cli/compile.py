@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hetero.compiling.bundle import BundleManifest
-from hetero.compiling.graphs import Compilation, CompileRequest, compile_model, prepare
-from hetero.compiling.jobs import Sharing
+from hetero.cli.options import JsonOption
 from hetero.errors import UserError
-from hetero.placement.planning import parse_tokens
-from hetero.solver.execution_plan import ExecutionPlan
 from hetero.terminal import printable
 
 PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's section 3.2
@@ -24,7 +17,9 @@ PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's secti
 
 def compile_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for generate.")],
-    soc: Annotated[str, typer.Option("--soc", help="Chip, such as sm8650 (Snapdragon 8 Gen 3).")],
+    soc: Annotated[
+        str, typer.Option("--soc", metavar="CHIP", help="Such as sm8650 (Snapdragon 8 Gen 3).")
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Directory to write.")
     ] = None,
@@ -32,12 +27,15 @@ def compile_command(
         Path | None, typer.Option("--plan", help="A plan; default: prefill's matmuls on the NPU.")
     ] = None,
     graph_sizes: Annotated[
-        str | None, typer.Option("--graph-sizes", help="Token counts, such as 32,128,256.")
+        str | None,
+        typer.Option("--graph-sizes", metavar="LIST", help="Token counts, such as 32,128,256."),
     ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option("--max-seq-len", min=1, help="Longest context of the bundle.")
     ] = None,
-    weights: Annotated[str, typer.Option("--weights", help="Weights and activations.")] = "w4a16",
+    weights: Annotated[
+        str, typer.Option("--weights", metavar="NAME", help="Weights and activations.")
+    ] = "w4a16",
     share_weights: Annotated[
         bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
     ] = False,
@@ -48,9 +46,14 @@ def compile_command(
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=1, help="Of the prompt that --dry-run looks at.")
     ] = PROMPT_TOKENS,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
+    from hetero.cli.work.compile import estimated, finish, with_progress
+    from hetero.compiling.graphs import CompileRequest, prepare
+    from hetero.placement.planning import parse_tokens
+    from hetero.solver.execution_plan import ExecutionPlan
+
     request = CompileRequest(
         model,
         soc,
@@ -68,44 +71,15 @@ def compile_command(
         shared = compilation.sharing(prompt_tokens)
         if shared is not None:
             print(shared.describe())
-        _finish(as_json, _estimated(compilation, shared))
+        finish(as_json, estimated(compilation, shared))
         return
     if out is None:
         raise UserError("--out is missing: name the directory to write, or use --dry-run")
     start = time.perf_counter()
-    manifest = _with_progress(compilation, out)
+    manifest = with_progress(compilation, out)
     seconds = time.perf_counter() - start
     print(
         f"{out}: {len(manifest.graphs)} files of graphs, {manifest.graphs_bytes / 2**20:,.0f} MiB, "
         f"in {seconds:.0f} s; run it with: hetero generate {out} PROMPT"
     )
-    _finish(as_json, {"out": str(out), "seconds": seconds, **manifest.model_dump(mode="json")})
-
-
-def _with_progress(compilation: Compilation, out: Path) -> BundleManifest:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("weights", total=compilation.estimate.graphs)
-
-        def note(done: int, total: int, name: str) -> None:
-            progress.update(task, completed=done, total=total, description=name)
-
-        return compile_model(compilation, out, note)
-
-
-def _estimated(compilation: Compilation, shared: Sharing | None) -> dict[str, object]:
-    estimate = compilation.estimate
-    return {
-        "graphs": estimate.graphs,
-        "graphs_bytes": estimate.graphs_bytes,
-        "weights_bytes": estimate.weights_bytes,
-        "seconds": estimate.seconds,
-        "peak_bytes": estimate.peak_bytes,
-        "graph_sizes": list(compilation.sizes),
-        "prompt": None if shared is None else shared.document(),
-    }
-
-
-def _finish(as_json: bool, document: dict[str, object]) -> None:
-    if as_json:
-        print(json.dumps(document))
+    finish(as_json, {"out": str(out), "seconds": seconds, **manifest.model_dump(mode="json")})

@@ -50,6 +50,12 @@ hetero compile ./my-model --soc sm8650 --out bundle
 hetero quantize ./my-model --out small
 hetero quantize ./my-model --out small --calibrate text.txt    # 4 bits, chosen on a text
 """,
+    "cache": """
+hetero cache    # kinds, sizes, and when they were last used
+hetero cache packed    # the packed copies of GGUF files, and of which
+hetero cache clear --stale    # what is of no more use
+hetero cache clear packed --older-than 30d
+""",
     "bench": """
 hetero bench demo --device gpu --device npu --device hetero
 hetero bench random:llama-3.2-1b -p 512 -n 128 -o json

@@ -14,6 +14,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -24,6 +25,7 @@ from typer.core import TyperCommand, TyperGroup
 from hetero.errors import UserError
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
+ORDER: Final = (ARGUMENTS, OPTIONS, "Sampling", "Devices and plans", "Output")
 LEAST_WIDTH, MOST_WIDTH = 40, 100
 NAME_WIDTH: Final = 26  # of the column with the options' names
 METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
@@ -59,13 +61,24 @@ class HelpGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As Click does; raises `UserError` for another tool's name of a command."""
-        if args and args[0] in ELSEWHERE and args[0] not in self.list_commands(ctx):
-            raise UserError(f"there is no `hetero {args[0]}`: {ELSEWHERE[args[0]]}")
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-"):
+            raise UserError(f"there is no `hetero {args[0]}`: {_instead(args[0], known)}")
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
         formatter.write("\n".join(_group_help(self, ctx)) + "\n")
+
+
+def _instead(name: str, known: list[str]) -> str:
+    """What to type in place of a command that there is none of."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    near = [x for x in known if x.startswith(name)] or get_close_matches(name, known, n=2)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return "`hetero --help` lists the commands"
 
 
 class Row(NamedTuple):
@@ -81,7 +94,8 @@ def _command_help(command: Any, ctx: Any) -> Iterator[str]:
     rows = _rows(command, ctx)
     arguments = [row.name for row in rows if row.panel == ARGUMENTS]
     yield from _usage(ctx, " ".join(["[OPTIONS]", *arguments]), command.help, width)
-    for title in dict.fromkeys(row.panel for row in rows):
+    titles = dict.fromkeys(row.panel for row in rows)
+    for title in sorted(titles, key=lambda x: ORDER.index(x) if x in ORDER else 1):
         yield from _panel(title, [(r.name, r.help) for r in rows if r.panel == title], width)
     yield from _examples(command, width)
 
@@ -207,6 +221,8 @@ def _help(parameter: Any, hint: Any) -> str:
         parts.append(f"({least} or more)")
     if default := _default(parameter):
         parts.append(f"[default: {default}]")
+    if parameter.required and parameter.param_type_name == "option":
+        parts.append("[required]")
     return " ".join(part for part in parts if part)
 
 

@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 
 from hetero.cli.options import JsonOption
-from hetero.cli.tables import show_or_print
-from hetero.models import DEMO_DIRECTORY
-from hetero.models.hub import models_here
-from hetero.profiler.tables import TableData
-from hetero.solver.report import units
 
 
 def models_command(as_json: JsonOption = False) -> None:
     """List models that can be opened without a network: here, and in the hub's cache."""
+    from hetero.cli.tables import show_or_print
+    from hetero.models import DEMO_DIRECTORY
+    from hetero.models.hub import models_here
+    from hetero.profiler.tables import TableData
+    from hetero.solver.report import units
+
     found = models_here(Path.cwd(), DEMO_DIRECTORY)
     if as_json:
         print(json.dumps([model._asdict() for model in found]))

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hetero.backends.formats import WeightFormat
 from hetero.errors import UserError
-from hetero.generation.llm import LLM
-from hetero.generation.options import SamplingOptions
-from hetero.solver.plan import NamedStrategy
+from hetero.solver.names import NamedStrategy
 from hetero.terminal import printable
-from hetero.terminal.notices import tell
+
+if TYPE_CHECKING:
+    from hetero.backends.formats import WeightFormat
+    from hetero.generation.llm import LLM
+    from hetero.generation.options import SamplingOptions
 
 stderr = Console(stderr=True)
 
@@ -59,6 +59,19 @@ class OrderChoice(StrEnum):
     BEST = "best"
 
 
+class FormatChoice(StrEnum):
+    """Formats that are compared or asked for by name: `hetero.backends.formats.WeightFormat`."""
+
+    W4A16 = "w4a16"
+    W4A8 = "w4a8"
+    W8A16 = "w8a16"
+    W8A8 = "w8a8"
+    F16 = "f16"
+    F32 = "f32"
+    GGUF_A16 = "gguf-a16"
+    GGUF_A8 = "gguf-a8"
+
+
 class WeightsChoice(StrEnum):
     """Values of --weights."""
 
@@ -86,7 +99,7 @@ DeviceOption = Annotated[
     DeviceChoice,
     typer.Option(
         "--device",
-        help="What computes: auto is the fastest by prediction, hetero is both at every matmul.",
+        help="What computes; auto: what is predicted fastest, hetero: both at every matmul.",
         rich_help_panel=DEVICES,
     ),
 ]
@@ -155,7 +168,7 @@ TemperatureOption = Annotated[
     typer.Option(
         "--temperature",
         help="0 is greedy.",
-        show_default="0, or MODEL's in a chat",
+        show_default="0; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -164,7 +177,7 @@ TopKOption = Annotated[
     typer.Option(
         "--top-k",
         help="Keep the k likeliest; 0: all.",
-        show_default="0, or MODEL's in a chat",
+        show_default="0; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -173,7 +186,7 @@ TopPOption = Annotated[
     typer.Option(
         "--top-p",
         help="Keep this much probability.",
-        show_default="1, or MODEL's in a chat",
+        show_default="1; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -181,8 +194,8 @@ MinPOption = Annotated[
     float | None,
     typer.Option(
         "--min-p",
-        help="Keep what is this likely, of the likeliest.",
-        show_default="0, or MODEL's in a chat",
+        help="Least share of the likeliest's.",
+        show_default="0; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -190,8 +203,8 @@ PenaltyOption = Annotated[
     float | None,
     typer.Option(
         "--repetition-penalty",
-        help="On tokens of the text so far; 1: none.",
-        show_default="1, or MODEL's in a chat",
+        help="On tokens of the text; 1: none.",
+        show_default="1; chats: MODEL's",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -267,20 +280,23 @@ AdaptOption = Annotated[
 ]
 OrderOption = Annotated[
     OrderChoice,
-    typer.Option(
-        "--order", help="Of a long prompt's chunks on the devices.", rich_help_panel=DEVICES
-    ),
+    typer.Option("--order", help="Of the chunks of a long prompt.", rich_help_panel=DEVICES),
 ]
 CacheOption = Annotated[
     CacheChoice | None,
     typer.Option(
-        "--kv", help="Format of cached keys and values.  [default: f16]", rich_help_panel=DEVICES
+        "--kv",
+        help="Format of cached keys and values.",
+        show_default="f16",
+        rich_help_panel=DEVICES,
     ),
 ]
 WholeOption = Annotated[
     bool,
     typer.Option(
-        "--whole-caches", help="Sliding windows keep all tokens.", rich_help_panel=DEVICES
+        "--whole-caches",
+        help="Layers with a window keep all.",
+        rich_help_panel=DEVICES,
     ),
 ]
 PromptArgument = Annotated[
@@ -347,6 +363,9 @@ def open_llm(
     **options: Any,
 ) -> LLM:
     """The model, with a progress bar while it loads."""
+    from hetero.generation.llm import LLM
+    from hetero.terminal.notices import tell
+
     with progress_bar("loading") as advance:
         llm = LLM(
             model,
@@ -400,6 +419,14 @@ def parse_strategy(name: str) -> NamedStrategy:
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
     """A progress bar on stderr, gone when done; yields a function of (done, total)."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     silent = not stderr.is_terminal
     with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:

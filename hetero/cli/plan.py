@@ -7,27 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from hetero.cli.options import CacheChoice, shown, stderr
-from hetero.cli.tables import show
-from hetero.errors import UserError
-from hetero.placement.planning import (
-    load_either,
-    parse_lengths,
-    parse_size,
-    parse_tokens,
-    planned,
-    spec_on,
-)
-from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.records import DeviceProfile
-from hetero.profiler.tables import TableData
-from hetero.solver.execution_plan import ExecutionPlan, report_ending
-from hetero.solver.report import brief, conclusion, content, units
-from hetero.solver.request import GraphSizes, PlanRequest
-from hetero.terminal import json_line
-from hetero.terminal.notices import tell
+from hetero.cli.options import CacheChoice, JsonOption, stderr
 
 
 class ObjectiveChoice(StrEnum):
@@ -49,6 +30,8 @@ class PrecisionChoice(StrEnum):
 def _ending(report: Path | None) -> Path | None:
     """Refuse a report that could not be written before anything is solved."""
     if report is not None:
+        from hetero.solver.execution_plan import report_ending
+
         report_ending(report)
     return report
 
@@ -57,10 +40,13 @@ PlannedWeights = Annotated[
     str | None,
     typer.Option(
         "--weights",
+        metavar="NAME",
         help="Weights and activations.",
         show_default="what the file or directory holds, else w4a16",
     ),
 ]
+
+
 PlannedCache = Annotated[
     CacheChoice | None,
     typer.Option(
@@ -69,6 +55,8 @@ PlannedCache = Annotated[
         show_default="f16 where the profile timed it, else f32",
     ),
 ]
+
+
 PlannedModel = Annotated[
     str,
     typer.Argument(
@@ -76,48 +64,75 @@ PlannedModel = Annotated[
         help="As for generate, or the name of known shapes, such as llama-3-8b.",
     ),
 ]
+
+
 GraphMemory = Annotated[
     str | None,
     typer.Option(
         "--graph-memory",
+        metavar="SIZE",
         help="With --graph-sizes auto: the most that graphs may hold, such as 1GiB.",
     ),
 ]
+
+
 PreparationBudget = Annotated[
     float | None,
     typer.Option(
         "--preparation-budget",
+        metavar="SECONDS",
         help="With --graph-sizes auto: the most seconds to prepare them.",
     ),
 ]
+
+
 Explained = Annotated[
     str | None,
     typer.Option(
-        "--explain", help="Every candidate of one matmul: qkv, o, gate_up, down or lm_head."
+        "--explain",
+        metavar="MATMUL",
+        help="Every candidate of one: qkv, o, gate_up, down or lm_head.",
     ),
 ]
+
+
 PlannedPrecision = Annotated[
     PrecisionChoice,
     typer.Option("--precision", help="Activations; auto: a8 only where a16 cannot run."),
 ]
+
+
 ReportOption = Annotated[
     Path | None,
     typer.Option("--report", help="Write a report (.html, .md, .json).", callback=_ending),
 ]
 
 
+PlannedProfile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE",
+        help="What predicts: a file or a shipped name.",
+        show_default="this machine's",
+    ),
+]
+
+
 def plan_command(
     model: PlannedModel,
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", help="A file or shipped name.", show_default="this machine's"),
-    ] = None,
+    profile: PlannedProfile = None,
     seq_lens: Annotated[
-        str, typer.Option("--seq-lens", help="Prompt lengths; LENGTH:WEIGHT says how often.")
+        str,
+        typer.Option(
+            "--seq-lens", metavar="LIST", help="Prompt lengths; LENGTH:WEIGHT says how often."
+        ),
     ] = "64,256,1024",
     graph_sizes: Annotated[
         str | None,
-        typer.Option("--graph-sizes", help="Token counts of NPU graphs, or `auto`: the best."),
+        typer.Option(
+            "--graph-sizes", metavar="LIST", help="Token counts of NPU graphs, or `auto`: the best."
+        ),
     ] = None,
     graph_memory: GraphMemory = None,
     preparation_budget: PreparationBudget = None,
@@ -129,7 +144,8 @@ def plan_command(
         float, typer.Option("--max-gpu-share", help="Most of a matmul's time that the GPU works.")
     ] = 1.0,
     memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", help="For weights, such as 4GiB.")
+        str | None,
+        typer.Option("--memory-budget", metavar="SIZE", help="For weights, such as 4GiB."),
     ] = None,
     context: Annotated[
         int, typer.Option("--context", min=0, help="Tokens before a decode step.")
@@ -143,19 +159,25 @@ def plan_command(
     weights: PlannedWeights = None,
     kv: PlannedCache = None,
     compare: Annotated[
-        str | None, typer.Option("--compare", help="Another profile, or a saved plan.")
+        str | None,
+        typer.Option("--compare", metavar="PROFILE", help="Another profile, or a saved plan."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
     report: ReportOption = None,
     explain: Explained = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
+    from hetero.cli.work.plan import other, parse_sizes, show_plan
+    from hetero.placement.planning import parse_lengths, parse_size, planned, spec_on
+    from hetero.solver.request import PlanRequest
+    from hetero.terminal.notices import tell
+
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
         seq_lens=lengths,
         length_weights=length_weights,
-        graph_sizes=_parse_sizes(graph_sizes),
+        graph_sizes=parse_sizes(graph_sizes),
         objective=objective.value,
         precision=precision.value,
         max_gpu_share=max_gpu_share,
@@ -170,73 +192,10 @@ def plan_command(
     spec, measured = spec_on(model, weights, profile, kv and kv.value)
     with stderr.status("solving"):
         found = planned(spec, measured, request)
-    others = [] if compare is None else [_other(compare, spec, request)]
+    others = [] if compare is None else [other(compare, spec, request)]
     if out is not None:
         found.save(out)
     if report is not None:
         found.report(report, compare=others)
         tell(f"{report} is written: open it in a browser")
-    _show(found, others, explain, as_json=as_json)
-
-
-def _parse_sizes(value: str | None) -> GraphSizes:
-    """`auto`, token counts, or nothing. Raises `UserError`."""
-    if value is None or value == "auto":
-        return value  # type: ignore[return-value]
-    return parse_tokens(value, "--graph-sizes")
-
-
-def _show(
-    plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None, *, as_json: bool
-) -> None:
-    if not as_json:
-        _print_plan(plan, others, explain)
-    else:
-        _matching(plan, explain)
-        print(json_line(plan.model_dump_json()), flush=True)
-
-
-def _other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
-    found = load_either(name)
-    if isinstance(found, DeviceProfile):
-        return planned(spec, found, request)
-    return found
-
-
-def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
-    console = Console()
-    if explain is not None:
-        for title, candidates in _matching(plan, explain):
-            show(candidates._replace(title=title), console)
-        return
-    console.print(
-        shown(
-            f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "
-            f"solved in {units.duration(plan.solve_s)}"
-        )
-    )
-    for sentence in conclusion.sentences(plan):
-        console.print(shown(sentence))
-    tables = [brief.gains(plan), content.forms(plan), brief.operators(plan)]
-    for table in (
-        *tables,
-        content.attention(plan),
-        content.what_if(plan, others),
-        content.memory(plan),
-    ):
-        if table is not None:
-            show(table, console)
-    for note in plan.notes:
-        console.print(shown(f"note: {note}"))
-
-
-def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, TableData]]:
-    """Tables of candidates of one matmul. Raises `UserError` for an unknown name."""
-    if explain is None:
-        return []
-    known = sorted({op.op for op in plan.ops})
-    if explain not in known:
-        raise UserError(f"--explain {explain!r}: the plan's matmuls are {', '.join(known)}")
-    tables = list(content.alternatives(plan))
-    named = [op for op in plan.ops if op.candidates]
-    return [(t.title, t) for op, t in zip(named, tables, strict=True) if op.op == explain]
+    show_plan(found, others, explain, as_json=as_json)

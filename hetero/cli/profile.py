@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import typer
-from rich.progress import Progress, ProgressColumn, Task, TextColumn
-from rich.progress_bar import ProgressBar
-from rich.text import Text
 
-from hetero.cli.options import shown, stderr
-from hetero.cli.tables import show
+from hetero.cli.options import GpuOption, JsonOption, NpuOption, stderr
 from hetero.errors import UserError
-from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
-from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
-from hetero.placement.planning import load_either
-from hetero.profiler.files import cached_profile_path, own_profile_path
-from hetero.profiler.journal import journal_path
-from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event
-from hetero.profiler.records import DeviceProfile
-from hetero.profiler.surroundings import STRETCHES
-from hetero.profiler.tables import TableData
-from hetero.profiler.verdict import judge
-from hetero.terminal.notices import tell
+
+FormatsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weights",
+        metavar="NAME",
+        help="A format; repeat for several.",
+        show_default="w4a16",
+    ),
+]
+
+
+SocOption = Annotated[
+    str | None,
+    typer.Option(
+        "--soc",
+        metavar="CHIP",
+        help="A chip that is not here, such as sm8650; else a name for the profile.",
+    ),
+]
+ShapesOption = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="Measure exactly this model's shapes."),
+]
 
 
 def profile_command(
@@ -37,57 +43,58 @@ def profile_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Less of everything, in a minute.")
     ] = False,
-    budget: Annotated[str | None, typer.Option("--budget", help="Such as 90s, 10m, 1h.")] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Such as 90s, 10m, 1h.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run ended.")] = False,
     add: Annotated[
         bool, typer.Option("--add", help="Measure kernels that the finished file lacks.")
     ] = False,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Measure exactly this model's shapes.")
-    ] = None,
-    weights: Annotated[
-        list[str] | None,
-        typer.Option("--weights", help="A format; repeat for several.", show_default="w4a16"),
-    ] = None,
-    soc: Annotated[
-        str | None,
-        typer.Option(
-            "--soc", help="A chip that is not here, such as sm8650; else a name for the profile."
-        ),
-    ] = None,
-    gpu: Annotated[str, typer.Option("--gpu", help="GPU backend.")] = "auto",
-    npu: Annotated[str, typer.Option("--npu", help="NPU backend.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout is JSON.")] = False,
+    model: ShapesOption = None,
+    weights: FormatsOption = None,
+    soc: SocOption = None,
+    gpu: GpuOption = "auto",
+    npu: NpuOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
+    from hetero.cli.work.profile import progress, report
+    from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
+    from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
+    from hetero.profiler.files import own_profile_path
+    from hetero.profiler.journal import journal_path
+    from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S
+    from hetero.profiler.records import DeviceProfile
+    from hetero.terminal.notices import tell
+
     path = out or own_profile_path()
     if add:
         others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
         _refuse_beside_add(others | {"weights": weights, "soc": soc})
     if soc is not None and is_compiled_for(soc):
-        with _progress(None) as show:
+        with progress(None) as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
-        _report(taken, out or Path(f"{soc}.json"), as_json)
+        report(taken, out or Path(f"{soc}.json"), as_json)
         return
     if add:
         with stderr.status("measuring"):
             taken, notes = complete_profile(path, gpu=gpu, npu=npu)
         for said in notes or ["it has all kernels that these devices have"]:
             tell(f"{path}: {said}")
-        _report(taken, path, as_json)
+        report(taken, path, as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
     journal = journal_path(path)
     begun = journal is not None and journal.exists()
     if resume and not begun and path.is_file():
         tell(f"{path} is finished, nothing is measured (without --resume it is taken again)")
-        _report(DeviceProfile.load(path), path, as_json)
+        report(DeviceProfile.load(path), path, as_json)
         return
     if begun and not resume:
         tell(f"the run that was interrupted is started over: with --resume {path} goes on")
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     try:
-        with _progress(limit_s) as show:
+        with progress(limit_s) as show:
             taken = profile_device(
                 path,
                 quick=quick,
@@ -104,7 +111,7 @@ def profile_command(
         if journal is not None and journal.exists():
             tell("what was measured is kept: the same command with --resume goes on")
         raise
-    _report(taken, path, as_json)
+    report(taken, path, as_json)
 
 
 def _refuse_beside_add(others: Mapping[str, object]) -> None:
@@ -117,37 +124,14 @@ def _refuse_beside_add(others: Mapping[str, object]) -> None:
         )
 
 
-def _report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
-    """What was measured and what it comes to; exit code 1 for a profile that is no good."""
-    verdict = judge(taken)
-    if as_json:
-        print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
-    else:
-        print_summary(taken)
-        for said in verdict.sentences:
-            stderr.print(shown(said), style="bold" if said.startswith("Bad") else "")
-        print(path)
-    if not verdict.good:
-        print(
-            "hetero: this profile is bad: take it again with a longer --budget, on a machine that "
-            "does nothing else",
-            file=sys.stderr,
-        )
-        raise typer.Exit(1)
-    if not as_json:
-        stderr.print(shown(_next_command(path)))
-
-
-def _next_command(path: Path) -> str:
-    named = "" if path in (own_profile_path(), cached_profile_path()) else f" --profile {path}"
-    return f"next: hetero plan MODEL{named}"
-
-
 def report_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile or a plan (JSON).")],
     out: Annotated[Path, typer.Option("--out", help="File to write (.html; a plan: .md, .json).")],
 ) -> None:
     """Draw a saved profile or plan as one self-contained page."""
+    from hetero.placement.planning import load_either
+    from hetero.profiler.records import DeviceProfile
+
     loaded = load_either(str(file))
     if isinstance(loaded, DeviceProfile):
         from hetero.profiler.report import write_report  # matplotlib takes a second
@@ -156,110 +140,3 @@ def report_command(
     else:
         loaded.report(out)
     print(out)
-
-
-def summary(profile: DeviceProfile) -> dict[str, Any]:
-    """What a script wants to know of a fresh profile."""
-    return {
-        "name": profile.name,
-        "fingerprint": profile.fingerprint,
-        "finished": profile.coverage.finished,
-        "measured": profile.coverage.measured_tasks,
-        "grid": profile.coverage.grid_tasks,
-        "spent_s": profile.coverage.spent_s,
-        "good": judge(profile).good,
-        "verdict": list(judge(profile).sentences),
-        "quarantined": [entry.detail for entry in profile.quarantined],
-        "validation": [
-            {
-                "device": predictor.device,
-                "weights": predictor.weight_format.value,
-                **entry.model_dump(),
-            }
-            for predictor in profile.predictors
-            for entry in predictor.validation
-        ],
-    }
-
-
-def print_summary(profile: DeviceProfile) -> None:
-    """What was measured, on stderr."""
-    coverage = profile.coverage
-    head = ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic")
-    rows = []
-    for predictor in profile.predictors:
-        regimes = predictor.regimes
-        speed = f"{regimes.bytes_per_s / 1e9:.1f} GB/s" if regimes.bytes_per_s else ""
-        flops = f"{regimes.flops_per_s / 1e9:.0f} GFLOP/s" if regimes.flops_per_s else ""
-        for entry in predictor.validation:
-            names = (predictor.device, predictor.weight_format.value, entry.phase)
-            rows.append((*names, f"{entry.mape:.1%}", f"{entry.p95:.1%}", speed, flops))
-    title = (
-        f"measured {coverage.measured_tasks} of {coverage.grid_tasks} matmuls in "
-        f"{coverage.spent_s:.0f} s"
-    )
-    show(TableData(title, head, tuple(rows), lead=3, numbers=head[3:]), stderr)
-    for bad in profile.quarantined:
-        stderr.print(shown(f"wrong results on {bad.device}, not used: {bad.detail}"), style="red")
-    for note in profile.notes:
-        stderr.print(shown(note), style="dim")
-
-
-# Parts of a profile, in plain words.
-LABELS: Final = {
-    "environment": "looking at this machine",
-    "gpu stages": "sizes that the GPU pads to",
-    "npu stages": "sizes that the NPU pads to",
-    "gpu synchronisation": "what waiting for the GPU costs",
-    "npu synchronisation": "what waiting for the NPU costs",
-    "sleep": "how late a sleeping thread wakes",
-    "every core": "OpenCL on every core",
-    "preparation": "preparing kernels and graphs",
-    "power": "looking for a power meter",
-    "other kernels": "norms, attention and the like",
-    "matmuls": "matrix multiplications",
-    "stage checks": "checking the sizes that are padded to",
-    "fitting": "fitting predictions",
-    **dict.fromkeys(STRETCHES, "both devices at once"),
-}
-
-
-class TimeBar(ProgressColumn):
-    """A bar that fills with the time that has passed of the budget, whatever is measured."""
-
-    def render(self, task: Task) -> ProgressBar:
-        """The bar now; pulsing where there is no budget."""
-        if not task.total:
-            return ProgressBar(total=None, pulse=True, width=24, animation_time=task.get_time())
-        return ProgressBar(
-            total=task.total, completed=min(task.elapsed or 0.0, task.total), width=24
-        )
-
-
-class TimeLeft(ProgressColumn):
-    """Minutes and seconds that are left of the budget."""
-
-    def render(self, task: Task) -> Text:
-        """As text."""
-        if not task.total:
-            return Text("")
-        left_s = task.total - (task.elapsed or 0.0)
-        if left_s <= 0:
-            return Text("longer than planned")
-        minutes, seconds = divmod(int(left_s), 60)
-        return Text(f"at most {minutes}:{seconds:02} left")
-
-
-@contextmanager
-def _progress(budget_s: float | None) -> Iterator[Callable[[Event], None]]:
-    """A bar on stderr with what is measured, how many matmuls, and the time that is left."""
-    columns = (TimeBar(), TimeLeft(), TextColumn("{task.description}", markup=False))
-    silent = not stderr.is_terminal
-    with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
-        shown = bar.add_task("opening devices", total=budget_s)
-
-        def show(event: Event) -> None:
-            count = f" {event.done}/{event.total}" if event.what == "matmuls" else ""
-            bar.update(shown, description=LABELS.get(event.what, event.what) + count)
-
-        yield show

@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-from hetero.backends.formats import WeightFormat
-from hetero.cli.options import ModelArgument, progress_bar
-from hetero.compiling.calibration import calibrated_together
+from hetero.cli.options import FormatChoice, ModelArgument, progress_bar
+from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.errors import UserError
-from hetero.models import open_model
-from hetero.models.calibration_record import DEFAULT_OUTLIERS, Calibration, OutlierChoice
-from hetero.models.quantized import check_destination
-from hetero.models.quantized import save as save_quantized
 from hetero.terminal import printable
 
 
@@ -22,8 +17,8 @@ def quantize_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
     weights: Annotated[
-        str, typer.Option("--weights", help="What to store; several: w8a8,w4a16.")
-    ] = WeightFormat.W4A16.value,
+        str, typer.Option("--weights", metavar="NAMES", help="What to store; several: w8a8,w4a16.")
+    ] = FormatChoice.W4A16.value,
     calibrate: Annotated[
         Path | None,
         typer.Option("--calibrate", help="A text like those of the model's use: 4 bits, w8a8."),
@@ -45,7 +40,14 @@ def quantize_command(
     ] = False,
 ) -> None:
     """Quantise MODEL once, into a directory that loads by memory mapping."""
-    first, *others = _stored(weights)
+    from hetero.backends.formats import WeightFormat
+    from hetero.cli.work.quantize import shadows, stored_formats
+    from hetero.compiling.calibration import calibrated_together
+    from hetero.models import open_model
+    from hetero.models.calibration_record import OutlierChoice
+    from hetero.models.quantized import check_destination, save
+
+    first, *others = stored_formats(weights)
     if outliers is not None:
         OutlierChoice.parse(outliers)
         if calibrate is None or first is not WeightFormat.W8A8:
@@ -64,40 +66,11 @@ def quantize_command(
                 [first, *others], *asked, advance, outliers=outliers or DEFAULT_OUTLIERS
             )
     with progress_bar("quantising") as advance:
-        save_quantized(
-            source, out, name=loaded.name, progress=advance, overwrite=overwrite, also=also
-        )
+        save(source, out, name=loaded.name, progress=advance, overwrite=overwrite, also=also)
     size = sum(path.stat().st_size for path in out.iterdir())
     stored = " and ".join([first, *others])
     print(f"{out}: {printable(loaded.name)} as {stored}, {size / 2**20:.1f} MiB")
     if source.calibration is not None:
-        print(_shadows(source.calibration))
+        print(shadows(source.calibration))
     for kind, error in loaded.weights.requantised().items():
         print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
-
-
-def _stored(asked: str) -> list[WeightFormat]:
-    """The formats of --weights, the one with static scales first. Raises `UserError`."""
-    names = [name.strip() for name in asked.split(",")]
-    if unknown := [name for name in names if name not in list(WeightFormat)]:
-        raise UserError(
-            f"--weights {unknown[0]!r} is not a format; choose one or two of "
-            f"{', '.join(WeightFormat)}"
-        )
-    found = sorted(map(WeightFormat, names), key=lambda x: not x.activations.static)
-    if len({x.storage for x in found}) < len(found):
-        raise UserError(
-            f"--weights {asked} names weights that are stored in one way twice; name each once"
-        )
-    return found
-
-
-def _shadows(found: Calibration) -> str:
-    """A line on what was done about outliers."""
-    worst = max(found.matmuls, key=lambda name: found.matmuls[name].error)
-    hot = sum(x.hot for x in found.matmuls.values())
-    return (
-        f"static scales from {found.tokens} tokens: {len(found.shadowed)} of {len(found.matmuls)} "
-        f"matmuls keep a shadow, {hot} hot channels; largest relative error of an output "
-        f"{found.matmuls[worst].error ** 0.5:.3f}, {worst} (measured)"
-    )

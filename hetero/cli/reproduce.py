@@ -10,8 +10,6 @@ import typer
 
 from hetero.cli.options import JsonOption, stderr
 from hetero.cli.tables import show_or_print
-from hetero.measuring.reproduction import reproduce
-from hetero.terminal.notices import tell
 
 
 def reproduce_command(
@@ -28,6 +26,9 @@ def reproduce_command(
     The chip is fitted to timings of single kernels alone (docs/snapdragon.md), nothing to these
     claims; every number is simulated.
     """
+    from hetero.measuring.reproduction import reproduce
+    from hetero.terminal.notices import tell
+
     with stderr.status("solving"):
         found = reproduce(profile)
     if report is not None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hetero.cli.options import (
+    AdaptOption,
     BudgetOption,
     CacheOption,
     ContextOption,
@@ -18,8 +19,16 @@ from hetero.cli.options import (
     GpuOption,
     ModelArgument,
     NpuOption,
+    OrderChoice,
+    OrderOption,
+    PlanOption,
     ProfileOption,
+    ShareOption,
+    StrategyOption,
+    SyncChoice,
+    SyncOption,
     WeightsOption,
+    parse_strategy,
 )
 from hetero.errors import UserError
 
@@ -45,6 +54,25 @@ DirectoryOption = Annotated[
 ]
 
 
+MemoryOption = Annotated[
+    str,
+    typer.Option("--context-memory", metavar="SIZE", help="For keys and values in memory."),
+]
+DiskOption = Annotated[
+    str, typer.Option("--context-disk", metavar="SIZE", help="For contexts on the disk.")
+]
+AliasOption = Annotated[
+    list[str] | None, typer.Option("--alias", help="Another name of MODEL; `*`: any.")
+]
+HostsOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow-host", help="Another name of this machine that clients may use."),
+]
+KeyOption = Annotated[
+    Path | None, typer.Option("--encryption-key", help="File of the key of the directory.")
+]
+
+
 def serve_command(
     model: ModelArgument,
     host: Annotated[str, typer.Option("--host", help="Address.")] = "127.0.0.1",
@@ -52,23 +80,12 @@ def serve_command(
     keys: Annotated[
         Path | None, typer.Option("--keys", help="Applications' keys (`hetero serve-key`).")
     ] = None,
-    alias: Annotated[
-        list[str] | None, typer.Option("--alias", help="Another name of MODEL; `*`: any.")
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option("--allow-host", help="Another name of this machine that clients may use."),
-    ] = None,
+    alias: AliasOption = None,
+    allow_host: HostsOption = None,
     directory: DirectoryOption = None,
-    context_memory: Annotated[
-        str, typer.Option("--context-memory", help="For keys and values kept in memory.")
-    ] = "256MiB",
-    context_disk: Annotated[
-        str, typer.Option("--context-disk", help="For contexts on the disk.")
-    ] = "4GiB",
-    encryption_key: Annotated[
-        Path | None, typer.Option("--encryption-key", help="File of the key of the directory.")
-    ] = None,
+    context_memory: MemoryOption = "256MiB",
+    context_disk: DiskOption = "4GiB",
+    encryption_key: KeyOption = None,
     contexts_per_app: Annotated[
         int, typer.Option("--contexts-per-app", min=1, help="Conversations that an app may have.")
     ] = 8,
@@ -86,9 +103,15 @@ def serve_command(
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     weights: WeightsOption = None,
+    plan: PlanOption = None,
     profile: ProfileOption = None,
+    strategy: StrategyOption = None,
     max_seq_len: ContextOption = None,
+    sync: SyncOption = SyncChoice.FAST,
+    max_gpu_share: ShareOption = 1.0,
     memory_budget: BudgetOption = None,
+    adapt: AdaptOption = True,
+    order: OrderOption = OrderChoice.BEST,
     kv: CacheOption = None,
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's and Anthropic's APIs, contexts that persist."""
@@ -110,9 +133,15 @@ def serve_command(
         "device": device.value,
         "gpu": gpu,
         "npu": npu,
+        "plan": None if plan is None else str(plan),
         "profile": profile,
+        "strategy": None if strategy is None else parse_strategy(strategy),
         "max_seq_len": max_seq_len,
+        "sync": sync.value,
+        "max_gpu_share": max_gpu_share,
         "memory_budget": memory_budget,
+        "adapt": adapt,
+        "order": order.value,
     }
     serve(
         host=host,

@@ -16,14 +16,20 @@ from hetero.terminal import printable
 
 def show(data: TableData, console: Console | None = None) -> None:
     """Print a table as wide as it has to be; where the console is narrower, its rows one below the
-    other, their cells named: words are not broken to fit columns.
+    other, their cells named: words are not broken to fit columns. What is no terminal has no width:
+    there it is Markdown.
     """
     console = console or Console()
+    if not console.is_terminal:
+        above = [line for line in (data.title, data.note) if line]
+        text = "\n".join(["", *above, "", markdown_table(data), ""])
+        console.file.write(printable(text))
+        return
     if data.title:
         console.print(shown(data.title), style="bold")
     if data.note:
         console.print(shown(data.note), style="dim")
-    if _width(data) > console.width:
+    if not fits(data, console):
         _fold(data, console)
         return
     table = Table(show_edge=True)
@@ -35,6 +41,11 @@ def show(data: TableData, console: Console | None = None) -> None:
         table.add_row(shown("" if again else first), *map(shown, others))
         before = first
     console.print(table)
+
+
+def say(text: str, console: Console) -> None:
+    """A line, wrapped in a terminal only."""
+    console.print(shown(text), soft_wrap=not console.is_terminal)
 
 
 def show_or_print(data: TableData, before: Iterable[str] = (), after: Iterable[str] = ()) -> None:
@@ -51,6 +62,11 @@ def show_or_print(data: TableData, before: Iterable[str] = (), after: Iterable[s
         console.print(shown(line))
 
 
+def fits(data: TableData, console: Console) -> bool:
+    """Whether a table is as wide as the console at most."""
+    return _width(data) <= console.width
+
+
 def _width(data: TableData) -> int:
     columns = zip(data.head, *data.rows, strict=True)
     return sum(max(map(cell_len, map(printable, cells))) + 3 for cells in columns) + 1
@@ -62,4 +78,4 @@ def _fold(data: TableData, console: Console) -> None:
         console.print(shown(" ".join(row[: data.lead])), style="cyan")
         cells = zip(data.head[data.lead :], row[data.lead :], strict=True)
         said = "; ".join(f"{name}: {cell}" for name, cell in cells if cell)
-        console.print(Padding(shown(said), (0, 0, 0, 4)))
+        console.print(Padding(shown(said), (0, 0, 0, 4), expand=False))

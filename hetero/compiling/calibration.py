@@ -22,11 +22,11 @@ from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.host.files import LONGEST_TEXT_BYTES
 from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack, pack_q4, padded
+from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.compiling.static_scales import NO_CHANNELS, Channels, StaticWeights, static_weights
 from hetero.compiling.walk import Progress, Site, walk
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
-from hetero.models.calibration_record import DEFAULT_OUTLIERS
 from hetero.models.fields import read_text
 from hetero.models.layout import block_matrices
 from hetero.models.packing import SourceTensor, pack_rows

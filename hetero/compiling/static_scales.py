@@ -33,11 +33,11 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.protocol import WeightValue
 from hetero.backends.reference.compute import static_codes
 from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.compiling.sketch import Sketch
 from hetero.compiling.walk import Progress, Site, walk
 from hetero.errors import UserError
 from hetero.models.calibration_record import (
-    DEFAULT_OUTLIERS,
     Calibration,
     MatMulCalibration,
     OutlierChoice,

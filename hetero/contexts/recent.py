@@ -21,7 +21,7 @@ from hetero.contexts.lanes import Lane
 from hetero.contexts.service import App, AppContext
 from hetero.contexts.working_set import Held, Switch
 from hetero.errors import UserError
-from hetero.generation.loop import GenerationResult, Piece
+from hetero.generation.loop import GenerationResult, Later, Piece
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str = "",
         **options: Any,
-    ) -> Iterator[Piece | None]:
+    ) -> Iterator[Piece | Later | None]:
         """Pieces of the answer to a whole text, which text `at` becomes; None for a step that gave
         none. Texts of another `salt` are not used. With `echo` and `logprobs` nothing is: every
         token is computed.
@@ -87,7 +87,7 @@ class RecentTexts:
                 yield from lane.working.answering(text.held, tokens, run)
                 lane.working.tick()
                 lane.working.leave(text.held, RAW)
-                lane.working.swap_out(text.held)
+                lane.working.swap_out(text.held, durable=False)  # gone with the process
             results += ended
 
     @contextmanager
@@ -157,7 +157,7 @@ class RecentTexts:
         options: dict[str, Any],
         ended: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | None]:
+    ) -> Iterator[Piece | Later | None]:
         text.switch = switch
         yield from self.app.service._steps(lane, tokens, options, ended)
 

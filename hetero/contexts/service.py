@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,7 @@ from hetero.contexts.unbound import UnboundApps
 from hetero.contexts.working_set import CallTimes, Held, Switch, WorkingSet
 from hetero.errors import QuotaError, UserError
 from hetero.generation.llm import LLM
-from hetero.generation.loop import GenerationResult, Piece, decode_together
+from hetero.generation.loop import GenerationResult, Later, Piece, decode_together
 from hetero.placement.planning import parse_size
 from hetero.runtime.usage import Work, total
 
@@ -192,11 +192,12 @@ class Service:
         """Whether another stream of this thread can begin."""
         return self._lanes.room()
 
-    def decode_together(self) -> None:
+    def decode_together(self, beside: Callable[[], object] = lambda: None) -> None:
         """Compute the next token of all streams at work, in as few steps of the devices as can be;
-        reading on gives what came of it.
+        reading on gives what came of it. `beside` is called once meanwhile: it may read on where
+        the last thing that a stream gave is `LATER`.
         """
-        decode_together(self.llm.engine, self._lanes.answers())
+        decode_together(self.llm.engine, self._lanes.answers(), beside)
 
     def warm(self) -> None:
         """Make what streams that are at work together need, so that none of them waits for it."""
@@ -246,13 +247,18 @@ class Service:
         tokens: Sequence[int],
         options: dict[str, Any],
         results: list[GenerationResult],
-    ) -> Iterator[Piece | None]:
-        """Pieces of the answer to a whole text on a lane, step by step."""
+    ) -> Iterator[Piece | Later | None]:
+        """Pieces of the answer to a whole text on a lane, step by step. With the option `ahead`
+        there may be a `LATER` before a piece, but not before the first.
+        """
         options = options | {"context": lane.active, "reuse": True}
+        ahead, begun = options.pop("ahead", False), False
         with self.llm.stream(tokens, **options) as answer:
             lane.answer = answer
             while not answer.finished:
-                yield answer.step()
+                piece = answer.advance() if ahead and begun else answer.step()
+                begun = begun or piece is not None
+                yield piece
                 self._turn.check()
         results.append(answer.result())
 
@@ -431,11 +437,12 @@ class AppContext:
 
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
         """Pieces of the answer. One that is not read to its end is not part of the context."""
-        return (piece for piece in self._answer(prompt, options, []) if piece is not None)
+        found = self._answer(prompt, options, [])
+        return (piece for piece in found if isinstance(piece, Piece))
 
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
-    ) -> Iterator[Piece | None]:
+    ) -> Iterator[Piece | Later | None]:
         """Pieces of the answer to a whole text, which takes the place of the context's own; what
         they share at the beginning is kept. None for a step of the devices that gave none. The
         result is added to `results` when all is on the disk. Options are those of `LLM.stream`.
@@ -490,7 +497,7 @@ class AppContext:
 
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
-    ) -> Iterator[Piece | None]:
+    ) -> Iterator[Piece | Later | None]:
         for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
@@ -522,7 +529,7 @@ class AppContext:
         options: dict[str, Any],
         results: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | None]:
+    ) -> Iterator[Piece | Later | None]:
         self.last_switch = switch
         options = {"chat": self._log.text.chat} | options
         yield from self.app.service._steps(lane, whole, options, results)

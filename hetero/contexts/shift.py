@@ -19,7 +19,6 @@ from hetero.backends.rope import inverse_frequencies
 from hetero.contexts.kv_cache import KvCache
 
 Array = npt.NDArray[Any]
-SINKS: Final = 4  # first tokens that stay, as in StreamingLLM
 MOVED_TOGETHER: Final = 1024  # tokens: bounds the copies
 
 

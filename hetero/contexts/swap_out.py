@@ -37,10 +37,13 @@ def stalled(what: str, wait_s: float) -> UserError:
 
 @dataclass
 class Job:
-    """Chunks of one text that lie in a cache and nowhere else, in order."""
+    """Chunks of one text that lie in a cache and nowhere else, in order. What is to outlive a crash
+    of the system is `durable`: that takes most of the time.
+    """
 
     chunks: Sequence[Chunk]
     cache: KvCache
+    durable: bool = True
     encoded: threading.Event = field(default_factory=threading.Event)
 
 
@@ -140,7 +143,7 @@ class SwapOut:
             self._memory.free(sum(sizes))
             for chunk in job.chunks:
                 self._steps += 1
-                codes = self._encoded(chunk, job.cache, batch)
+                codes = self._encoded(chunk, job, batch)
                 if codes is not None:
                     if self.when == "ahead":
                         with self._memory.lock:
@@ -148,14 +151,14 @@ class SwapOut:
                             batch.append(chunk)
                     self._memory.keep(chunk, codes)
             job.encoded.set()
-            self._write(batch)
+            self._write(batch, durable=job.durable)
         finally:
             self._unpin(batch)
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
         """Chunks that are about to leave the memory, under its lock."""
         for app in {chunk.app for chunk in chunks}:
-            self._put([chunk for chunk in chunks if chunk.app == app])
+            self._put([chunk for chunk in chunks if chunk.app == app], durable=False)
 
     def _unpin(self, batch: list[Chunk]) -> None:
         with self._memory.lock:
@@ -163,7 +166,7 @@ class SwapOut:
                 chunk.pins -= 1
         batch.clear()
 
-    def _encoded(self, chunk: Chunk, cache: KvCache, batch: list[Chunk]) -> Codes | None:
+    def _encoded(self, chunk: Chunk, job: Job, batch: list[Chunk]) -> Codes | None:
         """Codes whose bytes are claimed; None where there is no room, or they are not needed."""
         with self._memory.lock:
             if not chunk.refs or chunk.kept:
@@ -171,11 +174,11 @@ class SwapOut:
             bits = chunk.bits if chunk.full else RAW
         room = self._codec.nbytes(len(chunk.tokens), max(bits, 8))
         if not self._memory.claim(room):
-            self._write(batch)  # which may leave after that
+            self._write(batch, durable=job.durable)  # which may leave after that
             if not self._memory.claim(room):
                 return None
         try:
-            codes = self._codec.encode_cached(cache, chunk.start, chunk.stop, bits)
+            codes = self._codec.encode_cached(job.cache, chunk.start, chunk.stop, bits)
         except CodecError:  # text alone can stand for it
             self._memory.budget.give(room)
             return None
@@ -189,16 +192,16 @@ class SwapOut:
     def _free(self) -> int:
         return self._disk.free
 
-    def _write(self, batch: list[Chunk]) -> None:
+    def _write(self, batch: list[Chunk], *, durable: bool) -> None:
         """To the disk, where that can be done; what cannot is in memory alone, and goes on so."""
         if batch:
             app = batch[0].app
-            self._put(batch)
+            self._put(batch, durable=durable)
             self._steps += 1
             compact(self._files(app), self._memory, app)
         self._unpin(batch)
 
-    def _put(self, batch: Sequence[Chunk]) -> None:
+    def _put(self, batch: Sequence[Chunk], *, durable: bool) -> None:
         """Write the chunks of an app in one file."""
         with self._memory.lock:
             entries = [(c, c.codes) for c in batch if c.refs and c.codes is not None]
@@ -209,7 +212,7 @@ class SwapOut:
         wanted, others = files.nbytes(pairs), self._unbound
         make_room(wanted, self._memory, self._files, self._free, keep, others)
         try:
-            places = files.write(pairs, durable=self.when == "ahead")
+            places = files.write(pairs, durable=durable)
         except OSError as error:
             self.faults.append(str(error))
             return

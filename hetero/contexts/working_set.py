@@ -240,15 +240,16 @@ class WorkingSet:
         self.release(before)
         return held.chunks
 
-    def swap_out(self, held: Held) -> None:
+    def swap_out(self, held: Held, *, durable: bool = True) -> None:
         """Encode and write, behind the caller's back, what lies in the active cache alone. Chunks
         of which a part came from codes, whose own are gone, stay text: they are computed again.
+        `durable`: they are wanted after a crash, too.
         """
         lossy = self._lossy
         with self._memory.lock:
             fresh = [c for c in held.chunks if not c.kept and not lossy[c.start : c.stop].any()]
         if fresh:
-            self._swap.submit(Job(fresh, self._active.cache))
+            self._swap.submit(Job(fresh, self._active.cache, durable))
 
     def release(self, chunks: Sequence[Chunk]) -> None:
         """Give references up, and what nobody else refers to: in memory and on the disk."""

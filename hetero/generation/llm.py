@@ -46,7 +46,8 @@ from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import STEP_TOKENS, NamedStrategy
+from hetero.solver.names import NamedStrategy
+from hetero.solver.plan import STEP_TOKENS
 
 DEFAULT_CONTEXT = 4096
 
@@ -170,12 +171,14 @@ class LLM:
     @property
     def _purpose(self) -> str:
         """What kernels are prepared for, at every start that asks for the same: all that decides
-        which ones, and how they are chained, for what is foreseen is not tried again.
+        which ones, and how they are chained, for what is foreseen is not tried again. No length
+        of context, and nothing that `auto` compared.
         """
         names = [self.devices.name(kind) for kind in KINDS]
         model = (self._loaded.fingerprint, str(self._loaded.weights.weight_format))
-        caches = (str(self.kv), self.max_seq_len, self._whole_caches)
-        return repr((*model, *caches, names, self.choice.reason))
+        plan = self.choice.plan
+        how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
+        return repr((*model, str(self.kv), self._whole_caches, names, self.choice.mode, how))
 
     def _make_engine(
         self, spec: ModelGraph, *, adapt: bool, **options: Any

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeAlias
+from typing import Final, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -77,6 +77,13 @@ class Piece:
     token: int
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
+
+
+class Later:
+    """Stands for a piece that the next step gives: see `Generation.advance`."""
+
+
+LATER: Final = Later()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +206,7 @@ class Generation(Iterator[Piece]):
         self._lookup: LookupDecoder | None = None
         self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
         self._next: int | None = None  # the token that was chosen last
+        self._untold: int | None = None  # the same, while no piece was made of it
         self._given: Logits | None = None  # those behind it
         self._decode_steps = 0
         self._shifted = 0  # tokens that the context forgot
@@ -237,15 +245,22 @@ class Generation(Iterator[Piece]):
         """Run the devices once: a call of the prompt, or for the next token. None while the prompt
         is read. Raises `ValueError` if it is finished, else what the engine does.
         """
+        found = self.advance()
+        return self.step() if isinstance(found, Later) else found
+
+    def advance(self) -> Piece | Later | None:
+        """As `step`, but `LATER` where the answer goes on whatever the piece says: the next call
+        gives it, and runs no device. So another step can begin before it is made and told.
+        """
         if self.finished:
             raise ValueError("this answer is finished: ask for its result")
-        self.context.reader = threading.get_ident()
         try:
-            with self._engine.lock:
-                token = self._prompt_step() if self._next is None else self._decode_step()
-            if token is None:
-                return None
-            piece = self._take(token)
+            if self._untold is None:
+                if not self._run():
+                    return None
+                if self._reason is None and not self._asked.stop:
+                    return LATER
+            piece = self._piece()
         except BaseException:
             self.close()
             raise
@@ -254,6 +269,25 @@ class Generation(Iterator[Piece]):
             if not self._keeps:
                 self.close()
         return piece
+
+    def _run(self) -> bool:
+        """Run the devices once; whether a token was chosen."""
+        self.context.reader = threading.get_ident()
+        with self._engine.lock:
+            token = self._prompt_step() if self._next is None else self._decode_step()
+        if token is None:
+            return False
+        self._next = self._untold = token
+        if token in self._end:
+            self._reason = "stop"
+            return True
+        self._tokens.append(token)
+        self._seen.append(token)
+        if len(self._tokens) >= self._asked.max_tokens:
+            self._reason = "length"
+        elif len(self._seen) >= self._engine.max_seq_len and not self._asked.context_shift:
+            self._reason = "context"
+        return True
 
     @property
     def wanted(self) -> int | None:
@@ -415,21 +449,13 @@ class Generation(Iterator[Piece]):
             self._logprobs.append(token_logprob(logits, token, self._asked.logprobs))
         return token
 
-    def _take(self, token: int) -> Piece:
-        """Account for a chosen token; decide whether it ends the answer."""
-        self._next = token
-        if token in self._end:
-            text, self._reason = self._decoder.finish(), "stop"
-        else:
-            self._tokens.append(token)
-            self._seen.append(token)
-            text = self._decoder.push(token)
-            if len(self._tokens) >= self._asked.max_tokens:
-                self._reason = "length"
-            elif len(self._seen) >= self._engine.max_seq_len and not self._asked.context_shift:
-                self._reason = "context"
-            if self._reason is not None:
-                text += self._decoder.finish()
+    def _piece(self) -> Piece:
+        """What the token that was chosen last says."""
+        token, self._untold = self._untold, None
+        assert token is not None
+        text = "" if token in self._end else self._decoder.push(token)
+        if self._reason is not None:
+            text += self._decoder.finish()
         shown = self._filter.push(text)
         if self._filter.stopped:
             self._reason = "stop"
@@ -445,6 +471,8 @@ class Generation(Iterator[Piece]):
         """
         if self._work is not None:
             return
+        if self._untold is not None:
+            self._piece()
         self._work = self.context.work.since(self._before)
         if self._lookup is not None:
             self._lookup.close()
@@ -480,26 +508,47 @@ class Generation(Iterator[Piece]):
         )
 
 
-def decode_together(engine: Engine, answers: Sequence[Generation]) -> None:
+class _Once:
+    """Calls something the first time that it is called."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
+
+    def __call__(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+
+def decode_together(
+    engine: Engine, answers: Sequence[Generation], beside: Callable[[], object] = lambda: None
+) -> None:
     """Compute what the next step of each answer wants, several in one step of the devices. Answers
     that are left out (their prompt is being read, they are one too many, or it failed) compute it
     themselves, and raise what there is to be raised.
+
+    `beside` is called once: while the devices are at work, where they are. It runs no step.
     """
-    waiting = [answer for answer in answers if answer.wanted is not None]
+    once = _Once(beside)
+    wanted = ((answer, answer.wanted) for answer in answers)
+    waiting = [(answer, token) for answer, token in wanted if token is not None]
     count = -(-len(waiting) // engine.most_rows)
     for first in range(count):
         part = waiting[first::count]
-        rows = [(x.context, x.wanted) for x in part if x.wanted is not None]
-        if len(rows) < 2:
-            continue
+        rows = [(answer.context, token) for answer, token in part]
+        found: Sequence[Logits | None] = ()
         try:
             with engine.lock:
-                found = engine.decode_rows(rows)
+                if len(rows) > 1:
+                    found = engine.decode_rows(rows, once)
+                elif count == 1:  # a view, which the next step overwrites
+                    found = [engine.decode(*rows[0], once)]
         except (DeviceError, UserError):  # which of them it is for, each will learn
             continue
-        for answer, logits in zip(part, found, strict=True):
+        for (answer, _), logits in zip(part, found, strict=bool(found)):
             if logits is not None:
                 answer.give(logits)
+    once()
 
 
 @dataclass

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from hetero.arguments import check_count, check_stop
+from hetero.contexts.constants import SINKS
 from hetero.contexts.context import Context
-from hetero.contexts.shift import SINKS
 from hetero.errors import UserError
+from hetero.generation.constants import DEFAULT_MAX_TOKENS
 from hetero.generation.sampling import Constraint, SamplingParams
-
-DEFAULT_MAX_TOKENS = 256
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from hetero.errors import UserError
 
 Logits = npt.NDArray[np.float32]
 LARGEST_BIAS = 1e4
+SMALLEST_SHARE: Final = 1e-12  # of the likeliest token's probability, that it is worth to look for
 LARGEST_FACTOR = 1e30  # of a temperature, and its inverse: the arithmetic stays finite
 
 
@@ -145,6 +146,9 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self._random = np.random.default_rng(params.seed)
+        self._biased = np.fromiter(params.logit_bias, dtype=np.int64)
+        others = replace(params, logit_bias={}, seed=None)
+        self._only_biased = bool(params.logit_bias) and others == SamplingParams()
 
     def choose(
         self,
@@ -159,16 +163,35 @@ class Sampler:
         the other penalties; only tokens of `allowed` [vocab] are chosen. Ties go to the lowest id.
         Raises `ValueError` if a logit is not a number, which the engine would have found before.
         """
+        if self._only_biased and allowed is None:
+            return self._likeliest(logits)
         scores = self._penalised(logits, context, generated)
         if allowed is not None:
             scores = np.where(allowed, scores, -np.inf)
-        best = int(np.argmax(scores))
-        if not np.isfinite(scores[best]):
-            raise ValueError("the model's logits are not finite: its weights or kernels are broken")
+        best = int(scores.argmax())
+        if not math.isfinite(scores[best]):
+            raise _not_finite()
         if self.params.temperature == 0:
             return best
-        ids, probabilities = self._distribution(scores)
-        return int(self._random.choice(ids, p=probabilities))
+        ids, weights = self._distribution(scores, float(scores[best]))
+        sums = weights.cumsum()
+        at = int(sums.searchsorted(self._random.random() * sums[-1], side="right"))
+        at = min(at, len(sums) - 1)  # the product may be rounded up to the last sum
+        return at if ids is None else int(ids[at])
+
+    def _likeliest(self, logits: Logits) -> int:
+        """As `choose`, where nothing but a bias of some ids is asked for."""
+        others = logits.copy()
+        others[self._biased] = -np.inf
+        best = int(others.argmax())
+        score = float(others[best])
+        for token, bias in self.params.logit_bias.items():
+            own = float(logits[token]) + bias
+            if own > score or (own == score and token < best):
+                best, score = token, own
+        if not math.isfinite(score):
+            raise _not_finite()
+        return best
 
     def _penalised(
         self, logits: Logits, context: Sequence[int], generated: Sequence[int]
@@ -193,24 +216,50 @@ class Sampler:
         return scores
 
     def _distribution(
-        self, scores: npt.NDArray[np.floating[Any]]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Token ids, most likely first, and their probabilities after all filters."""
+        self, scores: npt.NDArray[np.floating[Any]], most: float
+    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
+        """Token ids that are left after all filters, most likely first, and their weights, in
+        proportion to their probabilities. Without filters that is all of them as they are, and
+        None for their ids: nobody sorts a vocabulary to draw one token.
+        """
         params = self.params
-        wide = scores.astype(np.float64) / params.temperature
+        wide = scores.astype(np.float64)
+        wide -= most
+        wide /= params.temperature
+        weights = np.exp(wide)
         keep = min(params.top_k or len(wide), len(wide))
-        cut = keep < len(wide)
-        ids = np.argpartition(-wide, keep - 1)[:keep] if cut else np.arange(len(wide))
+        if keep == len(wide) and params.top_p == 1 and not params.min_p:
+            return None, weights
+        if keep < len(wide):
+            ids = np.argpartition(-wide, keep - 1)[:keep]
+            total = float(weights[ids].sum())
+        else:
+            total = float(weights.sum())
+            ids = np.flatnonzero(weights >= self._least(weights, total))
         ids = ids[np.lexsort((ids, -wide[ids]))]
-        probabilities = np.exp(wide[ids] - wide[ids[0]])
-        probabilities /= probabilities.sum()
+        weights = weights[ids]
         if params.top_p < 1:
-            count = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
-            ids, probabilities = ids[:count], probabilities[:count]
+            count = int(np.searchsorted(np.cumsum(weights / total), params.top_p)) + 1
+            ids, weights = ids[:count], weights[:count]
         if params.min_p > 0:
-            likely = probabilities >= params.min_p * probabilities[0]
-            ids, probabilities = ids[likely], probabilities[likely]
-        return ids, probabilities / probabilities.sum()
+            likely = weights >= params.min_p * weights[0]
+            ids, weights = ids[likely], weights[likely]
+        return ids, weights
+
+    def _least(self, weights: npt.NDArray[np.float64], total: float) -> float:
+        """A weight below which no token is left by the filters, the likeliest one's being 1."""
+        least, wanted = self.params.min_p, self.params.top_p * total
+        if self.params.top_p < 1:
+            share = 1 / 16
+            while share > SMALLEST_SHARE and share > least:
+                if weights[weights >= share].sum() > wanted * (1 + 1e-9):
+                    return share
+                share /= 16
+        return least
+
+
+def _not_finite() -> ValueError:
+    return ValueError("the model's logits are not finite: its weights or kernels are broken")
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
@@ -224,7 +273,9 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 def token_logprob(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
     """Log-probability of a token and of the `alternatives` likeliest, from logits [vocab]."""
     logs = log_softmax(logits)
-    count = min(alternatives, len(logs))
-    best = np.argsort(-logs, kind="stable")[:count]
+    best = np.empty(0, np.int64)
+    if count := min(alternatives, len(logs)):
+        best = np.flatnonzero(logs >= np.partition(logs, -count)[-count])  # and who equals the last
+        best = best[np.argsort(-logs[best], kind="stable")[:count]]
     top = tuple((int(i), float(logs[i])) for i in best)
     return TokenLogprob(token=token, logprob=float(logs[token]), top=top)

@@ -22,8 +22,9 @@ from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.placement.device_set import DeviceMode
 from hetero.profiler.tables import TableData
+from hetero.runtime.schedule import Order
 from hetero.runtime.waits import SyncMethod
-from hetero.solver.plan import NamedStrategy
+from hetero.solver.names import NamedStrategy
 
 WARMUP_DECODE_TOKENS = 2
 
@@ -115,7 +116,8 @@ class BenchOptions:
     """What to measure: prompt and decode lengths in tokens, rounds, contenders side by side.
 
     Every device runs with every way of synchronising; strategies are for `hetero`, in place of its
-    own plan. `profile` is what strategies are planned with.
+    own plan. `profile` is what strategies are planned with; `plan` and the others are those of
+    `LLM`, for all contenders.
     """
 
     prompt_tokens: int = 256
@@ -129,6 +131,12 @@ class BenchOptions:
     npu: str = "auto"
     weights: str | None = None
     kv: str | None = None
+    plan: str | None = None
+    max_gpu_share: float = 1.0
+    memory_budget: str | None = None
+    adapt: bool = True
+    order: Order = "best"
+    whole_caches: bool = False
 
 
 class Contender(NamedTuple):
@@ -253,6 +261,12 @@ def _open(model: str, who: Contender, options: BenchOptions) -> LLM:
         strategy=who.strategy,
         profile=options.profile,
         kv=options.kv,
+        plan=options.plan,
+        max_gpu_share=options.max_gpu_share,
+        memory_budget=options.memory_budget,
+        adapt=options.adapt,
+        order=options.order,
+        whole_caches=options.whole_caches,
         prompt_lengths=(options.prompt_tokens,),
     )
 

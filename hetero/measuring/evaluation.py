@@ -21,10 +21,10 @@ import numpy.typing as npt
 from hetero.backends.host.files import LONGEST_TEXT_BYTES, read_text
 from hetero.errors import UserError
 from hetero.generation.sampling import log_softmax
+from hetero.measuring.constants import LEAST_TOKENS
 from hetero.models import LoadedModel
 
 DEFAULT_WINDOW = 512
-LEAST_TOKENS = 32  # of fewer, the interval of any score is wider than what one wants to know
 Z95 = 1.959963984540054
 Progress = Callable[[int, int], None]
 Float64Array = npt.NDArray[np.float64]

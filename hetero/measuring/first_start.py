@@ -186,7 +186,11 @@ class FirstStart(Record):
             found = cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError):
             return None
-        return found if found.check == found._hash() else None
+        if found.check != found._hash():
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # when it was last used
+        return found
 
     def _hash(self) -> str:
         return _hash(self.model_dump_json(exclude={"check"}))

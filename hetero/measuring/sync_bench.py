@@ -28,13 +28,13 @@ from hetero.backends.protocol import BoundCall, Completion, Device
 from hetero.backends.weights import pack
 from hetero.errors import UserError
 from hetero.measuring.benchmark import environment
+from hetero.measuring.constants import MOST_ROUNDS
 from hetero.placement.device_set import open_devices
 from hetero.profiler.sync import measure_sleep
 from hetero.profiler.tables import TableData
 from hetero.runtime.waits import Site, Synchroniser, SyncMethod
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
-MOST_ROUNDS: Final = 2000
 ROWS, FEATURES = 64, 1024
 
 

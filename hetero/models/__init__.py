@@ -331,9 +331,10 @@ def _path(model: str, *, shapes: bool = False) -> Path:
     if (named := hub.hub_name(model)) is not None:
         return hub.fetch(named)
     kind = "file" if path.suffix.lower() == ".gguf" else "directory"
+    last = f"one of {', '.join(random_models.KNOWN_MODELS)}" if shapes else "random:NAME"
     raise ModelError(
         f"{model!r}: there is no such {kind}; {_hint(model, shapes)}MODEL is a Hugging Face "
-        "directory, a .gguf file, OWNER/NAME of the hub, demo, or random:NAME"
+        f"directory, a .gguf file, OWNER/NAME of the hub, demo, or {last}"
     )
 
 

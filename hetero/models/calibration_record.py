@@ -12,7 +12,6 @@ from hetero.errors import UserError
 from hetero.models.config import ModelConfig
 from hetero.models.layout import block_matrices
 
-DEFAULT_OUTLIERS = "15%"
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.host.files import hold
 from hetero.backends.host.mapped import bring
 from hetero.errors import ModelError
 
@@ -49,16 +50,19 @@ class TensorEntry:
 class SafetensorsFile:
     """A checked and memory-mapped safetensors file. Raises `ModelError` for a malformed one.
 
-    The mapping lives as long as an array of it does; there is nothing to close.
+    The mapping lives as long as an array of it does; there is nothing to close. While it does, a
+    file that is `held` shows as one that is in use (`hetero.backends.host.files.is_held`).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, held: bool = False) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 self.nbytes = file.seek(0, 2)
                 file.seek(0)
                 header = _read_header(path, file, self.nbytes)
+                if held:
+                    hold(file.fileno())
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelError(

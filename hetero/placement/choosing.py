@@ -23,8 +23,9 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.names import NamedStrategy
 from hetero.solver.placement import Placement
-from hetero.solver.plan import STEP_TOKENS, NamedStrategy
+from hetero.solver.plan import STEP_TOKENS
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration

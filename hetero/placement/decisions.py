@@ -75,12 +75,21 @@ def kept(key: str) -> Decision | None:
 
 def keep(key: str, decision: Decision) -> None:
     """Keep it, where the cache can be written."""
-    content = _content(key, decision)
+    content = _content(key, decision) | {"code": code_stamp()}
     with contextlib.suppress(OSError):  # the next start decides again
         folder().mkdir(parents=True, exist_ok=True)
         text = json.dumps({**content, "check": _check(content)}, indent=1)
         atomic_write(folder() / f"{key[:40]}.json", text + "\n", durable=False)
         _keep_newest()
+
+
+def is_reachable(path: Path) -> bool:
+    """Whether this state of the code would still find a decision: another's has another key."""
+    try:
+        content = json.loads(path.read_bytes())
+        return bool(content["code"] == code_stamp())
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return False
 
 
 @cache
@@ -117,6 +126,7 @@ def _read(data: bytes, key: str) -> Decision | None:
         return None
     if content.pop("key", None) != key or content.get("mode") not in get_args(DeviceKind):
         return None
+    content.pop("code", None)
     content["notes"] = tuple(content["notes"])
     return Decision(**content)
 

@@ -223,9 +223,19 @@ def load_either(path: str) -> ExecutionPlan | DeviceProfile:
     """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
     if path in files.shipped_names() and not Path(path).exists():
         return DeviceProfile.load(path)
+    if not Path(path).exists():
+        raise UserError(
+            f"{path}: there is no such file, and no shipped profile of this name: those are "
+            f"{', '.join(files.shipped_names())}"
+        )
     text, document = files.read_profile(path), None
     with contextlib.suppress(ValueError, RecursionError):  # what is wrong is said below
         document = json.loads(text)
     if isinstance(document, dict) and "ops" in document:
         return ExecutionPlan.parse(text, path)
+    if isinstance(document, dict) and "schema_version" not in document:
+        raise UserError(
+            f"{path} is neither a profile nor a plan: give what `hetero profile`, or "
+            "`hetero plan --out`, wrote"
+        )
     return DeviceProfile.parse(text, path)

@@ -24,16 +24,16 @@ POISON: Final = -1e30
 
 def chains_are_right(
     steps: Sequence[Step],
-    context: Context,
+    contexts: Sequence[Context],
     pool: ActivationPool,
     devices: Devices,
     executor: Executor,
     config: ModelConfig,
     max_seq_len: int,
 ) -> bool:
-    """Run those of a context's steps that have chains both ways on a token behind its text, and
-    compare their logits bit by bit; where they differ, the next start does so again. A failure is
-    that of the next step, too, which tells it.
+    """Run those steps of a context, or of as many as they have rows, that have chains both ways on
+    a token behind its text, and compare their logits bit by bit; where they differ, the next start
+    does so again. A failure is that of the next step, too, which tells it.
 
     What they write lies behind the text, where the next step writes again. False where a full
     context has no room for it, or another thread still writes.
@@ -47,10 +47,11 @@ def chains_are_right(
             pairs.append((step, ran))
     if not pairs:
         return True
-    if context.gate is not None or context.cached >= max_seq_len:
+    if any(x.gate is not None or x.cached >= max_seq_len for x in contexts):
         return False
     token = config.vocab_size // 2  # the first ones may stand for nothing: zeros are always right
-    pool.feed((token,), context.cached, base=context.cache.base)
+    positions, bases = [x.cached for x in contexts], [x.cache.base for x in contexts]
+    pool.feed_rows([token] * len(contexts), positions, bases)
     with suppress(DeviceError):
         if all(_logits(a, executor) == _logits(b, executor) for a, b in pairs):
             return True

@@ -6,18 +6,16 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
-from hetero.backends.host.affinity import pinned
-from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
 from hetero.contexts.context import Context
@@ -32,8 +30,9 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.attention_tap import rows_of
 from hetero.runtime.chain_proof import chained, chains_are_right
-from hetero.runtime.executor import Executor
-from hetero.runtime.finite import all_finite, first_not_finite, norms_finite
+from hetero.runtime.control import ControlThread
+from hetero.runtime.executor import Beside, Executor, nothing
+from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, not_finite
 from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chunks, rounded
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
@@ -54,6 +53,7 @@ from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Form, Phase
 
+Logits: TypeAlias = npt.NDArray[np.float32]
 STEPS_KEPT = 40
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 # Lowered when a model is opened at first, so that no kernel is compiled while a prompt waits.
@@ -150,7 +150,7 @@ class Engine:
         self.trace: Trace | None = None
         self.executor = Executor()
         self._weights = weights
-        self._control_core = control_core
+        self.control = ControlThread(control_core)
         self._sync: SyncMethod = sync
         self._deadline_s = deadline_s
         self._memory_budget_bytes = memory_budget_bytes
@@ -188,7 +188,7 @@ class Engine:
         self.pool.map_to(self.devices.values())
         self.contexts.provide(layout, owner.allocate, self._admit)
         self._set_timing(False)
-        with self._control():
+        with self.control.held():
             self.synchroniser = Synchroniser(
                 self.devices,
                 self._sync,
@@ -243,10 +243,16 @@ class Engine:
         """The first time: launch what no context has launched yet, which may compile it."""
         if not self._warmed:
             self._warmed = True
-            steps = [self.step(context, phase, m) for phase, m in self._warm_steps()]
-            given = (self.pool, self.devices, self.executor, self.config, self.max_seq_len)
-            with self._control():
-                self._chains = chains_are_right(steps, context, *given)
+            self._chains = True
+            self._prove(
+                [self.step(context, phase, m) for phase, m in self._warm_steps()], [context]
+            )
+
+    def _prove(self, steps: Sequence[Step], contexts: Sequence[Context]) -> None:
+        """Make the steps' chains, and see that they are right, or do without any."""
+        given = (self.pool, self.devices, self.executor, self.config, self.max_seq_len)
+        with self.control.held():
+            self._chains = self._chains and chains_are_right(steps, contexts, *given)
 
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
@@ -270,15 +276,13 @@ class Engine:
         able = {kind: device.capabilities for kind, device in self.devices.items()}
         self.forms = Forms(self.placement, self._launch_costs, self.order, able, window=self.window)
 
-    def prefill(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    def prefill(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
         *_, logits = self.prefill_calls(context, tokens)
         assert logits is not None
         return logits
 
-    def prefill_calls(
-        self, context: Context, tokens: Sequence[int]
-    ) -> Iterator[npt.NDArray[np.float32] | None]:
+    def prefill_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[Logits | None]:
         """As `prefill`, one step for each item; the last item is the logits.
 
         Steps of other contexts may run between two items.
@@ -287,10 +291,10 @@ class Engine:
         for step, is_last in self._prompt_calls(context, tokens):
             yield self._last_logits(context, step) if is_last else None
 
-    def decode(self, context: Context, token: int) -> npt.NDArray[np.float32]:
-        """Append one token to a context; logits [vocab] after it."""
+    def decode(self, context: Context, token: int, beside: Beside = nothing) -> Logits:
+        """Append one token to a context; logits [vocab] after it. `beside`: see `Executor.run`."""
         self.check(context, (token,))
-        step = self._run(context, "decode", (token,), 1)
+        step = self._run(context, "decode", (token,), 1, beside=beside)
         return self._last_logits(context, step)
 
     @property
@@ -299,8 +303,8 @@ class Engine:
         return min(LONGEST_VERIFIED, self.placement.longest) if self.placement.joins else 1
 
     def decode_rows(
-        self, rows: Sequence[tuple[Context, int]]
-    ) -> list[npt.NDArray[np.float32] | None]:
+        self, rows: Sequence[tuple[Context, int]], beside: Beside = nothing
+    ) -> list[Logits | None]:
         """Append a token to each of 2 to `most_rows` contexts in one step; copies of the logits
         [vocab] after each. None, and the context as it was, where the values are not finite or a
         device that failed leaves nothing that can do this: `decode` it alone.
@@ -314,17 +318,17 @@ class Engine:
         if any(context.gate is not None and not context.gate.done for context in contexts):
             return [None] * len(rows)
         try:
-            step = self._attempt_rows(contexts, tokens)
+            step = self._attempt_rows(contexts, tokens, beside)
         except DeviceError as error:
             self._drop(error)
             if len(rows) > self.most_rows:
                 return [None] * len(rows)
-            step = self._attempt_rows(contexts, tokens)
+            step = self._attempt_rows(contexts, tokens, beside)
         logits = self._logits(step, len(rows)).copy()
         made_of = self.pool[self.nodes[-1].slots["x"]].array
         told = self._static and self._sync != "copy"  # as `_sound`
         whole = all_finite(logits) and not told  # one look for all rows, mostly
-        found: list[npt.NDArray[np.float32] | None] = []
+        found: list[Logits | None] = []
         for row, (context, token) in enumerate(rows):
             sound = whole or (
                 all_finite(logits[row]) and not (told and not all_finite(made_of[row]))
@@ -335,15 +339,14 @@ class Engine:
         return found
 
     def warm_rows(self, contexts: Sequence[Context]) -> None:
-        """Lower the steps that decode up to so many contexts together, and compile what they need,
-        so that no answer waits for that.
-        """
+        """Lower and compile what decodes up to so many contexts, so that no answer waits for it."""
         for m in range(2, min(len(contexts), self.most_rows) + 1):
             step = self._lowered("decode", m, m, rows=True)
             with memory_for(f"the step of {m} contexts"):
-                step.on_rows([context.cache for context in contexts[:m]])
+                step = step.on_rows([context.cache for context in contexts[:m]])
+            self._prove([step], contexts[:m])
 
-    def verify(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    def verify(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
         self.check(context, tokens)
         if len(tokens) > LONGEST_VERIFIED:
@@ -351,13 +354,11 @@ class Engine:
         step = self._run(context, "decode", tokens, len(tokens))
         return self._sound(context, step, self._logits(step, len(tokens)).copy())
 
-    def score(self, context: Context, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    def score(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
         return np.concatenate(list(self.score_calls(context, tokens)))
 
-    def score_calls(
-        self, context: Context, tokens: Sequence[int]
-    ) -> Iterator[npt.NDArray[np.float32]]:
+    def score_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[Logits]:
         """As `score`, one call for each item."""
         self.check(context, tokens)
         for start in range(0, len(tokens), SCORING_PIECE):
@@ -549,19 +550,20 @@ class Engine:
         logit_rows: int,
         chunks: Sequence[int] = (),
         form: Form = "cut",
+        beside: Beside = nothing,
     ) -> Step:
         """A step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
         context.cache.slide(context.cached)
         try:
-            step = self._attempt(context, phase, tokens, logit_rows, chunks, form)
+            step = self._attempt(context, phase, tokens, logit_rows, chunks, form, beside)
         except DeviceError as error:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.
             if len(chunks) > 1 or len(tokens) > self.placement.longest:
                 *_, (step, _) = self._prompt_calls(context, tokens)
                 return step
-            step = self._attempt(context, phase, tokens, logit_rows, chunks)
+            step = self._attempt(context, phase, tokens, logit_rows, chunks, beside=beside)
         context.advance(tokens)
         if self._adapter is not None and (change := self._adapter.proposal()) is not None:
             self._change_cuts(change)
@@ -581,6 +583,7 @@ class Engine:
         logit_rows: int,
         chunks: Sequence[int],
         form: Form = "cut",
+        beside: Beside = nothing,
     ) -> Step:
         rows: list[int] = []
         if context.mass is not None:
@@ -601,7 +604,7 @@ class Engine:
         adapter = self._adapter if len(chunks) == 1 and not taps else None
         timed = adapter is not None and adapter.due(phase, len(tokens))
         self._set_timing(timed)
-        run = self._execute(step)
+        run = self._execute(step, beside)
         if timed and adapter is not None:
             adapter.observe(step, run.stamps)
         if rows and context.mass is not None:
@@ -613,7 +616,9 @@ class Engine:
             self._share((context,), step, run)
         return step
 
-    def _attempt_rows(self, contexts: Sequence[Context], tokens: Sequence[int]) -> Step:
+    def _attempt_rows(
+        self, contexts: Sequence[Context], tokens: Sequence[int], beside: Beside
+    ) -> Step:
         sampled = [
             context.mass is not None and bool(rows_of("decode", context.cached, 1))
             for context in contexts
@@ -625,7 +630,7 @@ class Engine:
         positions = [context.cached for context in contexts]
         self.pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
         self._set_timing(False)
-        run = self._execute(step)
+        run = self._execute(step, beside)
         for row, context in enumerate(contexts):
             context.work.add(run.of_row(row, count), 1, "decode")
             sums = self._lowering.masses.of(row).end(1) if sampled[row] else None
@@ -635,13 +640,13 @@ class Engine:
             self._share(contexts, step, run)
         return step
 
-    def _execute(self, step: Step) -> StepRun:
+    def _execute(self, step: Step, beside: Beside = nothing) -> StepRun:
         """Run a step that is fed."""
-        with self._control():
+        with self.control.held():
             self._lowering.masses.begin()
             alone = self._timed or not self._chains or step is self._loading_step
             ran, self._chains = (step, self._chains) if alone else chained(step, self.devices)
-            self._last_run = run = self.executor.run(ran)
+            self._last_run = run = self.executor.run(ran, beside)
         self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes
         if self.trace is not None:
@@ -705,18 +710,10 @@ class Engine:
         found = lost or named
         return found[0] if len(found) == 1 else None
 
-    @contextmanager
-    def _control(self) -> Iterator[None]:
-        """The calling thread as the control thread: on its core, with sleeps as exact as can be."""
-        with pinned(self._control_core), timer_slack(1):
-            yield
-
-    def _last_logits(self, context: Context, step: Step) -> npt.NDArray[np.float32]:
+    def _last_logits(self, context: Context, step: Step) -> Logits:
         return self._sound(context, step, self._logits(step, 1)[0])
 
-    def _sound(
-        self, context: Context, step: Step, logits: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32]:
+    def _sound(self, context: Context, step: Step, logits: Logits) -> Logits:
         """As `_finite`, and what they were made of: codes are finite whatever they stand for."""
         if self._static:
             self._check_stream(context, step)
@@ -740,9 +737,7 @@ class Engine:
             elif chunk == last:
                 self._finite(context, step, rows[-1])
 
-    def _finite(
-        self, context: Context, step: Step, values: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32]:
+    def _finite(self, context: Context, step: Step, values: Logits) -> Logits:
         """The values. Raises `DeviceError`, and forgets the step's tokens, if any is not finite:
         names the operation and the device that wrote the first such value.
         """
@@ -752,19 +747,11 @@ class Engine:
         if step.bell is not None:
             rows = len(np.atleast_2d(values))
             step = self.step(context, step.phase, step.tokens, rows, gates=False)
-        with self._control():
+        with self.control.held():
             launch = first_not_finite(step)
-        why = "values are not finite: weights are damaged, or too large for this arithmetic"
-        if launch is None:
-            raise DeviceError("engine", "computing the logits", "NOT_FINITE", why)
-        raise DeviceError(
-            self.devices[launch.kind].info.backend,
-            f"computing {launch.node} ({launch.call.name}) on the {launch.kind}",
-            "NOT_FINITE",
-            f"{why}; try other --weights, or --device {'npu' if launch.kind == 'gpu' else 'gpu'}",
-        )
+        raise not_finite(launch, self.devices)
 
-    def _logits(self, step: Step, rows: int) -> npt.NDArray[np.float32]:
+    def _logits(self, step: Step, rows: int) -> Logits:
         """Logits [rows, vocab] of the step that ran last: a view where they lie in one piece."""
         logits = step.logits
         if isinstance(logits, Tensor):

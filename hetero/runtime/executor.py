@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion
@@ -14,17 +15,29 @@ from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 
 DRAIN_DEADLINE_S = 5.0
+Beside: TypeAlias = Callable[[], object]
+
+
+def nothing() -> None:
+    """Is done beside most steps."""
 
 
 class Executor:
     """Runs steps on the control thread; keeps nothing between two of them."""
 
-    def run(self, step: Step) -> StepRun:
-        """Execute; when it returns, all outputs are visible to the host."""
+    def run(self, step: Step, beside: Beside = nothing) -> StepRun:
+        """Execute; when it returns, all outputs are visible to the host. `beside` is called before
+        the last wait, if there is one: nothing else is left to do.
+        """
         collecting = gc.isenabled()
         gc.disable()  # a collection in the middle of a step costs milliseconds
         try:
-            return StepRun(step.counts, *self._walk(step), step.kinds)
+            if step.bell is not None:
+                step.bell.settle()
+            walked = self._walk(step, beside)
+            if step.bell is not None:
+                step.bell.check()
+            return StepRun(step.counts, *walked, step.kinds)
         except BaseException:  # Ctrl-C too: what is queued must not write into the next step
             drain(step)
             raise
@@ -32,7 +45,7 @@ class Executor:
             if collecting:
                 gc.enable()
 
-    def _walk(self, step: Step) -> tuple[list[float], list[float], list[float]]:
+    def _walk(self, step: Step, beside: Beside) -> tuple[list[float], list[float], list[float]]:
         """Run every action; busy seconds of each of the step's kinds, stamps and sleeps of
         `StepRun`.
 
@@ -44,11 +57,10 @@ class Executor:
         step.completions = completions
         count = len(step.kinds)
         busy, since, last = [0.0] * count, [0.0] * count, [-1] * count
+        last_wait = step.last_wait
         at_s = now()
         stamps, sleeps = [at_s], list[float]()
         stamp, slept = stamps.append, sleeps.append
-        if step.bell is not None:
-            step.bell.settle()
         for code, index, kind, target in step.program:
             call = cast("Any", target)
             if code == SUBMIT:
@@ -76,14 +88,14 @@ class Executor:
                 slept(call())
                 at_s = now()
             else:
+                if index == last_wait:
+                    beside()
                 slept(call(completions[index]))
                 at_s = now()
                 if last[kind] == index:  # the queue is empty
                     last[kind] = -1
                     busy[kind] += at_s - since[kind]
             stamp(at_s)
-        if step.bell is not None:
-            step.bell.check()
         return busy, stamps, sleeps
 
 

@@ -1,23 +1,22 @@
-"""Values that are not finite: found by their sum, then traced to the call that wrote the first."""
+"""Values that are not finite: found, then traced to the call that wrote the first."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.protocol import Completion, Operand, parts_of
+from hetero.backends.errors import DeviceError
+from hetero.backends.protocol import Completion, Device, DeviceKind, Operand, parts_of
 from hetero.runtime.program import AHEAD, RUN, SUBMIT, Launch
 from hetero.runtime.step import Step
 
 
 def all_finite(values: npt.NDArray[np.float32]) -> bool:
-    """Whether no value is infinite or not a number. Cheap where all are."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.add.reduce(values, axis=None))
-    return math.isfinite(total) or bool(np.isfinite(values).all())
+    """Whether no value is infinite or not a number."""
+    return bool(np.isfinite(values).all())
 
 
 def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
@@ -46,6 +45,19 @@ def first_not_finite(step: Step) -> Launch | None:
         if not all(_rows_finite(operand, count) for operand in launch.outputs):
             return launch
     return None
+
+
+def not_finite(launch: Launch | None, devices: Mapping[DeviceKind, Device]) -> DeviceError:
+    """The error that names the launch, where one is known."""
+    why = "values are not finite: weights are damaged, or too large for this arithmetic"
+    if launch is None:
+        return DeviceError("engine", "computing the logits", "NOT_FINITE", why)
+    return DeviceError(
+        devices[launch.kind].info.backend,
+        f"computing {launch.node} ({launch.call.name}) on the {launch.kind}",
+        "NOT_FINITE",
+        f"{why}; try other --weights, or --device {'npu' if launch.kind == 'gpu' else 'gpu'}",
+    )
 
 
 def _rows_finite(operand: Operand, count: int) -> bool:

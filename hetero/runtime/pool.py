@@ -10,6 +10,7 @@ Chunks of a prompt that are in flight together have a set of slots each; they sh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,8 @@ class ActivationPool:
         self._slots: dict[SlotRef, Tensor] = {
             slot: _allocate(owner, slot, shape) for slot, shape in slots.items()
         }
+        places = map(position_of, itertools.count())
+        self._rows = [self[slot] for slot in itertools.takewhile(self._slots.__contains__, places)]
 
     def __getitem__(self, slot: SlotRef | str) -> Tensor:
         return self._slots[slot if isinstance(slot, SlotRef) else SlotRef(slot)]
@@ -111,7 +114,7 @@ class ActivationPool:
         """
         self.feed(tokens, positions[0])
         for row, (position, base) in enumerate(zip(positions, bases, strict=True)):
-            self[position_of(row)].array[0] = position
+            self._rows[row].array[0] = position
             if self._slides:
                 self[position_of(row, "cache_row")].array[0] = position - base
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Doorbell, Operand
@@ -33,13 +34,16 @@ from hetero.runtime.slots import SlotRef
 from hetero.runtime.waits import Site, Synchroniser
 from hetero.solver.plan import Phase
 
+ROWS_KEPT: Final = 8  # sets of contexts that a step's rows were
+_Caches: TypeAlias = tuple["weakref.ref[KvCache]", ...]
+
 
 @dataclass(eq=False)
 class Step:
     """A phase at one token count, lowered for any context: what reads and writes keys and values is
     a `CacheCall`, and `on` gives the step that works on one cache, made when it is first asked for.
     All other calls are shared. A cache's step lives as long as both. `on_rows` is for steps whose
-    rows are tokens of several contexts: those of the last caches are kept.
+    rows are tokens of several contexts: those of the last few sets of caches are kept.
 
     `chunks` are its tokens, chunk by chunk.
 
@@ -66,8 +70,8 @@ class Step:
     bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _on_rows: tuple[tuple[weakref.ref[KvCache], ...], Step] | None = field(
-        default=None, init=False, repr=False
+    _on_rows: OrderedDict[_Caches, Step] = field(
+        default_factory=OrderedDict, init=False, repr=False
     )
     _chained: Step | None = field(default=None, init=False, repr=False)
     _tried: bool = field(default=False, init=False, repr=False)
@@ -81,15 +85,17 @@ class Step:
 
     def on_rows(self, caches: Sequence[KvCache]) -> Step:
         """The step on the keys and values of a context for each row. Raises what binding does."""
-        known = self._on_rows
-        if known is not None and [ref() for ref in known[0]] == list(caches):
-            return known[1]
-        found = self._bound(caches)
-        self._on_rows = (tuple(weakref.ref(cache, self._forget) for cache in caches), found)
+        kept = self._on_rows
+        key = tuple(map(weakref.ref, caches))
+        if (found := kept.get(key)) is None:
+            found = self._bound(caches)
+            forget = partial(_forget, weakref.ref(self))
+            key = tuple(weakref.ref(cache, forget) for cache in caches)
+            kept[key] = found
+            if len(kept) > ROWS_KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
         return found
-
-    def _forget(self, _gone: object) -> None:
-        self._on_rows = None
 
     def _bound(self, caches: Sequence[KvCache]) -> Step:
         program, launches = bind_program(self.program, self.launches, caches)
@@ -106,6 +112,12 @@ class Step:
             bound=weakref.WeakKeyDictionary(),
         )
 
+    @cached_property
+    def last_wait(self) -> int:
+        """The launch that is waited for last; -1 where none is."""
+        waits = (action.launch for action in reversed(self.program) if action.code == WAIT)
+        return next(waits, -1)
+
     def chained(self, devices: Devices) -> Step:
         """A bound step that decodes, whose submissions in a row are one, where the device can do
         that: the step for runs that nobody times call by call. Made when it is first asked for.
@@ -121,6 +133,15 @@ class Step:
         """A bound step that waits for the layers of its cache, for one run."""
         program = behind_gate(self.program, self.layers, gate)
         return replace(self, program=program, completions=[None] * len(self.launches))
+
+
+def _forget(step: weakref.ref[Step], gone: weakref.ref[KvCache]) -> None:
+    """A cache is gone, and with it what was bound to it."""
+    owner = step()
+    if owner is not None:
+        kept = owner._on_rows
+        for key in [key for key in kept if any(ref is gone for ref in key)]:
+            del kept[key]
 
 
 class Item(NamedTuple):

@@ -52,7 +52,8 @@ class StepRun(NamedTuple):
     def of_row(self, row: int, rows: int) -> StepRun:
         """What one of its rows is counted with: of several contexts, each an equal part."""
         counts = {kind: n * (row + 1) // rows - n * row // rows for kind, n in self.counts.items()}
-        return self._replace(counts=counts, busy=[busy_s / rows for busy_s in self.busy])
+        busy = [busy_s / rows for busy_s in self.busy]
+        return StepRun(counts, busy, self.stamps, self.slept, self.kinds)
 
     def idle_share(self, kind: DeviceKind) -> float:
         """The part of its time that a device had nothing to do."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any, Final, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -14,10 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from hetero.serving.engine_client import Question
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Said
+from hetero.serving.messages import Finished, Run, Said
 from hetero.serving.state import State
 
 T = TypeVar("T")
+DONE: Final = b"data: [DONE]\n\n"  # what OpenAI's streams end with
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all events
 
 
@@ -38,11 +41,16 @@ class Wanted:
 class Choice:
     """One of an answer's texts. `logprobs` are (id, [log-probability, alternatives])."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)  # piece by piece
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, list[Any]]] = field(default_factory=list)
     finish: str = ""
     ended: bool = False  # by a token, not by a stop text or a limit
+
+    @property
+    def text(self) -> str:
+        """The whole of it."""
+        return "".join(self.texts)
 
 
 @dataclass
@@ -68,17 +76,21 @@ async def gather(state: State, request: Request, wanted: Wanted) -> Answer:
 
 async def _whole(state: State, question: Question, choices: int) -> Answer:
     found = [Choice() for _ in range(choices)]
-    async for event in question:
-        if isinstance(event, Finished):
-            state.metrics.answered(event)
-            return Answer(found, event)
-        add(found[event.choice], event)
-    raise AssertionError("a question ends with Finished or an error")
+    while True:
+        for event in await question.told():
+            if isinstance(event, Finished):
+                state.metrics.answered(event)
+                return Answer(found, event)
+            add(found[event.choice], event)
 
 
-def add(choice: Choice, said: Said) -> None:
-    """A piece more."""
-    choice.text += said.text
+def add(choice: Choice, said: Said | Run) -> None:
+    """A piece more, or several."""
+    if isinstance(said, Run):
+        choice.texts += said.texts
+        choice.tokens += said.tokens
+        return
+    choice.texts.append(said.text)
     if not said.end:
         choice.tokens.append(said.token)
         if said.logprob is not None:
@@ -88,51 +100,65 @@ def add(choice: Choice, said: Said) -> None:
         choice.ended = said.end
 
 
-async def streamed(
-    state: State,
-    request: Request,
-    wanted: Wanted,
-    write: Callable[[AsyncIterator[Said | Finished]], AsyncIterator[bytes]],
-    failed: Callable[[ApiError], bytes],
-) -> Response:
-    """The answer as server-sent events, which `write` makes of the engine's. What is refused before
-    its first token has a status of its own; what fails later is an event.
+class Writer(Protocol):
+    """Makes server-sent events of what the engine says to one question."""
+
+    def begin(self) -> list[bytes]:
+        """What is sent before anything was said."""
+
+    def said(self, said: Said) -> list[bytes]:
+        """Of one piece."""
+
+    def run(self, run: Run) -> list[bytes]:
+        """Of several, an event each: what `said` would make of them."""
+
+    async def end(self, end: Finished) -> list[bytes]:
+        """The last ones."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Of what went wrong in the middle."""
+
+
+async def streamed(state: State, request: Request, wanted: Wanted, writer: Writer) -> Response:
+    """The answer as server-sent events. What is refused before its first token has a status of its
+    own; what fails later is an event.
     """
     question = await _ask(state, request, wanted)
     try:
-        first = await unless_gone(request, anext(question))
+        first = await unless_gone(request, question.told())
     except BaseException:
         question.close()
         raise
 
-    async def events() -> AsyncIterator[Said | Finished]:
-        yield first
-        if isinstance(first, Finished):
-            state.metrics.answered(first)
-            return
-        async for event in question:
-            if isinstance(event, Finished):
-                state.metrics.answered(event)
-            yield event
-
-    async def lines() -> AsyncIterator[bytes]:
+    async def bodies() -> AsyncIterator[bytes]:
+        """Events that came together, in one piece."""
+        lines, told = writer.begin(), first
         try:
-            async for line in write(events()):
-                yield line
+            while told:
+                for event in told:
+                    if isinstance(event, Run):
+                        lines += writer.run(event)
+                    elif isinstance(event, Said):
+                        lines += writer.said(event)
+                    else:
+                        state.metrics.answered(event)
+                        lines += await writer.end(event)
+                if lines:
+                    yield b"".join(lines)
+                lines = []
+                told = await question.told()
         except ApiError as error:
-            yield failed(error)
+            yield b"".join([*lines, writer.failed(error)])
 
-    return _EventStream(lines(), question)
+    return _EventStream(bodies(), question)
 
 
 class _EventStream(StreamingResponse):
-    """Gives the question up with the client, whether or not a byte was ever sent. Events that are
-    there together are sent together, and before the next one is waited for.
-    """
+    """Gives the question up with the client, whether or not a byte was ever sent."""
 
-    def __init__(self, lines: AsyncIterator[bytes], question: Question) -> None:
+    def __init__(self, bodies: AsyncIterator[bytes], question: Question) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        super().__init__(bodies, media_type="text/event-stream", headers=headers)
         self._question = question
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,23 +167,24 @@ class _EventStream(StreamingResponse):
         finally:
             self._question.close()
 
-    async def stream_response(self, send: Send) -> None:
-        """See `StreamingResponse`."""
-        head = {"type": "http.response.start", "status": self.status_code}
-        await send(head | {"headers": self.raw_headers})
-        lines = list[bytes]()
 
-        async def flush() -> None:
-            if lines:
-                body = b"".join(lines)
-                lines.clear()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+def around(make: Callable[..., bytes], values: int = 1) -> list[bytes]:
+    """What `make` puts around so many values of its record, whatever they are: events that differ
+    in those need not be made one by one.
+    """
+    marks = [secrets.token_hex(16) for _ in range(values)]
+    rest, parts = make(*marks), list[bytes]()
+    for mark in marks:
+        before, rest = rest.split(f'"{mark}"'.encode())
+        parts.append(before)
+    return [*parts, rest]
 
-        self._question.before_wait = flush
-        async for line in self.body_iterator:
-            assert isinstance(line, bytes)
-            lines.append(line)
-        await send({"type": "http.response.body", "body": b"".join(lines), "more_body": False})
+
+def between(parts: Sequence[bytes], texts: Sequence[str]) -> list[bytes]:
+    """What that `make` would make of each text that is not empty, in one piece."""
+    told = [quoted(text).encode() for text in texts if text]
+    before, behind = parts
+    return [before + (behind + before).join(told) + behind] if told else []
 
 
 def event(record: Any, name: str = "") -> bytes:

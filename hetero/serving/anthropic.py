@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -13,9 +12,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import Choice, Wanted, add, event
+from hetero.serving.answers import Choice, Wanted, add, around, between, event
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Said
+from hetero.serving.messages import Finished, Run, Said
 from hetero.serving.requests import Request, checked_grammar, stop_texts
 from hetero.serving.state import State
 from hetero.serving.tools import ToolUse, rendered, tool_use
@@ -106,13 +105,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     head["model"] = model
     if body.stream:
         writer = _Writer(use, head, len(tokens))
-        return await answers.streamed(
-            state,
-            request,
-            wanted,
-            writer.write,
-            lambda error: event(error.body("/v1/messages"), "error"),
-        )
+        return await answers.streamed(state, request, wanted, writer)
     answer = await answers.gather(state, request, wanted)
     content = _blocks(answer.choices[0], use)
     reason, stop = _reason(answer.choices[0], answer.end, content)
@@ -206,30 +199,37 @@ class _Writer:
     def __init__(self, use: ToolUse, head: dict[str, Any], prompt: int) -> None:
         self._use, self._head, self._prompt = use, head, prompt
         self._buffers = bool(use.functions) and not use.silent
+        self._choice = Choice()
 
-    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
-        """Server-sent events."""
+    def begin(self) -> list[bytes]:
+        """See `answers.Writer`, as of all others."""
         usage = {"input_tokens": self._prompt, "output_tokens": 0}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message={**begun, "usage": usage})
-        yield _event("ping")
-        choice = Choice()
-        if not self._buffers:
-            yield _start(0, {"type": "text", "text": ""})
-        async for said in events:
-            if isinstance(said, Finished):
-                content = _blocks(choice, self._use)
-                for line in self._rest(content):
-                    yield line
-                reason, stop = _reason(choice, said, content)
-                delta = {"stop_reason": reason, "stop_sequence": stop}
-                yield _event("message_delta", delta=delta, usage=_usage(said), hetero=said.about)
-                break
-            add(choice, said)
-            if said.text and not self._buffers:
-                yield _delta(0, {"type": "text_delta", "text": said.text})
-        yield _event("message_stop")
+        found = [_event("message_start", message={**begun, "usage": usage}), _event("ping")]
+        return found if self._buffers else [*found, _start(0, {"type": "text", "text": ""})]
+
+    def said(self, said: Said) -> list[bytes]:
+        """A delta, unless there is nothing to tell."""
+        add(self._choice, said)
+        return [_text_delta(said.text)] if said.text and not self._buffers else []
+
+    def run(self, run: Run) -> list[bytes]:
+        """Deltas that differ in their texts."""
+        add(self._choice, run)
+        return [] if self._buffers else between(_TEXT_DELTA, run.texts)
+
+    async def end(self, end: Finished) -> list[bytes]:
+        """The rest of the content, why it ended."""
+        content = _blocks(self._choice, self._use)
+        reason, stop = _reason(self._choice, end, content)
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        last = _event("message_delta", delta=delta, usage=_usage(end), hetero=end.about)
+        return [*self._rest(content), last, _event("message_stop")]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as it is elsewhere."""
+        return event(error.body("/v1/messages"), "error")
 
     def _rest(self, content: list[dict[str, Any]]) -> list[bytes]:
         if not self._buffers:
@@ -257,3 +257,10 @@ def _start(index: int, block: dict[str, Any]) -> bytes:
 
 def _delta(index: int, delta: dict[str, Any]) -> bytes:
     return _event("content_block_delta", index=index, delta=delta)
+
+
+def _text_delta(text: str) -> bytes:
+    return _delta(0, {"type": "text_delta", "text": text})
+
+
+_TEXT_DELTA: Final = around(_text_delta)

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from hetero.errors import UserError
 from hetero.serving import anthropic, chat, completions, conversations, responses, slots, text
 from hetero.serving.answers import GoneError
 from hetero.serving.errors import ApiError
@@ -42,7 +43,11 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await state.engine.start()
+        try:
+            await state.engine.start()
+        except UserError as error:
+            state.failed = error
+            raise
         on_ready()
         try:
             yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,9 +13,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import Choice, Wanted, add, event, usage
+from hetero.serving.answers import DONE, Choice, Wanted, add, around, between, event, usage
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Said
+from hetero.serving.messages import Finished, Run, Said
 from hetero.serving.requests import (
     MOST_CHOICES,
     MOST_LOGPROBS,
@@ -77,9 +78,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": seconds(), "model": model}
     if body.stream:
         writer = _Writer(state, body, use, head)
-        return await answers.streamed(
-            state, request, wanted, writer.write, lambda error: event(error.body(""))
-        )
+        return await answers.streamed(state, request, wanted, writer)
     answer = await answers.gather(state, request, wanted)
     choices = [
         _choice(state, i, choice, use, logprobs=bool(body.logprobs))
@@ -169,30 +168,45 @@ class _Writer:
         options = body.stream_options
         self._usage = bool(options is not None and options.include_usage)
         self._buffers = bool(use.functions) and not use.silent
+        self._choices = [Choice() for _ in range(body.n or 1)]
+        self._places = {i: around(partial(self._content, i)) for i, _ in enumerate(self._choices)}
 
-    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
-        """Server-sent events."""
-        choices = [Choice() for _ in range(self._body.n or 1)]
-        for i in range(len(choices)):
-            yield self._chunk(i, {"role": "assistant", "content": ""})
-        async for said in events:
-            if isinstance(said, Finished):
-                yield self._last(len(choices) - 1, choices[-1], said.about)
-                if self._usage:
-                    record = self._head | {"choices": [], "usage": usage(said)}
-                    yield event(record | {"hetero": said.about})
-                break
-            choice = choices[said.choice]
-            add(choice, said)
-            if self._buffers:
-                if said.finish:
-                    for chunk in self._told(said.choice, choice):
-                        yield chunk
-            elif said.text or (said.logprob is not None and not said.end):
-                yield self._chunk(said.choice, {"content": said.text}, said)
-            if said.finish and said.choice < len(choices) - 1:
-                yield self._last(said.choice, choice)
-        yield b"data: [DONE]\n\n"
+    def begin(self) -> list[bytes]:
+        """See `answers.Writer`, as of all others."""
+        return [self._chunk(i, {"role": "assistant", "content": ""}) for i in self._places]
+
+    def said(self, said: Said) -> list[bytes]:
+        """A chunk, unless there is nothing to tell."""
+        choice, found = self._choices[said.choice], list[bytes]()
+        add(choice, said)
+        if self._buffers:
+            if said.finish:
+                found += self._told(said.choice, choice)
+        elif said.text or (said.logprob is not None and not said.end):
+            found.append(self._content(said.choice, said.text, said))
+        if said.finish and said.choice < len(self._choices) - 1:
+            found.append(self._last(said.choice, choice))
+        return found
+
+    def run(self, run: Run) -> list[bytes]:
+        """Chunks that differ in their texts."""
+        add(self._choices[run.choice], run)
+        return [] if self._buffers else between(self._places[run.choice], run.texts)
+
+    async def end(self, end: Finished) -> list[bytes]:
+        """The last choice's end; usage, if asked for."""
+        found = [self._last(len(self._choices) - 1, self._choices[-1], end.about)]
+        if self._usage:
+            record = self._head | {"choices": [], "usage": usage(end)}
+            found.append(event(record | {"hetero": end.about}))
+        return [*found, DONE]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as it is elsewhere."""
+        return event(error.body(""))
+
+    def _content(self, index: int, text: str, said: Said | None = None) -> bytes:
+        return self._chunk(index, {"content": text}, said)
 
     def _told(self, index: int, choice: Choice) -> list[bytes]:
         """A choice that may be a call, known when it is whole."""

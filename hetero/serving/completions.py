@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,10 +13,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import Answer, Choice, Wanted, add, event, usage
+from hetero.serving.answers import (
+    DONE,
+    Answer,
+    Choice,
+    Wanted,
+    add,
+    around,
+    between,
+    event,
+    usage,
+)
 from hetero.serving.chat import StreamOptions
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Said
+from hetero.serving.messages import Finished, Run, Said
 from hetero.serving.requests import (
     MOST_CHOICES,
     MOST_LOGPROBS,
@@ -88,9 +99,7 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     }
     if body.stream:
         writer = _Writer(state, body, wanted[0], head)
-        return await answers.streamed(
-            state, request, wanted[0], writer.write, lambda error: event(error.body(""))
-        )
+        return await answers.streamed(state, request, wanted[0], writer)
     found, choices = [], list[dict[str, Any]]()
     for each in wanted:
         answer = await answers.gather(state, request, each)
@@ -189,30 +198,48 @@ class _Writer:
         self._state, self._body, self._wanted, self._head = state, body, wanted, head
         options = body.stream_options
         self._usage = bool(options is not None and options.include_usage)
+        self._choices = [Choice() for _ in range(body.n or 1)]
+        self._places = {i: around(partial(self._chunk, i)) for i, _ in enumerate(self._choices)}
 
-    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
-        """Server-sent events."""
-        choices = [Choice() for _ in range(self._body.n or 1)]
-        if self._body.echo:
-            for i in range(len(choices)):
-                yield self._chunk(i, _echoed(self._state, self._wanted))
-        async for said in events:
-            if isinstance(said, Finished):
-                finish = "length" if self._body.max_tokens == 0 else choices[-1].finish
-                yield self._chunk(len(choices) - 1, "", finish=finish, about=said.about)
-                if self._usage:
-                    yield event(
-                        self._head | {"choices": [], "usage": usage(said), "hetero": said.about}
-                    )
-                break
-            add(choices[said.choice], said)
-            if self._body.max_tokens == 0:
-                continue
-            if said.text or (said.logprob is not None and not said.end):
-                yield self._chunk(said.choice, said.text, said)
-            if said.finish and said.choice < len(choices) - 1:
-                yield self._chunk(said.choice, "", finish=choices[said.choice].finish)
-        yield b"data: [DONE]\n\n"
+    def begin(self) -> list[bytes]:
+        """See `answers.Writer`, as of all others."""
+        if not self._body.echo:
+            return []
+        return [self._chunk(i, _echoed(self._state, self._wanted)) for i in self._places]
+
+    def said(self, said: Said) -> list[bytes]:
+        """A chunk, unless there is nothing to tell."""
+        choice = self._choices[said.choice]
+        add(choice, said)
+        found = list[bytes]()
+        if self._body.max_tokens == 0:
+            return found
+        if said.text or (said.logprob is not None and not said.end):
+            found.append(self._chunk(said.choice, said.text, said))
+        if said.finish and said.choice < len(self._choices) - 1:
+            found.append(self._chunk(said.choice, "", finish=choice.finish))
+        return found
+
+    def run(self, run: Run) -> list[bytes]:
+        """Chunks that differ in their texts."""
+        add(self._choices[run.choice], run)
+        if self._body.max_tokens == 0:
+            return []
+        return between(self._places[run.choice], run.texts)
+
+    async def end(self, end: Finished) -> list[bytes]:
+        """The last choice's end; usage, if asked for."""
+        last = len(self._choices) - 1
+        finish = "length" if self._body.max_tokens == 0 else self._choices[last].finish
+        found = [self._chunk(last, "", finish=finish, about=end.about)]
+        if self._usage:
+            record = self._head | {"choices": [], "usage": usage(end), "hetero": end.about}
+            found.append(event(record))
+        return [*found, DONE]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as it is elsewhere."""
+        return event(error.body(""))
 
     def _chunk(
         self,

@@ -7,7 +7,8 @@ lines; everything else is this one thread, which goes round:
     read      what has come: questions into the queues, cancelled ones out of them
     controls  of apps none of whose answers is being made
     begin     questions whose turn it is, as long as there is a cache for them
-    decode    the next token of all answers, in one step of the devices
+    decode    the next token of all answers, in one step of the devices; meanwhile the last one's
+              become texts and are told
     step      every answer: choose the token, or read the next call of a prompt
 
 so that an answer joins and leaves between two tokens of the others. What came is told at once,
@@ -32,12 +33,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetero.backends.errors import DeviceError, DeviceLostError
-from hetero.backends.host.affinity import pinned
 from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
-from hetero.generation.loop import DeviceShare, GenerationResult
+from hetero.generation.loop import DeviceShare, GenerationResult, Later, Piece
 from hetero.generation.sampling import TokenLogprob
 from hetero.serving import controls
 from hetero.serving.grammars import GrammarConstraint, TokenBytes
@@ -47,16 +47,16 @@ from hetero.serving.messages import (
     Control,
     Finished,
     FromEngine,
+    Outbox,
     Ready,
     Refused,
     Replied,
     Said,
     decode,
-    encode,
 )
 from hetero.serving.turns import Turns
 
-TOLD_EVERY_S: Final = 0.003
+TOLD_EVERY_S: Final = 0.01
 log = logging.getLogger("hetero.serving")
 Send = Callable[[FromEngine], None]
 
@@ -68,12 +68,13 @@ class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
 @dataclass(eq=False)
 class Answer:
     """One in the making: what is to be told of it, None for a step that gave nothing to tell.
-    `reading`: its prompt is being read.
+    `reading`: its prompt is being read. `later`: what it says next runs no device.
     """
 
     ask: Ask
-    messages: Generator[FromEngine | None]
+    messages: Generator[FromEngine | Later | None]
     reading: bool = True
+    later: bool = False
 
 
 @dataclass
@@ -111,7 +112,7 @@ class Engine:
                     self.running.append(answer)
                     self._step(answer)
                 self._tell()
-                self.service.decode_together()
+                self.service.decode_together(self._beside)
                 for answer in list(self.running):
                     self._step(answer)
         except Stopped:
@@ -120,11 +121,17 @@ class Engine:
         finally:
             self.flush()
 
+    def _beside(self) -> None:
+        """While the devices are at work."""
+        for answer in list(self.running):
+            if answer.later:
+                self._step(answer)
+        self._tell(now=time.monotonic() >= self._told_s + TOLD_EVERY_S)
+
     def _tell(self, *, now: bool = False) -> None:
         """Flush what is not to wait for the next token; with `now` all there is."""
         reading = any(answer.reading for answer in self.running)
-        due_s = self._told_s + TOLD_EVERY_S
-        if now or self._urgent or reading or not self.running or time.monotonic() >= due_s:
+        if now or self._urgent or reading or not self.running:
             self.flush()
             self._urgent, self._told_s = False, time.monotonic()
 
@@ -188,6 +195,7 @@ class Engine:
     def _step(self, answer: Answer) -> None:
         """A step further; what came of it is told."""
         number = answer.ask.id
+        message: FromEngine | Later | None
         try:
             message = next(answer.messages)
         except StopIteration:
@@ -200,7 +208,8 @@ class Engine:
             log.exception("an answer failed")
             message = Refused(id=number, kind="engine", message=str(error))
         else:
-            if message is not None:
+            answer.later = isinstance(message, Later)
+            if not isinstance(message, Later | None):
                 first_or_last = answer.reading or not isinstance(message, Said)
                 self._urgent = self._urgent or first_or_last
                 answer.reading = False
@@ -211,7 +220,7 @@ class Engine:
         if message is not None:
             self.send(message)
 
-    def _messages(self, ask: Ask) -> Generator[FromEngine | None]:
+    def _messages(self, ask: Ask) -> Generator[FromEngine | Later | None]:
         app = self.service.bind(ask.app)
         results: list[GenerationResult] = []
         first, said = Switch(), list[str]()
@@ -219,8 +228,8 @@ class Engine:
             pieces, switch, where = self._begun(ask, app, choice, results)
             with closing(pieces):
                 for piece in pieces:
-                    if piece is None:
-                        yield None
+                    if not isinstance(piece, Piece):
+                        yield piece
                         continue
                     end = piece.token in self._eos and piece.finish_reason is not None
                     yield Said(
@@ -254,7 +263,7 @@ class Engine:
         return pieces, lambda: text.switch, lambda: histogram(text.held.chunks)
 
     def _options(self, ask: Ask, choice: int) -> dict[str, Any]:
-        options = dict(ask.options)
+        options = {**ask.options, "ahead": True}
         if (seed := options.get("seed")) is not None:
             options["seed"] = seed + choice
         if bias := options.pop("logit_bias", None):
@@ -349,17 +358,11 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no message
     logging.basicConfig(level=logging.WARNING, format="hetero: engine: %(message)s")
 
-    told: list[bytes] = []
+    def write(data: bytes) -> None:
+        answers.write(data)
+        answers.flush()
 
-    def send(message: FromEngine) -> None:
-        told.append(encode(message))
-
-    def flush() -> None:
-        if told:
-            answers.write(b"".join(told))
-            answers.flush()
-            told.clear()
-
+    outbox = Outbox(write)
     options: dict[str, Any] = json.loads(sys.argv[1])
     slots = options.pop("slots")
     incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -368,15 +371,15 @@ def main() -> None:
     try:
         with Service(options.pop("model"), **options) as service:
             service.warm()
-            engine = Engine(service, incoming, send, flush, slots)
-            send(Ready(about=controls.about(engine)))
+            engine = Engine(service, incoming, outbox.send, outbox.flush, slots)
+            outbox.send(Ready(about=controls.about(engine)))
             # For good: to be moved there for each step takes as long as a tenth of it and more,
             # where clients and HTTP have the core that the system would choose.
-            with pinned(service.llm.devices.control_core):
+            with service.llm.engine.control.held():
                 engine.run()
     except (UserError, DeviceError, OSError, MemoryError) as error:
-        send(Refused(id=-1, kind="engine", message=str(error)))
-        flush()
+        outbox.send(Refused(id=-1, kind="engine", message=str(error)))
+        outbox.flush()
         raise SystemExit(1) from None
     except BrokenPipeError:
         raise SystemExit(1) from None

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from hetero.serving.messages import (
     Ready,
     Refused,
     Replied,
+    Run,
     Said,
     Stop,
     ToEngine,
@@ -31,38 +32,63 @@ from hetero.serving.messages import (
 
 log = logging.getLogger("hetero.serving")
 LONGEST_LINE: Final = 256 << 20  # bytes
+READ_BYTES: Final = 1 << 20  # at a time
 _STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
-Event = Said | Finished | Replied | Refused
+Event = Said | Run | Finished | Replied | Refused
+
+
+class Inbox:
+    """What came for one number and was not taken yet. Used in one event loop, by one task."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        """It came."""
+        self._events.append(event)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[Event]:
+        """All there is, at least one."""
+        while not self._events:
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        taken, self._events = self._events, []
+        return taken
 
 
 class Question:
-    """What the engine says to an `Ask`, up to `Finished`. Closing it before that cancels it.
-
-    Iterating raises `ApiError` where it is refused. `before_wait` is called before an event is
-    waited for that has not come yet.
-    """
-
-    before_wait: Callable[[], Awaitable[None]] | None = None
+    """What the engine says to an `Ask`, up to `Finished`. Closing it before that cancels it."""
 
     def __init__(self, client: EngineClient, number: int, app: str) -> None:
         self.number, self.app = number, app
         self._client, self._over, self._closed = client, False, False
-        self._events = client.listen(number, app)
+        self._refused: Refused | None = None
+        self._inbox = client.listen(number, app)
 
-    def __aiter__(self) -> Question:
-        return self
-
-    async def __anext__(self) -> Said | Finished:
-        if self._over:
-            raise StopAsyncIteration
-        if self.before_wait is not None and self._events.empty():
-            await self.before_wait()
-        event = await self._events.get()
-        self._over = isinstance(event, Finished | Refused)
-        if isinstance(event, Refused):
-            raise _error(event)
-        assert isinstance(event, Said | Finished)
-        return event
+    async def told(self) -> list[Said | Run | Finished]:
+        """What came, at least one; empty after `Finished`. Raises `ApiError` where the question is
+        refused, which follows what came before.
+        """
+        found = list[Said | Run | Finished]()
+        while not (found or self._over):
+            for event in await self._inbox.take():
+                if isinstance(event, Refused):
+                    self._refused = event
+                else:
+                    assert not isinstance(event, Replied)
+                    found.append(event)
+                self._over = isinstance(event, Finished | Refused)
+                if self._over:
+                    break
+        if self._refused is not None and not found:
+            raise _error(self._refused)
+        return found
 
     def close(self) -> None:
         """Nobody listens any more; idempotent."""
@@ -82,7 +108,7 @@ class EngineClient:
         self.waiting: Counter[str] = Counter()
         self.on_end: Callable[[], None] = lambda: None
         self._options, self._longest = options, longest_queue
-        self._events: dict[int, asyncio.Queue[Event]] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._numbers = itertools.count()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -111,7 +137,9 @@ class EngineClient:
             limit=LONGEST_LINE,
             start_new_session=True,  # Ctrl-C is for this process, which then ends that one
         )
-        first = await self._next()
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        first = decode(line) if line else None
         if not isinstance(first, Ready):
             await self._process.wait()
             why = first.message if isinstance(first, Refused) else "it ended without a word"
@@ -163,15 +191,15 @@ class EngineClient:
             raise
         return question
 
-    def listen(self, number: int, app: str) -> asyncio.Queue[Event]:
-        """Events of a number, which counts as an app's from here on."""
+    def listen(self, number: int, app: str) -> Inbox:
+        """What comes for a number, which counts as an app's from here on."""
         self.waiting[app] += 1
-        events = self._events[number] = asyncio.Queue()
-        return events
+        inbox = self._inboxes[number] = Inbox()
+        return inbox
 
     def leave(self, number: int, app: str, *, cancel: bool) -> None:
         """The end of that."""
-        del self._events[number]
+        del self._inboxes[number]
         self.waiting[app] -= 1
         if not self.waiting[app]:
             del self.waiting[app]
@@ -183,12 +211,12 @@ class EngineClient:
         if self._stopping or not self.alive:
             raise ApiError(503, "the server is ending: ask another one, or later", retry_s=5)
         number = next(self._numbers)
-        events = self._events[number] = asyncio.Queue()
+        inbox = self._inboxes[number] = Inbox()
         try:
             await self._tell(Control(id=number, app=app, action=action, arguments=arguments))
-            event = await events.get()
+            (event,) = await inbox.take()
         finally:
-            del self._events[number]
+            del self._inboxes[number]
         if isinstance(event, Refused):
             raise _error(event)
         assert isinstance(event, Replied)
@@ -200,22 +228,25 @@ class EngineClient:
         self._process.stdin.write(encode(message))
         await self._process.stdin.drain()
 
-    async def _next(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        return decode(line) if line else None
-
     async def _read(self) -> None:
         """Every event to who waits for it; at the end everybody is told."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        parts: list[bytes] = []  # of a line that has not ended
         try:
-            while (event := await self._next()) is not None:
-                queue = self._events.get(event.id)
-                if queue is not None:
-                    queue.put_nowait(event)
+            while data := await self._process.stdout.read(READ_BYTES):
+                parts.append(data)
+                if b"\n" not in data:
+                    continue
+                *lines, rest = b"".join(parts).split(b"\n")
+                parts = [rest]
+                for event in map(decode, lines):
+                    inbox = self._inboxes.get(event.id)
+                    if inbox is not None:
+                        inbox.put(event)
         finally:
-            for number, queue in self._events.items():
-                queue.put_nowait(Refused(id=number, kind="engine", message="the engine has ended"))
+            for number, inbox in self._inboxes.items():
+                inbox.put(Refused(id=number, kind="engine", message="the engine has ended"))
             if not self._stopping:
                 self._broken = True
                 log.error("the engine has ended")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, Final, TypeAlias
 
 
@@ -73,6 +73,18 @@ class Said:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Run:
+    """Pieces of one choice that are told together: texts and tokens, none of which ended it, or has
+    anything else to tell.
+    """
+
+    id: int
+    choice: int
+    texts: list[str]
+    tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finished:
     """All choices are there, and on the disk if they were to be. `usage` counts tokens, `about` is
     the object `hetero` of a response; `prompt_logprobs` as `Said.logprob`, with the id in front;
@@ -108,10 +120,10 @@ class Refused:
 
 
 ToEngine: TypeAlias = Ask | Cancel | Control | Stop
-FromEngine: TypeAlias = Ready | Said | Finished | Replied | Refused
+FromEngine: TypeAlias = Ready | Said | Run | Finished | Replied | Refused
 _KINDS: Final = {
     kind.__name__: kind
-    for kind in (Ask, Cancel, Control, Stop, Ready, Said, Finished, Replied, Refused)
+    for kind in (Ask, Cancel, Control, Stop, Ready, Said, Run, Finished, Replied, Refused)
 }
 
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all
@@ -119,13 +131,6 @@ _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     """The line. Raises `ValueError` for what is no JSON."""
-    if type(message) is Said and message.logprob is None:  # one for each token
-        end = "true" if message.end else "false"
-        return (
-            f'{{"is":"Said","id":{message.id},"choice":{message.choice},"text":'
-            f'{_quoted(message.text)},"token":{message.token},"end":{end},"finish":'
-            f"{_quoted(message.finish)}}}\n"
-        ).encode()
     return _json({"is": type(message).__name__, **vars(message)}).encode() + b"\n"
 
 
@@ -136,3 +141,39 @@ def decode(line: bytes) -> Any:
         return _KINDS[record.pop("is")](**record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a message of this version: {line[:80]!r}") from error
+
+
+def _more_than_text(said: Said) -> bool:
+    return said.end or bool(said.finish) or said.logprob is not None
+
+
+class Outbox:
+    """What the engine tells, up to the next `flush`, which writes it: what an answer says piece by
+    piece is a `Run`. What is told of one answer stays in order.
+    """
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._told: list[FromEngine] = []
+        self._runs: dict[int, Run] = {}  # by answer, while nothing else was told of it
+
+    def send(self, message: FromEngine) -> None:
+        """Tell this with the next `flush`."""
+        if not isinstance(message, Said) or _more_than_text(message):
+            self._runs.pop(-1 if isinstance(message, Ready) else message.id, None)
+            self._told.append(message)
+            return
+        run = self._runs.get(message.id)
+        if run is None or run.choice != message.choice:
+            run = Run(id=message.id, choice=message.choice, texts=[], tokens=[])
+            self._runs[message.id] = run
+            self._told.append(run)
+        run.texts.append(message.text)
+        run.tokens.append(message.token)
+
+    def flush(self) -> None:
+        """Write what there is."""
+        if self._told:
+            self._write(b"".join(map(encode, self._told)))
+            self._told.clear()
+            self._runs.clear()

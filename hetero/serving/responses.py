@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from functools import partial
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -13,12 +15,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import Choice, Wanted, add, event
+from hetero.serving.answers import Choice, Wanted, add, around, event
 from hetero.serving.chat import score
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
 from hetero.serving.history import Item, read_items, tokens_of
-from hetero.serving.messages import Finished, Said
+from hetero.serving.messages import Finished, Run, Said
 from hetero.serving.records import StoredResponse
 from hetero.serving.requests import (
     MOST_LOGPROBS,
@@ -33,6 +35,8 @@ from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
 _LONGEST_CHAIN = 10_000
+_BEGINNING: Final = ("created", "in_progress")
+_DELTA: Final = "response.output_text.delta"
 
 
 class TextFormat(Request):
@@ -121,7 +125,7 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
     turn = await _turn(state, app, body)
     if body.stream:
         writer = _Writer(state, app, body, turn)
-        return await answers.streamed(state, request, turn.wanted, writer.write, writer.failed)
+        return await answers.streamed(state, request, turn.wanted, writer)
     answer = await answers.gather(state, request, turn.wanted)
     _complete(state, turn, answer.choices[0], answer.end)
     await _keep(state, app, body, turn, answer.choices[0], answer.end)
@@ -350,11 +354,14 @@ class _Writer:
         self._state, self._app, self._body, self._turn = state, app, body, turn
         self._number = 0
         self._buffers = bool(turn.use.functions) and not turn.use.silent
+        self._choice = Choice()
+        name = f"msg_{secrets.token_hex(16)}"
+        self._at: dict[str, Any] = {"item_id": name, "output_index": 0, "content_index": 0}
+        self._places = around(partial(_delta, self._at), 2)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        record = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return event(record, kind)
+        return _event(kind, self._number - 1, **fields)
 
     def failed(self, error: ApiError) -> bytes:
         """What is told of an error in the middle."""
@@ -362,35 +369,48 @@ class _Writer:
         self._turn.body |= {"status": "failed", "error": said}
         return self._event("response.failed", response=self._turn.body)
 
-    async def write(self, events: AsyncIterator[Said | Finished]) -> AsyncIterator[bytes]:
-        """Server-sent events."""
-        turn, choice, name = self._turn, Choice(), f"msg_{secrets.token_hex(16)}"
-        yield self._event("response.created", response=turn.body)
-        yield self._event("response.in_progress", response=turn.body)
-        at: dict[str, Any] = {"item_id": name, "output_index": 0, "content_index": 0}
+    def begin(self) -> list[bytes]:
+        """See `answers.Writer`, as of all others."""
+        turn, name = self._turn, self._at["item_id"]
+        found = [self._event(f"response.{x}", response=turn.body) for x in _BEGINNING]
         if not self._buffers:
             empty = {"id": name, "type": "message", "status": "in_progress", "role": "assistant"}
-            yield self._added({**empty, "content": []}, 0)
-            yield self._part(at, "added", "")
-        async for said in events:
-            if isinstance(said, Finished):
-                _complete(self._state, turn, choice, said, name)
-                await _keep(self._state, self._app, self._body, turn, choice, said)
-                break
-            add(choice, said)
-            if said.text and not self._buffers:
-                yield self._delta(at, said)
-        for index, item in enumerate(turn.output):
-            for line in self._done(index, item):
-                yield line
-        kind = "completed" if turn.body["status"] == "completed" else "incomplete"
-        yield self._event(f"response.{kind}", response=turn.body)
+            found.append(self._added({**empty, "content": []}, 0))
+            found.append(self._part(self._at, "added", ""))
+        return found
 
-    def _delta(self, at: dict[str, Any], said: Said) -> bytes:
+    def said(self, said: Said) -> list[bytes]:
+        """A delta, unless there is nothing to tell."""
+        add(self._choice, said)
+        if not said.text or self._buffers:
+            return []
         scores = []
         if self._turn.logprobs and said.logprob is not None:
             scores = [score(self._state, said.token, said.logprob)]
-        return self._event("response.output_text.delta", **at, delta=said.text, logprobs=scores)
+        self._number += 1
+        return [_delta(self._at, self._number - 1, said.text, scores)]
+
+    def run(self, run: Run) -> list[bytes]:
+        """Deltas that differ in their texts and numbers."""
+        add(self._choice, run)
+        if self._buffers:
+            return []
+        before, middle, behind = self._places
+        found = list[bytes]()
+        for text in filter(None, run.texts):
+            told = quoted(text).encode()
+            found.append(b"%b%d%b%b%b" % (before, self._number, middle, told, behind))
+            self._number += 1
+        return found
+
+    async def end(self, end: Finished) -> list[bytes]:
+        """Everything is on the disk when this returns."""
+        turn, choice = self._turn, self._choice
+        _complete(self._state, turn, choice, end, self._at["item_id"])
+        await _keep(self._state, self._app, self._body, turn, choice, end)
+        found = [line for i, item in enumerate(turn.output) for line in self._done(i, item)]
+        kind = "completed" if turn.body["status"] == "completed" else "incomplete"
+        return [*found, self._event(f"response.{kind}", response=turn.body)]
 
     def _added(self, item: Item, index: int) -> bytes:
         return self._event("response.output_item.added", output_index=index, item=item)
@@ -408,7 +428,7 @@ class _Writer:
                 lines.append(self._added({**item, "status": "in_progress", "content": []}, index))
                 lines.append(self._part(inner, "added", ""))
                 delta: Callable[..., bytes] = self._event
-                lines.append(delta("response.output_text.delta", **inner, delta=text, logprobs=[]))
+                lines.append(delta(_DELTA, **inner, delta=text, logprobs=[]))
             lines.append(self._event("response.output_text.done", **inner, text=text, logprobs=[]))
             lines.append(self._part(inner, "done", text))
         else:
@@ -418,3 +438,13 @@ class _Writer:
             lines.append(self._event(f"{kind}.delta", **at, delta=said))
             lines.append(self._event(f"{kind}.done", **at, arguments=said, name=item["name"]))
         return [*lines, self._event("response.output_item.done", output_index=index, item=item)]
+
+
+def _event(kind: str, number: int | str, **fields: Any) -> bytes:
+    return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+
+def _delta(
+    at: dict[str, Any], number: int | str, text: str, scores: Sequence[dict[str, Any]] = ()
+) -> bytes:
+    return _event(_DELTA, number, **at, delta=text, logprobs=list(scores))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +50,7 @@ def serve(
             f"--host {host} lets other machines ask: give --keys FILE too (`hetero serve-key` "
             "makes one), or leave --host out"
         )
+    _check_address(host, port)
     known = None if keys is None else Keys.load(keys)
     model = open_model(engine["model"], weights=weights)
     directory = Path(engine["directory"])
@@ -86,23 +89,48 @@ def serve(
         server_header=False,
     )
     server = uvicorn.Server(config)
+    # What the user can mend is one sentence, below; uvicorn has a traceback.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: state.failed is None)
 
     def ended() -> None:
         server.should_exit = True
 
     client.on_end = ended
     _allow_connections()
-    server.run()
+    try:
+        server.run()
+    except SystemExit:  # how uvicorn says that it could not start
+        if state.failed is None:
+            raise
+    if state.failed is not None:
+        raise state.failed
     if not server.started:
         raise UserError(f"nothing is served at {host}:{port}: see the message above")
     if client.about and not client.told_to_stop:
         raise UserError("the engine ended by itself: see its message above")
 
 
+def _check_address(host: str, port: int) -> None:
+    """Raise `UserError` before a model is loaded where nothing could be served."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            if os.name == "posix":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"nothing can be served at {host}:{port} ({error.strerror or error}): choose another "
+            "--port or --host"
+        ) from error
+
+
 def default_directory(model: str) -> Path:
     """Where contexts of a model are kept, if nobody says."""
     name = "".join(c if c.isalnum() or c in "-._" else "_" for c in Path(model).name) or "model"
-    return Path(platformdirs.user_data_dir("hetero")) / "contexts" / name
+    return Path(platformdirs.user_data_dir("hetero", appauthor=False)) / "contexts" / name
 
 
 def _allow_connections() -> None:

@@ -26,7 +26,9 @@ SHORT: Final = 1000  # characters
 
 @dataclass(kw_only=True)
 class State:
-    """Used in one event loop. `names` are what the model is called (`*`: anything)."""
+    """Used in one event loop. `names` are what the model is called (`*`: anything), `failed` is why
+    the engine did not start.
+    """
 
     model: LoadedModel
     names: Sequence[str]
@@ -35,6 +37,7 @@ class State:
     token_bytes: TokenBytes
     slots: int
     metrics: Metrics = field(default_factory=Metrics)
+    failed: UserError | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -15,10 +15,13 @@ def duration(seconds: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """MiB or GiB."""
+    """GiB, MiB or, where that would be 0.0, KiB."""
     if nbytes is None:
         return "n/a"
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**30:.2f} GiB"
+    small = 0 < nbytes < 0.1 * 2**20
+    return f"{nbytes / 2**10:.1f} KiB" if small else f"{nbytes / 2**20:.1f} MiB"
 
 
 def energy(joules: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from hetero.backends.host.files import is_held
 from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import GgufWeights, store
@@ -40,7 +42,8 @@ def read_all(weights: ModelWeights) -> list[np.ndarray]:
 
 
 def kept(folder: Path) -> list[str]:
-    return sorted(x.name for x in folder.iterdir())
+    """Stores; a note of the file that it is of lies beside each."""
+    return sorted(x.name for x in folder.iterdir() if x.suffix != ".seen")
 
 
 @pytest.mark.parametrize("weights", ["gguf-a16", "f32"])
@@ -58,7 +61,22 @@ def test_the_second_opening_reads_what_the_first_packed(
         np.testing.assert_array_equal(ours, theirs)
     assert isinstance(again.weights, GgufWeights)
     assert isinstance(again.weights._store, store.StoreReader)
-    assert len(kept(stores)) == 1
+    (name,) = kept(stores)
+    assert store.origin_of(stores / name) == (tmp_path / "moved.gguf", True)
+
+
+def test_a_store_is_held_as_long_as_a_matrix_of_it_is(stores: Path, tmp_path: Path) -> None:
+    path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
+    read_all(open_model(path).weights)
+    (name,) = kept(stores)
+    weights = open_model(path).weights
+    matrix = weights.lm_head()
+    del weights
+    gc.collect()
+    assert is_held(stores / name)
+    del matrix
+    gc.collect()
+    assert not is_held(stores / name)
 
 
 def test_another_file_has_another_store(stores: Path, tmp_path: Path) -> None:
@@ -96,7 +114,7 @@ def test_what_is_quantised_again_is_not_kept(stores: Path, tmp_path: Path) -> No
 def test_a_broken_store_is_made_again(stores: Path, tmp_path: Path) -> None:
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0), (Kind.Q4_K, Kind.Q6_K))
     wanted = read_all(open_model(path).weights)
-    (found,) = stores.iterdir()
+    (found,) = stores.glob("*.safetensors")
     found.write_bytes(found.read_bytes()[:5000])
     for ours, theirs in zip(read_all(open_model(path).weights), wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -179,7 +197,8 @@ def test_a_file_that_was_just_written_is_read_again(stores: Path, tmp_path: Path
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     for _ in range(2):
         read_all(open_model(path).weights)
-    assert [x.suffix for x in stores.iterdir()] == [".safetensors"]
+    (note,) = stores.glob("*.seen")
+    assert note.read_text() == f"\n{path}"  # whose it is, but nothing to tell that it is the same
 
 
 def test_a_store_that_cannot_be_written_leaves_nothing(

@@ -86,8 +86,10 @@ def test_the_solver_can_ask_it(small: DeviceProfile) -> None:
 
 def test_a_name_that_is_no_chip_measures_this_machine(capsys: Any, monkeypatch: Any) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("hetero.cli.profile.profile_device", lambda path, **o: asked.update(o))
-    monkeypatch.setattr("hetero.cli.profile._report", lambda *_: None)
+    monkeypatch.setattr(
+        "hetero.measuring.profiling.profile_device", lambda path, **o: asked.update(o)
+    )
+    monkeypatch.setattr("hetero.cli.work.profile.report", lambda *_: None)
     with pytest.raises(SystemExit, match="0"):
         main(["profile", "--soc", "my-laptop"])
     assert asked["name"] == "my-laptop"

@@ -129,6 +129,15 @@ class Texts(HTMLParser):
         self.said += data
 
 
+def test_the_page_of_a_chip_that_is_not_here_has_nothing_of_measuring() -> None:
+    said = Texts(to_html(DeviceProfile.load("snapdragon-8-gen-3"))).said
+    assert "0 / 0" not in said
+    assert "How well it predicts" not in said
+    lines = [line for line in said.splitlines() if "no w4a16 kernel" in line]
+    assert lines
+    assert len(lines) == len(set(lines))
+
+
 def test_the_page_says_the_verdict_in_the_colours_of_plans(host: DeviceProfile) -> None:
     page = to_html(host)
     for said in judge(host).sentences:

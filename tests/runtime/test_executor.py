@@ -79,6 +79,13 @@ def test_actions_run_in_order_without_the_collector() -> None:
     assert gc.isenabled()
 
 
+def test_what_is_done_beside_begins_before_the_last_wait() -> None:
+    log: LOG = []
+    Executor().run(make_step(log), lambda: log.append("beside"))
+    assert log[-3:] == ["submit d", "beside", "wait d 3.0"]
+    assert log.count("beside") == 1
+
+
 def test_a_third_kind_of_device_joins_by_its_name() -> None:
     log: LOG = []
     step, executor = make_step(log), Executor()

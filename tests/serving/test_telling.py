@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hetero.generation.loop import LATER
 from hetero.serving import engine as module
 from hetero.serving.engine import Engine
 from hetero.serving.messages import Ask, Finished, Said
@@ -28,7 +29,12 @@ class Scripted(Engine):
         return True
 
 
-def run(clock_s: float, monkeypatch: pytest.MonkeyPatch, second: int = 0) -> list[str]:
+def run(
+    clock_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    second: int = 0,
+    kind: type[Scripted] = Scripted,
+) -> list[str]:
     """What happened in order, where a step of the devices takes so long; another answer is asked
     for in step `second`.
     """
@@ -36,9 +42,10 @@ def run(clock_s: float, monkeypatch: pytest.MonkeyPatch, second: int = 0) -> lis
     now = [0.0]
     pending: list[str] = []
 
-    def decode() -> None:
+    def decode(beside: Callable[[], None]) -> None:
         now[0] += clock_s
         log.append("step")
+        beside()
         if log.count("step") == second:
             incoming.put(Ask(id=1, app="a", tokens=[1], options={}))
 
@@ -51,13 +58,14 @@ def run(clock_s: float, monkeypatch: pytest.MonkeyPatch, second: int = 0) -> lis
             pending.clear()
 
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "TOLD_EVERY_S", 0.003)
     model = SimpleNamespace(eos_ids=())
     service: Any = SimpleNamespace(
         llm=SimpleNamespace(model=model), decode_together=decode, log=log, bound=lambda _: None
     )
     incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
     incoming.put(Ask(id=0, app="a", tokens=[1], options={}))
-    engine = Scripted(service, incoming, send, flush)
+    engine = kind(service, incoming, send, flush)
     read = engine._read
 
     def until_idle(*, wait: bool) -> None:
@@ -80,12 +88,37 @@ def test_quick_tokens_are_told_together_and_the_first_at_once(
         "step",
         "step",
         "step",
-        "told 1 2 3",
+        "told 1 2",
         "step",
         "step",
-        "told 4 end",
+        "told 3 4 end",
         "step",
     ]
+
+
+class Ahead(Scripted):
+    """Says a token after it was chosen, all but the first."""
+
+    def _messages(self, ask: Ask) -> Generator[Any]:
+        for message in super()._messages(ask):
+            if isinstance(message, Said) and message.token:
+                yield LATER
+            yield message
+
+
+def test_what_comes_later_is_told_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = run(0.02, monkeypatch, kind=Ahead)
+    assert log[:8] == [
+        "prompt of 0",
+        "step",
+        "told 0",
+        "step",
+        "step",
+        "told 1",
+        "step",
+        "told 2",
+    ]
+    assert log[-4:] == ["step", "told 4", "told end", "step"]
 
 
 def test_slow_tokens_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from hetero.solver.build import make_plan
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import NamedStrategy, check_cover
+from hetero.solver.names import NamedStrategy
+from hetero.solver.plan import check_cover
 from hetero.solver.planner import Planner, Settings
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.prompts import call_scenarios, prompt_alone, solve_prompt

@@ -12,7 +12,8 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import NamedStrategy, Phase
+from hetero.solver.names import NamedStrategy
+from hetero.solver.plan import Phase
 from hetero.solver.planner import Planner
 from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest

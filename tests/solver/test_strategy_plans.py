@@ -11,7 +11,8 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import NamedStrategy, OpPlan, check_cover
+from hetero.solver.names import NamedStrategy
+from hetero.solver.plan import OpPlan, check_cover
 from hetero.solver.strategy_plans import strategy_plan
 
 PROMPTS = (64, 135, 300, 600, 1000)

@@ -4,8 +4,9 @@
 // attention_cpu.cl in between. With more than one split, `combine` merges the partial results, so
 // that decode with few heads still fills the device ("flash decoding").
 //
-// HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE (with log2(e)) come from the record; HV divides
-// HEAD_DIM. `partial` holds per split and output row HEAD_DIM sums, the maximum and the weight.
+// HEADS, KV_HEADS, HEAD_DIM, SCALE (with log2(e)) come from the record; HV divides HEAD_DIM. Caches'
+// `capacity` and the `window` (0: none) are arguments. `partial` holds per split and output row
+// HEAD_DIM sums, the maximum and the weight.
 
 #define GROUP (HEADS / KV_HEADS)
 #define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
@@ -13,13 +14,15 @@
 #define DIMS ((HEAD_DIM + LANES - 1) / LANES)
 #define RECORD (HEAD_DIM + 2)
 
-inline int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
+inline int window_start(int last, int window) {
+  return window > 0 && last > window ? last - window : 0;
+}
 
 // `count` is m · heads · HEAD_DIM: one float of k and of v per work-item; with codes m · heads, a row
 // of each. Of `heads` key/value heads, the first of them `first`.
 __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                      ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), const int first,
-                     const int heads) {
+                     const int heads, const int capacity) {
   const int i = get_global_id(0);
   if (i >= count) return;
   AT(qkv); AT(position); AT(k_cache); AT(v_cache);
@@ -28,15 +31,16 @@ __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, 
 #else
   const int token = i / (heads * HEAD_DIM), g = first + i / HEAD_DIM % heads, d = i % HEAD_DIM;
 #endif
-  const size_t head = (size_t)g * HEAD_ROWS * ROW;
-  const size_t to = head + (size_t)(position[0] + token) * ROW + d;
+  __global cache_t *k_head = HEAD_OF(k_cache, g, capacity);
+  __global cache_t *v_head = HEAD_OF(v_cache, g, capacity);
+  const size_t to = (size_t)(position[0] + token) * ROW + d;
   qkv += (size_t)token * WIDTH + (HEADS + g) * HEAD_DIM + d;
 #ifdef CACHE_CODES
-  code_row(qkv, k_cache + to, CHANNELS_OF(k_cache + head));
-  code_row(qkv + KV_HEADS * HEAD_DIM, v_cache + to, 0);
+  code_row(qkv, k_head + to, true, CHANNELS_OF(k_head, capacity));
+  code_row(qkv + KV_HEADS * HEAD_DIM, v_head + to, false, 0);
 #else
-  CSTORE1(qkv[0], k_cache + to);
-  CSTORE1(qkv[KV_HEADS * HEAD_DIM], v_cache + to);
+  CSTORE1(qkv[0], k_head + to);
+  CSTORE1(qkv[KV_HEADS * HEAD_DIM], v_head + to);
 #endif
 }
 
@@ -45,20 +49,21 @@ __kernel void append(const int count, ARRAY(const float, qkv), ARRAY(const int, 
 __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                            ARRAY(const cache_t, k_cache), ARRAY(const cache_t, v_cache),
                            ARRAY(float, out), __global float *restrict partial,
-                           const int splits, const int first) {
+                           const int splits, const int first, const int capacity,
+                           const int window) {
   __local float q[ROWS * HEAD_DIM], p[ROWS * LANES], red[ROWS * LANES];
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
   const int g = first + get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
   const int rows = clamp(count * GROUP - row0, 0, ROWS);
   const int start = position[0];
-  k_cache += (size_t)g * HEAD_ROWS * ROW;
-  v_cache += (size_t)g * HEAD_ROWS * ROW;
+  k_cache = HEAD_OF(k_cache, g, capacity);
+  v_cache = HEAD_OF(v_cache, g, capacity);
   for (int i = LANE; i < (rows > 0 ? ROWS * HEAD_DIM : 0); i += LANES) {
     const int row = row0 + min(i / HEAD_DIM, rows - 1);
     q[i] = SCALE * qkv[(size_t)(row / GROUP) * WIDTH + (g * GROUP + row % GROUP) * HEAD_DIM +
                        i % HEAD_DIM];
 #ifdef CACHE_CODES
-    q[i] *= CHANNELS_OF(k_cache)[i % HEAD_DIM];
+    q[i] *= CHANNELS_OF(k_cache, capacity)[i % HEAD_DIM];
 #endif
   }
   float acc[ROWS][DIMS], top[ROWS], sum[ROWS];
@@ -68,7 +73,7 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
     for (int c = 0; c < DIMS; c++) acc[r][c] = 0;
   }
 
-  const int begin = window_start(start + row0 / GROUP + 1);
+  const int begin = window_start(start + row0 / GROUP + 1, window);
   const int end = start + (row0 + rows - 1) / GROUP + 1;
   const int span = ((end - begin + splits - 1) / splits + LANES - 1) / LANES * LANES;
   const int low = begin + split * span, high = rows > 0 ? min(end, low + span) : low;
@@ -91,7 +96,7 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
 #ifdef CAP
       s[r] = activate_scalar(s[r]);
 #endif
-      if (key >= high || key >= limit || key < window_start(limit)) s[r] = -INFINITY;
+      if (key >= high || key >= limit || key < window_start(limit, window)) s[r] = -INFINITY;
       red[r * LANES + LANE] = s[r];
     }
     for (int n = LANES / 2; n > 0; n /= 2) {

@@ -1,6 +1,7 @@
 // Vectors of HV elements of caches of keys and values: floats, with CACHE_HALF halves, with
 // CACHE_CODES codes with a scale behind each row (backends/kv_rows.py says what they mean).
-// ROW is what lies between two tokens of a head, HEAD_ROWS the rows of a head.
+// ROW is what lies between two tokens of a head, HEAD_ROWS the rows of a head of a cache for
+// `capacity` tokens, HEAD_OF where head g begins: beyond 2^31 elements from the first, maybe.
 
 #if HV == 1
 #define HALF_LOAD(p) vload_half(0, p)
@@ -31,7 +32,7 @@ INLINE void HALF_STORE(const hfloat v, __global half *p) {
 #if defined(CACHE_CODES)
 typedef char cache_t;
 #define ROW ((HEAD_DIM + 3) / 4 * 4 + 4)
-#define HEAD_ROWS (CAPACITY + 4)
+#define HEAD_ROWS(capacity) ((size_t)(capacity) + 4)
 #elif defined(CACHE_HALF)
 typedef half cache_t;
 #define CLOAD(p) HALF_LOAD(p)
@@ -49,25 +50,26 @@ typedef float cache_t;
 #ifdef CACHE_CODES
 // A token's step; the scales of the channels behind a head's tokens.
 #define STEP_OF(row) (*(__global const float *)((row) + ROW - 4))
-#define CHANNELS_OF(head) ((__global const float *)((head) + (size_t)CAPACITY * ROW))
+#define CHANNELS_OF(head, capacity) ((__global const float *)((head) + (size_t)(capacity) * ROW))
 
-// CLOAD: codes and a half, without their scales.
+// CODES_OF: without their scales. CLOAD: and a half, which a code stands for.
 #define CLOAD1(p) (*(p) + 0.5f)
+#define CLOAD(p) (CODES_OF(p) + 0.5f)
 #if HV == 1
-INLINE float CLOAD(__global const cache_t *p) { return *p + 0.5f; }
+INLINE float CODES_OF(__global const cache_t *p) { return *p; }
 INLINE void code_store(const float x, __global cache_t *p) { *p = min((int)x, 255) - 128; }
 #elif LANES == 1
 typedef char codes_t __attribute__((ext_vector_type(HV), aligned(1)));
-INLINE hfloat CLOAD(__global const cache_t *p) {
-  return __builtin_convertvector(*(__global const codes_t *)p, hfloat) + 0.5f;
+INLINE hfloat CODES_OF(__global const cache_t *p) {
+  return __builtin_convertvector(*(__global const codes_t *)p, hfloat);
 }
 INLINE void code_store(const hfloat x, __global cache_t *p) {
   const CAT(int, HV) code = min(__builtin_convertvector(x, CAT(int, HV)), 255) - 128;
   *(__global codes_t *)p = __builtin_convertvector(code, codes_t);
 }
 #else
-INLINE hfloat CLOAD(__global const cache_t *p) {
-  return CAT(convert_float, HV)(CAT(vload, HV)(0, p)) + 0.5f;
+INLINE hfloat CODES_OF(__global const cache_t *p) {
+  return CAT(convert_float, HV)(CAT(vload, HV)(0, p));
 }
 INLINE void code_store(const hfloat x, __global cache_t *p) {
   const CAT(int, HV) code = min(CAT(convert_int, HV)(x), 255) - 128;
@@ -84,14 +86,14 @@ INLINE float rounded_up(const float x) {
   return !(x <= 65504.0f) ? x : as_float((as_uint(x) + 0x1FFFu) & 0xFFFFE000u);
 }
 
-// A token of a head; `channels` of keys.
-INLINE void code_row(__global const float *from, __global cache_t *to,
+// A token of a head; `channels` of keys alone.
+INLINE void code_row(__global const float *from, __global cache_t *to, const bool keys,
                      __global const float *channels) {
-#define SCALED(c) (channels ? HLOAD(from + (c) * HV) / HLOAD(channels + (c) * HV) \
-                            : HLOAD(from + (c) * HV))
+#define SCALED(c) (keys ? HLOAD(from + (c) * HV) / HLOAD(channels + (c) * HV) \
+                        : HLOAD(from + (c) * HV))
   float most = 0;
   for (int d = 0; d < HEAD_DIM; d++) {
-    const float x = fabs(channels ? from[d] / channels[d] : from[d]);
+    const float x = fabs(keys ? from[d] / channels[d] : from[d]);
     most = x > most || x != x ? x : most;
   }
   const float amplitude = rounded_up(most), divisor = amplitude > 0 ? amplitude : 1;
@@ -101,6 +103,8 @@ INLINE void code_row(__global const float *from, __global cache_t *to,
   *(__global float *)(to + ROW - 4) = amplitude * 0x1p-7f;
 }
 #else
+#define CODES_OF(p) CLOAD(p)
 #define ROW HEAD_DIM
-#define HEAD_ROWS CAPACITY
+#define HEAD_ROWS(capacity) ((size_t)(capacity))
 #endif
+#define HEAD_OF(cache, g, capacity) ((cache) + (g) * HEAD_ROWS(capacity) * ROW)

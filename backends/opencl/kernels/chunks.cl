@@ -3,8 +3,8 @@
 // A chunk's keys, or values, of a head are TOKENS rows of HEAD_DIM: one run both of codes and of the
 // cache. HV codes at a time become floats: WORDS words of four bytes, a code in each byte.
 //
-// KV_HEADS, HEAD_DIM, TOKENS, BY_TOKEN, KEYS_BY_TOKEN come from the record, CAPACITY where caches
-// are codes; HV is 4, 8 or 16 and divides HEAD_DIM.
+// KV_HEADS, HEAD_DIM, TOKENS, BY_TOKEN, KEYS_BY_TOKEN come from the record; HV is 4, 8 or 16 and
+// divides HEAD_DIM. Caches are for `capacity` tokens.
 
 #define BLOCK (TOKENS * HEAD_DIM)
 #define VALUES (2 * KV_HEADS * BLOCK)
@@ -135,9 +135,10 @@ INLINE void code_run(const int bits, bytes_t chunk, const int at, const int ampl
 }
 
 // Whether the cache of the keys has these scales of channels.
-INLINE int same_channels(__global const float *channels, __global const cache_t *k_cache) {
+INLINE int same_channels(__global const float *channels, __global const cache_t *k_cache,
+                         const int capacity) {
   for (int g = 0; g < KV_HEADS; g++) {
-    __global const float *own = CHANNELS_OF(k_cache + (size_t)g * HEAD_ROWS * ROW);
+    __global const float *own = CHANNELS_OF(HEAD_OF(k_cache, g, capacity), capacity);
     for (int d = 0; d < HEAD_DIM; d++) {
       if (own[d] != channels[g * HEAD_DIM + d]) return 0;
     }
@@ -155,14 +156,13 @@ __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(cons
   const int rows = is_value ? VALUE_ROWS : KEY_ROWS, at = part * BLOCK;
   const int amplitude = is_value ? KV_HEADS * KEY_ROWS + g * VALUE_ROWS : g * KEY_ROWS;
   __global const float *own = is_value ? 0 : channels + g * HEAD_DIM;
+  __global cache_t *head = HEAD_OF(is_value ? v_cache : k_cache, g, capacity);
 #ifdef CACHE_CODES
-  __global cache_t *head = (is_value ? v_cache : k_cache) + (size_t)g * HEAD_ROWS * ROW;
-  __global const float *cached = is_value ? 0 : CHANNELS_OF(head);
-  const int moves = same_channels(channels, k_cache);
+  __global const float *cached = is_value ? 0 : CHANNELS_OF(head, capacity);
+  const int moves = same_channels(channels, k_cache, capacity);
 #define DECODE(bits) code_run(bits, chunk, at, amplitude, rows, own, cached, moves, to)
 #define HALVES() DECODE(16)
 #else
-  __global cache_t *head = (is_value ? v_cache : k_cache) + (size_t)g * capacity * ROW;
 #define DECODE(bits) decode_run(bits, chunk, at, amplitude, rows, own, to)
 #define HALVES() half_run(chunk, at, to)
 #endif

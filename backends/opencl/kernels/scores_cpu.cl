@@ -1,9 +1,9 @@
 // Scores of rows of queries on caches, for devices whose work-items are CPU threads with wide vectors
 // (LANES == 1). Rows are (token, query head) pairs of one key/value head, ROWS at once; keys are
 // packed in blocks of KT, transposed: [KT tokens][HEAD_DIM] becomes [HEAD_DIM][KT]. Scores are in
-// base 2: SCALE includes log2(e). STRIDE is what lies between two rows of scores.
+// base 2: SCALE includes log2(e). Caches are for `capacity` tokens; `window` 0 is none.
 //
-// HEADS, KV_HEADS, HEAD_DIM, CAPACITY, WINDOW, SCALE come from the record; HV divides HEAD_DIM.
+// HEADS, KV_HEADS, HEAD_DIM, SCALE come from the record; HV divides HEAD_DIM.
 
 #define GROUP (HEADS / KV_HEADS)
 #define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
@@ -19,9 +19,8 @@
 #define LOWEST -1e30f
 #define CHUNKS (HEAD_DIM / HV)
 
-#ifndef STRIDE
-#define STRIDE KEYS
-#endif
+// Blocks of packed keys that a head has.
+#define BLOCKS_OF(capacity) (((size_t)(capacity) + KT - 1) / KT)
 
 // The soft cap on scores (activations.cl), if there is one.
 #ifdef CAP
@@ -33,18 +32,21 @@
 #endif
 
 // First position that a token at `last` - 1 sees.
-INLINE int window_start(int last) { return WINDOW > 0 && last > WINDOW ? last - WINDOW : 0; }
+INLINE int window_start(int last, int window) {
+  return window > 0 && last > window ? last - window : 0;
+}
 
 // The first `keys` of KT keys, transposed; zeros behind them. `head` is where the head's begin.
-INLINE void pack_block(__global const cache_t *restrict head, const int first, const int keys,
-                       __global float *restrict packed) {
+INLINE void pack_block(__global const cache_t *restrict head, const int capacity, const int first,
+                       const int keys, __global float *restrict packed) {
   __global const cache_t *k = head + (size_t)first * ROW;
 #if defined(CACHE_CODES)
+  __global const float *channels = CHANNELS_OF(head, capacity);
   for (int i = 0; i < KT; i++) {
     const float step = i < keys ? STEP_OF(k + i * ROW) : 0.0f;
     for (int c = 0; c < CHUNKS; c++) {
       float part[HV];
-      HSTORE(i < keys ? CLOAD(k + i * ROW + c * HV) * (step * HLOAD(CHANNELS_OF(head) + c * HV))
+      HSTORE(i < keys ? CLOAD(k + i * ROW + c * HV) * (step * HLOAD(channels + c * HV))
                       : (hfloat)(0.0f), part);
       for (int j = 0; j < HV; j++) packed[(c * HV + j) * KT + i] = part[j];
     }
@@ -70,8 +72,9 @@ INLINE void pack_block(__global const cache_t *restrict head, const int first, c
 #endif
 }
 
-// ROWS × KT scores of one packed block of keys.
-INLINE void scores(const float *restrict q, __global const float *restrict k, float *restrict s) {
+// ROWS × KT scores of one packed block of keys; `stride` lies between two rows of them.
+INLINE void scores(const float *restrict q, __global const float *restrict k, float *restrict s,
+                   const int stride) {
 #define DECLARE(r) vfloat a##r = 0, b##r = 0;
   EACH_ROW(DECLARE)
   for (int d = 0; d < HEAD_DIM; d++) {
@@ -79,7 +82,7 @@ INLINE void scores(const float *restrict q, __global const float *restrict k, fl
 #define STEP(r) { const float x = q[d * ROWS + r]; a##r = x * k0 + a##r; b##r = x * k1 + b##r; }
     EACH_ROW(STEP)
   }
-#define KEEP(r) VSTORE(a##r, s + r * STRIDE); VSTORE(b##r, s + r * STRIDE + VEC);
+#define KEEP(r) VSTORE(a##r, s + r * stride); VSTORE(b##r, s + r * stride + VEC);
   EACH_ROW(KEEP)
 #undef DECLARE
 #undef STEP

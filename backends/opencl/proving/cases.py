@@ -62,6 +62,7 @@ def cases() -> Iterator[Case]:
     yield Case(ops.Embed(vocab=40, d=256, weight_format=WeightFormat.W4A16), (7,))
     yield Case(ops.Rope(heads=8, kv_heads=4, head_dim=32, theta=1e4, max_position=64), (1, 9))
     yield Case(attention, (1, 40))
+    yield Case(replace(attention, capacity=100, window=9), (1, 40))  # by the same program
     yield Case(replace(attention, kv=CacheFormat.Q8), (1, 40))
     yield Case(ops.ColumnMass(attention=attention, every=2), (1, 40))
     chunks = ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16)

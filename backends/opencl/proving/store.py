@@ -52,6 +52,8 @@ class KernelStore:
                 continue
             files = decode(content)
             if files is not None:
+                with contextlib.suppress(OSError):
+                    os.utime(path)  # when it was last used
                 return files
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -94,7 +94,7 @@ class Trials:
         """Compiled kernels of a driver at a level; in this process's folder where the cache cannot
         be written.
         """
-        name = f"{_short(candidate.fingerprint())}-{level.name}"
+        name = f"{folder_prefix(candidate)}-{level.name}"
         return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)
 
     def job(self, candidate: Candidate, level: Level, folder: Path) -> Job:
@@ -313,6 +313,11 @@ def passed_level(device: DeviceVerdict, levels: tuple[Level, ...]) -> Level | No
         if attempt is not None and attempt.outcome == "passed":
             return LEVELS[attempt.level]
     return None
+
+
+def folder_prefix(candidate: Candidate) -> str:
+    """How the names of a driver's folders with kernels begin."""
+    return _short(candidate.fingerprint())
 
 
 def _short(text: str) -> str:

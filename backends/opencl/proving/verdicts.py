@@ -111,7 +111,11 @@ def read_verdict(path: Path, key: str) -> Verdict | None:
         found = Verdict.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if found.key == key else None
+    if found.key != key:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # when it was last used
+    return found
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:

@@ -98,7 +98,7 @@ class StoreReader:
     """A store; `check` says whether it is the file's."""
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
-        self.file, self._shapes, self._gguf = SafetensorsFile(path), shapes, file
+        self.file, self._shapes, self._gguf = SafetensorsFile(path, held=True), shapes, file
         wanted = {x.name: x for x in _plan(shapes)}
         found = self.file.entries
         if any(
@@ -129,8 +129,7 @@ class StoreReader:
         if content is None:
             return
         if content.hexdigest() == self.file.metadata.get("content"):
-            if self._settled:
-                _note_seen(self.file.path, self._identity)
+            _note_seen(self.file.path, self._identity if self._settled else "", self._gguf)
             return
         with contextlib.suppress(OSError):
             self.file.path.unlink()
@@ -243,8 +242,7 @@ class StoreWriter:
                 raise OSError(f"{self._file.path} was written meanwhile")
             self._stack.close()
             _keep_newest(self.path)
-            if self._settled:
-                _note_seen(self.path, self._identity)
+            _note_seen(self.path, self._identity if self._settled else "", self._file)
 
     def _hexdigest(self) -> str:
         if self._content is not None:
@@ -299,11 +297,36 @@ def _identity(file: GgufFile) -> str:
     return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
-def _seen(path: Path, identity: str) -> bool:
+class Origin(NamedTuple):
+    """What a store says of itself: the GGUF file that it was last found to be of, where it is
+    known, and whether this version reads it.
+    """
+
+    file: Path | None
+    readable: bool
+
+
+def origin_of(store: Path) -> Origin:
+    """As the store and the note beside it say, which is not checked."""
     try:
-        return path.with_suffix(".seen").read_text(encoding="ascii") == identity
-    except (OSError, ValueError):
-        return False
+        readable = SafetensorsFile(store).metadata.get("version") == VERSION
+    except ModelError:
+        readable = False
+    name = _noted(store)[1]
+    return Origin(Path(os.fsdecode(name)) if name else None, readable)
+
+
+def _noted(store: Path) -> tuple[bytes, bytes]:
+    """Identity and path of the file that a store was last found to be of; empty if unknown."""
+    try:
+        identity, _, name = store.with_suffix(".seen").read_bytes().partition(b"\n")
+    except OSError:
+        return b"", b""
+    return identity, name
+
+
+def _seen(path: Path, identity: str) -> bool:
+    return _noted(path)[0] == identity.encode()
 
 
 def _is_settled(file: GgufFile) -> bool:
@@ -311,9 +334,11 @@ def _is_settled(file: GgufFile) -> bool:
     return os.name != "nt" and time.time() - file.path.stat().st_ctime > SETTLED_S
 
 
-def _note_seen(path: Path, identity: str) -> None:
+def _note_seen(path: Path, identity: str, file: GgufFile) -> None:
+    """The store at `path` is of this file; without an identity it is compared again next time."""
+    noted = identity.encode() + b"\n" + os.fsencode(file.path.absolute())
     with contextlib.suppress(OSError):
-        atomic_write(path.with_suffix(".seen"), identity, durable=False)
+        atomic_write(path.with_suffix(".seen"), noted, durable=False)
 
 
 def _be_last() -> None:

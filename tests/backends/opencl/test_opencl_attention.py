@@ -39,7 +39,7 @@ OPS = {
         heads=6, kv_heads=2, head_dim=12, capacity=200, window=40, kv=CacheFormat.F16
     ),
 }
-CALLS = [(0, 1), (0, 70), (17, 2), (60, 1), (64, 33), (95, 5)]
+CALLS = [(0, 1), (0, 70), (17, 2), (60, 1), (64, 33), (92, 9), (95, 5)]
 
 
 def run_and_compare(
@@ -93,6 +93,28 @@ def test_contexts_in_parts(
     op, rng = OPS[name], np.random.default_rng(7)
     for position, m in ((0, 1), (1, 4), (17, 2), (60, 1), (95, 4)):
         run_and_compare(device, op, tensors_for(op, m, rng, position=position), m)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "window", "capped", "seven_in_a_group", "halves", "codes", "twelve_codes"]
+)
+def test_few_tokens_are_to_the_bit_what_each_is_alone(
+    device: OpenCLDevice, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of keys is read once for all of them; what is verified is what would be decoded."""
+    monkeypatch.setattr(attention, "splits", lambda *_: 1)  # else parts follow the call's start
+    if device.tuning.lanes > 1:
+        pytest.skip("a GPU's rows are computed by other work-groups")
+    op, m = OPS[name], attention.FEW_TOKENS
+    kernel = device.prepare(op, {})
+    together, apart = (tensors_for(op, m, np.random.default_rng(9), position=87) for _ in range(2))
+    kernel.bind(together, m).run()
+    for i in range(m):
+        apart["position"].array[:] = 87 + i
+        one = {**apart, "qkv": apart["qkv"].rows(i, i + 1), "out": apart["out"].rows(i, i + 1)}
+        kernel.bind(one, 1).run()
+    for port in ("k_cache", "v_cache", "out"):
+        np.testing.assert_array_equal(together[port].array, apart[port].array)
 
 
 def test_workers_have_as_much_to_do() -> None:

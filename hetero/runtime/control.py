@@ -1,0 +1,38 @@
+"""The control thread: the one that runs steps, submits to the GPU and calls the NPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final
+
+from hetero.backends.host.affinity import pinned
+from hetero.backends.host.timers import timer_slack
+
+_HELD: Final = nullcontext()
+
+
+class ControlThread:
+    """Whichever thread is inside `held`: on the control core (None: on any), with sleeps as exact
+    as can be.
+    """
+
+    def __init__(self, core: int | None) -> None:
+        self._core = core
+        self._inside = 0  # a thread
+
+    def held(self) -> AbstractContextManager[None]:
+        """For a step, or for many: inside of another hold nothing is asked of the system, which
+        takes longer than all else that a step of a small model needs of Python.
+        """
+        return _HELD if self._inside == threading.get_ident() else self._hold()
+
+    @contextmanager
+    def _hold(self) -> Iterator[None]:
+        with pinned(self._core), timer_slack(1):
+            before, self._inside = self._inside, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._inside = before
