@@ -14,6 +14,7 @@ from hetero import LLM
 from hetero.cli.app import main
 from hetero.compiling.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
 from hetero.compiling.graphs import CompileRequest, compile_model, prepare
+from hetero.contexts.service import Service
 from hetero.errors import ModelError, UserError
 from hetero.models import model_spec
 from hetero.solver.handmade import layer_level, single_device
@@ -253,6 +254,26 @@ def test_windows_have_graphs_for_the_rows_that_they_keep(tmp_path: Path, fused: 
     shared = ready.sharing(440)
     assert shared is not None
     assert len(shared.calls) == 14
+
+
+def test_a_service_has_graphs_for_caches_that_keep_all(tmp_path: Path) -> None:
+    """Of a model whose layers all have windows: no other layer's graphs would do."""
+    changes = {"sliding_window": 24, "num_hidden_layers": 1}
+    make_checkpoint(Case("tiny", "Mistral", changes), tmp_path / "model")
+    request = CompileRequest(str(tmp_path / "model"), "sm8650", max_seq_len=448)
+    plan = single_device(prepare(request).loaded.spec(), "npu", graph_sizes=(1, 32))
+    for whole in (False, True):
+        out = tmp_path / f"{whole}"
+        manifest = compile_model(prepare(replace(request, plan=plan, whole_caches=whole)), out)
+        assert ("whole_caches" in (out / BUNDLE_FILE).read_text("utf-8")) == whole
+        assert find_bundle(out) == manifest
+        with LLM(str(out)) as llm:
+            assert llm.context.cache.layout.slides != whole
+            llm.engine.prefill(llm.context, [3 + i % 90 for i in range(300)])
+            store = llm.devices.devices["npu"].store  # type: ignore[attr-defined]
+        assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
+    with pytest.raises(UserError, match="keep all, as a service has them: compile it with --whole"):
+        Service(str(tmp_path / "False"), directory=tmp_path / "kept")
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def _sources(noted: bytes | None) -> list[ProgramSource] | None:
         for files, options in json.loads(noted or b""):
             with suppress(OSError):
                 found.append(source_of(files, options))
-    except (ValueError, TypeError, IndexError):  # of another version
+                found[-1].digest  # noqa: B018, which options that are no text do not have
+    except (ValueError, TypeError, IndexError, RecursionError):  # of another version
         return None
     return found

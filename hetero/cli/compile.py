@@ -39,6 +39,9 @@ def compile_command(
     share_weights: Annotated[
         bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
     ] = False,
+    whole_caches: Annotated[
+        bool, typer.Option("--whole-caches", help="Sliding windows keep all, as for serve.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it takes.")] = False,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", min=1, help="Of the prompt that --dry-run looks at.")
@@ -59,6 +62,7 @@ def compile_command(
         graph_sizes=() if graph_sizes is None else parse_tokens(graph_sizes, "--graph-sizes"),
         max_seq_len=max_seq_len,
         share_weights=share_weights,
+        whole_caches=whole_caches,
     )
     compilation = prepare(request)
     name = printable(compilation.loaded.name)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, read_file
-from hetero.errors import ModelError
+from hetero.contexts.kv_cache import Sliding
+from hetero.errors import ModelError, UserError
 from hetero.solver.execution_plan import ExecutionPlan
 
 BUNDLE_FILE = "compiled.json"
@@ -47,7 +49,8 @@ class BundleManifest(BaseModel):
     """Contents of `compiled.json`.
 
     `licence` is what the model's own files say, `sdk` and `provider` what compiled the graphs; a
-    device needs the same provider to open them.
+    device needs the same provider to open them. `whole_caches`: they attend on caches that keep
+    what windows have left, as a service has them.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -64,12 +67,31 @@ class BundleManifest(BaseModel):
     graph_sizes: tuple[Tokens, ...]
     plan_id: str
     plan_sha256: str
+    whole_caches: bool = False
     graphs: tuple[GraphRecord, ...]
 
     @property
     def graphs_bytes(self) -> int:
         """All compiled graphs together."""
         return sum(graph.size_bytes for graph in self.graphs)
+
+    def document(self) -> str:
+        """The file's contents, which earlier versions read where they know all that it says."""
+        added = set() if self.whole_caches else {"whole_caches"}
+        return self.model_dump_json(indent=1, exclude=added) + "\n"
+
+    def check_caches(self, model: str, windows: Sequence[int], *, whole: bool) -> None:
+        """Raise `UserError` where attention on caches of all tokens has no graphs."""
+        written = max(self.graph_sizes, default=0)
+        sliding = Sliding.of(windows, self.max_seq_len + written, written)
+        slides = sliding is not None and sliding.rows < self.max_seq_len + written
+        attends = any(graph.context for graph in self.graphs)
+        if attends and whole and slides and not self.whole_caches:
+            raise UserError(
+                f"{model}: was compiled for caches that forget what its windows have left, and is "
+                "opened with those that keep all, as a service has them: compile it with "
+                "--whole-caches"
+            )
 
     def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Options of `hetero.backends.qnn.open` for the bundle in `directory`."""

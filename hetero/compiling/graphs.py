@@ -52,7 +52,7 @@ class CompileRequest:
     """What to compile. `plan` None is layer level: matmuls of prefill on the NPU.
 
     With `share_weights` the graphs of all token counts of a weight are one file, which only a
-    device can open: the emulator compiles what it needs again.
+    device can open: the emulator compiles what it needs again. `whole_caches` as in `LLM`.
     """
 
     model: str
@@ -62,6 +62,7 @@ class CompileRequest:
     graph_sizes: tuple[int, ...] = ()
     max_seq_len: int | None = None
     share_weights: bool = False
+    whole_caches: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def prepare(request: CompileRequest) -> Compilation:
         able,
         max_seq_len=length,
         shadows=loaded.weights.outliers(),
+        whole=request.whole_caches,
     )
     jobs = tuple(all_jobs(placement, length))
     if not jobs:
@@ -159,7 +161,7 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     with device:
         records = _compile_all(plan, stored, device.store, note or (lambda *_: None))
         manifest = _manifest(plan, out, device.store, records)
-    atomic_write(out / BUNDLE_FILE, manifest.model_dump_json(indent=1) + "\n")
+    atomic_write(out / BUNDLE_FILE, manifest.document())
     (out / STATE_FILE).unlink(missing_ok=True)
     return manifest
 
@@ -174,6 +176,7 @@ def _state(plan: Compilation) -> dict[str, Any]:
         "sizes": list(plan.sizes),
         "max_seq_len": plan.max_seq_len,
         "share_weights": plan.request.share_weights,
+        **({"whole_caches": True} if plan.request.whole_caches else {}),
     }
 
 
@@ -300,6 +303,7 @@ def _manifest(
         graph_sizes=plan.sizes,
         plan_id=plan.plan.plan_id,
         plan_sha256=hashlib.sha256((out / PLAN_FILE).read_bytes()).hexdigest(),
+        whole_caches=plan.request.whole_caches,
         graphs=tuple(records),
     )
 

@@ -116,10 +116,13 @@ class LLM:
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
-        self.max_seq_len, self._whole_caches = self._context_length(length), whole_caches
+        self.max_seq_len = self._context_length(length)
+        self._whole_caches = whole_caches or (bundle is not None and bundle.whole_caches)
         spec = self._loaded.spec(self.kv)
         may = npu in ("auto", "qnn") and device in ("auto", "hetero")
         if bundle is not None and plan is None and may:
+            windows = self._loaded.config.windows
+            bundle.check_caches(model, windows, whole=self._whole_caches)
             plan = bundle.load_plan(model)
         given = ExecutionPlan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None:

@@ -101,8 +101,9 @@ def test_a_note_of_files_that_are_gone_is_passed_over() -> None:
     use(compiler, "a", "flag.cl")
     compiler.notes = {k: v.replace(b"flag.cl", b"gone.cl") for k, v in compiler.notes.items()}
     assert use(compiler, "a", "norm.cl")
-    compiler.notes = dict.fromkeys(compiler.notes, b"{")
-    assert not use(compiler, "a", "norm.cl")
+    for broken in (b"{", b"\xff", b"[" * 100_000, b'[[["flag.cl"], [1]]]', b"[[[], []]]", b"7"):
+        compiler.notes = dict.fromkeys(compiler.notes, broken)
+        assert not use(compiler, "a", "norm.cl"), broken[:20]
 
 
 class Unfinished:
