@@ -17,23 +17,28 @@ from hetero.backends.ops import Attention
 from hetero.backends.protocol import Device, port_dtype, port_shape
 from hetero.backends.registry import open_device
 
-LAYERS = 8  # whose caches take turns in decode, so that none is in a processor's caches
+STREAMED_BYTES = 1 << 29  # of layers whose caches take turns in decode: more than processors keep
 
 
 def contender(device: Device, op: Attention, m: int, context: int) -> Callable[[], float]:
     """Seconds of a call of m tokens behind others."""
     rng, calls, kernel = np.random.default_rng(0), [], device.prepare(op, {})
-    for _ in range(LAYERS if m <= 8 else 1):
+    cache_bytes = int(np.prod(port_shape(op, "k_cache", m))) * port_dtype(op, "k_cache").itemsize
+    first: dict[str, Tensor] = {}
+    for _ in range(-(-STREAMED_BYTES // (2 * cache_bytes)) if m <= 8 else 1):
         tensors = {}
         for port in op.ports:
             shape, dtype = port_shape(op, port, m), port_dtype(op, port)
             nbytes = int(np.prod(shape)) * dtype.itemsize
             tensors[port] = tensor = Tensor(device.allocate(nbytes), shape, dtype)
-            if port.endswith("cache"):
+            if port in first and port.endswith("cache"):
+                tensor.array[:] = first[port].array
+            elif port.endswith("cache"):
                 random_rows(cache_rows(op, tensor.array), context, rng, keys=port == "k_cache")
         tensors["qkv"].array[:] = rng.standard_normal(tensors["qkv"].shape)
         tensors["position"].array[:] = context
         calls.append(kernel.bind(tensors, m))
+        first = first or tensors
 
     def run() -> float:
         start_s = time.perf_counter()

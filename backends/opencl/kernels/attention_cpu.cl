@@ -309,9 +309,14 @@ INLINE vfloat few_steps(__global const cache_t *rows) {
 #define SCALED_BY1(row, x) (x)
 #endif
 
-// The caches come from memory, in runs of KEYS: keys of the next runs and the run's own values are
-// fetched while scores are made.
+// The caches come from memory, in runs of KEYS: while scores are made, keys are fetched that follow
+// AHEAD later, and values that follow AHEAD - 32 later, so that fetches of both are spread evenly
+// and none waits for the other's. Codes take longer to compute than to come.
+#ifdef CACHE_CODES
 #define AHEAD 32
+#else
+#define AHEAD 64
+#endif
 #define EACH_FEW(F) F(0) F(1) F(2) F(3)
 #define LIVE(r) if (r < FEW)
 
@@ -406,7 +411,7 @@ INLINE void few_begin(few_t *restrict few, __global const float *restrict from,
   for (int b = 0; b < PADDED_GROUP / FEW; b++) few->sum[b] = few->steps[b] = 0;
 }
 
-// A run of at most KEYS keys; who is the first to read it has the values and the next keys fetched.
+// A run of at most KEYS keys; who is the first to read it has what follows fetched.
 INLINE void few_run(few_t *restrict few, __global const cache_t *restrict k,
                     __global const cache_t *restrict v, const int keys, const bool fetch) {
   const int padded = (keys * FEW + VEC - 1) / VEC * VEC;
@@ -417,7 +422,7 @@ INLINE void few_run(few_t *restrict few, __global const cache_t *restrict k,
       if (r == 0 && fetch) {
         for (int i = 0; i < VEC / FEW * ROW; i += LINE) {
           __builtin_prefetch(k + (key + AHEAD) * ROW + i);
-          __builtin_prefetch(v + key * ROW + i);
+          __builtin_prefetch(v + (key + AHEAD - 32) * ROW + i);
         }
       }
       const vfloat dot = dots(few->q + r * HEAD_DIM, k + key * ROW, few->halves + r * HV);
