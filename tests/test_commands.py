@@ -8,7 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 
+from hetero.backends.formats import WeightFormat
 from hetero.cli.commands import COMMANDS
+from hetero.cli.options import FormatChoice, WeightsChoice
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -21,6 +23,22 @@ def test_each_name_has_its_command(name: str) -> None:
         assert find_spec(f"hetero.{module}") is not None
 
 
+def printed_by(code: str) -> str:
+    """What a process of its own prints, which must end well."""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_formats_to_choose_from_are_those_that_there_are() -> None:
+    """They are spelled out where nothing that computes is loaded."""
+    formats = [x.value for x in WeightFormat]
+    assert [x.value for x in FormatChoice] == formats
+    assert [x.value for x in WeightsChoice] == ["auto", *formats]
+
+
 def test_the_list_of_commands_loads_none_of_them() -> None:
     code = (
         "import sys; from hetero.cli.app import main\n"
@@ -29,11 +47,8 @@ def test_the_list_of_commands_loads_none_of_them() -> None:
         "heavy = {'numpy', 'pydantic', 'pyopencl', 'onnxruntime', 'hetero.generation.llm'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert all(name in result.stdout for name in COMMANDS)
+    told = printed_by(code)
+    assert all(name in told for name in COMMANDS)
 
 
 def test_the_help_of_a_command_loads_nothing_that_computes() -> None:
@@ -46,10 +61,7 @@ def test_the_help_of_a_command_loads_nothing_that_computes() -> None:
         "heavy = {'numpy', 'pyopencl', 'onnxruntime', 'hetero.generation.llm'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    printed_by(code)
 
 
 def test_a_generation_loads_no_compiler_and_no_profiler_run() -> None:
@@ -59,7 +71,4 @@ def test_a_generation_loads_no_compiler_and_no_profiler_run() -> None:
         "others = {'hetero.compiling.graphs', 'hetero.measuring.profiling', 'hetero.cli.plan'}\n"
         "assert not others & set(sys.modules), others & set(sys.modules)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    printed_by(code)
