@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import platformdirs
 
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import MatMul
 from hetero.backends.snapdragon import find_chip
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
@@ -172,7 +172,7 @@ def _launches(n: int, k: int, m: int) -> list[int]:
 
 
 def _cache() -> Path:
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "qnn-schedules"
+    return cache_folder() / "qnn-schedules"
 
 
 def _random_weight(n: int, k: int) -> PackedWeight:

@@ -11,9 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import platformdirs
-
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
+from hetero.backends.host.folders import cache_folder, data_folder
 from hetero.backends.host.processor import cpu_flags
 from hetero.backends.opencl.drivers.levels import chosen_level, processor_levels
 from hetero.profiler.errors import ProfileError
@@ -137,12 +136,12 @@ def own_profile_path() -> Path:
     """Where `hetero profile` puts this machine's profile unless told otherwise: among the user's
     data, because ten minutes of measuring are no cache.
     """
-    return Path(platformdirs.user_data_dir("hetero", appauthor=False)) / "profiles" / "host.json"
+    return data_folder() / "profiles" / "host.json"
 
 
 def cached_profile_path() -> Path:
     """Where earlier versions put it; it is still read there, and first starts are kept beside."""
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "profiles" / "host.json"
+    return cache_folder() / "profiles" / "host.json"
 
 
 def taken_profile_path() -> Path:

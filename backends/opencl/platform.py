@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import platformdirs
 import pyopencl as cl
 
 from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
 from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.folders import cache_folder
 from hetero.backends.opencl.drivers import DRIVERS, loader, threads
 from hetero.backends.opencl.drivers.icd import Candidate, candidates
 from hetero.backends.opencl.drivers.levels import LEVEL_VARIABLE, Level, chosen_level
@@ -52,7 +52,7 @@ def cache_root(cache_dir: Path | None = None) -> Path:
         return cache_dir
     named = os.environ.get(CACHE)
     if not named:
-        return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "opencl"
+        return cache_folder() / "opencl"
     try:
         Path(named).mkdir(parents=True, exist_ok=True)
         writable = os.access(named, os.W_OK | os.X_OK)

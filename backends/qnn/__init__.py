@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import platformdirs
-
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import Device
 from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, QnnDevice
 from hetero.backends.qnn.integer import Activations
@@ -34,7 +33,7 @@ from hetero.backends.snapdragon import CHIPS, DEFAULT_CHIP, Chip, chip_here, fin
 
 def cache_directory() -> Path:
     """Where compiled graphs are kept; may be deleted at any time."""
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "qnn"
+    return cache_folder() / "qnn"
 
 
 def open(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import platformdirs
-
 from hetero.backends.host.extras import is_here
+from hetero.backends.host.folders import cache_folder, data_folder
 from hetero.backends.host.versions import installed_version
 from hetero.cache.entries import Entry, Kind, entry_of, leftovers, listed
 
@@ -26,16 +26,6 @@ LARGEST_BYTES: Final = 1 << 24  # of a document that is looked into
 POCL_CACHE: Final = "POCL_CACHE_DIR"
 STAMP: Final = "said-no-profile"
 HOST: Final = "host.json"
-
-
-def cache_folder() -> Path:
-    """What can be made again; `XDG_CACHE_HOME` moves it."""
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False))
-
-
-def data_folder() -> Path:
-    """What cannot, or takes long; `XDG_DATA_HOME` moves it."""
-    return Path(platformdirs.user_data_dir("hetero", appauthor=False))
 
 
 def _opencl_folder() -> Path:
@@ -113,13 +103,9 @@ def _runs(folder: Path) -> Iterator[Entry]:
                 yield entry_of(path, stale=KEPT_BY_NOBODY, lock=path)
         elif lock.exists():
             found = entry_of(path, lock, of="a running process", lock=lock)
-            yield found if found.held else _changed(found, of="", stale=ENDED)
+            yield found if found.held else replace(found, of="", stale=ENDED)
         else:
             yield entry_of(path, stale=ENDED)
-
-
-def _changed(entry: Entry, **facts: Any) -> Entry:
-    return Entry(**{**vars(entry), **facts})
 
 
 def _packed(folder: Path) -> Iterator[Entry]:
@@ -162,7 +148,7 @@ def _graphs(folder: Path) -> Iterator[Entry]:
         if not stale and provider is not None and target.get("provider") != provider:
             stale = f"of onnxruntime-qnn {target.get('provider')}, here is {provider}"
         found = entry_of(path, of=str(target.get("chip", "")), stale=stale)
-        yield _changed(found, used_s=max([_read_at(x) for x in listed(path)], default=0.0))
+        yield replace(found, used_s=max([_read_at(x) for x in listed(path)], default=0.0))
 
 
 def _read_at(path: Path) -> float:
@@ -214,7 +200,7 @@ def _contexts(folder: Path) -> Iterator[Entry]:
     for path in listed(folder):
         found = entry_of(path, of=path.name, lock=path / "lock")
         inside = [x for part in listed(path) for x in (part, *listed(part))]
-        yield _changed(found, used_s=max((x.lstat().st_mtime for x in inside), default=0.0))
+        yield replace(found, used_s=max((x.lstat().st_mtime for x in inside), default=0.0))
 
 
 def _history(path: Path) -> Iterator[Entry]:

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
+from hetero.backends.host.folders import cache_folder
 from hetero.errors import UserError
 from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_every_core
 from hetero.measuring.step_cost import measure_step_s
@@ -179,7 +179,7 @@ def _alone(out: str | Path | None) -> Iterator[None]:
 def lock_path(out: Path) -> Path:
     """The lock of a profile: not beside it, where it would be left lying."""
     name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
-    folder = Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "locks"
+    folder = cache_folder() / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

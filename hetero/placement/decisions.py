@@ -20,10 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, get_args
 
-import platformdirs
-
 from hetero import backends, measuring, placement, profiler, runtime, solver
 from hetero.backends.host.files import atomic_write
+from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.environment import hetero_version
 
@@ -48,7 +47,7 @@ class Decision:
 
 def folder() -> Path:
     """Where decisions are."""
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "decisions"
+    return cache_folder() / "decisions"
 
 
 def key_of(question: Mapping[str, object]) -> str:

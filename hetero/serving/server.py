@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import platformdirs
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hetero.backends.host.folders import data_folder
 from hetero.contexts.encryption import vault_of
 from hetero.errors import UserError
 from hetero.models import open_model
@@ -130,7 +130,7 @@ def _check_address(host: str, port: int) -> None:
 def default_directory(model: str) -> Path:
     """Where contexts of a model are kept, if nobody says."""
     name = "".join(c if c.isalnum() or c in "-._" else "_" for c in Path(model).name) or "model"
-    return Path(platformdirs.user_data_dir("hetero", appauthor=False)) / "contexts" / name
+    return data_folder() / "contexts" / name
 
 
 def _allow_connections() -> None:

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import platformdirs
-
+from hetero.backends.host.folders import cache_folder
 from hetero.errors import UserError, one_sentence
 
 VARIABLE: Final = "HETERO_NOTICES"
@@ -44,7 +43,7 @@ def quiet() -> None:
 
 def stamp_path() -> Path:
     """Its time is when the notice was last said."""
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "said-no-profile"
+    return cache_folder() / "said-no-profile"
 
 
 def _first_today() -> bool:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import platformdirs
 from rich.text import Text
 
+from hetero.backends.host.folders import data_folder
 from hetero.cli.options import (
     shown,
     stderr,
@@ -228,7 +228,7 @@ def _typed() -> Iterator[str]:
         event.current_buffer.insert_text("\n")
 
     history: History = InMemoryHistory()
-    folder = Path(platformdirs.user_data_dir("hetero", appauthor=False))
+    folder = data_folder()
     with suppress(OSError):  # a home that cannot be written: this talk has a history all the same
         folder.mkdir(parents=True, exist_ok=True)
         (folder / HISTORY_FILE).open("a").close()

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
-import platformdirs
 
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.files import atomic_write, atomic_writer
+from hetero.backends.host.folders import cache_folder
 from hetero.backends.weights import (
     PackedWeight,
     data_dtype,
@@ -65,7 +65,7 @@ Shapes = Mapping[str, Sequence[PartShape]]  # matrices in the order in which the
 
 def folder() -> Path:
     """Where stores are."""
-    return Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "packed"
+    return cache_folder() / "packed"
 
 
 def path_of(file: GgufFile, weight_format: WeightFormat) -> Path:
