@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -83,3 +83,12 @@ def unpinned() -> None:
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(threading.get_native_id(), allowed_cores())
+
+
+def run_on(cores: Iterable[int]) -> None:
+    """Let the calling thread, and those that it starts, run on these cores; nothing where the
+    system has no affinity. A process inherits the affinity of the thread that started it, which may
+    be pinned.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)

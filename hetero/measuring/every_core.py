@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import time
@@ -21,7 +20,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.affinity import allowed_cores, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
@@ -186,8 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cores", required=True)
     parser.add_argument("--weights", required=True)
     options = parser.parse_args(arguments)
-    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
-        os.sched_setaffinity(0, [int(core) for core in options.cores.split(",")])
+    run_on(map(int, options.cores.split(",")))
     found = {
         name: time_steps(options.backend, WeightFormat(name)) for name in options.weights.split(",")
     }

@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores, pinned
+from hetero.backends.host.affinity import allowed_cores, pinned, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.processor import cpu_flags, cpu_name
@@ -391,8 +391,7 @@ def _at_most(limit_s: float) -> Iterator[None]:
 def main() -> None:
     """Time the kernels of the request on stdin; one line of JSON."""
     request = json.load(sys.stdin)
-    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
-        os.sched_setaffinity(0, request["cores"])
+    run_on(request["cores"])
     tasks = [Task(d, WeightFormat(f), order, *sizes) for d, f, order, *sizes in request["tasks"]]
     warnings.simplefilter("ignore")
     try:
