@@ -20,7 +20,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores, run_on
+from hetero.backends.host.affinity import allowed_cores, core_count, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
@@ -47,7 +47,7 @@ Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", â€
 def can_use_every_core(device: Device) -> bool:
     """Whether an open OpenCL device is one core of a processor that has more."""
     plain = device.info.backend == ONE_CORE and "cpu" in device.info.details
-    return plain and len(allowed_cores()) > 1
+    return plain and core_count() > 1
 
 
 def measure_every_core(
@@ -70,7 +70,7 @@ def measure_every_core(
             "try the backend with `hetero bench`",
         ) from error
     return [
-        _fit(name, phase, len(cores), times[ONE_CORE][name], times[EVERY_CORE][name])
+        _fit(name, phase, core_count(), times[ONE_CORE][name], times[EVERY_CORE][name])
         for name in named
         for phase in PHASES
     ]

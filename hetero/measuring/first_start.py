@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores, pinned, run_on
+from hetero.backends.host.affinity import allowed_cores, core_count, pinned, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.processor import cpu_flags, cpu_name
@@ -87,13 +87,14 @@ LIMITS: Final = StartLimits()
 
 class Machine(Record):
     """What the factors depend on and what is known before any device is open. `flags` is a hash of
-    the processor's; `cores` are those that this process may use.
+    the processor's; `cores` are those that this process may use, `core_count` of them at once.
     """
 
     hetero_version: str
     processor: str
     flags: str
     cores: tuple[int, ...]
+    core_count: int
     packages: dict[str, str]
     environment: dict[str, str]
 
@@ -105,6 +106,7 @@ class Machine(Record):
             processor=cpu_name(),
             flags=_hash(" ".join(sorted(cpu_flags()))),
             cores=tuple(allowed_cores()),
+            core_count=core_count(),
             packages=package_versions(),
             environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         )
