@@ -20,6 +20,7 @@ from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
 
 ARCHITECTURES: Final = {
@@ -83,7 +84,8 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     bias = "blk.0.attn_q.bias" in file.tensors
     raw |= {"attention_bias": bias, "bias": bias} if name != "gemma" else {}
-    raw |= _token_ids(found) | _scaling(found, name) | _special(found, name, raw)
+    raw |= {"bos_token_id": special_id(found, "bos"), "eos_token_id": list(end_ids(found)) or None}
+    raw |= _scaling(found, name) | _special(found, name, raw)
     return raw
 
 
@@ -105,15 +107,6 @@ def _vocabulary(file: GgufFile) -> int | None:
         return len(tokens)
     info = file.tensors.get("token_embd.weight")
     return None if info is None else info.shape[0]
-
-
-def _token_ids(found: Mapping[str, Any]) -> dict[str, Any]:
-    ends = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [found[x] for end in ends if isinstance(found.get(x := f"tokenizer.ggml.{end}"), int)]
-    return {
-        "bos_token_id": found.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(ids)) or None,
-    }
 
 
 def _scaling(found: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -19,10 +19,16 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from hetero.errors import ModelError
 from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.special_tokens import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    end_ids,
+    special_id,
+    token_types,
+)
 from hetero.models.tokenizer import HfTokenizer
 from hetero.models.tokenizer_limits import check_tokens
-
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -64,7 +70,9 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     _add_special(file, backend, tokens)
     special = _special_tokens(found, tokens)
     settings: dict[str, Any] = {**special, "add_bos_token": _adds_bos(found, kind)}
-    return HfTokenizer(backend, settings, _templates(found), where=str(file.path))
+    return HfTokenizer(
+        backend, settings, _templates(found), where=str(file.path), ends=end_ids(found)
+    )
 
 
 def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -164,16 +172,30 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
 
 
 def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    if "tokenizer.ggml.token_type" not in file.metadata:
-        return
-    kinds = _numbers(file, "token_type", len(tokens))
-    if kinds is None:
+    given = file.metadata.get("tokenizer.ggml.token_type")
+    if given is not None and _numbers(file, "token_type", len(tokens)) is None:
         raise _error(file, "must give a type to every token (tokenizer.ggml.token_type)")
+    kinds = token_types(file.metadata)
     special = [tokens[i] for i in np.flatnonzero(np.isin(kinds, (UNKNOWN, CONTROL))).tolist()]
     defined = [tokens[i] for i in np.flatnonzero(np.equal(kinds, USER_DEFINED)).tolist()]
     check_tokens([*special, *defined], tokens, f"{file.path}: GGUF file")
-    backend.add_special_tokens([AddedToken(x, normalized=False) for x in special])
-    backend.add_tokens([AddedToken(x, normalized=False) for x in defined])
+    strips = _strips_behind(file.metadata)
+    backend.add_special_tokens([_added(x, strips) for x in special])
+    backend.add_tokens([_added(x, strips) for x in defined])
+
+
+def _strips_behind(metadata: Mapping[str, Any]) -> bool:
+    """Return whether special tokens take the white space behind them, as Phi-3's do.
+
+    No metadata says it: llama.cpp goes by the model's name.
+    """
+    name = str(metadata.get("general.name", "")).lower()
+    return "phi-3" in name or "phi3" in name
+
+
+def _added(token: str, strips: bool) -> AddedToken:
+    strips = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
+    return AddedToken(token, normalized=False, rstrip=strips)
 
 
 def _special_tokens(found: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
@@ -182,8 +204,8 @@ def _special_tokens(found: Mapping[str, Any], tokens: Sequence[str]) -> dict[str
 
 
 def _token_of(found: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str | None:
-    index = found.get(f"tokenizer.ggml.{name}_token_id")
-    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+    index = special_id(found, name)
+    return None if index is None else tokens[index]
 
 
 def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:
