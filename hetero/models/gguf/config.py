@@ -20,6 +20,7 @@ from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.rope_scaling import rope_scaling
 from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
 
@@ -64,6 +65,11 @@ def read_config(file: GgufFile) -> ModelConfig:
     config = ModelConfig.from_dict(raw, where=str(file.path))
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None and name == "llama":
+        if raw["rope_scaling"] is not None:
+            raise ModelError(
+                f"{file.path}: tensor rope_freqs.weight and {name}.rope.scaling are not supported "
+                "together; use the model's Hugging Face directory"
+            )
         raw["rope_scaling"] = _llama3_scaling(file, config)
         config = ModelConfig.from_dict(raw, where=str(file.path))
     return config
@@ -85,7 +91,7 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
     bias = "blk.0.attn_q.bias" in file.tensors
     raw |= {"attention_bias": bias, "bias": bias} if name != "gemma" else {}
     raw |= {"bos_token_id": special_id(found, "bos"), "eos_token_id": list(end_ids(found)) or None}
-    raw |= _scaling(found, name) | _special(found, name, raw)
+    raw |= {"rope_scaling": rope_scaling(file, name)} | _special(found, name, raw)
     return raw
 
 
@@ -107,20 +113,6 @@ def _vocabulary(file: GgufFile) -> int | None:
         return len(tokens)
     info = file.tensors.get("token_embd.weight")
     return None if info is None else info.shape[0]
-
-
-def _scaling(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    kind = found.get(f"{name}.rope.scaling.type")
-    if kind in (None, "none"):
-        return {}
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": found.get(f"{name}.rope.scaling.factor"),
-    }
-    original = found.get(f"{name}.rope.scaling.original_context_length")
-    if original is not None:
-        scaling["original_max_position_embeddings"] = original
-    return {"rope_scaling": scaling}
 
 
 def _special(found: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
