@@ -241,6 +241,7 @@ def write_large(path: Path, *, layers: int = 8) -> Path:
     pairs = [a + b for a in letters for b in letters]
     words = [*letters, *pairs, *(a + letters[0] for a in pairs)][: spec.vocab_size]
     writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", "gpt-2")
     writer.add_array("tokenizer.ggml.tokens", words)
     merges = [f"{word[:-1]} {word[-1]}" for word in words if len(word) > 1]
     writer.add_array("tokenizer.ggml.merges", merges)

@@ -123,5 +123,7 @@ def test_frequencies_and_scaling_together_are_refused(tmp_path: Path) -> None:
 def test_frequencies_of_another_architecture_are_refused(tmp_path: Path) -> None:
     ones = {"rope_freqs.weight": np.ones(4, np.float32)}
     path = write_tiny(tmp_path / "m.gguf", arch="internlm2", tensors=ones)
-    with pytest.raises(ModelError, match=r"tensor rope_freqs.weight does not belong to a internlm2"):
+    with pytest.raises(
+        ModelError, match=r"tensor rope_freqs.weight does not belong to a internlm2"
+    ):
         open_model(path)

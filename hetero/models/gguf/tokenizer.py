@@ -29,6 +29,7 @@ from hetero.models.gguf.special_tokens import (
 )
 from hetero.models.tokenizer import HfTokenizer
 from hetero.models.tokenizer_limits import check_tokens
+from hetero.terminal.notices import tell_once
 
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -39,7 +40,14 @@ _PATTERNS: Final = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }  # fmt: skip
-_PLAIN: Final = ("gpt-2", "phi-2", "default")
+_PLAIN: Final = ("gpt-2", "phi-2")
+# llama.cpp's for a file that names none: each pattern splits what the ones before it left.
+_DEFAULT: Final = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _WHOLE_WORDS: Final = (
     "llama-bpe",
     "llama3",
@@ -119,7 +127,7 @@ def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list
 
 def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     merges = _merges(file)
-    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    pre = file.metadata.get("tokenizer.ggml.pre") or "default"
     try:
         model = models.BPE(
             dict(zip(tokens, range(len(tokens)), strict=True)),
@@ -160,15 +168,28 @@ def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
 def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
     if pre in _PLAIN:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre == "default":
+        return _default_pre_tokenizer(file)
     if pre == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if pre not in _PATTERNS:
-        known = ", ".join((*_PATTERNS, *_PLAIN, "smollm"))
+        known = ", ".join((*_PATTERNS, *_PLAIN, "smollm", "default"))
         raise _error(file, f"splits text in the way {pre!r}, supported are {known}")
     split = pre_tokenizers.Split(Regex(_PATTERNS[str(pre)]), behavior="isolated")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, plain])
+
+
+def _default_pre_tokenizer(file: GgufFile) -> Any:
+    tell_once(
+        f"{file.path}: tokenizer.ggml.pre does not say how this model splits text, so llama.cpp's "
+        "default pattern does, which is wrong for Llama 3, Qwen 2 and others: convert the model "
+        "again with a current convert_hf_to_gguf.py"
+    )
+    splits = [pre_tokenizers.Split(Regex(x), behavior="isolated") for x in _DEFAULT]
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, plain])
 
 
 def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
