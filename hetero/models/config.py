@@ -17,7 +17,7 @@ from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
 
-_ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -311,11 +311,11 @@ def _activation(source: Fields, architecture: Architecture) -> Activation:
     given = ("hidden_activation", architecture.key("hidden_act"), "hidden_act")
     name = next((x for x in given if source.raw.get(x) is not None), given[1])
     text = source.text(name, architecture.activation)
-    if text not in _ACTIVATIONS:
+    if text not in ACTIVATIONS:
         raise source.error(
-            name, f"must be one of {', '.join(_ACTIVATIONS)}", "choose a model with one of these"
+            name, f"must be one of {', '.join(ACTIVATIONS)}", "choose a model with one of these"
         )
-    return _ACTIVATIONS[text]
+    return ACTIVATIONS[text]
 
 
 def _token_ids(

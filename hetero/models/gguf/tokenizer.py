@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from hetero.errors import ModelError
 from hetero.models.gguf.file import GgufFile
@@ -76,6 +76,10 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     else:
         raise _error(file, f"has a tokenizer of the kind {kind!r}, supported are llama and gpt2")
     _add_special(file, backend, tokens)
+    eos = _token_of(found, "eos", tokens)
+    if found.get("tokenizer.ggml.add_eos_token") is True and eos is not None:
+        ids = [(eos, tokens.index(eos))]
+        backend.post_processor = processors.TemplateProcessing(["$A", eos], special_tokens=ids)
     special = _special_tokens(found, tokens)
     settings: dict[str, Any] = {**special, "add_bos_token": _adds_bos(found, kind)}
     return HfTokenizer(
