@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
+from hetero.models.config_keys import refuse_unused
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import NO_SCALING, read_rope, refuse_partial_rotary, rope_dict
 from hetero.profiler.model_graph import MatMulName, MatMulSpec
@@ -145,7 +146,9 @@ class ModelConfig:
             "eos_ids": eos_ids,
             "dtype": _dtype(source),
         }
-        return cls(**given | sizes | own)
+        config = cls(**given | sizes | own)
+        refuse_unused(source, config)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Contents of a `config.json` that `from_dict` turns into this configuration again."""

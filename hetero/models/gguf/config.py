@@ -21,7 +21,7 @@ from hetero.models.architectures.base import FULL, SLIDING
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
-from hetero.models.gguf.keys import check_metadata, check_required
+from hetero.models.gguf.keys import USED, check_metadata, check_required
 from hetero.models.gguf.rope_scaling import rope_scaling
 from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
@@ -85,7 +85,7 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
     raw |= {
         field: found[entry.format(name)]
         for field, entry in _SIZES.items()
-        if entry.format(name) in found
+        if entry.format(name) in found and name in USED[entry.removeprefix("{}.")]
     }
     if name == "phi2":
         raw["layer_norm_eps"] = found[_PHI2_EPS.format(name)]
