@@ -13,6 +13,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero.backends.host.processor import is_arm64
+
 MIB = 2**20
 # A user process on the NPU has 32-bit addresses: what all graphs of one process may hold together.
 PROCESS_LIMIT_BYTES = 4 << 30
@@ -65,7 +67,7 @@ NODE_REMEDY = (
 
 def is_snapdragon() -> bool:
     """Whether the processor is of the family that has a Hexagon: 64-bit Arm, but not Apple's."""
-    return platform.machine().lower() in ("aarch64", "arm64") and platform.system() != "Darwin"
+    return is_arm64() and platform.system() != "Darwin"
 
 
 def fastrpc_nodes(root: Path | None = None) -> list[Path]:
