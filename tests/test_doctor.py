@@ -185,3 +185,14 @@ def test_auto_takes_a_hexagon_that_can_be_reached(
         allowed = mode != 0
         monkeypatch.setattr(os, "access", lambda *_: allowed)  # root may open everything
     assert backend_name("npu", "auto") == chosen
+
+
+def test_the_provider_warns_nothing_of_the_search_path_on_a_snapdragon(
+    library: Any, snapdragon_here: Path, monkeypatch: Any
+) -> None:
+    """It logs by ONNX Runtime's default logger, whatever a session's severity is."""
+    severities: list[int] = []
+    monkeypatch.setattr(library.ort, "set_default_logger_severity", severities.append)
+    with pytest.raises(DeviceUnavailableError, match="NO_NPU"):
+        library.load()
+    assert severities == [library.ERRORS]

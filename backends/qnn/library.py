@@ -31,6 +31,7 @@ FASTRPC = {"linux": ("libcdsprpc.so", "libcdsprpc.so.1"), "win32": ("libcdsprpc.
 # Windows' name of the NPU's driver, in whose folder its FastRPC library lies.
 DRIVER_SERVICE = r"SYSTEM\CurrentControlSet\Services\qcnspmcdm"
 REINSTALL = "install it again: pip install --force-reinstall onnxruntime-qnn"
+ERRORS = 3  # the severity of ONNX Runtime's log
 _lock = threading.Lock()
 
 
@@ -105,6 +106,8 @@ def load(htp_path: str | Path | None = None) -> Library:
 def _load(path: Path) -> Library:
     if is_snapdragon():
         show_skeletons(path.parent)
+        # The provider warns by this logger that the variable is set, and sets it otherwise.
+        ort.set_default_logger_severity(ERRORS)
     try:
         with quiet_stdout():
             ctypes.CDLL(str(path))
