@@ -23,6 +23,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.host.child import child_command
+from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
 from hetero.models import model_spec, open_model
@@ -40,6 +41,7 @@ LARGE: Final = "llama-3.2-1b"
 LAYERS: Final = 2  # of it: 68 MB in four bits, more than the caches of a PC
 TOKENS: Final = {"small": 64, "large": 256}
 PROMPTS: Final = 5
+LIMIT_S: Final = 120.0  # of one process
 ROUNDS: Final = 3
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", …: one for each round
@@ -107,7 +109,9 @@ def _in_process(
 ) -> dict[WeightFormat, dict[str, float]]:
     options = ["--backend", backend, "--cores", ",".join(map(str, cores))]
     command = child_command("hetero.measuring.every_core", *options, "--weights", ",".join(formats))
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=time_limit(LIMIT_S)
+    )
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return {WeightFormat(name): steps for name, steps in found.items()}
 

@@ -110,7 +110,7 @@ def opencl_drivers() -> list[Finding]:
             "gpu",
             report.level is not None,
             f"{report.title}: {report.said} [{report.origin}]",
-            "" if report.level is not None else f"to try it again, delete {report.kept_in}",
+            report.remedy,
             needed=False,
         )
         for report in opencl.driver_reports()
