@@ -13,7 +13,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -31,6 +31,7 @@ from hetero.models.graph import model_graph
 from hetero.models.random_models import RandomWeights, known_config
 from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import open_devices
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import EveryCore, Phase
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
@@ -54,17 +55,26 @@ def can_use_every_core(device: Device) -> bool:
 
 
 def measure_every_core(
-    formats: Iterable[WeightFormat], *, rounds: int = ROUNDS
-) -> list[EveryCore]:  # fmt: skip
-    """What was found for each format and phase. Raises `DeviceError` if a process failed."""
+    formats: Iterable[WeightFormat],
+    *,
+    rounds: int = ROUNDS,
+    checkpoint: Callable[[], None] = lambda: None,
+) -> list[EveryCore]:
+    """Return the gains for each format and phase. Raises `DeviceError` if a process failed.
+
+    `checkpoint` is called before each process and may end the measurement by an exception.
+    """
     named, cores = tuple(formats), allowed_cores()
     times: dict[str, dict[str, Times]] = {ONE_CORE: {}, EVERY_CORE: {}}
     try:
         for _ in range(rounds):
             for backend, found in times.items():
+                checkpoint()
                 for name, steps in _in_process(backend, named, cores).items():
                     for step, seconds in steps.items():
                         found.setdefault(name, {}).setdefault(step, []).append(seconds)
+    except ProfileError:  # the checkpoint's
+        raise
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise DeviceError(
             EVERY_CORE,
