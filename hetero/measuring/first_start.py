@@ -31,6 +31,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, core_count, pinned, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
+from hetero.backends.host.limits import time_limit
 from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.errors import UserError, one_sentence
@@ -307,9 +308,9 @@ def _reason(error: Exception) -> str:
         case UserError():
             return one_sentence(str(error))
         case subprocess.TimeoutExpired():
-            return f"its devices were not open after {LIMITS.start_s:g} s"
+            return f"its devices were not open after {time_limit(LIMITS.start_s):g} s"
         case subprocess.CalledProcessError(returncode=code) if code == TOO_LATE:
-            return f"its reference kernels were not timed after {LIMITS.timing_s:g} s"
+            return f"its reference kernels were not timed after {time_limit(LIMITS.timing_s):g} s"
         case subprocess.CalledProcessError(returncode=code, stderr=text):
             lines = (text or "").strip().splitlines()
             return one_sentence(lines[-1] if lines else f"timing them ended with {code}")
@@ -329,7 +330,7 @@ def _in_process(
         capture_output=True,
         text=True,
         check=True,
-        timeout=LIMITS.start_s + LIMITS.timing_s,
+        timeout=time_limit(LIMITS.start_s + LIMITS.timing_s),
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "reason" in found:
@@ -369,7 +370,7 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
             )
             runners = prepare_references(workload, tasks)
             start_s = time.perf_counter()
-            with _at_most(LIMITS.timing_s):
+            with _at_most(time_limit(LIMITS.timing_s)):
                 seconds = time_references(workload, runners, LIMITS.timed_s, LIMITS.most_s)
             spent_s = time.perf_counter() - start_s
         devices = {kind: device.info.fingerprint for kind, device in opened.devices.items()}

@@ -107,8 +107,19 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a text: those of the configuration, else the tokenizer's."""
-        return self.config.eos_ids or self.tokenizer.eos_ids
+        """Ids that end a text: those of the configuration and the tokenizer's.
+
+        A configuration often has the end of a text only, where the tokenizer knows the token that
+        ends a turn of a chat.
+        """
+        try:
+            named = self.tokenizer.eos_ids
+        except ModelError:  # prompts of token ids need no tokenizer
+            if not self.config.eos_ids:
+                raise
+            return self.config.eos_ids
+        ends = dict.fromkeys((*self.config.eos_ids, *named))
+        return tuple(id_ for id_ in ends if id_ < self.config.vocab_size)
 
     def spec(self, kv: CacheFormat = DEFAULT_CACHE) -> ModelGraph:
         """Shapes only, for the solver, with caches of that format."""

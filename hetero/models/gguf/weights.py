@@ -38,7 +38,6 @@ _VECTORS: Final = {
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _UNOPENED: Final = "unopened"
-_DERIVED: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class GgufWeights(ModelWeights):
@@ -223,7 +222,9 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        unknown = [x for x in tensors if x not in expected and x not in _DERIVED]
+        # Read with the configuration.
+        read = {"rope_freqs.weight"} if self.config.rope_scaling.kind == "llama3" else set()
+        unknown = [x for x in tensors if x not in expected and x not in read]
         if unknown:
             raise ModelError(
                 f"{path}: tensor {unknown[0]} does not belong to a {self.config.architecture} "
