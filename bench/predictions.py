@@ -3,6 +3,7 @@
 python bench/predictions.py plans --model random:qwen2.5-0.5b --weights w4a8 -p 300
 python bench/predictions.py accuracy --held-budget 6m
 python bench/predictions.py kernels --model demo
+python bench/predictions.py small random:qwen2.5-0.5b SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import typer
 from common import CONTEXT, Rounds, context_of, finish, new_app, open_engine, table, timeline
 from parts.accuracy import accuracy
 from parts.in_turns import plans
+from parts.small import small
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned
@@ -30,6 +32,7 @@ from hetero.solver.handmade import single_device
 app = new_app(__doc__)
 app.command("plans")(plans)
 app.command("accuracy")(accuracy)
+app.command("small")(small)
 STEPS = 4  # of a round, of one token; of more, one
 
 

@@ -488,7 +488,7 @@ class OtherMeter:
     def _weight(self, op: Op, name: str) -> WeightValue:
         match op, name:
             case ops.Embed(), _:
-                return self._pool.weight(op.weight_format.storage, op.vocab, op.d)
+                return self._pool.table(op.weight_format.storage, op.vocab, op.d)
             case ops.Outliers(), "hot":
                 return np.linspace(0, op.k - 1, op.hot).astype(np.int32)
             case ops.Outliers(), "hot_weight":

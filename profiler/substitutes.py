@@ -3,20 +3,24 @@
 Profiles of before an operation was measured have no times of it. What these kernels take besides
 their launch is moving their tensors, so each is predicted from one that it resembles: a launch
 costs the same, the rest as many times as much as it moves bytes. Matmuls on a GGUF file's weights
-are predicted from those of 4-bit weights: in decoding by their bytes, in prefill as long.
+are predicted from those of 4-bit weights: in decoding by their bytes, in prefill as long, on cores
+of a processor as many times as long as was measured.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from hetero.backends.formats import WeightFormat
 from hetero.profiler.records import (
     Contention,
     DeviceProfile,
+    DeviceRecord,
     EveryCore,
     MatMulPredictor,
     OtherPredictor,
+    Phase,
     PreparationPredictor,
 )
 
@@ -44,6 +48,18 @@ SUBSTITUTES: Final = {
 FILE_SUBSTITUTES: Final = {
     WeightFormat.GGUF_A16: (WeightFormat.W4A16, WeightFormat.W4A8),
     WeightFormat.GGUF_A8: (WeightFormat.W4A8, WeightFormat.W4A16),
+}
+
+
+# Times of a usual file's kernels on cores of a processor over those of their substitutes: 4-bit
+# blocks with a minimum, and 6-bit ones for a fifth of the weights (`USUAL_PARTS`), whose products
+# ONNX Runtime makes in two graphs, of a dequantised weight. Measured by the threads' CPU time on an
+# AMX processor, shapes of 576 and 1536 features, 1 to 256 tokens.
+ON_PROCESSORS: Final[dict[tuple[str, WeightFormat, WeightFormat], dict[Phase, float]]] = {
+    ("opencl", WeightFormat.W4A16, WeightFormat.GGUF_A16): {"prefill": 1.25},
+    ("opencl", WeightFormat.W4A8, WeightFormat.GGUF_A8): {"prefill": 1.25},
+    ("ort-cpu", WeightFormat.W4A16, WeightFormat.GGUF_A16): {"prefill": 1.5, "decode": 1.05},
+    ("ort-cpu", WeightFormat.W4A8, WeightFormat.GGUF_A8): {"prefill": 1.75, "decode": 1.6},
 }
 
 
@@ -85,40 +101,49 @@ def file_substitution(profile: DeviceProfile, wanted: WeightFormat) -> Substitut
 
 
 def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
-    """The profile with records of files' formats, made of those of their substitutes."""
-    found = ((wanted, file_substitution(profile, wanted)) for wanted in FILE_SUBSTITUTES)
-    missing = {wanted: WeightFormat(x.source) for wanted, x in found if x is not None}
-    if not missing:
-        return profile
-    predictors: list[MatMulPredictor] = []
-    preparation: list[PreparationPredictor] = []
-    contention: list[Contention] = []
-    every_core: list[EveryCore] = []
-    for wanted, source in missing.items():
+    """Return the profile with records of files' formats: those that it lacks are made of their
+    substitutes', kind by kind, for a profile may have matmuls of a format and nothing else.
+    """
+    predictors: tuple[MatMulPredictor, ...] = profile.predictors
+    preparation: tuple[PreparationPredictor, ...] = profile.preparation_predictors
+    contention: tuple[Contention, ...] = profile.contention
+    every_core: tuple[EveryCore, ...] = profile.every_core
+    for wanted in FILE_SUBSTITUTES:
         own = {"weight_format": wanted}
-        predictors += [_of_file(p, wanted) for p in profile.predictors if p.weight_format is source]
-        preparation += [
-            p.model_copy(update=own)
-            for p in profile.preparation_predictors
-            if p.weight_format is source
-        ]
-        contention += [
-            x.model_copy(update=own) for x in profile.contention if x.weight_format is source
-        ]
-        every_core += [
-            x.model_copy(update=own) for x in profile.every_core if x.weight_format is source
-        ]
+        predictors += tuple(
+            _of_file(p, wanted, profile.devices[p.device]) for p in _sources(predictors, wanted)
+        )
+        preparation += tuple(p.model_copy(update=own) for p in _sources(preparation, wanted))
+        contention += tuple(p.model_copy(update=own) for p in _sources(contention, wanted))
+        every_core += tuple(p.model_copy(update=own) for p in _sources(every_core, wanted))
     return profile.model_copy(
         update={
-            "predictors": (*profile.predictors, *predictors),
-            "preparation_predictors": (*profile.preparation_predictors, *preparation),
-            "contention": (*profile.contention, *contention),
-            "every_core": (*profile.every_core, *every_core),
+            "predictors": predictors,
+            "preparation_predictors": preparation,
+            "contention": contention,
+            "every_core": every_core,
         }
     )
 
 
-def _of_file(source: MatMulPredictor, wanted: WeightFormat) -> MatMulPredictor:
-    ratio = wanted.storage.bytes_per_weight / source.weight_format.storage.bytes_per_weight
-    scale = {**source.scale, "decode": source.scale.get("decode", 1.0) * ratio}
+OfFormat = TypeVar("OfFormat", MatMulPredictor, PreparationPredictor, Contention, EveryCore)
+
+
+def _sources(records: Sequence[OfFormat], wanted: WeightFormat) -> list[OfFormat]:
+    """Return the records that stand in for a file's format; none where it has its own."""
+    known = {record.weight_format for record in records}
+    if wanted in known:
+        return []
+    source = next((x for x in FILE_SUBSTITUTES[wanted] if x in known), None)
+    return [record for record in records if source is not None and record.weight_format is source]
+
+
+def _of_file(
+    source: MatMulPredictor, wanted: WeightFormat, device: DeviceRecord
+) -> MatMulPredictor:
+    by_bytes = wanted.storage.bytes_per_weight / source.weight_format.storage.bytes_per_weight
+    ratios: dict[Phase, float] = {"prefill": 1.0, "decode": by_bytes}
+    if "cpu" in device.details or device.backend == "ort-cpu":
+        ratios |= ON_PROCESSORS.get((device.backend, source.weight_format, wanted), {})
+    scale = {phase: source.scale.get(phase, 1.0) * ratio for phase, ratio in ratios.items()}
     return source.model_copy(update={"weight_format": wanted, "scale": scale})

@@ -18,13 +18,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import checks
-from hetero.backends.formats import GROUP_SIZE, StorageFormat
+from hetero.backends.formats import GROUP_SIZE, ROWS_OF_BLOCK, StorageFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.ops import MatMul
@@ -33,14 +33,26 @@ from hetero.backends.weights import (
     PackedWeight,
     data_dtype,
     data_shape,
+    pack,
     padded,
     scales_dtype,
     scales_shape,
+    stacked,
 )
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.timing import DEFAULT, TimingPolicy, cold_bytes, time_behind, time_calls
+
+# Storages of a usual GGUF file (Q4_K_M), and how many of its weights each has.
+USUAL_PARTS: Final = ((StorageFormat.Q4_K, 0.8), (StorageFormat.Q6_K, 0.2))
+
+
+def usual_rows(n: int) -> list[tuple[StorageFormat, int]]:
+    """Return how many of n rows a weight has in each storage of a usual file, in whole blocks."""
+    (most, share), (rest, _) = USUAL_PARTS
+    first = min(max(round(share * n / ROWS_OF_BLOCK), 1) * ROWS_OF_BLOCK, n)
+    return [(most, first), (rest, n - first)]
 
 
 class WeightPool:
@@ -53,16 +65,30 @@ class WeightPool:
         self._rng = np.random.default_rng(seed)
         self._blocks: dict[str, HostBuffer] = {}
         self._cursor: dict[str, int] = {}
+        self._scales: dict[tuple[StorageFormat, int], Any] = {}
 
     def weight(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
-        """The next weight: another place in memory each time, until the block is used up."""
+        """The next weight: another place in memory each time, until the block is used up. A mixed
+        one has the parts of a usual file.
+        """
+        if storage is StorageFormat.MIXED:
+            rows = usual_rows(n)
+            return stacked([self.weight(kind, count, k) for kind, count in rows if count])
         data = self._take(storage.value, data_dtype(storage), data_shape(storage, n, k))
         if not storage.quantised:
             return PackedWeight(storage, n, k, data)
+        if storage.scales == "block":
+            return PackedWeight(storage, n, k, data, self._block_scales(storage, n, k))
         dtype = scales_dtype(storage)
         name = "scales" if storage.scales == "group" else "row scales"
         scales = self._take(name, dtype, scales_shape(storage, n, k))
         return PackedWeight(storage, n, k, data, scales)
+
+    def table(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
+        """Return the next weight for lookups of rows: a mixed one is of one part."""
+        if storage is not StorageFormat.MIXED:
+            return self.weight(storage, n, k)
+        return stacked([self.weight(USUAL_PARTS[0][0], n, k)])
 
     def weights(self, op: MatMul) -> dict[str, WeightValue]:
         """What a matmul without a bias takes: the next weight, and the scale of its input, which is
@@ -74,6 +100,16 @@ class WeightPool:
         if op.weight_format.activations.static:
             found["x_scale"] = np.full(1, 4 / op.weight_format.activations.largest, np.float32)
         return found
+
+    def _block_scales(self, storage: StorageFormat, n: int, k: int) -> npt.NDArray[Any]:
+        """Return scales of blocks, those of 16 rows again and again: they are numbers of several
+        types, and not every byte will do.
+        """
+        if (storage, k) not in self._scales:
+            rows = self._rng.standard_normal((ROWS_OF_BLOCK, k), dtype=np.float32)
+            self._scales[storage, k] = pack(rows * np.float32(0.05), storage).scales
+        shape = scales_shape(storage, n, k)
+        return np.ascontiguousarray(np.broadcast_to(self._scales[storage, k], shape))
 
     def _take(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

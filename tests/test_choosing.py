@@ -15,6 +15,7 @@ from hetero.backends.opencl import driver_of
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.models import model_spec
 from hetero.placement.choosing import Choice, Wishes, choose, plan_on
+from hetero.placement.comparing import TENSOR_LEVEL
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.files import shipped_host
 from hetero.profiler.model_graph import ModelGraph
@@ -40,6 +41,11 @@ def spec() -> ModelGraph:
 @pytest.fixture(scope="module")
 def chip() -> DeviceProfile:
     return DeviceProfile.load("snapdragon-8-gen-3")
+
+
+@pytest.fixture(scope="module")
+def host() -> DeviceProfile:
+    return DeviceProfile.load("host")
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +168,26 @@ def test_auto_takes_what_is_predicted_fastest(spec: ModelGraph, chip: DeviceProf
     slow = choose(spec, Wishes(mode="auto", profile=named(chip, npu_scale=100.0)))
     assert (slow.mode, slow.plan) == ("gpu", None)
     assert slow.reason.startswith("auto: gpu alone, predicted for")
+
+
+@pytest.mark.parametrize(
+    ("weights", "share", "mode"),
+    [
+        ("w4a16", 0.99, "gpu"),
+        ("w4a16", 0.95, "hetero"),
+        ("gguf-a16", 0.95, "gpu"),
+        ("gguf-a8", 0.91, "gpu"),
+        ("gguf-a8", 0.88, "hetero"),
+    ],
+)
+def test_derived_times_must_be_better_by_more(
+    monkeypatch: pytest.MonkeyPatch, host: DeviceProfile, weights: str, share: float, mode: str
+) -> None:
+    """The profile has no times of files."""
+    seconds = {"gpu": 1.0, "npu": 2.0, TENSOR_LEVEL: share}
+    monkeypatch.setattr("hetero.placement.choosing.compare", lambda *_, **__: seconds)
+    wishes = Wishes(mode="auto", profile=host, seq_lens=(64,))
+    assert choose(model_spec("qwen2.5-0.5b", weights), wishes).mode == mode
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import open_devices
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import EveryCore, Phase
+from hetero.profiler.substitutes import FILE_SUBSTITUTES
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 
@@ -59,11 +60,13 @@ def measure_every_core(
     rounds: int = ROUNDS,
     checkpoint: Callable[[], None] = lambda: None,
 ) -> list[EveryCore]:
-    """Return the gains for each format and phase. Raises `DeviceError` if a process failed.
+    """Return the gains for each format and phase, those of a substitute for a file's format. Raises
+    `DeviceError` if a process failed.
 
     `checkpoint` is called before each process and may end the measurement by an exception.
     """
-    named, cores = tuple(formats), allowed_cores()
+    kinds = [FILE_SUBSTITUTES[x][0] if x.of_file else x for x in formats]
+    named, cores = tuple(dict.fromkeys(kinds)), allowed_cores()
     times: dict[str, dict[str, Times]] = {ONE_CORE: {}, EVERY_CORE: {}}
     try:
         for _ in range(rounds):

@@ -224,15 +224,8 @@ def parse_budget(text: str) -> float:
 
 
 def _formats(weights: Iterable[str]) -> tuple[WeightFormat, ...]:
-    known = [x for x in WeightFormat if not x.of_file]
     try:
-        found = tuple(WeightFormat(weight) for weight in weights)
+        return tuple(WeightFormat(weight) for weight in weights)
     except ValueError:
-        raise UserError(f"weights are of {', '.join(known)}, got {', '.join(weights)}") from None
-    for weight in found:
-        if weight.of_file:
-            raise UserError(
-                f"{weight} is what a GGUF file holds and cannot be profiled without one: profile "
-                f"{WeightFormat.W4A8} or {WeightFormat.W4A16}, whose times its plans go by"
-            )
-    return found
+        known = ", ".join(WeightFormat)
+        raise UserError(f"weights are of {known}, got {', '.join(weights)}") from None

@@ -28,6 +28,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.profiler.substitutes import file_substitution
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.names import NamedStrategy
@@ -251,7 +252,8 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     alone = {name: s for name, s in seconds.items() if name != TENSOR_LEVEL}
     one_core = bool(alone) and _shares_one_core(wishes)
     seconds = alone if one_core else seconds
-    best = fastest(seconds)
+    derived = file_substitution(planner.profile, planner.spec.weight_format) is not None
+    best = fastest(seconds, derived=derived)
     times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
     reason = (
         f"auto: {best if best == TENSOR_LEVEL else best + ' alone'}, predicted for {work}: {times} "

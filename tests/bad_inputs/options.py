@@ -140,7 +140,6 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
      "is neither a profile nor a plan"),
     ("profile: a budget", ("profile", "--budget", "long"), "--budget is a time such as 90s"),
     ("profile: add to a model's", ("profile", "--add", "--model", "demo"), "leave out --model"),
-    ("profile: a file's", ("profile", "--weights", "gguf-a8"), "cannot be profiled without one"),
     ("compile: an unknown chip", ("compile", "{dir}", "--soc", "sm1", "--dry-run"), "sm1"),
     ("compile: graph sizes", ("compile", "{dir}", "--soc", "sm8650", "--dry-run",
                               "--graph-sizes", "x"), "--graph-sizes"),

@@ -16,6 +16,7 @@ from hetero.backends.host.clock import SystemClock
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul, Op, RMSNorm
 from hetero.backends.protocol import BoundCall, Device, Kernel, WeightValue
+from hetero.backends.registry import find, open_device
 from hetero.profiler import canary
 from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import Task
@@ -27,6 +28,19 @@ from hetero.profiler.workload import Workload
 
 W4 = WeightFormat.W4A16
 SHAPES = [(1, 200, 96), (40, 96, 300), (33, 256, 64)]
+
+
+@pytest.mark.parametrize("weight_format", ["gguf-a16", "gguf-a8"])
+@pytest.mark.parametrize("name", ["opencl", "ort-cpu"])
+def test_formats_of_files_are_measured_on_weights_that_compute_right(
+    name: str, weight_format: str
+) -> None:
+    kind = find(name).kind
+    with open_device(name) as device:
+        workload = Workload({kind: device}, clock=SystemClock(), cold=0)
+        for m, n, k in ((1, 208, 96), (64, 96, 544)):
+            task = Task(kind, WeightFormat(weight_format), "plain", m, n, k)
+            assert canary.check_matmul(task, workload.runner(task)) is None
 
 
 class Tampered:

@@ -449,6 +449,25 @@ def test_copies_of_a_weight_share_no_memory(storage: StorageFormat) -> None:
         assert all(b - a >= arrays[0].nbytes for a, b in itertools.pairwise(starts)), part
 
 
+@pytest.mark.parametrize(("n", "k"), [(16, 32), (200, 96), (576, 576), (1000, 1536)])
+def test_a_mixed_weight_has_the_parts_of_a_usual_file(n: int, k: int) -> None:
+    pool = WeightPool(1 << 20)
+    first, second = (pool.weight(StorageFormat.MIXED, n, k) for _ in range(2))
+    assert sum(part.n for part in first.parts) == n
+    assert first.parts[0].storage is StorageFormat.Q4_K
+    assert not any(part.n % 16 for part in first.parts[:-1])
+    if n > 100:
+        rows = {part.storage: part.n / n for part in first.parts}
+        assert rows[StorageFormat.Q6_K] == pytest.approx(0.2, abs=0.05)
+        assert first.nbytes == pytest.approx(21 / 32 * n * k, rel=0.25)  # padding
+    for one, other in zip(first.parts, second.parts, strict=True):
+        assert not np.shares_memory(one.data, other.data) or n * k > 1 << 19
+    values = first.dequantize()
+    assert np.isfinite(values).all()
+    assert 0.001 < values.std() < 1
+    assert len(pool.table(StorageFormat.MIXED, n, k).parts) == 1
+
+
 def test_a_weight_larger_than_the_pool_is_not_timed_behind_itself() -> None:
     clock = ManualClock()
     policy = TimingPolicy(most_cold_bytes=1 << 24)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import MatMul
 from hetero.measuring.every_core import measure_every_core
@@ -80,6 +81,18 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
     assert whole.quarantined == ()
     assert whole.environment.packages["numpy"] == np.__version__
     assert DeviceProfile.model_validate(json.loads(whole.to_json())) == whole
+
+
+def test_formats_of_files_are_measured() -> None:
+    """On weights of a usual file's parts, and then not derived from others."""
+    formats = (WeightFormat.GGUF_A16, WeightFormat.GGUF_A8)
+    found = take(opts=options(weight_formats=(W4, *formats), blocks=BLOCKS[:1]))
+    assert {row.weight_format for row in found.matmuls} == {W4, *formats}
+    own = [p for p in found.predictors if p.weight_format in formats]
+    assert {(p.device, p.weight_format) for p in own} == {
+        (kind, name) for kind in ("gpu", "npu") for name in formats
+    }
+    assert [p for p in CostModel(found).profile.predictors if p.weight_format in formats] == own
 
 
 def test_every_time_is_exact(whole: DeviceProfile) -> None:

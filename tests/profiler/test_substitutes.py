@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from hetero.backends import ops
-from hetero.backends.formats import CacheFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
     Act,
     Add,
@@ -24,7 +24,13 @@ from hetero.backends.protocol import port_shape
 from hetero.profiler.cost import CostModel
 from hetero.profiler.predict import op_name
 from hetero.profiler.records import DeviceProfile, OtherPredictor, Quarantine
-from hetero.profiler.substitutes import SUBSTITUTES, TENSORS, Substitution, stand_in
+from hetero.profiler.substitutes import (
+    SUBSTITUTES,
+    TENSORS,
+    Substitution,
+    stand_in,
+    with_file_formats,
+)
 
 WIDTH = 96
 RECORDS: dict[str, Op] = {
@@ -135,3 +141,46 @@ def test_only_known_operations_stand_in() -> None:
     }
     standing = {x for found in SUBSTITUTES.values() for x in found} | set(SUBSTITUTES)
     assert standing == set(TENSORS) | caches
+
+
+FILES = {WeightFormat.GGUF_A16: WeightFormat.W4A16, WeightFormat.GGUF_A8: WeightFormat.W4A8}
+
+
+@pytest.mark.parametrize("wanted", FILES)
+@pytest.mark.parametrize(
+    ("name", "slower"),
+    [("host", True), ("host-amx", True), ("host-avx2", True), ("snapdragon-8-gen-3", False)],
+)
+def test_files_take_longer_on_processors(name: str, slower: bool, wanted: WeightFormat) -> None:
+    """Prompts of blocks with minima, some of six bits, are no 4-bit ones; a chip's are unknown."""
+    profile = DeviceProfile.load(name)
+    known = {(p.device, p.weight_format) for p in profile.predictors}
+    cost = CostModel(profile)
+    for device in profile.devices:
+        if (device, FILES[wanted]) not in known:
+            continue
+        shape = (64, 1536, 576)
+        ratio = cost.matmul_s(device, wanted, *shape).seconds / (
+            cost.matmul_s(device, FILES[wanted], *shape).seconds
+        )
+        assert (ratio > 1.2) == slower
+        assert slower or ratio == pytest.approx(1.0)
+
+
+def test_what_was_measured_of_files_is_not_derived() -> None:
+    """Kind by kind: a profile of before every core was measured in them has their substitutes'."""
+    host = DeviceProfile.load("host")
+    own = tuple(
+        p.model_copy(update={"weight_format": WeightFormat.GGUF_A16, "scale": {"prefill": 7.0}})
+        for p in host.predictors
+        if p.weight_format is WeightFormat.W4A16
+    )
+    found = with_file_formats(host.model_copy(update={"predictors": (*host.predictors, *own)}))
+    assert [p for p in found.predictors if p.weight_format is WeightFormat.GGUF_A16] == [*own]
+    for wanted, source in FILES.items():
+        gains = [
+            [(x.phase, x.speedup, x.layer_s) for x in found.every_core if x.weight_format is name]
+            for name in (wanted, source)
+        ]
+        assert gains[0] == gains[1] != []
+    assert with_file_formats(found) == found

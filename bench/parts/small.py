@@ -1,0 +1,130 @@
+"""Small models and short prompts: predictions beside times, and what `auto` reaches of the best."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Annotated, Final
+
+import typer
+from common import Lengths, Rounds, Tokens, finish, integers, table
+
+from hetero.backends.host.affinity import core_count
+from hetero.backends.registry import EVERY_CORE
+from hetero.measuring.contender import Contestant
+from hetero.measuring.first_start import scaled_here
+from hetero.models import open_model
+from hetero.placement.comparing import ANSWER_TOKENS, TENSOR_LEVEL, Seconds, predicted
+from hetero.placement.planning import locate_profile
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.planner import Planner
+from hetero.solver.prepared import prepare_solver
+from hetero.solver.request import PlanRequest
+
+CONTENDERS: Final = {
+    "gpu": {"device": "gpu", "gpu": "opencl"},
+    "npu": {"device": "npu"},
+    EVERY_CORE: {"device": "gpu", "gpu": EVERY_CORE},
+    TENSOR_LEVEL: {"device": "hetero"},
+    "auto": {"device": "auto"},
+}
+HEAD = "prompt|device|prompt ms|predicted|error|step ms|predicted|error"
+BEST_HEAD = "model|prompt|best|s|auto s|auto reaches"
+
+
+@dataclass
+class Times:
+    """Seconds of a prompt and of a decoding step, in every round."""
+
+    prompts_s: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+
+    @property
+    def work_s(self) -> float:
+        """Of the prompt with an answer, as `auto` compares them."""
+        return statistics.median(self.prompts_s) + ANSWER_TOKENS * statistics.median(self.steps_s)
+
+
+def predictions(
+    model: str, weights: str | None, profile: DeviceProfile, m: int
+) -> dict[str, Seconds]:
+    """What `auto` compares, by device."""
+    spec = open_model(model, weights=weights).spec()
+    request = PlanRequest(seq_lens=(m,), explain=False)
+    planner, solver = Planner(spec, profile), prepare_solver(spec, profile, request)
+    found = {
+        name: predicted(planner, solver, name, m, core_count())
+        for name in CONTENDERS
+        if name != "auto"
+    }
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def measure(
+    model: str, weights: str | None, profile: str | None, m: int, n: int, rounds: int
+) -> tuple[dict[str, Times], str]:
+    """Each device in a process of its own, in turns; and what `auto` says of its choice."""
+    times = {name: Times() for name in CONTENDERS}
+    with ExitStack() as stack:
+        entries = {name: stack.enter_context(Contestant(name)) for name in CONTENDERS}
+        for name, own in CONTENDERS.items():
+            options = {"weights": weights, "profile": profile, "prompt_lengths": [m], **own}
+            entries[name].open(model, options, lambda _: None)
+            entries[name].round(m, 2)
+        for _ in range(rounds):
+            for name, entry in entries.items():
+                found = entry.round(m, n)
+                times[name].prompts_s.append(m / found.prefill.tokens_per_s)
+                times[name].steps_s.append(1 / found.decode.tokens_per_s)
+        return times, entries["auto"].opened.choice
+
+
+def row(m: int, name: str, times: Times, said: Seconds | None) -> list[str]:
+    """One device at one length."""
+    cells = [str(m), name]
+    for values, seconds in (
+        (times.prompts_s, None if said is None else said.prompt_s),
+        (times.steps_s, None if said is None else said.decode_s),
+    ):
+        median = statistics.median(values)
+        cells.append(f"{1e3 * median:.2f}")
+        cells += (
+            ["", ""]
+            if seconds is None
+            else [f"{1e3 * seconds:.2f}", f"{seconds / median - 1:+.0%}"]
+        )
+    return cells
+
+
+def small(
+    models: Annotated[list[str], typer.Argument(help="MODEL or MODEL@FORMAT")],
+    p: Lengths = "12,64,260",
+    n: Tokens = 64,
+    r: Rounds = 5,
+    profile: Annotated[str | None, typer.Option(help="default: this machine's")] = None,
+) -> None:
+    """Predicted and measured prompts and steps of every device, and what `auto` reaches of the best
+    one in a prompt and 64 tokens; each device in a process of its own, in turns.
+    """
+    taken, notice = scaled_here(*locate_profile(profile))
+    print(f"measured; profile {taken.name}. {notice}")
+    best = []
+    for named in models:
+        model, _, weights = named.partition("@")
+        rows, choices = [], []
+        for m in integers(p):
+            said = predictions(model, weights or None, taken, m)
+            times, choice = measure(model, weights or None, profile, m, n, r)
+            rows += [row(m, name, found, said.get(name)) for name, found in times.items()]
+            choices.append(f"{m}: {choice}")
+            fastest = min((x for x in times if x != "auto"), key=lambda x: times[x].work_s)
+            seconds = times[fastest].work_s, times["auto"].work_s
+            shown = f"{seconds[0]:.4f}", f"{seconds[1]:.4f}", f"{seconds[0] / seconds[1]:.3f}"
+            best.append([named, m, fastest, *shown])
+        print(f"\n{named}\n")
+        table(HEAD, rows)
+        print("", *choices, sep="\n")
+    print()
+    table(BEST_HEAD, best)
+    finish()
