@@ -97,11 +97,16 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
         raw.setdefault("head_dim", int(hidden // heads))
     raw.setdefault("vocab_size", _vocabulary(file))
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
-    bias = "blk.0.attn_q.bias" in file.tensors
-    raw |= {"attention_bias": bias, "bias": bias} if name != "gemma" else {}
+    if name in ("llama", "qwen3", "internlm2"):  # the others always have biases, or never
+        raw["attention_bias"] = raw["bias"] = _has_bias(file, ".attn_")
+        raw["mlp_bias"] = name == "llama" and _has_bias(file, ".ffn_")
     raw |= {"bos_token_id": special_id(found, "bos"), "eos_token_id": list(end_ids(found)) or None}
     raw |= {"rope_scaling": rope_scaling(file, name)} | _special(found, name, raw)
     return raw
+
+
+def _has_bias(file: GgufFile, module: str) -> bool:
+    return any(module in name and name.endswith(".bias") for name in file.tensors)
 
 
 def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from hetero.models.layout import page_padded
 from hetero.models.packed_file import PlannedTensor, file_header, matrix_arrays
 from hetero.models.safetensors_file import SafetensorsFile
 
-VERSION: Final = "1"  # of the layout and of how blocks are packed
+VERSION: Final = "2"  # of the layout and of how blocks are packed
 SMALLEST_BYTES: Final = 256 << 20  # what is less is packed in less than a second
 MOST_STORES: Final = 4
 PIECE_BYTES: Final = 16 << 20
