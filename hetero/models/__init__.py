@@ -23,6 +23,7 @@ from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
 from hetero.models.manifest import MANIFEST_FILE, Manifest, is_quantised, read_manifest
+from hetero.models.split_files import model_name
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import ModelGraph
@@ -256,11 +257,11 @@ def _open_gguf(path: Path, weight_format: WeightFormat) -> LoadedModel:
     weights = open_weights(path, weight_format)
     identity = f"{weight_format.storage}|{weights.config}|{weights.file.fingerprint()}"
     return LoadedModel(
-        name=path.stem,
+        name=Path(model_name(path.name)).stem,
         config=weights.config,
         weights=weights,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        source=path,
+        source=weights.source,
     )
 
 

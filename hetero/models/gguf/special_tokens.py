@@ -24,9 +24,13 @@ _SHOWN: Final = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 
 def vocabulary(metadata: Mapping[str, Any]) -> list[str]:
-    """Return the texts of the tokens, empty where the file has none."""
+    """Return the texts of the tokens, empty where the file has none; a token without a text is
+    named as in llama.cpp.
+    """
     tokens = metadata.get("tokenizer.ggml.tokens")
-    return tokens if isinstance(tokens, list) else []
+    if not isinstance(tokens, list):
+        return []
+    return [x or f"[EMPTY_{i}]" for i, x in enumerate(tokens)] if "" in tokens else tokens
 
 
 def special_id(metadata: Mapping[str, Any], name: str) -> int | None:

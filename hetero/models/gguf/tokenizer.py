@@ -8,6 +8,7 @@ pattern that `tokenizer.ggml.pre` names.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from operator import itemgetter
@@ -18,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from hetero.errors import ModelError
-from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.file import NO_UTF8, GgufFile
 from hetero.models.gguf.special_tokens import (
     CONTROL,
     UNKNOWN,
@@ -26,8 +27,9 @@ from hetero.models.gguf.special_tokens import (
     end_ids,
     special_id,
     token_types,
+    vocabulary,
 )
-from hetero.models.tokenizer import HfTokenizer
+from hetero.models.tokenizer import REPLACEMENT, HfTokenizer
 from hetero.models.tokenizer_limits import check_tokens
 from hetero.terminal.notices import tell_once
 
@@ -63,9 +65,9 @@ _HF_NAMES: Final = {
 def read_tokenizer(file: GgufFile) -> HfTokenizer:
     """Build the tokenizer with its chat template. Raises `ModelError`."""
     found = file.metadata
-    tokens = found.get("tokenizer.ggml.tokens")
+    tokens = vocabulary(found)
     kind = found.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {str}:
+    if not tokens or not set(map(type, tokens)) <= {str}:
         raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
         raise _error(file, "has a vocabulary with a token twice")
@@ -76,6 +78,9 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     else:
         raise _error(file, f"has a tokenizer of the kind {kind!r}, supported are llama and gpt2")
     _add_special(file, backend, tokens)
+    if re.search(NO_UTF8, "\n".join(tokens)):
+        mend = decoders.Replace(Regex(NO_UTF8), REPLACEMENT)
+        backend.decoder = decoders.Sequence([mend, backend.decoder])
     eos = _token_of(found, "eos", tokens)
     if found.get("tokenizer.ggml.add_eos_token") is True and eos is not None:
         ids = [(eos, tokens.index(eos))]
