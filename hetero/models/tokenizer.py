@@ -91,7 +91,7 @@ class Tokenizer(ABC):
         if self.chat_template is None:
             raise ModelError(
                 "this model has no chat template; use --raw (the prompt as it is), or a model with "
-                "chat_template in its tokenizer_config.json"
+                "chat_template in tokenizer_config.json (GGUF: tokenizer.chat_template)"
             )
         return self.chat_template.render(messages, **options)
 
