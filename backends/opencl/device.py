@@ -19,7 +19,7 @@ from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.chain import chain
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, decoded
-from hetero.backends.opencl.flag import Flag, probe
+from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.transfer import TransferCall
@@ -171,7 +171,7 @@ class OpenCLDevice(Resources):
 
     def start_threads(self) -> None:
         """Launch work-groups that do nothing, until a driver's threads have had some each."""
-        program = self.programs.get("flag.cl", {})
+        program = flag_program(self)
         groups = STARTING_GROUPS * self.threads
         word = Tensor(self.allocate(64), (1,), np.dtype(np.int32))
         launch = Launch(program, "raise_flag", (groups,), (1,), (0, word))

@@ -129,13 +129,13 @@ def started_workers() -> int | None:
 
 
 def survey(cache_dir: Path | None = None) -> Iterator[DriverReport]:
-    """Every installed driver's verdict, tried now where there is none yet."""
+    """Every installed driver's verdict, tried now where there is none yet or no device was."""
     trials = Trials(cache_root(cache_dir))
     forced = chosen_level()
     for candidate in candidates():
         own = candidate.driver.levels()
         levels = own if forced is None or forced not in own else (forced,)
-        verdict = trials.examine(candidate, None if levels is own else forced)
+        verdict = trials.examine(candidate, None if levels is own else forced, retry=True)
         driver, origin, path = candidate.driver.name, candidate.origin, trials.path(candidate)
         if verdict.problem:
             library = Path(candidate.library).name or "the system's loader"

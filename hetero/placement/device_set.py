@@ -101,6 +101,8 @@ def open_devices(
     if not opened and len(wanted) == 1:
         other = other_kind(wanted[0])
         _try_open(other, names[other], options(other), opened, failures)
+    if not opened and npu == "auto" and names["npu"] != AUTO_BACKEND["npu"]:
+        _try_open("npu", AUTO_BACKEND["npu"], {}, opened, failures)  # for a dead Hexagon, the host
     if not opened:
         raise DeviceUnavailableError(
             "hetero",

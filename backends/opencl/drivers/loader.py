@@ -19,7 +19,7 @@ from typing import Final
 import pyopencl as cl
 
 from hetero.backends.errors import DeviceUnavailableError
-from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.affinity import core_count
 from hetero.backends.opencl.drivers import driver_of_platform
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import Level
@@ -101,7 +101,7 @@ def wanted_workers(*, every_core: bool) -> int:
     said = os.environ.get(WORKERS, "").strip()
     if said.isdecimal() and int(said) > 0:
         return int(said)
-    return len(allowed_cores()) if every_core else 1
+    return core_count() if every_core else 1
 
 
 def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str, str]:
