@@ -117,6 +117,7 @@ class LLM:
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
         self.max_seq_len = self._context_length(length)
+        self._loaded = self._loaded.for_context(self.max_seq_len)
         self._whole_caches = whole_caches or (bundle is not None and bundle.whole_caches)
         spec = self._loaded.spec(self.kv)
         may = npu in ("auto", "qnn") and device in ("auto", "hetero")
