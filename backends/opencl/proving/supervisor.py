@@ -84,7 +84,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._words: deque[str] = deque(maxlen=KEPT_LINES)
         self._readers = [
             threading.Thread(target=self._read, daemon=True),
@@ -115,8 +115,7 @@ class Worker:
             line = self._lines.get(timeout=SILENCE_S)
         except queue.Empty:
             words = self._last_words()
-            self._child.kill()
-            self.close()
+            self.kill()
             raise WorkerGoneError(
                 "hung", f"no answer for {SILENCE_S:g} s{words}", lasting=True
             ) from None
@@ -127,6 +126,11 @@ class Worker:
         except ValueError:
             raise self._gone() from None
         return found
+
+    def kill(self) -> None:
+        """End the child, whatever it is doing."""
+        self._child.kill()
+        self.close()
 
     def close(self) -> None:
         """End the child."""
@@ -241,11 +245,19 @@ class Supervisor:
             self.close()
             self._worker = Worker(self._job)
             self._worker.hear()  # its devices
-        assert self._worker is not None
+        worker = self._worker
+        assert worker is not None
         self._asked_s = time.monotonic()
-        self._worker.say(question)
-        answer = self._worker.hear()
-        self._asked_s = time.monotonic()
+        self._worker = None  # interrupted, it is not asked again: its answer comes late
+        try:
+            worker.say(question)
+            answer = worker.hear()
+        except WorkerGoneError:
+            raise
+        except BaseException:
+            worker.kill()
+            raise
+        self._worker, self._asked_s = worker, time.monotonic()
         return answer
 
 
