@@ -44,7 +44,7 @@ from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, Caches, place, planned_layout
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Step
-from hetero.runtime.step_lock import StepLock
+from hetero.runtime.step_lock import StepLock, lost_error
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser, SyncMethod
@@ -312,7 +312,7 @@ class Engine:
         contexts, tokens = [context for context, _ in rows], [token for _, token in rows]
         for context, token in rows:
             self.check(context, (token,))
-            context.cache.slide(context.cached)
+            context.slide()
         if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.most_rows:
             raise ValueError(f"one step decodes 2 to {self.most_rows} contexts, each once")
         if any(context.gate is not None and not context.gate.done for context in contexts):
@@ -554,7 +554,7 @@ class Engine:
     ) -> Step:
         """A step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
-        context.cache.slide(context.cached)
+        context.slide()
         try:
             step = self._attempt(context, phase, tokens, logit_rows, chunks, form, beside)
         except DeviceError as error:
@@ -646,7 +646,7 @@ class Engine:
             self._lowering.masses.begin()
             alone = self._timed or not self._chains or step is self._loading_step
             ran, self._chains = (step, self._chains) if alone else chained(step, self.devices)
-            self._last_run = run = self.executor.run(ran, beside)
+            self._last_run = run = self.executor.run(ran, beside, self.devices.values())
         self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes
         if self.trace is not None:
@@ -783,5 +783,7 @@ class Engine:
             raise UserError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
     def _check_open(self) -> None:
+        if self.lock.lost:
+            raise lost_error()
         if self._closed:
             raise DeviceLostError("engine", "running the model", "the model was closed")
