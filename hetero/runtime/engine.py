@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chu
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.launch_costs import LaunchCosts
-from hetero.runtime.lowering import Lowering
+from hetero.runtime.lowering import Lowering, StepKey
 from hetero.runtime.memory import Needs, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.schedule import Order, Orders, windows
@@ -58,20 +58,6 @@ STEPS_KEPT = 40
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 # Lowered when a model is opened at first, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
-
-
-class _Key(NamedTuple):
-    """What a step is lowered for. `position` of a window: about where its context is.
-    `taps`: it tells what attention its sampled rows give. `rows`: each of a context of its own."""
-
-    phase: Phase
-    chunks: tuple[int, ...]
-    logit_rows: int
-    gates: bool
-    position: int = 0
-    taps: bool = False
-    rows: bool = False
-    form: Form = "cut"
 
 
 def _bound(step: Step, context: Context) -> Step:
@@ -162,7 +148,7 @@ class Engine:
         self._cost = cost
         self._whole_caches = whole_caches
         self._timed = self._closed = False
-        self._steps: OrderedDict[_Key, Step] = OrderedDict()
+        self._steps: OrderedDict[StepKey, Step] = OrderedDict()
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
         self._loading_step: Step | None = None
@@ -400,7 +386,7 @@ class Engine:
         at = rounded(context.cached)
         if logit_rows == 1 and not taps and self._sync != "copy":
             chunks = padded_chunks(chunks, self.max_seq_len - context.cached)
-        key = _Key("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
+        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
         return _bound(self._kept(key), context)
 
     def _lowered(
@@ -415,12 +401,12 @@ class Engine:
     ) -> Step:
         """As `step`, for any context."""
         gates = gates and not taps and phase == "decode" and bool(self.synchroniser.bells)
-        step = self._kept(_Key(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
+        step = self._kept(StepKey(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
         if self.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
 
-    def _kept(self, key: _Key) -> Step:
+    def _kept(self, key: StepKey) -> Step:
         if key not in self._steps:
             with memory_for(f"the {key.phase} step of {sum(key.chunks)} tokens"):
                 self._steps[key] = self._lower_step(key)
@@ -438,7 +424,7 @@ class Engine:
             for call in self._online:
                 call.prepare()
 
-    def _lower_step(self, key: _Key) -> Step:
+    def _lower_step(self, key: StepKey) -> Step:
         if len(key.chunks) == 1:
             (m,) = key.chunks
             return self._lowering.lower(
