@@ -69,6 +69,10 @@ def _bound(step: Step, context: Context) -> Step:
         return step.on(cache)
 
 
+class _ShorterCallsError(Exception):
+    """A device failed, and the other one needs several calls for these tokens."""
+
+
 class ContextFullError(UserError):
     """More tokens than the context holds."""
 
@@ -337,8 +341,13 @@ class Engine:
         self.check(context, tokens)
         if len(tokens) > LONGEST_VERIFIED:
             raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
-        step = self._run(context, "decode", tokens, len(tokens))
-        return self._sound(context, step, self._logits(step, len(tokens)).copy())
+        rows = []
+        while tokens:
+            part = tokens[: self.placement.longest]
+            with suppress(_ShorterCallsError):
+                rows.append(self._rows(context, "decode", part))
+                tokens = tokens[len(part) :]
+        return np.concatenate(rows)
 
     def score(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
@@ -349,11 +358,25 @@ class Engine:
         self.check(context, tokens)
         for start in range(0, len(tokens), SCORING_PIECE):
             piece = tokens[start : start + SCORING_PIECE]
-            for count in self.plan.steps(len(piece), SCORING_PIECE):
+            counts: Sequence[int] = ()
+            while piece:
                 self._check_open()
-                step = self._run(context, "prefill", piece[:count], count)
-                yield self._sound(context, step, self._logits(step, count).copy())
-                piece = piece[count:]
+                counts = counts or self.plan.steps(len(piece), SCORING_PIECE)
+                try:
+                    rows = self._rows(context, "prefill", piece[: counts[0]])
+                except _ShorterCallsError:
+                    counts = ()
+                    continue
+                piece, counts = piece[counts[0] :], counts[1:]
+                yield rows
+
+    def _rows(self, context: Context, phase: Phase, tokens: Sequence[int]) -> Logits:
+        """Append tokens in one call; a copy of the logits [tokens, vocab] after every one. Raises
+        `_ShorterCallsError`, and appends none, where a device failed and the other one's calls are
+        shorter.
+        """
+        step = self._run(context, phase, tokens, len(tokens))
+        return self._sound(context, step, self._logits(step, len(tokens)).copy())
 
     def step(
         self,
@@ -547,6 +570,8 @@ class Engine:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.
             if len(chunks) > 1 or len(tokens) > self.placement.longest:
+                if logit_rows > 1:  # which several calls do not leave in one place
+                    raise _ShorterCallsError from error
                 *_, (step, _) = self._prompt_calls(context, tokens)
                 return step
             step = self._attempt(context, phase, tokens, logit_rows, chunks, beside=beside)
