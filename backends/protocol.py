@@ -303,6 +303,11 @@ class Device(ABC):
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
 
+    def drain(self, deadline_s: float) -> None:  # noqa: B027
+        """Return when everything submitted is complete, also what an interrupted caller has no
+        completion of. Raises `WaitTimeoutError` after `deadline_s`.
+        """
+
     def flag(self) -> BoundCall | None:
         """A call that, submitted behind another, shows its completion in shared memory without the
         driver; None where the host does not see such a flag and the data before it in time.
