@@ -85,6 +85,7 @@ class OpenCLDevice(Resources):
         self._flag: Flag | None = None
         self._doorbell: OpenCLDoorbell | None = None
         self._doorbell_tried = False
+        self.at_close: Callable[[], None] = lambda: None
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
 
     def accepts(self, op: Op) -> Acceptance:
@@ -209,6 +210,7 @@ class OpenCLDevice(Resources):
             self._scratch = None
             self.rope_tables.clear()
             self.programs.close()
+            self.at_close()
 
 
 STARTING_GROUPS = 1 << 12
