@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
+from hetero.backends.host.background import Background, in_background
 from hetero.errors import ModelError
 from hetero.models import hub, quantized, random_models
 from hetero.models.chat_template import Message
@@ -86,11 +86,8 @@ class LoadedModel:
         return self
 
     @cached_property
-    def _tokenizer(self) -> Future[Tokenizer]:
-        thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-tokenizer")
-        reading = thread.submit(self._read_tokenizer)
-        thread.shutdown(wait=False)
-        return reading
+    def _tokenizer(self) -> Background[Tokenizer]:
+        return in_background("hetero-tokenizer", [self._read_tokenizer])[0]
 
     def _read_tokenizer(self) -> Tokenizer:
         if self.byte_tokenizer or self.source is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Final
@@ -20,7 +21,7 @@ from hetero.measuring.first_start import forget_if_other, profile_facts, scaled_
 from hetero.placement import decisions, hexagon
 from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
 from hetero.placement.decisions import Decision
-from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name
+from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.profiler.cost import CostModel
@@ -62,6 +63,16 @@ class Choice:
     solver: PreparedSolver | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     cost: CostModel | None = None
+
+    def opened(self, devices: DeviceSet) -> Choice:
+        """Return the choice with what became of it: the device that computes instead, and what the
+        open ones lack in this process.
+        """
+        reason = self.reason
+        if devices.fallback and devices.fallback not in reason:
+            reason = f"{devices.fallback}, instead of: {reason}"
+        lacking = [note for note in devices.notes if note not in reason]
+        return replace(self, reason="; ".join((reason, *lacking)))
 
     def plan_on(self, kinds: Collection[DeviceKind]) -> ExecutionPlan | None:
         """The plan, if there is one and these devices are all that it needs."""
@@ -248,15 +259,22 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     )
     if one_core:
         reason += f"; {ONE_CORE}"
+    notes = both.notes
     if every_core and cores == 0 and planner.profile.every_core:
         reason += f"; {EVERY_CORE} needs a process in which OpenCL does not run yet"
+        could = compare(planner, both.solver, work, kinds=(EVERY_CORE,), cores=core_count())
+        if could.get(EVERY_CORE, math.inf) < seconds[best]:
+            notes += (
+                f"{EVERY_CORE} would be faster ({duration(could[EVERY_CORE])}), but OpenCL runs in "
+                "this process already: open this model first, or in a process of its own",
+            )
     if best == TENSOR_LEVEL:
-        return replace(both, reason=reason, seconds=seconds)
+        return replace(both, reason=reason, notes=notes, seconds=seconds)
     return Choice(
         "npu" if best == "npu" else "gpu",
         gpu=EVERY_CORE if best == EVERY_CORE else None,
         reason=reason,
-        notes=both.notes,
+        notes=notes,
         seconds=seconds,
     )
 
