@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
-from hetero.models.config_keys import refuse_unused
+from hetero.models.config_keys import notice_unread, refuse_unused
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import (
     NO_SCALING,
@@ -110,10 +110,12 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, path: Path) -> Self:
         """Read `config.json`, and `generation_config.json` if there is one."""
-        generation = path / "generation_config.json"
+        file = path / "generation_config.json"
+        generation = read_json_object(file) if file.is_file() else {}
+        notice_unread(generation, str(file))
         return cls.from_dict(
             read_json_object(path / "config.json"),
-            generation=read_json_object(generation) if generation.is_file() else None,
+            generation=generation,
             where=str(path / "config.json"),
         )
 
