@@ -63,3 +63,20 @@ def test_a_model_of_an_unknown_pattern_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="splits text in the way 'tekken', supported are"):
         _ = byte_level(tmp_path / "n.gguf", "tekken")
     assert open_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("falcon3", "llama-bpe"), ("pixtral", "llama-bpe"), ("lfm2", "llama-bpe"),
+        ("megrez", "qwen2"), ("stablelm2", "qwen2"), ("exaone4", "gpt-2"), ("olmo", "gpt-2"),
+        ("starcoder", "smollm"), ("refact", "smollm"), ("command-r", "smollm"),
+    ],
+)  # fmt: skip
+def test_names_of_one_pattern(name: str, same: str, tmp_path: Path) -> None:
+    """Those that llama.cpp's loader treats alike, whether it splits or merges or adds BOS."""
+    changes = {"tokenizer__ggml__bos_token_id": 3}
+    one = byte_level(tmp_path / "a.gguf", name, **changes)
+    other = byte_level(tmp_path / "b.gguf", same, **changes)
+    for text in ("a's {", "12345 6", "I'M\r\n  so\n\nx", "  2²٣ $x"):
+        assert one.encode(text) == other.encode(text)

@@ -38,11 +38,22 @@ _LLAMA3: Final = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# What `tokenizer.ggml.pre` may be, by how llama.cpp splits text for it.
+_WHOLE_WORDS: Final = (
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2",
+)  # fmt: skip  # as Llama 3: a known word is not merged piece by piece, and BOS goes first
 _PATTERNS: Final = {
-    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}  # fmt: skip
-_PLAIN: Final = ("gpt-2", "phi-2")
+    **dict.fromkeys((*_WHOLE_WORDS, "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN2
+    ),
+}
+_PLAIN: Final = (
+    "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "olmo", "mpt", "jais", "trillion",
+)  # fmt: skip
+_DIGITS: Final = (
+    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
+)  # fmt: skip  # as GPT-2, and every digit is a word
 # llama.cpp's for a file that names none: each pattern splits what the ones before it left.
 _DEFAULT: Final = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -50,11 +61,6 @@ _DEFAULT: Final = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-_WHOLE_WORDS: Final = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-)  # a known word is not merged piece by piece
 _NAMES: Final = ("bos", "eos", "unknown", "padding", "separator")
 _HF_NAMES: Final = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
@@ -179,11 +185,11 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "default":
         return _default_pre_tokenizer(file)
-    if pre == "smollm":
+    if pre in _DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if pre not in _PATTERNS:
-        known = ", ".join((*_PATTERNS, *_PLAIN, "smollm", "default"))
+        known = ", ".join((*_PATTERNS, *_PLAIN, *_DIGITS, "default"))
         raise _error(file, f"splits text in the way {pre!r}, supported are {known}")
     split = pre_tokenizers.Split(Regex(_PATTERNS[str(pre)]), behavior="isolated")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
