@@ -65,7 +65,8 @@ class WaitTimeoutError(DeviceError):
             device,
             f"waiting for {kernel}",
             f"not complete after {deadline_s:.3g} s",
-            "the driver may have hung; close the model and open it again",
+            "the driver may have hung: close the model and open it again; if the machine is only "
+            "slow, set HETERO_TIMEOUT_SCALE=4",
         )
         self.kernel = kernel
         self.kind = kind

@@ -251,6 +251,7 @@ class Device(ABC):
 
     info: DeviceInfo
     capabilities: Capabilities
+    note: str = ""  # what it would have in a process of its own, and lacks in this one
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
         """Pool memory that this device and every mapping device can use in place; `huge` as in

@@ -75,5 +75,13 @@ def open_device(name: str, **options: Any) -> Device:
         raise DeviceUnavailableError(
             name, "opening", f"package {', '.join(missing)} is not installed", backend.install_hint
         )
-    device: Device = importlib.import_module(backend.module).open(**options)
+    try:
+        module = importlib.import_module(backend.module)
+    except (ImportError, OSError) as error:
+        if not backend.requires or (getattr(error, "name", None) or "").startswith("hetero"):
+            raise
+        raise DeviceUnavailableError(
+            name, f"importing {backend.requires[0]}", str(error), backend.install_hint
+        ) from error
+    device: Device = module.open(**options)
     return device

@@ -8,8 +8,12 @@ which is why they are never given apart.
 from __future__ import annotations
 
 import difflib
+import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
+
+from hetero.backends.host.processor import is_arm64
 
 MIB = 2**20
 # A user process on the NPU has 32-bit addresses: what all graphs of one process may hold together.
@@ -54,6 +58,26 @@ DEFAULT_CHIP = "sm8650"
 # The kernel's name of a chip where it is not ours.
 MACHINES = {"x1e80100": "sc8380xp", "x1e78100": "sc8380xp"}
 MACHINE_FILE = Path("/sys/devices/soc0/machine")  # written by Linux's qcom-socinfo
+ROOT = Path("/")
+NODES = "fastrpc-cdsp*"  # of Linux's FastRPC driver; the QNN provider looks for them, too
+NODE_REMEDY = (
+    "use a kernel with the fastrpc driver (CONFIG_QCOM_FASTRPC) and this machine's DSP firmware"
+)
+
+
+def is_snapdragon() -> bool:
+    """Whether the processor is of the family that has a Hexagon: 64-bit Arm, but not Apple's."""
+    return is_arm64() and platform.system() != "Darwin"
+
+
+def fastrpc_nodes(root: Path | None = None) -> list[Path]:
+    """Return the device nodes of the compute DSP; none on systems other than Linux."""
+    return sorted(((root or ROOT) / "dev").glob(NODES))
+
+
+def may_open(node: Path) -> bool:
+    """Whether this user may open a device node."""
+    return os.access(node, os.R_OK | os.W_OK)
 
 
 def chip_here() -> Chip | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -27,6 +27,7 @@ def measure_preparation(
     *,
     sizes: int = 12,
     weights_each: int = 3,
+    checkpoint: Callable[[], None] = lambda: None,
 ) -> list[PreparationRow]:
     """Prepare `sizes` of the pairs from the smallest to the largest: what the first run of a new
     kernel takes with its preparation and the end of it, less what the next run takes.
@@ -34,7 +35,8 @@ def measure_preparation(
     Each is prepared for `weights_each` weights, then again for the last of them. A graph of static
     shapes holds its weight, so that all are new and their median is the cold time (one alone may be
     twice as long, by where its memory comes from); kernels that compute any weight are new once.
-    The smallest is prepared once before: the first of all costs more, and comes once.
+    The smallest is prepared once before: the first of all costs more, and comes once. `checkpoint`
+    is called before each pair.
     """
     ordered = sorted(set(pairs), key=lambda pair: pair[0] * pair[1])
     at = np.unique(np.linspace(0, len(ordered) - 1, sizes).round().astype(int))
@@ -46,6 +48,7 @@ def measure_preparation(
             first = MatMul(n=ordered[0][0], k=ordered[0][1], weight_format=weight_format)
             _once(device, first, pool.weights(first), clock)
             for n, k in (ordered[i] for i in at):
+                checkpoint()
                 op = MatMul(n=n, k=k, weight_format=weight_format)
                 weights = [pool.weights(op) for _ in range(weights_each)]
                 cold = [_once(device, op, weight, clock) for weight in weights]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,6 +42,8 @@ from hetero.profiler.surroundings import STRETCHES, MaybePower, Others, Surround
 from hetero.profiler.workload import Workload
 
 R = TypeVar("R", bound=BaseModel)
+# Takes a checkpoint to call between processes; see `Session._checkpoint`.
+MeasureEveryCore: TypeAlias = Callable[[Callable[[], None]], list[EveryCore]]
 
 
 def profile_devices(
@@ -53,7 +55,7 @@ def profile_devices(
     clock: Clock | None = None,
     progress: Callable[[Event], None] | None = None,
     step_s: float | None = None,
-    every_core: Callable[[], list[EveryCore]] | None = None,
+    every_core: MeasureEveryCore | None = None,
 ) -> DeviceProfile:
     """Measure open devices; the caller pins the thread. Writes `out` and its journal as it goes.
     `step_s` is what a step of the runtime costs besides its launches, which is above this room, and
@@ -87,7 +89,7 @@ class Session:
         clock: Clock | None,
         progress: Callable[[Event], None] | None,
         step_s: float | None = None,
-        every_core: Callable[[], list[EveryCore]] | None = None,
+        every_core: MeasureEveryCore | None = None,
     ) -> None:
         self._step_s = step_s
         self._measure_every_core = every_core
@@ -118,7 +120,7 @@ class Session:
         with Journal(path, header, resume=resume) as self.journal:
             self._open_workload()
             self._surroundings()
-            self._check_budget()
+            self._check_budget(self._until_s())
             self._matmuls()
             self._check_stages()
             profile = self._profile(finished=True)
@@ -155,7 +157,12 @@ class Session:
             seed=self.options.seed,
         )
         self._around = Surroundings(
-            self.devices, self.workload, self.options, self.format, self.virtual
+            self.devices,
+            self.workload,
+            self.options,
+            self.format,
+            self.virtual,
+            self._checkpoint,
         )
         if self.workload.small:
             size = f"{self.workload.cold / 1e6:.1f} MB"
@@ -204,6 +211,7 @@ class Session:
                         self.parts[name] = found
                         return found
         self._report(name)
+        self._checkpoint()
         made = make()
         self.journal.add(
             {"kind": "part", "name": name, "values": [v.model_dump(mode="json") for v in made]}
@@ -230,15 +238,21 @@ class Session:
         self._part("power", MaybePower, around.power)
         self._part("other kernels", Others, partial(around.others, self.records))
 
-    def _check_budget(self) -> None:
+    def _checkpoint(self) -> None:
+        """Raise `ProfileError` where the budget is used up before the matmuls; called between the
+        measurements of every part.
+        """
+        self._check_budget(self.clock.now() + self.options.budget_s - self.spent_s)
+
+    def _check_budget(self, until_s: float) -> None:
         """Raise `ProfileError` where no time is left for matmuls; the journal keeps the rest."""
-        if not self.options.keep_budget or self.rows or self._until_s() > self.clock.now():
+        if not self.options.keep_budget or self.rows or until_s > self.clock.now():
             return
         self.journal.add({"kind": "spent", "spent_s": self.spent_s})
         least_s = 10 * math.ceil(1.5 * self.spent_s / 10)
         raise ProfileError(
-            f"a budget of {self.options.budget_s:.0f} s is too short here: all that is not matmuls "
-            f"took {self.spent_s:.0f} s; go on with --resume --budget {least_s}s"
+            f"a budget of {self.options.budget_s:.0f} s is too short here: what is no matmul took "
+            f"{self.spent_s:.0f} s; go on with --resume --budget {least_s}s"
         )
 
     def _host_sync(self) -> list[HostSync]:
@@ -249,7 +263,7 @@ class Session:
         if self._measure_every_core is None:
             return []
         try:
-            return self._measure_every_core()
+            return self._measure_every_core(self._checkpoint)
         except DeviceError as error:  # the profile is of the devices, this is beside them
             self.notes.append(str(error))
             return []

@@ -86,7 +86,8 @@ class Others(Record):
 @dataclass(frozen=True)
 class Surroundings:
     """Measures the parts, each when it is asked for. `virtual`: null devices, whose results are not
-    checked, on a clock that threads know nothing of.
+    checked, on a clock that threads know nothing of. `checkpoint` is called between measurements
+    and may end them by an exception.
     """
 
     devices: Mapping[DeviceKind, Device]
@@ -94,6 +95,7 @@ class Surroundings:
     options: Options
     weight_format: WeightFormat
     virtual: bool
+    checkpoint: Callable[[], None] = lambda: None
 
     @property
     def clock(self) -> Clock:
@@ -127,6 +129,7 @@ class Surroundings:
 
     def _time_s(self, kind: DeviceKind, m: int, n: int, k: int) -> float:
         """Median of a few launches, outside the grid."""
+        self.checkpoint()
         runner = self.workload.runner(Task(kind, self.weight_format, "plain", m, n, k))
         if runner.cycle == 0:
             self.workload.warm_up(runner)
@@ -154,6 +157,7 @@ class Surroundings:
             self.clock,
             self.options.grid_pairs(),
             self.options.weight_formats,
+            checkpoint=self.checkpoint,
         )
 
     def together(self) -> list[Together]:
@@ -215,7 +219,9 @@ class Surroundings:
             )
             cases = [case for case in cases if wanted(kind, case.op)]
             good = self._good(meter, dict.fromkeys(case.op for case in cases), quarantined)
-            timed += [(meter.time(case), case.op) for case in cases if case.op in good]
+            for case in (case for case in cases if case.op in good):
+                self.checkpoint()
+                timed.append((meter.time(case), case.op))
         return timed, quarantined
 
     def _good(
@@ -224,6 +230,7 @@ class Surroundings:
         """Operations that the device takes and computes correctly; wrong ones are listed."""
         good = set()
         for op in wanted:
+            self.checkpoint()
             if not meter.device.accepts(op):
                 continue
             found = None if self.virtual else meter.check(op)

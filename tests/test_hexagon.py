@@ -30,7 +30,7 @@ def test_where_a_hexagon_can_be(
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr("platform.system", lambda: system)
-    assert hexagon.is_snapdragon() == expected
+    assert snapdragon.is_snapdragon() == expected
 
 
 def test_the_emulator_is_never_automatic(monkeypatch: Any) -> None:
@@ -175,7 +175,8 @@ def test_loaded_libraries_are_named_by_their_file() -> None:
 
 def test_another_machine_says_that_it_has_no_hexagon(monkeypatch: Any) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    ((name, found),) = hexagon.surroundings()
+    ((name, check),) = hexagon.surroundings()
+    found = check()
     assert (name, found.ok) == ("Hexagon", True)
     assert "none on this machine (x86_64), so no driver, FastRPC" in found.detail
 
@@ -198,6 +199,6 @@ def test_doctor_checks_the_emulated_hexagon_and_both_at_once() -> None:
 
 def test_a_device_that_computes_wrongly_beside_another_is_found(monkeypatch: Any) -> None:
     monkeypatch.setattr("hetero.cli.work.doctor.TOLERANCE", 0.0)
-    found = _check_together("opencl", "ort-cpu")
+    (found,) = _check_together("opencl", "ort-cpu")
     assert not found.ok
     assert "off by" in found.detail

@@ -19,6 +19,11 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     return _first("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
+def is_arm64() -> bool:
+    """Whether this is a 64-bit Arm processor, as Linux, Windows or macOS name it."""
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
 def memory_bytes() -> int | None:
     """Memory of this machine, None where the system does not tell."""
     try:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.host.limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.invokers import share_invokers
@@ -261,8 +262,8 @@ class OpenCLCompletion(Completion):
         start_s = time.perf_counter()
         while not self.done():
             waited_s = time.perf_counter() - start_s
-            if waited_s > deadline_s:
-                raise WaitTimeoutError(BACKEND, self._call.name, deadline_s)
+            if waited_s > deadline_s and waited_s > (limit_s := time_limit(deadline_s)):
+                raise WaitTimeoutError(BACKEND, self._call.name, limit_s)
             if waited_s > SPIN_S:
                 time.sleep(min(waited_s / 20, LONGEST_NAP_S))
 

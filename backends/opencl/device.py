@@ -20,7 +20,7 @@ from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.chain import chain
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, decoded
-from hetero.backends.opencl.flag import Flag, probe
+from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.transfer import TransferCall
@@ -85,6 +85,7 @@ class OpenCLDevice(Resources):
         self._flag: Flag | None = None
         self._doorbell: OpenCLDoorbell | None = None
         self._doorbell_tried = False
+        self.at_close: Callable[[], None] = lambda: None
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
 
     def accepts(self, op: Op) -> Acceptance:
@@ -186,7 +187,7 @@ class OpenCLDevice(Resources):
 
     def start_threads(self) -> None:
         """Launch work-groups that do nothing, until a driver's threads have had some each."""
-        program = self.programs.get("flag.cl", {})
+        program = flag_program(self)
         groups = STARTING_GROUPS * self.threads
         word = Tensor(self.allocate(64), (1,), np.dtype(np.int32))
         launch = Launch(program, "raise_flag", (groups,), (1,), (0, word))
@@ -209,6 +210,7 @@ class OpenCLDevice(Resources):
             self._scratch = None
             self.rope_tables.clear()
             self.programs.close()
+            self.at_close()
 
 
 STARTING_GROUPS = 1 << 12

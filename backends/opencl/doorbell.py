@@ -19,10 +19,11 @@ from typing import Final
 import numpy as np
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND
-from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy
+from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Add
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, Doorbell
@@ -71,7 +72,7 @@ class Gate(BoundCall):
         self.submissions = 0
 
     def _bound(self, looks: int) -> OpenCLCall:
-        program = self.device.programs.get("flag.cl", {})
+        program = flag_program(self.device)
         launch = Launch(program, "gate", (1,), (1,), (1, self._tensor, looks))
         return OpenCLCall(self.device, self.name, 1, [launch], {"position": self._tensor})
 
@@ -84,7 +85,7 @@ class OpenCLDoorbell(Doorbell):
         self._words = self._gate.words
         self._flag = flag
         self._opened = 0
-        self._gate.be_patient(DEFAULT_DEADLINE_S)
+        self._gate.be_patient(time_limit(DEFAULT_DEADLINE_S))
 
     def ring(self) -> None:
         """See `Doorbell.ring`."""
@@ -112,7 +113,7 @@ class OpenCLDoorbell(Doorbell):
             raise DeviceError(
                 BACKEND,
                 "waiting at a gate for the control thread",
-                f"not opened within {MOST_LOOKS} looks or {DEFAULT_DEADLINE_S:.0f} s",
+                f"not opened within {MOST_LOOKS} looks or {time_limit(DEFAULT_DEADLINE_S):.0f} s",
                 "use --sync event",
             )
 

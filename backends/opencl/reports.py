@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hetero.backends.host.limits import VARIABLE
+
+NO_DEVICE: Final = "CL_DEVICE_NOT_FOUND"
+HUNG: Final = "hung"
 # Progress of a trial.
 PREPARING: Final = "preparing OpenCL kernels for this processor, once"
 CHECKING: Final = "checking OpenCL kernels again: a run that used them did not end by itself"
@@ -23,3 +27,16 @@ class DriverReport:
     level: str | None
     said: str
     kept_in: Path
+
+    @property
+    def remedy(self) -> str:
+        """What to do where no level passed."""
+        if self.level is not None:
+            return ""
+        if NO_DEVICE in self.said:
+            return (
+                "see that its device nodes are in /dev and this user may open them; Mesa's rusticl "
+                "lists a GPU with RUSTICL_ENABLE set to its driver (freedreno, iris, radeonsi)"
+            )
+        slow = f"if this machine is only slow, set {VARIABLE}=4; " if HUNG in self.said else ""
+        return f"{slow}to try it again, delete {self.kept_in}"

@@ -11,6 +11,7 @@
                            weight
                   "both"   split for up to 16 tokens, fp32 above: fast decode and fast
                            prefill, but the weights are held twice, 1.38 bytes a weight
+                  (packs for int8 are 0.125 bytes a weight larger on Arm)
                   "auto"   (default) "both" on x86 without AVX-512, where fp32 would leave decoding
                            five times slower than int8 activations; else "fp32"
 

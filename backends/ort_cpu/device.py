@@ -14,7 +14,7 @@ import onnxruntime as ort
 from hetero.backends import checks, ops
 from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.host import hugepages
-from hetero.backends.host.processor import cpu_name
+from hetero.backends.host.processor import cpu_name, is_arm64
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.onnx_common import packing
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
@@ -301,11 +301,16 @@ def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.Part, ...]) ->
     return graphs.matmul(op, split=split)
 
 
+def int8_pack_bytes() -> float:
+    """Return the bytes of a 4-bit weight in the int8 kernels' pack: codes, scales, block sums."""
+    return 0.875 if is_arm64() else 0.75
+
+
 def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
     """What ONNX Runtime's own pack holds of each weight, measured for large ones."""
     match weight_format.storage:
         case StorageFormat.Q4 if split or weight_format is WeightFormat.W4A8:
-            return 0.75  # codes, scales, block sums
+            return int8_pack_bytes()
         case StorageFormat.Q4:
             return 0.5
         case StorageFormat.Q8:
@@ -323,7 +328,7 @@ def _held_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> f
     if not op.weight_format.of_file:
         return op.n * op.k * _pack_bytes(op.weight_format, split=split)
     rounds = not op.weight_format.activations.are_floats
-    each = {4: 0.75 if split or rounds else 0.5, 8: 1.25, 0: 4.0}
+    each = {4: int8_pack_bytes() if split or rounds else 0.5, 8: 1.25, 0: 4.0}
     return op.k * sum(part.n * each[part.bits] for part in parts)
 
 

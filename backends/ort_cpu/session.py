@@ -17,6 +17,8 @@ from hetero.backends.protocol import BoundCall
 
 BACKEND = "ort-cpu"
 FATAL_ONLY = 4  # errors are raised; printed as well they would come twice
+# On Arm, KleidiAI's int8 kernels round activations for each row, not for each block of 32.
+DISABLE_KLEIDIAI = "mlas.disable_kleidiai"
 Array: TypeAlias = npt.NDArray[Any]
 
 
@@ -32,6 +34,7 @@ def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort
     options.enable_cpu_mem_arena = False
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry(DISABLE_KLEIDIAI, "1")
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(STAND_IN_FILE.parent)
     )

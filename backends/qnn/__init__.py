@@ -28,6 +28,8 @@ from hetero.backends.protocol import Device
 from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, QnnDevice
 from hetero.backends.qnn.integer import Activations
 from hetero.backends.qnn.library import hexagon_present, load
+from hetero.backends.qnn.session import Target
+from hetero.backends.qnn.startup import check_starts
 from hetero.backends.snapdragon import CHIPS, DEFAULT_CHIP, Chip, chip_here, find_chip
 
 
@@ -48,13 +50,16 @@ def open(
 ) -> Device:
     """Open the Hexagon; see the module's docstring for the options.
 
-    Raises `DeviceUnavailableError` if the libraries cannot be loaded, or for another chip than a
-    real Hexagon's; `ValueError` for a chip that is not known.
+    Raises `DeviceUnavailableError` if the libraries cannot be loaded, if a real Hexagon does not
+    start, or for another chip than that; `ValueError` for a chip that is not known.
     """
     chip = _chosen(soc, None if ahead else chip_here())
     directory = cache_directory() if cache is True else Path(cache) if cache else None
+    library = load(htp_library)
+    if not ahead and not library.emulated:
+        check_starts(Target(library, chip))
     return QnnDevice(
-        load(htp_library),
+        library,
         chip,
         graph_sizes=graph_sizes,
         directory=directory,

@@ -20,8 +20,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.qnn.library import BACKEND, load
-from hetero.backends.qnn.session import CONTEXT_ENABLE, Target, new_session
+from hetero.backends.qnn.library import BACKEND, ERRORS, load
+from hetero.backends.qnn.session import (
+    CONTEXT_ENABLE,
+    NOT_ON_NPU,
+    Target,
+    logged_cause,
+    new_session,
+)
 from hetero.backends.snapdragon import Chip
 
 # A child that holds more than this after a job is replaced before the next one.
@@ -71,6 +77,8 @@ class Compiler:
             answer = self._ask({"sources": sources, "options": dict(options)}, what)
         if "error" in answer:
             fields = answer["error"]
+            if fields["code"].startswith(NOT_ON_NPU) and (cause := self._logged_cause(what)):
+                raise cause
             raise DeviceError(BACKEND, what, fields["code"], fields["remedy"])
         if answer["resident_bytes"] > LARGEST_CHILD_BYTES:
             self.close()
@@ -114,7 +122,8 @@ class Compiler:
         """The answer to a job; else "", the code that the child ended with and its last words."""
         if self._child is None or self._child.poll() is not None:
             self.close_quietly()
-            self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the child)
+            # Closed with the child. Unbuffered: both processes have one offset in it.
+            self._said = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             self._child = _start(self._target, self._said)
         child = self._child
         assert child.stdin is not None
@@ -134,6 +143,14 @@ class Compiler:
         code, words = child.wait(), _last_line(self._said)
         self.close_quietly()
         return "", code, words
+
+    def _logged_cause(self, what: str) -> DeviceError | None:
+        """Return why QNN was not set up, which the waiting child has logged."""
+        if self._said is None:
+            return None
+        self._said.seek(0)
+        log = self._said.read().decode("utf-8", "replace")  # the child appends: its offset is this
+        return logged_cause(log, what)
 
     def close_quietly(self) -> None:
         """Close after the child has died, when its pipes may be broken."""
@@ -197,7 +214,14 @@ def _answer(target: Target, job: dict[str, Any]) -> dict[str, Any]:
             if len(sources) > 1:
                 config |= SHARE_CONFIG | (LAST_SHARE_CONFIG if output == last else {})
             sessions.append(
-                new_session(target, Path(source), "", config=config, options=job["options"])
+                new_session(
+                    target,
+                    Path(source),
+                    "",
+                    config=config,
+                    options=job["options"],
+                    log_severity=ERRORS,
+                )
             )
     except DeviceError as error:
         return {"error": {"code": error.code, "remedy": error.remedy}}

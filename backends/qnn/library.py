@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import platform
 import re
 import sys
 import threading
@@ -24,6 +23,7 @@ import onnxruntime_qnn
 from onnxruntime_qnn import build_and_package_info as build
 
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.snapdragon import NODE_REMEDY, fastrpc_nodes, is_snapdragon, may_open
 
 BACKEND = "qnn"
 PROVIDER = "QNNExecutionProvider"
@@ -31,6 +31,7 @@ FASTRPC = {"linux": ("libcdsprpc.so", "libcdsprpc.so.1"), "win32": ("libcdsprpc.
 # Windows' name of the NPU's driver, in whose folder its FastRPC library lies.
 DRIVER_SERVICE = r"SYSTEM\CurrentControlSet\Services\qcnspmcdm"
 REINSTALL = "install it again: pip install --force-reinstall onnxruntime-qnn"
+ERRORS = 3  # the severity of ONNX Runtime's log
 _lock = threading.Lock()
 
 
@@ -48,11 +49,6 @@ class Library:
     def version(self) -> str:
         """For people and cache keys."""
         return f"onnxruntime-qnn {self.wheel} (QAIRT {self.sdk}), onnxruntime {ort.__version__}"
-
-
-def is_snapdragon() -> bool:
-    """Whether this machine's processor is of the family that has a Hexagon: 64-bit Arm."""
-    return platform.machine().lower() in ("aarch64", "arm64")
 
 
 def fastrpc() -> ctypes.CDLL | None:
@@ -90,8 +86,11 @@ def image_folder(image: str, system_root: str) -> PureWindowsPath:
 
 
 def hexagon_present() -> bool:
-    """Whether a real Hexagon can be driven here, decided without loading Qualcomm's compiler."""
-    return is_snapdragon() and fastrpc() is not None
+    """Whether a real Hexagon can be driven here, decided without loading Qualcomm's compiler: on
+    Linux this user may open its device node, and everywhere the FastRPC library loads.
+    """
+    reachable = not sys.platform.startswith("linux") or any(map(may_open, fastrpc_nodes()))
+    return is_snapdragon() and reachable and fastrpc() is not None
 
 
 def load(htp_path: str | Path | None = None) -> Library:
@@ -107,6 +106,8 @@ def load(htp_path: str | Path | None = None) -> Library:
 def _load(path: Path) -> Library:
     if is_snapdragon():
         show_skeletons(path.parent)
+        # The provider warns by this logger that the variable is set, and sets it otherwise.
+        ort.set_default_logger_severity(ERRORS)
     try:
         with quiet_stdout():
             ctypes.CDLL(str(path))
@@ -149,13 +150,19 @@ def _npu(devices: tuple[Any, ...]) -> tuple[Any, ...]:
     kinds = {str(device.device.type).rsplit(".", maxsplit=1)[-1]: device for device in devices}
     found = kinds.get("NPU") or (None if is_snapdragon() else kinds.get("CPU"))
     if found is None:
-        raise DeviceUnavailableError(
-            BACKEND,
-            "finding the Hexagon",
-            f"NO_NPU: the provider lists {sorted(kinds) or 'nothing'}",
-            "see the README's section on this platform; the NPU needs its driver and FastRPC",
-        )
+        code, remedy = _no_npu(sorted(kinds))
+        raise DeviceUnavailableError(BACKEND, "finding the Hexagon", code, remedy)
     return (found,)
+
+
+def _no_npu(kinds: list[str]) -> tuple[str, str]:
+    """Return why the provider lists no NPU, and what to do."""
+    if sys.platform.startswith("linux") and not fastrpc_nodes():
+        return "NO_NPU: there is no /dev/fastrpc-cdsp*, which the provider looks for", NODE_REMEDY
+    return (
+        f"NO_NPU: the provider lists {', '.join(kinds) or 'no device'}",
+        "see the README's section on this platform; the NPU needs its driver and FastRPC",
+    )
 
 
 @contextlib.contextmanager

@@ -19,10 +19,12 @@ from hetero.backends.qnn.library import BACKEND, PROVIDER, Library
 from hetero.backends.snapdragon import Chip
 
 SILENT = 4
+NOT_ON_NPU = "NOT_ON_NPU"
 CONTEXT_ENABLE = "ep.context_enable"  # in the config of a session that compiles
 # Optimisation of finalised graphs; 1 re-reads large weights and fails for some shapes (measured).
 FINALIZATION_MODE = "3"
 
+SETUP_FAILED = "QNN SetupBackend failed"
 # What the provider's messages and codes mean. The first pattern that matches decides.
 REMEDIES: tuple[tuple[str, str, str], ...] = (
     (
@@ -67,8 +69,20 @@ REMEDIES: tuple[tuple[str, str, str], ...] = (
         "check --soc and ADSP_LIBRARY_PATH",
     ),
     (
+        r"BACKEND_ERROR_CANNOT_INITIALIZE",
+        "QNN_BACKEND_ERROR_CANNOT_INITIALIZE",
+        "the Hexagon does not start: its firmware must run, and this user open its device node; "
+        "`hetero doctor` checks both, and the skeleton library",
+    ),
+    (
+        SETUP_FAILED,
+        "BACKEND_NOT_SET_UP",
+        "a library that QNN needs cannot be loaded: reinstall onnxruntime-qnn, and load no other "
+        "SDK in this process",
+    ),
+    (
         r"fallback to CPU EP has been explicitly disabled",
-        "NOT_ON_NPU",
+        NOT_ON_NPU,
         "QNN refused a node of the graph; nothing was run on the CPU. Run `hetero doctor`",
     ),
 )
@@ -105,6 +119,7 @@ def new_session(
     *,
     config: Mapping[str, str] | None = None,
     options: Mapping[str, str] | None = None,
+    log_severity: int = SILENT,
 ) -> ort.InferenceSession:
     """Compile a model, or open a compiled one, with every node on the NPU.
 
@@ -112,6 +127,7 @@ def new_session(
     `DeviceError` that names `what`, the native code and the remedy.
     """
     settings = _settings(target, config or {}, options or {})
+    settings.log_severity_level = log_severity
     if isinstance(model, Path) and CONTEXT_ENABLE not in (config or {}):
         # Compiled already: looking for optimisations only holds memory (40 KiB a graph).
         settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -128,7 +144,6 @@ def _settings(
     target: Target, config: Mapping[str, str], options: Mapping[str, str]
 ) -> ort.SessionOptions:
     settings = ort.SessionOptions()
-    settings.log_severity_level = SILENT
     settings.intra_op_num_threads = 1
     settings.inter_op_num_threads = 1
     settings.enable_cpu_mem_arena = False
@@ -151,6 +166,15 @@ def check_assignment(session: ort.InferenceSession, what: str) -> None:
     if assigned != {PROVIDER}:
         others = ", ".join(sorted(assigned - {PROVIDER})) or "nothing"
         raise DeviceError(BACKEND, what, f"NOT_ON_NPU: nodes were given to {others}", REPORT)
+
+
+def logged_cause(log: str, what: str) -> DeviceError | None:
+    """Return why QNN was not set up, from what ONNX Runtime logged; None if it was.
+
+    The exception of such a session says only that its nodes are not on the NPU.
+    """
+    found = re.search(rf"\] ({SETUP_FAILED}[^\x1b\n]*)", log)
+    return None if found is None else device_error(RuntimeError(found.group(1)), what)
 
 
 def device_error(error: Exception, what: str) -> DeviceError:

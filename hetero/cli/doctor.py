@@ -16,9 +16,10 @@ def devices_command(as_json: JsonOption = False) -> None:
 
 def doctor_command(as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
-    from hetero.cli.work.doctor import diagnose, print_findings
+    from hetero.cli.work.doctor import diagnose, next_step, print_findings
 
-    findings = diagnose()
-    print_findings(findings, as_json, ("PASS", "FAIL"))
+    findings = print_findings(diagnose(), as_json, ("PASS", "FAIL"))
+    if not as_json:
+        print(next_step(findings))
     if not all(finding.ok for finding in findings if finding.needed):
         raise typer.Exit(1)

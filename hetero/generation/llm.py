@@ -188,6 +188,7 @@ class LLM:
         """
         self._loaded.reading_tokenizer()
         devices = self.devices.devices
+        self.choice = self.choice.opened(self.devices)
         self.plan = plan_on(self.choice, spec, devices)
         self._check_caches(spec)
         if options["order"] == "fifo":

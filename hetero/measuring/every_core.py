@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -21,8 +20,9 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.affinity import allowed_cores, core_count, run_on
 from hetero.backends.host.child import child_command
+from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
 from hetero.models import model_spec, open_model
@@ -30,6 +30,7 @@ from hetero.models.graph import model_graph
 from hetero.models.random_models import RandomWeights, known_config
 from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import open_devices
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import EveryCore, Phase
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
@@ -40,6 +41,7 @@ LARGE: Final = "llama-3.2-1b"
 LAYERS: Final = 2  # of it: 68 MB in four bits, more than the caches of a PC
 TOKENS: Final = {"small": 64, "large": 256}
 PROMPTS: Final = 5
+LIMIT_S: Final = 120.0  # of one process
 ROUNDS: Final = 3
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", â€¦: one for each round
@@ -48,21 +50,30 @@ Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", â€
 def can_use_every_core(device: Device) -> bool:
     """Whether an open OpenCL device is one core of a processor that has more."""
     plain = device.info.backend == ONE_CORE and "cpu" in device.info.details
-    return plain and len(allowed_cores()) > 1
+    return plain and core_count() > 1
 
 
 def measure_every_core(
-    formats: Iterable[WeightFormat], *, rounds: int = ROUNDS
-) -> list[EveryCore]:  # fmt: skip
-    """What was found for each format and phase. Raises `DeviceError` if a process failed."""
+    formats: Iterable[WeightFormat],
+    *,
+    rounds: int = ROUNDS,
+    checkpoint: Callable[[], None] = lambda: None,
+) -> list[EveryCore]:
+    """Return the gains for each format and phase. Raises `DeviceError` if a process failed.
+
+    `checkpoint` is called before each process and may end the measurement by an exception.
+    """
     named, cores = tuple(formats), allowed_cores()
     times: dict[str, dict[str, Times]] = {ONE_CORE: {}, EVERY_CORE: {}}
     try:
         for _ in range(rounds):
             for backend, found in times.items():
+                checkpoint()
                 for name, steps in _in_process(backend, named, cores).items():
                     for step, seconds in steps.items():
                         found.setdefault(name, {}).setdefault(step, []).append(seconds)
+    except ProfileError:  # the checkpoint's
+        raise
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise DeviceError(
             EVERY_CORE,
@@ -71,7 +82,7 @@ def measure_every_core(
             "try the backend with `hetero bench`",
         ) from error
     return [
-        _fit(name, phase, len(cores), times[ONE_CORE][name], times[EVERY_CORE][name])
+        _fit(name, phase, core_count(), times[ONE_CORE][name], times[EVERY_CORE][name])
         for name in named
         for phase in PHASES
     ]
@@ -107,7 +118,9 @@ def _in_process(
 ) -> dict[WeightFormat, dict[str, float]]:
     options = ["--backend", backend, "--cores", ",".join(map(str, cores))]
     command = child_command("hetero.measuring.every_core", *options, "--weights", ",".join(formats))
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=time_limit(LIMIT_S)
+    )
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return {WeightFormat(name): steps for name, steps in found.items()}
 
@@ -186,8 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cores", required=True)
     parser.add_argument("--weights", required=True)
     options = parser.parse_args(arguments)
-    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
-        os.sched_setaffinity(0, [int(core) for core in options.cores.split(",")])
+    run_on(map(int, options.cores.split(",")))
     found = {
         name: time_steps(options.backend, WeightFormat(name)) for name in options.weights.split(",")
     }

@@ -28,9 +28,10 @@ from pydantic import Field, model_validator
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores, pinned
+from hetero.backends.host.affinity import allowed_cores, core_count, pinned, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
+from hetero.backends.host.limits import time_limit
 from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.errors import UserError, one_sentence
@@ -87,13 +88,14 @@ LIMITS: Final = StartLimits()
 
 class Machine(Record):
     """What the factors depend on and what is known before any device is open. `flags` is a hash of
-    the processor's; `cores` are those that this process may use.
+    the processor's; `cores` are those that this process may use, `core_count` of them at once.
     """
 
     hetero_version: str
     processor: str
     flags: str
     cores: tuple[int, ...]
+    core_count: int
     packages: dict[str, str]
     environment: dict[str, str]
 
@@ -105,6 +107,7 @@ class Machine(Record):
             processor=cpu_name(),
             flags=_hash(" ".join(sorted(cpu_flags()))),
             cores=tuple(allowed_cores()),
+            core_count=core_count(),
             packages=package_versions(),
             environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         )
@@ -305,9 +308,9 @@ def _reason(error: Exception) -> str:
         case UserError():
             return one_sentence(str(error))
         case subprocess.TimeoutExpired():
-            return f"its devices were not open after {LIMITS.start_s:g} s"
+            return f"its devices were not open after {time_limit(LIMITS.start_s):g} s"
         case subprocess.CalledProcessError(returncode=code) if code == TOO_LATE:
-            return f"its reference kernels were not timed after {LIMITS.timing_s:g} s"
+            return f"its reference kernels were not timed after {time_limit(LIMITS.timing_s):g} s"
         case subprocess.CalledProcessError(returncode=code, stderr=text):
             lines = (text or "").strip().splitlines()
             return one_sentence(lines[-1] if lines else f"timing them ended with {code}")
@@ -327,7 +330,7 @@ def _in_process(
         capture_output=True,
         text=True,
         check=True,
-        timeout=LIMITS.start_s + LIMITS.timing_s,
+        timeout=time_limit(LIMITS.start_s + LIMITS.timing_s),
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "reason" in found:
@@ -367,7 +370,7 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
             )
             runners = prepare_references(workload, tasks)
             start_s = time.perf_counter()
-            with _at_most(LIMITS.timing_s):
+            with _at_most(time_limit(LIMITS.timing_s)):
                 seconds = time_references(workload, runners, LIMITS.timed_s, LIMITS.most_s)
             spent_s = time.perf_counter() - start_s
         devices = {kind: device.info.fingerprint for kind, device in opened.devices.items()}
@@ -391,8 +394,7 @@ def _at_most(limit_s: float) -> Iterator[None]:
 def main() -> None:
     """Time the kernels of the request on stdin; one line of JSON."""
     request = json.load(sys.stdin)
-    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
-        os.sched_setaffinity(0, request["cores"])
+    run_on(request["cores"])
     tasks = [Task(d, WeightFormat(f), order, *sizes) for d, f, order, *sizes in request["tasks"]]
     warnings.simplefilter("ignore")
     try:

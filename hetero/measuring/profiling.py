@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from hetero.profiler.files import refuse_folder
 from hetero.profiler.grid import Shape
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
 
 LEAST_MEASURED: Final = 0.75  # of the grid, where no budget is given
@@ -131,7 +131,7 @@ def _measure(
                 step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
         every_core = None
         if "gpu" in opened.devices and can_use_every_core(opened.devices["gpu"]):
-            every_core = partial(measure_every_core, formats, rounds=1 if quick else ROUNDS)
+            every_core = partial(_every_core, formats, 1 if quick else ROUNDS)
         with pinned(opened.control_core):
             return profile_devices(
                 opened.devices,
@@ -144,6 +144,12 @@ def _measure(
             )
     finally:
         opened.close()
+
+
+def _every_core(
+    formats: Sequence[WeightFormat], rounds: int, checkpoint: Callable[[], None]
+) -> list[EveryCore]:
+    return measure_every_core(formats, rounds=rounds, checkpoint=checkpoint)
 
 
 def _check_budget(budget_s: float | None, quick: bool) -> None:

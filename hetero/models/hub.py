@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 from hetero.backends.host.extras import is_here
 from hetero.backends.host.files import atomic_write
 from hetero.errors import ModelError
+from hetero.models.split_files import split_names
 
 PREFIX: Final = "hf:"
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -82,11 +83,25 @@ def _in_cache(name: HubName) -> Path | None:
     except (LocalEntryNotFoundError, FileNotFoundError):
         return None
     if name.file:
-        return folder / name.file if (folder / name.file).is_file() else None
+        whole = all((folder / file).is_file() for file in split_names(name.file))
+        return folder / name.file if whole else None
     if is_whole(folder):
         return folder
-    files = sorted(folder.rglob("*.gguf"))
-    return files[0] if len(files) == 1 and not (folder / "config.json").is_file() else None
+    models = gguf_models(sorted(folder.rglob("*.gguf")))
+    return models[0][0] if len(models) == 1 and not (folder / "config.json").is_file() else None
+
+
+def gguf_models(files: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Return the models among GGUF files, each by its first file, and their bytes; those split into
+    files of which some are missing are left out.
+    """
+    there = {str(file): file for file in files}
+    groups = {tuple(split_names(name)) for name in there}
+    return sorted(
+        (there[names[0]], sum(there[name].stat().st_size for name in names))
+        for names in groups
+        if there.keys() >= set(names)
+    )
 
 
 def is_whole(folder: Path) -> bool:
@@ -112,13 +127,16 @@ def _download(name: HubName) -> Path:
     common: dict[str, Any] = {"endpoint": endpoint, "revision": info.sha}
     if name.file or not {"config.json"} <= set(sizes):
         file = name.file or _only_gguf(name, sizes)
-        if file not in sizes:
-            raise ModelError(f"{name.repo} has no file {file}; it has {_some(sizes)}")
-        _say(name, sizes[file])
-        path = Path(hf_hub_download(name.repo, file, **common))
-        _check(path)
-        _point_main(path, file, str(info.sha))
-        return path
+        parts = split_names(file)
+        absent = next((part for part in parts if part not in sizes), None)
+        if absent is not None:
+            raise ModelError(f"{name.repo} has no file {absent}; it has {_some(sizes)}")
+        _say(name, sum(sizes[part] for part in parts))
+        paths = {part: Path(hf_hub_download(name.repo, part, **common)) for part in parts}
+        for path in paths.values():
+            _check(path)
+        _point_main(paths[file], file, str(info.sha))
+        return paths[file]
     wanted = sum(size for file, size in sizes.items() if any(map(Path(file).match, PARTS)))
     _say(name, wanted)
     folder = Path(snapshot_download(name.repo, allow_patterns=list(PARTS), **common))
@@ -145,7 +163,7 @@ def _point_main(path: Path, file: str, revision: str) -> None:
 
 
 def _only_gguf(name: HubName, sizes: dict[str, int]) -> str:
-    files = [file for file in sizes if file.lower().endswith(".gguf")]
+    files = sorted({split_names(x)[0] for x in sizes if x.lower().endswith(".gguf")})
     if len(files) == 1:
         return files[0]
     if not files:
@@ -216,10 +234,12 @@ class Here(NamedTuple):
 def models_here(folder: Path, demo: Path) -> list[Here]:
     """The demo, models in a folder, and those in the hub's cache that can be opened."""
     found = [Here("demo", "hetero", _bytes(demo), str(demo))]
+    paths = sorted(folder.iterdir())
+    sizes = dict(gguf_models([path for path in paths if _format(path) == "GGUF"]))
     found.extend(
-        Here(f"./{path.name}", form, _bytes(path), str(path))
-        for path in sorted(folder.iterdir())
-        if (form := _format(path)) is not None
+        Here(f"./{path.name}", form, sizes[path] if form == "GGUF" else _bytes(path), str(path))
+        for path in paths
+        if (form := _format(path)) is not None and (form != "GGUF" or path in sizes)
     )
     return found + list(_cached())
 
@@ -227,10 +247,10 @@ def models_here(folder: Path, demo: Path) -> list[Here]:
 def _cached() -> Iterator[Here]:
     if not is_here("huggingface_hub"):
         return
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
@@ -240,9 +260,9 @@ def _cached() -> Iterator[Here]:
                 size = revision.size_on_disk
                 yield Here(repo.repo_id, _format(folder) or "safetensors", size, str(folder))
             elif repo.repo_type == "model" and "main" in revision.refs:
-                for file in sorted(folder.rglob("*.gguf")):
+                for file, nbytes in gguf_models(list(folder.rglob("*.gguf"))):
                     named = f"{PREFIX}{repo.repo_id}:{file.relative_to(folder)}"
-                    yield Here(named, "GGUF", file.stat().st_size, str(file))
+                    yield Here(named, "GGUF", nbytes, str(file))
 
 
 def _format(path: Path) -> str | None:

@@ -21,6 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from hetero.backends.host.limits import time_limit
+
 START_LIMIT_S: Final = 30.0
 RENDER_LIMIT_S: Final = 2.0
 _SCRIPT: Final = Path(__file__).with_name("template_worker.py")
@@ -60,7 +62,7 @@ class _Worker:
             ) from error
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True, name="chat-template").start()
-        if self._next(START_LIMIT_S).strip() != b"ready":
+        if self._next(time_limit(START_LIMIT_S)).strip() != b"ready":
             self.end()
             raise TemplateLimitError("the process that renders it does not start")
 
@@ -126,7 +128,7 @@ def render(
     """
     request = {"source": source, "values": dict(values), "now": now.isoformat()}
     with _lock:
-        found = _worker().ask(request, limit_s)
+        found = _worker().ask(request, time_limit(limit_s))
     if "text" in found:
         return found["text"]
     kinds = {"syntax": TemplateSyntaxError, "refused": TemplateRefusalError}

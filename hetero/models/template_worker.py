@@ -7,6 +7,7 @@ The limits on memory are set before the first template is read; the parent watch
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -103,13 +104,18 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 
 def limit_memory() -> None:
-    """At most `MAX_MEMORY_BYTES` of address space, where the system has such a limit."""
+    """Take at most `MAX_MEMORY_BYTES` of address space, where the system has such a limit.
+
+    Elsewhere (Windows, macOS) the parent's clock and the text's limit remain.
+    """
     try:
         import resource
-    except ImportError:  # Windows; there the parent's clock and the text's limit remain
+    except ImportError:  # Windows
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for name, most in (("RLIMIT_AS", MAX_MEMORY_BYTES), ("RLIMIT_CORE", 0)):
+        # macOS refuses the first; a lower limit that is set already cannot be raised
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            resource.setrlimit(getattr(resource, name), (most, most))
 
 
 def requests() -> Iterator[dict[str, Any]]:

@@ -25,7 +25,8 @@ class DeviceSet:
     """The opened devices of one model.
 
     `mode` is what runs after fallbacks; `requested` what was asked for; `fallback` says why they
-    differ (empty if they do not); `notes` holds the reasons of automatic choices.
+    differ (empty if they do not); `notes` says what the devices lack in this process, because of
+    others that were opened before them.
     """
 
     requested: DeviceMode
@@ -101,6 +102,8 @@ def open_devices(
     if not opened and len(wanted) == 1:
         other = other_kind(wanted[0])
         _try_open(other, names[other], options(other), opened, failures)
+    if not opened and npu == "auto" and names["npu"] != AUTO_BACKEND["npu"]:
+        _try_open("npu", AUTO_BACKEND["npu"], {}, opened, failures)  # for a dead Hexagon, the host
     if not opened:
         raise DeviceUnavailableError(
             "hetero",
@@ -110,6 +113,7 @@ def open_devices(
         )
     pinned = not any(device.capabilities.every_core for device in opened.values())
     result = DeviceSet(mode, mode, opened, cores.control if pinned else None)
+    result.notes = [device.note for device in opened.values() if device.note]
     if failures:
         _note_fallback(result, failures)
     return result

@@ -5,49 +5,59 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from hetero.backends import snapdragon
 from hetero.backends.errors import DeviceError
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import DEFAULT_CHIP, Chip, chip_here
 from hetero.placement import npu_driver
 from hetero.placement.npu_driver import State
 
-
-def is_snapdragon() -> bool:
-    """Whether the processor is of the family that has a Hexagon: 64-bit Arm."""
-    return platform.machine().lower() in ("aarch64", "arm64") and platform.system() != "Darwin"
+FASTRPC_REMEDY = (
+    "install the FastRPC user library of your system (package libfastrpc1: Ubuntu; Debian's "
+    "contrib from forky or trixie-backports)"
+)
 
 
 def present() -> bool:
     """Whether a real Hexagon can be driven here; on other machines nothing is imported."""
-    if not is_snapdragon() or find("qnn").missing_packages():
+    if not snapdragon.is_snapdragon() or find("qnn").missing_packages():
         return False
-    from hetero.backends.qnn import hexagon_present
-
+    try:
+        from hetero.backends.qnn import hexagon_present
+    except (ImportError, OSError):  # a package for another system: `qnn` by name says so
+        return False
     return hexagon_present()
 
 
 def expected() -> bool:
     """Whether a check of the NPU makes sense: a Snapdragon, or the emulator is installed."""
-    return is_snapdragon() or not find("qnn").missing_packages()
+    return snapdragon.is_snapdragon() or not find("qnn").missing_packages()
 
 
-def surroundings() -> list[tuple[str, State]]:
-    """What is checked apart from the backend; off the device, that there is nothing to check."""
-    missing = find("qnn").missing_packages()
-    if not is_snapdragon():
-        return [("Hexagon", elsewhere_state(bool(missing)))]
+def needed() -> bool:
+    """Whether a machine is at fault without a working NPU: not a Raspberry Pi or an Arm server."""
+    return not snapdragon.is_snapdragon() or npu_driver.names_qualcomm()
+
+
+def surroundings() -> list[tuple[str, Callable[[], State]]]:
+    """Return the checks apart from the backend's by name; off the device, one that there is nothing
+    to check.
+    """
+    missing = bool(find("qnn").missing_packages())
+    if not snapdragon.is_snapdragon():
+        return [("Hexagon", lambda: elsewhere_state(missing))]
     if missing:
         return []
-    chip = chip_here()
-    arch = None if chip is None else chip.htp_arch
     return [
-        ("chip", chip_state(chip)),
-        ("NPU driver", npu_driver.state()),
-        ("FastRPC", fastrpc_state()),
-        ("Hexagon skeleton", skeleton_state(_search_path(), arch, _sdk())),
-        ("shared memory", shared_memory_state()),
+        ("chip", lambda: chip_state(chip_here())),
+        ("NPU driver", npu_driver.state),
+        ("FastRPC", fastrpc_state),
+        ("Hexagon skeleton", installed_skeleton_state),
+        ("shared memory", shared_memory_state),
     ]
 
 
@@ -80,12 +90,20 @@ def fastrpc_state() -> State:
     library = fastrpc()
     if library is not None:
         return State(True, f"loads, {npu_driver.loaded_file(library)}")
-    names = " or ".join(name for group in FASTRPC.values() for name in group)
-    return State(
-        False,
-        f"{names} cannot be loaded",
-        "install the FastRPC user library of your system (Debian: libfastrpc1) and let this user "
-        "open /dev/fastrpc-cdsp; on Windows update the NPU's driver",
+    names = " or ".join(FASTRPC.get(sys.platform, ())) or "the FastRPC library"
+    remedy = npu_driver.WINDOWS_REMEDY if sys.platform == "win32" else FASTRPC_REMEDY
+    return State(False, f"{names} cannot be loaded", remedy)
+
+
+def installed_skeleton_state() -> State:
+    """Return the state of the skeletons on FastRPC's search path; no library is loaded for it."""
+    import onnxruntime_qnn
+
+    chip = chip_here()
+    return skeleton_state(
+        [Path(onnxruntime_qnn.get_qnn_htp_path()).parent, *_named_folders()],
+        None if chip is None else chip.htp_arch,
+        str(onnxruntime_qnn.build_and_package_info.qnn_version),
     )
 
 
@@ -129,15 +147,7 @@ def shared_memory_state() -> State:
     return State(True, "tensors of the pool are the Hexagon's own")
 
 
-def _sdk() -> str:
-    from hetero.backends.qnn.library import load
-
-    return load().sdk
-
-
-def _search_path() -> list[Path]:
-    from hetero.backends.qnn.library import load
-
+def _named_folders() -> list[Path]:
     # Qualcomm's documentation separates by semicolons on every system; distributions use colons.
     named = re.split(";" if os.name == "nt" else "[;:]", os.environ.get("ADSP_LIBRARY_PATH", ""))
-    return [load().path.parent, *(Path(name) for name in named if name)]
+    return [Path(name) for name in named if name]

@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from hetero.backends.snapdragon import NODE_REMEDY, fastrpc_nodes, may_open
+
 ROOT = Path("/")
-LINUX_REMEDY = (
-    "use a kernel with the fastrpc driver (CONFIG_QCOM_FASTRPC) and this machine's DSP firmware"
-)
 WINDOWS_REMEDY = "install the NPU's driver: Windows Update, or Qualcomm's software centre"
 # Windows' class of compute accelerators; one subkey for each driver.
 ACCELERATORS = r"SYSTEM\CurrentControlSet\Control\Class\{f01a9d53-3ff6-48d2-9f97-c8a7004be10c}"
@@ -39,10 +38,10 @@ def state() -> State:
 def linux_state() -> State:
     """FastRPC of the kernel: its device nodes, and the state and firmware of the compute DSP."""
     release = f"fastrpc of Linux {platform.release()}"
-    nodes = sorted((ROOT / "dev").glob("fastrpc-cdsp*"))
+    nodes = fastrpc_nodes(ROOT)
     if not nodes:
-        return State(False, f"{release} gives no /dev/fastrpc-cdsp", LINUX_REMEDY)
-    if not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        return State(False, f"{release} gives no /dev/fastrpc-cdsp", NODE_REMEDY)
+    if not any(map(may_open, nodes)):
         return State(
             False,
             f"{release}: this user may not open /dev/{nodes[0].name}",
@@ -50,9 +49,20 @@ def linux_state() -> State:
         )
     dsp = _compute_dsp()
     if dsp is not None and dsp["state"] != "running":
-        return State(False, f"{release}: the compute DSP is {dsp['state']}", LINUX_REMEDY)
+        return State(False, f"{release}: the compute DSP is {dsp['state']}", NODE_REMEDY)
     firmware = "" if dsp is None else f", firmware {dsp['firmware']}"
     return State(True, f"{release}, /dev/{nodes[0].name}{firmware}")
+
+
+def names_qualcomm() -> bool:
+    """Whether anything on this system is of a Snapdragon; on Windows, every 64-bit Arm is one."""
+    if sys.platform == "win32" or fastrpc_nodes(ROOT) or _compute_dsp() is not None:
+        return True
+    named = b""
+    for path in ("proc/device-tree/compatible", "sys/devices/soc0/family"):
+        with contextlib.suppress(OSError):
+            named += (ROOT / path).read_bytes()
+    return b"qcom," in named or b"snapdragon" in named.lower()
 
 
 def _compute_dsp() -> dict[str, str] | None:

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 import pytest
 
 from hetero.backends import ops
@@ -23,6 +24,7 @@ from hetero.backends.memory import new_tensor
 from hetero.backends.onnx_common.packing import stage, stage_by_feature
 from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path, integers, mixed
 from hetero.backends.ort_cpu import open as open_ort_cpu
+from hetero.backends.ort_cpu.device import int8_pack_bytes
 from hetero.backends.ort_cpu.graphs import ActivationPath, weight_is_unsigned
 from hetero.backends.ort_cpu.kernels import GraphKernel
 from hetero.backends.ort_cpu.session import OrtCall, device_error
@@ -117,7 +119,11 @@ def test_embedding_is_exact(ort_cpu: OrtCpuDevice, storage: StorageFormat) -> No
 
 @pytest.mark.parametrize(
     ("sizes", "bytes_per_weight"),
-    [((1, 256), 0.75 + 0.625), ((1, 16), 0.75), ((32, 256), 0.625)],
+    [
+        ((1, 256), int8_pack_bytes() + 0.625),
+        ((1, 16), int8_pack_bytes()),
+        ((32, 256), 0.625),
+    ],
 )
 def test_both_holds_only_the_packs_that_graph_sizes_need(
     sizes: tuple[int, ...], bytes_per_weight: float
@@ -320,10 +326,45 @@ print(json.dumps({"held": (resident() - before) / 4, "declared": kernels[-1].nby
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 def test_a_kernel_holds_one_pack_of_its_weight() -> None:
-    """0.75 bytes per weight: ONNX Runtime's pack, and neither the source nor the staging copy."""
+    """ONNX Runtime's pack, and neither the source nor the staging copy."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True
     )
     found = json.loads(done.stdout)
-    assert found["held"] < 0.8 * 2048 * 4096
+    assert found["held"] < (int8_pack_bytes() + 0.05) * 2048 * 4096
     assert found["held"] == pytest.approx(found["declared"], rel=0.15)
+
+
+@pytest.mark.parametrize("weight_format", list(WeightFormat))
+def test_no_session_uses_kernels_that_round_by_row(
+    monkeypatch: Any, weight_format: WeightFormat
+) -> None:
+    """KleidiAI's, on Arm: every session of every operation is made without them."""
+    entries: list[str] = []
+    make = ort.InferenceSession
+
+    def recorded(model: bytes, options: ort.SessionOptions, **keywords: Any) -> Any:
+        entries.append(options.get_session_config_entry("mlas.disable_kleidiai"))
+        return make(model, options, **keywords)
+
+    monkeypatch.setattr(ort, "InferenceSession", recorded)
+    op = ops.MatMul(n=64, k=64, weight_format=weight_format)
+    with open_ort_cpu(w4a16="both") as device:
+        weights = make_weights(op, np.random.default_rng(0))
+        kernel = device.prepare(op, weights)
+        check_call(device, kernel, weights, make_tensors(op, 1, np.random.default_rng(1)), 1)
+    assert entries
+    assert set(entries) == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "w4a8", "split"),
+    [("x86_64", 0.75, 0.75), ("aarch64", 0.875, 0.875), ("arm64", 0.875, 0.875)],
+)
+def test_a_pack_for_int8_is_larger_on_arm(
+    monkeypatch: Any, machine: str, w4a8: float, split: float
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    with open_ort_cpu(graph_sizes=(1,), w4a16="split") as device:
+        held = device.capabilities.weight_bytes
+    assert (held[WeightFormat.W4A8], held[WeightFormat.W4A16]) == (w4a8, split)

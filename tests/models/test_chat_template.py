@@ -196,7 +196,7 @@ def test_a_model_without_a_template_says_what_to_do() -> None:
         HfTokenizer(byte_level_tokenizer()).render_chat(CONVERSATION)
     assert str(caught.value) == (
         "this model has no chat template; use --raw (the prompt as it is), or a model with "
-        "chat_template in its tokenizer_config.json"
+        "chat_template in tokenizer_config.json (GGUF: tokenizer.chat_template)"
     )
 
 
@@ -206,3 +206,24 @@ def test_a_conversation_is_encoded_with_the_templates_special_tokens_only() -> N
     assert ids.count(1) == 1
     assert ids.count(2) == 1
     assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>")
+
+
+FAKES = {
+    "macOS": "def setrlimit(*_): raise ValueError('current limit exceeds maximum limit')",
+    "another system": "def setrlimit(*_): raise OSError(22, 'Invalid argument')",
+    "no such limit": "del RLIMIT_AS\ndef setrlimit(*_): pass",
+}
+
+
+@pytest.mark.parametrize("system", FAKES)
+def test_templates_render_where_memory_cannot_be_limited(
+    tmp_path: Path, monkeypatch: Any, system: str
+) -> None:
+    (tmp_path / "resource.py").write_text(f"RLIMIT_AS, RLIMIT_CORE = 9, 4\n{FAKES[system]}\n")
+    monkeypatch.syspath_prepend(tmp_path)  # the worker has this process's path
+    worker = template_sandbox._Worker()
+    try:
+        request = {"source": "{{ a }}", "values": {"a": 1}, "now": "2031-02-03T00:00:00"}
+        assert worker.ask(request, 30.0) == {"text": "1"}
+    finally:
+        worker.end()

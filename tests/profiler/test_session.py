@@ -13,7 +13,8 @@ import pytest
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import MatMul
-from hetero.profiler import bandwidth, energy
+from hetero.measuring.every_core import measure_every_core
+from hetero.profiler import bandwidth, energy, other_ops, preparation, sync
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
@@ -21,7 +22,7 @@ from hetero.profiler.journal import Journal, journal_path, read_entries, to_line
 from hetero.profiler.options import Event, Options
 from hetero.profiler.other_ops import BLOCKS
 from hetero.profiler.records import DeviceProfile, EveryCore
-from hetero.profiler.session import profile_devices
+from hetero.profiler.session import MeasureEveryCore, profile_devices
 from hetero.profiler.surroundings import STRETCHES
 from tests.profiler.fakes import GRAPHS, TOKENS, W4, devices, gpu_cost, npu_cost, options
 
@@ -32,7 +33,7 @@ def take(
     resume: bool = False,
     stop_after: int | None = None,
     opts: Options | None = None,
-    every_core: Callable[[], list[EveryCore]] | None = None,
+    every_core: MeasureEveryCore | None = None,
 ) -> DeviceProfile:
     """A profile of the null devices; `stop_after` rows the process is interrupted."""
     clock = ManualClock()
@@ -210,7 +211,7 @@ def test_what_every_core_gains_is_measured_once_and_said(tmp_path: Path) -> None
     found = [EveryCore(weight_format=W4, phase="decode", cores=8, speedup=2.5, layer_s=1e-5)]
     out, calls = tmp_path / "p.json", 0
 
-    def measure() -> list[EveryCore]:
+    def measure(_: Callable[[], None]) -> list[EveryCore]:
         nonlocal calls
         calls += 1
         return found
@@ -223,7 +224,7 @@ def test_what_every_core_gains_is_measured_once_and_said(tmp_path: Path) -> None
 
 
 def test_without_what_every_core_gains_a_profile_says_why() -> None:
-    def broken() -> list[EveryCore]:
+    def broken(_: Callable[[], None]) -> list[EveryCore]:
         raise DeviceError("opencl-cores", "measuring it", "gone")
 
     taken = take(every_core=broken)
@@ -386,3 +387,60 @@ def test_power_is_read_from_sysfs(
 
 def test_power_is_absent_where_nothing_tells(tmp_path: Path) -> None:
     assert energy.find_meter(tmp_path) is None
+
+
+SLOW = {
+    "gpu synchronisation": (sync, "measure_device"),
+    "sleep": (sync, "measure_host"),
+    "preparation": (preparation, "_once"),
+    "bandwidth 1": (bandwidth, "measure_together"),
+    "other kernels": (other_ops.OtherMeter, "time"),
+}
+
+
+@pytest.mark.parametrize("part", SLOW)
+def test_every_part_looks_at_the_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    """On a machine where one measurement of a part takes two thirds of it."""
+    owner, name = SLOW[part]
+    clock = ManualClock()
+    real, calls = getattr(owner, name), 0
+
+    def slow(*args: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        clock.sleep(20.0)
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(owner, name, slow)
+    out = tmp_path / "p.json"
+    with pytest.raises(ProfileError, match=r"too short here.*--resume --budget \d+s") as raised:
+        profile_devices(
+            devices(clock), options(budget_s=30.0, keep_budget=True), out=out, clock=clock
+        )
+    assert calls <= 5  # of dozens: the kernels of one size are prepared together
+    monkeypatch.setattr(owner, name, real)
+    assert f"took {clock.now():.0f} s" in str(raised.value)
+    again = options(budget_s=1e6, keep_budget=True)
+    assert profile_devices(devices(clock), again, out=out, clock=clock, resume=True).matmuls
+
+
+def test_what_every_core_gains_looks_at_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, started = ManualClock(), 0
+
+    def process(*_: Any) -> dict[Any, Any]:
+        nonlocal started
+        started += 1
+        clock.sleep(40.0)
+        return {}
+
+    monkeypatch.setattr("hetero.measuring.every_core._in_process", process)
+    with pytest.raises(ProfileError, match="too short here"):
+        profile_devices(
+            devices(clock),
+            options(budget_s=60.0, keep_budget=True),
+            clock=clock,
+            every_core=lambda checkpoint: measure_every_core((W4,), checkpoint=checkpoint),
+        )
+    assert started == 2

@@ -24,11 +24,13 @@ from typing import Any, Final
 
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.host.child import child_command
+from hetero.backends.host.limits import VARIABLE, Patience, time_limit
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.proving.compiler import Variant
 
 MODULE: Final = "hetero.backends.opencl.proving.worker"
-SILENCE_S: float = 60.0  # the longest wait for one line: one program or kernel is compiled in it
+# The longest wait for one line, in which one program or kernel is compiled (`Patience`).
+SILENCE_S: float = 60.0
 ENDING_S: Final = 0.2
 WORDS: Final = 300
 KEPT_LINES: Final = 200
@@ -111,14 +113,7 @@ class Worker:
 
     def hear(self) -> dict[str, Any]:
         """The next message. Raises `WorkerGoneError`."""
-        try:
-            line = self._lines.get(timeout=SILENCE_S)
-        except queue.Empty:
-            words = self._last_words()
-            self.kill()
-            raise WorkerGoneError(
-                "hung", f"no answer for {SILENCE_S:g} s{words}", lasting=True
-            ) from None
+        line = self._next_line(Patience(self._child.pid, time_limit(SILENCE_S)))
         if line is None:
             raise self._gone()
         try:
@@ -126,6 +121,18 @@ class Worker:
         except ValueError:
             raise self._gone() from None
         return found
+
+    def _next_line(self, patience: Patience) -> bytes | None:
+        while True:
+            try:
+                return self._lines.get(timeout=patience.limit_s)
+            except queue.Empty:
+                if not patience.is_over():
+                    continue
+                words = self._last_words()
+                self.kill()
+                said = f"no answer for {patience.limit_s:g} s{words}"
+                raise WorkerGoneError("hung", said, lasting=True) from None
 
     def kill(self) -> None:
         """End the child, whatever it is doing."""
@@ -269,6 +276,8 @@ def _remedy(gone: WorkerGoneError) -> str:
         return "make room on the disk"
     if any(sign in gone.detail for sign in MEMORY_FULL):
         return "free memory"
+    if gone.outcome == "hung":
+        return f"use --device npu, or {VARIABLE}=4 if this machine is only slow"
     return "use --device npu, or another level (HETERO_OPENCL_LEVEL)"
 
 

@@ -21,7 +21,8 @@ from typing import Final, TypeAlias
 
 from filelock import FileLock, Timeout
 
-from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.affinity import core_count
+from hetero.backends.host.limits import time_limit
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import LEVELS, Level
 from hetero.backends.opencl.proving.run_folder import run_folder
@@ -31,6 +32,7 @@ from hetero.backends.opencl.proving.verdicts import (
     Attempt,
     DeviceVerdict,
     Verdict,
+    circumstances,
     drop_verdicts,
     read_verdict,
     verdict_key,
@@ -72,18 +74,22 @@ class Trials:
         """Where a driver's verdict is kept."""
         return verdict_path(self.root, verdict_key(candidate))
 
-    def examine(self, candidate: Candidate, forced: Level | None = None) -> Verdict:
-        """The verdict on a driver: of its best level that holds, or of the one that is forced."""
+    def examine(
+        self, candidate: Candidate, forced: Level | None = None, *, retry: bool = False
+    ) -> Verdict:
+        """The verdict on a driver: of its best level that holds, or of the one that is forced. With
+        `retry`, one that had no device is loaded again.
+        """
         key = verdict_key(candidate)
         path = verdict_path(self.root, key)
         levels = (forced,) if forced is not None else candidate.driver.levels()
-        found = self._read(path, key)
+        found = self._read(path, key, retry)
         if found is not None and _is_complete(found, levels):
             return found
         with self._one_at_a_time(path):
-            found = self._read(path, key) or Verdict(
+            found = self._read(path, key, retry) or Verdict(
                 key=key, library=candidate.library, origin=candidate.origin,
-                driver=candidate.driver.name,
+                driver=candidate.driver.name, circumstances=circumstances(),
             )  # fmt: skip
             if not _is_complete(found, levels):
                 found = self._try_levels(candidate, found, levels)
@@ -160,13 +166,14 @@ class Trials:
         lock = FileLock(path.with_suffix(".lock"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=LOCK_S)
+            lock.acquire(timeout=time_limit(LOCK_S))
         except (OSError, Timeout):
             return nullcontext()
         return _Held(lock)
 
-    def _read(self, path: Path, key: str) -> Verdict | None:
-        return read_verdict(path, key) or _UNKEPT.get(path)
+    def _read(self, path: Path, key: str, retry: bool = False) -> Verdict | None:
+        found = read_verdict(path, key) or _UNKEPT.get(path)
+        return None if found is not None and retry and found.problem else found
 
     def _keep(self, path: Path, verdict: Verdict) -> None:
         if not verdict.lasting:
@@ -256,7 +263,7 @@ class _Child:
 
 def _parts(candidate: Candidate) -> int:
     """Children that share a trial's cases: compilers take one core each."""
-    return min(MOST_PARTS, len(allowed_cores())) if candidate.driver.computes_on_cpu else 1
+    return min(MOST_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
 
 
 def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:

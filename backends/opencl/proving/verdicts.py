@@ -11,16 +11,29 @@ from typing import Final, Literal, TypeAlias
 import pydantic
 import pyopencl as cl
 
+from hetero.backends.host import limits
 from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.host.versions import installed_version
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DEVICE_NODES, Candidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.kernel_files import sources_digest
 from hetero.backends.opencl.proving.store import write_whole
 
 SCHEMA_VERSION: Final = 1
 FOLDER: Final = "verdicts"
-READ_BY_DRIVERS: Final = ("POCL_", "OCL_ICD_", "CL_CONFIG_")
+# Beginnings of variables that decide which devices a driver has or how it computes, and ours of how
+# long it may take.
+READ_BY_DRIVERS: Final = (
+    "POCL_", "OCL_ICD_", "CL_CONFIG_", "RUSTICL_", "GALLIUM_DRIVER", "MESA_LOADER_", "LIBGL_ALWAYS",
+    "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
+    "ONEAPI_DEVICE_SELECTOR", limits.VARIABLE,
+)  # fmt: skip
+# What a driver may miss, and find at another start.
+NODES: Final = (*(f"dev/{glob}" for glob in DEVICE_NODES), "dev/dma_heap/*", "dev/shm")
+SYSTEM: Final = ("sys/class/drm/*", "sys/class/kgsl/*", "sys/devices/system/cpu", "proc/cpuinfo")
+BOOT: Final = "proc/sys/kernel/random/boot_id"
+SEARCHED: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD")
+ROOT: Path = Path("/")
 SET_BY_US: Final = ("POCL_CACHE_DIR", "POCL_MAX_PTHREAD_COUNT", "OCL_ICD_VENDORS")
 
 Outcome: TypeAlias = Literal["passed", "crashed", "hung", "wrong", "failed"]
@@ -68,7 +81,9 @@ class DeviceVerdict(_Record):
 
 
 class Verdict(_Record):
-    """A driver's devices. `problem` says why there is none, `lasting` that it will be so again."""
+    """A driver's devices. `problem` says why there is none, `lasting` that it will be so again as
+    long as `circumstances` are the same.
+    """
 
     schema_version: Literal[1] = 1
     key: str
@@ -77,7 +92,26 @@ class Verdict(_Record):
     driver: str
     problem: str = ""
     lasting: bool = True
+    circumstances: str = ""
     devices: tuple[DeviceVerdict, ...] = ()
+
+
+def circumstances() -> str:
+    """Return a digest of what may keep any driver from its devices: nodes and the right to open
+    them, the system's folders, where libraries are looked for, and the boot (kernel modules).
+    """
+    nodes = sorted({path for glob in NODES for path in ROOT.glob(glob)})
+    system = sorted({path for glob in SYSTEM for path in ROOT.glob(glob)})
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = (ROOT / BOOT).read_text(encoding="ascii")
+    facts = [
+        *(f"{path} {os.access(path, os.R_OK | os.W_OK)}" for path in nodes),
+        *map(str, system),
+        *(os.environ.get(name, "") for name in SEARCHED),
+        boot,
+    ]
+    return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
 
 
 def verdict_key(candidate: Candidate) -> str:
@@ -97,7 +131,7 @@ def verdict_key(candidate: Candidate) -> str:
         str(cl.VERSION_TEXT),
         *environment,
     ]
-    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+    return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
 
 
 def verdict_path(root: Path, key: str) -> Path:
@@ -106,12 +140,14 @@ def verdict_path(root: Path, key: str) -> Path:
 
 
 def read_verdict(path: Path, key: str) -> Verdict | None:
-    """The verdict of this key, None where there is none that is whole."""
+    """The verdict of this key, None where there is none that is whole, or where a driver had no
+    device in other circumstances.
+    """
     try:
         found = Verdict.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    if found.key != key:
+    if found.key != key or (found.problem and found.circumstances != circumstances()):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # when it was last used

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from hetero.backends import opencl
-from hetero.backends.errors import DeviceError
+from hetero.backends.errors import DeviceError, UserError
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Add, MatMul
 from hetero.backends.protocol import Device
 from hetero.backends.registry import BACKENDS, Backend, open_device
 from hetero.backends.weights import pack
+from hetero.errors import one_sentence
 from hetero.placement import hexagon
+from hetero.placement.npu_driver import State
 from hetero.terminal import printable
 
 REAL_BACKENDS = ("opencl", "ort-cpu", "qnn")
-
-
 TOLERANCE = 1e-3
+DRIVERS = "opencl:drivers"  # the line in place of the drivers' lines where listing them failed
+UNTRUSTED = "update the driver; results from this device cannot be trusted"
+REPORT = "run `hetero --debug doctor` and report its output"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,25 +49,57 @@ class Finding:
     needed: bool = True
 
 
-def list_devices() -> list[Finding]:
-    """Every real backend with the device and driver that it found; every OpenCL driver."""
-    found = [_look(BACKENDS[name]) for name in REAL_BACKENDS]
-    return [found[0], *opencl_drivers(), *found[1:]]
+def list_devices() -> Iterator[Finding]:
+    """Yield every real backend with the device and driver that it found, and every OpenCL driver.
+
+    What a check raises is its finding: the others are still made.
+    """
+    for name in REAL_BACKENDS:
+        yield from _checked(name, BACKENDS[name].kind, partial(_look, BACKENDS[name]))
+        if name == "opencl":
+            yield from _checked(DRIVERS, "gpu", opencl_drivers, needed=False)
 
 
-def diagnose() -> list[Finding]:
+def diagnose() -> Iterator[Finding]:
     """Check every real backend by a small sum and matmul, and the GPU and the NPU at once.
 
-    The Hexagon is checked where there is one, or where its emulator is installed.
+    The Hexagon is checked where there is one, or where its emulator is installed. Findings are
+    yielded as they are made, and what a check raises is its finding: the others are still made.
     """
+    working: set[str] = set()
     names = [name for name in REAL_BACKENDS if name != "qnn" or hexagon.expected()]
-    found = [_diagnose(BACKENDS[name]) for name in names]
-    found[1:1] = opencl_drivers()
-    found += [Finding(name, "npu", *state) for name, state in hexagon.surroundings()]
-    working = {finding.name for finding in found if finding.ok}
+    for name in names:
+        check = partial(_diagnose, BACKENDS[name])
+        needed = name != "qnn" or hexagon.needed()
+        for finding in _checked(name, BACKENDS[name].kind, check, needed=needed):
+            working |= {name} if finding.ok else set()
+            yield finding
+        if name == "opencl":
+            yield from _checked(DRIVERS, "gpu", opencl_drivers, needed=False)
+    for name, state in hexagon.surroundings():
+        check = partial(_surrounding, name, state)
+        yield from _checked(name, "npu", check, needed=hexagon.needed())
     if {"opencl", names[-1]} <= working:
-        found.append(_check_together("opencl", names[-1]))
-    return found
+        both = f"opencl + {names[-1]}"
+        yield from _checked(both, "both", partial(_check_together, "opencl", names[-1]))
+
+
+def _surrounding(name: str, state: Callable[[], State]) -> list[Finding]:
+    return [Finding(name, "npu", *state())]
+
+
+def _checked(
+    name: str, kind: str, check: Callable[[], list[Finding]], *, needed: bool = True
+) -> list[Finding]:
+    """Return what a check finds; an exception of any kind is the finding that it failed."""
+    try:
+        return [replace(f, needed=f.needed and needed) for f in check()]
+    except Exception as error:
+        log.debug("the check of %s raised", name, exc_info=True)
+        known = isinstance(error, DeviceError | UserError)
+        said = str(error) if known else f"the check raised {type(error).__name__}: {error}"
+        remedy = "" if known else REPORT
+        return [Finding(name, kind, False, one_sentence(said), remedy, needed)]
 
 
 def opencl_drivers() -> list[Finding]:
@@ -70,14 +110,14 @@ def opencl_drivers() -> list[Finding]:
             "gpu",
             report.level is not None,
             f"{report.title}: {report.said} [{report.origin}]",
-            "" if report.level is not None else f"to try it again, delete {report.kept_in}",
+            report.remedy,
             needed=False,
         )
         for report in opencl.driver_reports()
     ]
 
 
-def _check_together(gpu: str, npu: str) -> Finding:
+def _check_together(gpu: str, npu: str) -> list[Finding]:
     """Both devices at once in this process, on one input buffer and halves of one output."""
     name = f"{gpu} + {npu}"
     random = np.random.default_rng(0)
@@ -97,12 +137,12 @@ def _check_together(gpu: str, npu: str) -> Finding:
             running.wait()
             expected = x.array.astype(np.float64) @ weight.dequantize().astype(np.float64).T
     except DeviceError as error:
-        return Finding(name, "both", False, f"{error.operation}: {error.code}", error.remedy)
+        return [Finding(name, "both", False, f"{error.operation}: {error.code}", error.remedy)]
     off = np.linalg.norm(y.array - expected, axis=1) / np.linalg.norm(expected)
     if off.max() < TOLERANCE:
-        return Finding(name, "both", True, "one buffer, both at once, in one process")
+        return [Finding(name, "both", True, "one buffer, both at once, in one process")]
     detail = f"at once on one buffer, the results are off by {off[0]:.2g} and {off[1]:.2g}"
-    return Finding(name, "both", False, detail, "update the GPU's driver; use one device alone")
+    return [Finding(name, "both", False, detail, "update the GPU's driver; use one device alone")]
 
 
 def _open(name: str) -> Device:
@@ -110,29 +150,24 @@ def _open(name: str) -> Device:
     return open_device(name, cache=None) if name == "qnn" else open_device(name)
 
 
-def _look(backend: Backend) -> Finding:
+def _look(backend: Backend) -> list[Finding]:
+    return _opened(backend, lambda _: "")
+
+
+def _diagnose(backend: Backend) -> list[Finding]:
+    return _opened(backend, lambda device: _check_add(device) or _check_matmul(device))
+
+
+def _opened(backend: Backend, check: Callable[[Device], str]) -> list[Finding]:
+    """Open a device and check it; `check` returns what is wrong, or nothing."""
     try:
         with _open(backend.name) as device:
-            return Finding(backend.name, backend.kind, True, _describe(device))
+            failure = check(device)
+            detail, remedy = failure or _describe(device), UNTRUSTED if failure else ""
     except DeviceError as error:
-        return _failed(backend, error)
-
-
-def _diagnose(backend: Backend) -> Finding:
-    try:
-        with _open(backend.name) as device:
-            failure = _check_add(device) or _check_matmul(device)
-            if failure:
-                remedy = "update the driver; results from this device cannot be trusted"
-                return Finding(backend.name, backend.kind, False, failure, remedy)
-            return Finding(backend.name, backend.kind, True, _describe(device))
-    except DeviceError as error:
-        return _failed(backend, error)
-
-
-def _failed(backend: Backend, error: DeviceError) -> Finding:
-    detail = f"{error.operation}: {error.code}"
-    return Finding(backend.name, backend.kind, False, detail, error.remedy or backend.install_hint)
+        failure = detail = f"{error.operation}: {error.code}"
+        remedy = error.remedy or backend.install_hint
+    return [Finding(backend.name, backend.kind, not failure, detail, remedy)]
 
 
 def _describe(device: Device) -> str:
@@ -165,18 +200,36 @@ def _check_matmul(device: Device) -> str:
     return ""
 
 
-def print_findings(findings: list[Finding], as_json: bool, words: tuple[str, str]) -> None:
-    """A line for each, with a word for those that are well and for the others."""
+def print_findings(
+    findings: Iterable[Finding], as_json: bool, words: tuple[str, str]
+) -> list[Finding]:
+    """Print a line for each as soon as it is made, with a word for those that are well and for the
+    others; return them. What a driver does to this process later takes no line back.
+    """
     if as_json:
-        print(json.dumps([vars(finding) for finding in findings]))
-        return
+        made = list(findings)
+        print(json.dumps([vars(finding) for finding in made]))
+        return made
+    made = []
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 20
     for finding in findings:
+        made.append(finding)
         word = words[0] if finding.ok else words[1]
         said = f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}"
         _print_wrapped(said, width)
         if not finding.ok and finding.remedy:
             _print_wrapped(f"{'':13}remedy: {printable(finding.remedy)}", width)
+        sys.stdout.flush()
+    return made
+
+
+def next_step(findings: Sequence[Finding]) -> str:
+    """Return what to do after `hetero doctor`: the first remedy that a model needs, else a run."""
+    failed = [finding for finding in findings if finding.needed and not finding.ok]
+    if not failed:
+        return 'next: hetero generate demo "Once upon a time"'
+    first = failed[0]
+    return printable(f"next: {first.name}: {first.remedy or first.detail}")
 
 
 def _print_wrapped(line: str, width: int) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.host.clock import Clock
+from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.runtime.waits.contention import Contention
 from hetero.runtime.waits.policy import WaitPolicy
@@ -35,7 +36,7 @@ class SharedWaits:
     """Devices, method, deadline and time of a model's waits, and what they learn together.
 
     A wait in a step of m tokens ends after `deadline_s` + m · `token_s`: a long prompt on a slow or
-    busy machine is no driver that hangs.
+    busy machine is no driver that hangs. HETERO_TIMEOUT_SCALE multiplies both.
     `unpolled` are devices that compute on the control thread's core as well.
     """
 
@@ -53,8 +54,8 @@ class SharedWaits:
     ) -> None:
         self.devices = dict(devices)
         self.method = method
-        self.deadline_s = deadline_s
-        self.token_s = token_s
+        self.deadline_s = time_limit(deadline_s)
+        self.token_s = time_limit(token_s)
         self.policy = policy
         self.clock = clock
         self.sleep = sleep or SleepTimes.measure(clock, policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,116 @@ def test_progress_is_said_once(
     trials.examine(pocl)
     out, err = capfd.readouterr()
     assert (out, err) == ("", f"hetero: {PREPARING}\n")
+
+
+NOTHING = "print('{\"devices\": []}', flush=True); import sys; sys.stdin.read()"
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+def count_children(monkeypatch: pytest.MonkeyPatch, code: str) -> list[int]:
+    started: list[int] = []
+
+    def command() -> tuple[str, ...]:
+        started.append(1)
+        return (sys.executable, "-S", "-c", code)
+
+    monkeypatch.setattr(supervisor, "worker_command", command)
+    return started
+
+
+def open_node(root: Path, _: pytest.MonkeyPatch) -> None:
+    (root / "dev/dri").mkdir(parents=True)
+    (root / "dev/dri/renderD128").touch()
+
+
+def mount_sys(root: Path, _: pytest.MonkeyPatch) -> None:
+    (root / "sys/devices/system/cpu").mkdir(parents=True)
+
+
+def boot(root: Path, _: pytest.MonkeyPatch) -> None:
+    (root / "proc/sys/kernel/random").mkdir(parents=True)
+    (root / "proc/sys/kernel/random/boot_id").write_text("another\n")
+
+
+def enable(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUSTICL_ENABLE", "freedreno")
+
+
+def show_gpu(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+def find_libraries(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/llvm/lib")
+
+
+def give_time(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_TIMEOUT_SCALE", "4")
+
+
+CHANGES = (open_node, mount_sys, boot, enable, show_gpu, find_libraries, give_time)
+
+
+@pytest.mark.parametrize("code", [NOTHING, CRASH], ids=["no device", "crash"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_no_device_is_looked_for_again_when_its_cause_may_be_gone(
+    trials: Trials,
+    pocl: Candidate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    code: str,
+) -> None:
+    root = tmp_path / "root"
+    monkeypatch.setattr(verdicts, "ROOT", root)
+    started = count_children(monkeypatch, code)
+    problem = trials.examine(pocl).problem
+    assert "CL_DEVICE_NOT_FOUND" in problem or "crashed" in problem
+    assert trials.examine(pocl).problem == problem
+    assert Trials(trials.root).known(pocl) is not None
+    assert len(started) == 1  # the same circumstances: not tried again
+    change(root, monkeypatch)
+    assert Trials(trials.root).known(pocl) is None
+    trials.examine(pocl)
+    assert len(started) == 2
+
+
+def test_the_right_to_open_a_node_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
+    open_node(tmp_path, monkeypatch)
+    before = verdicts.circumstances()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert verdicts.circumstances() != before
+
+
+def test_a_driver_without_a_device_is_loaded_again_on_request(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `hetero doctor` does; a driver that passed is not."""
+    started = count_children(monkeypatch, NOTHING)
+    for _ in range(2):
+        assert trials.examine(pocl, retry=True).problem
+    assert len(started) == 2
+    monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
+    plant(monkeypatch)
+    assert outcomes(trials.examine(pocl, retry=True))[0][1] == "passed"
+    monkeypatch.setattr(supervisor, "worker_command", lambda: ("false",))
+    assert outcomes(trials.examine(pocl, retry=True))[0][1] == "passed"
+
+
+def test_a_child_that_works_is_no_hang(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, where it had no core for longer than the limit."""
+    asked: list[int] = []
+
+    class Working(supervisor.Patience):
+        def is_over(self) -> bool:
+            asked.append(1)
+            return False
+
+    monkeypatch.setattr(supervisor, "Patience", Working)
+    monkeypatch.setattr(supervisor, "SILENCE_S", 0.05)
+    plant(monkeypatch)
+    assert outcomes(trials.examine(pocl)) == [(OWN[0].name, "passed")]
+    assert asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import new_tensor
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.onnx_common.builder import GraphBuilder
+from hetero.errors import FallbackWarning
+from hetero.placement import device_set
 from tests.backends.cases import make_tensors, make_weights
 
 qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
-from hetero.backends.qnn import graphs, session  # noqa: E402
+from hetero.backends.qnn import graphs, session, startup  # noqa: E402
 from hetero.backends.qnn.compiler import Compiler  # noqa: E402
 
 ADD = ops.Add(d=64)
@@ -203,3 +206,99 @@ def test_formats_without_arithmetic_are_refused(weight_format: WeightFormat) -> 
         pytest.raises(ValueError, match="is not one of"),
     ):
         device.prepare(op, make_weights(op, np.random.default_rng(0)))
+
+
+def with_library(target: Any, name: str) -> Any:
+    return replace(target, library=replace(target.library, path=target.library.path.parent / name))
+
+
+SETUPS_THAT_FAIL: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "chip": (lambda t: replace(t, chip=replace(t.chip, soc_model=99999)), "INVALID_CONFIG (14001)"),
+    "no device": (lambda t: with_library(t, "libQnnGpu.so"), "QNN_BACKEND_ERROR_CANNOT_INITIALIZE"),
+    "no backend": (lambda t: with_library(t, "libQnnSystem.so"), "BACKEND_NOT_SET_UP"),
+}
+
+
+@pytest.mark.parametrize("kind", SETUPS_THAT_FAIL)
+def test_a_hexagon_that_does_not_start_is_no_device(target: Any, kind: str) -> None:
+    """With QNN's own code, which only ONNX Runtime's log has."""
+    broken, code = SETUPS_THAT_FAIL[kind]
+    with pytest.raises(DeviceUnavailableError) as raised:
+        startup.check_starts(broken(target))
+    assert code in raised.value.code
+    assert "starting the Hexagon failed: " in str(raised.value)
+    assert "QNN SetupBackend failed" in raised.value.code
+    assert raised.value.remedy
+
+
+@pytest.mark.parametrize("kind", SETUPS_THAT_FAIL)
+def test_the_compiler_names_why_qnn_was_not_set_up(target: Any, tmp_path: Path, kind: str) -> None:
+    broken, code = SETUPS_THAT_FAIL[kind]
+    compiler = Compiler(broken(target))
+    for name in ("first.onnx", "second.onnx"):
+        with pytest.raises(DeviceError) as raised:
+            compiler.compile(graphs.single(ADD, 1, {}), tmp_path / name, "compiling Add")
+        assert code in raised.value.code
+    compiler.close()
+
+
+def test_a_hexagon_that_computes_wrongly_is_no_device(target: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(startup.graphs, "single", lambda *_: product())
+    with pytest.raises(DeviceUnavailableError, match="WRONG_RESULT: 1 \\+ 1 gave 1"):
+        startup.check_starts(target)
+
+
+def product() -> bytes:
+    """A product in the place of a sum."""
+    graph = GraphBuilder()
+    for name in ("x", "residual"):
+        graph.input(name, np.float32, (1, startup.FEATURES))
+    graph.output("y", np.float32, (1, startup.FEATURES))
+    graph.node("Mul", "x", "residual", out="y")
+    return graph.model(graphs.OPSET)
+
+
+def no_driver(**_: Any) -> Any:
+    raise DeviceUnavailableError("opencl", "looking for a driver", "CL_DEVICE_NOT_FOUND")
+
+
+def test_opening_a_real_hexagon_starts_it(target: Any, monkeypatch: Any) -> None:
+    real = replace(target.library, emulated=False)
+    monkeypatch.setattr(qnn, "load", lambda _: real)
+    with qnn.open(cache=None) as device:
+        assert "Hexagon NPU" in device.info.name
+    chip = replace(qnn.find_chip("sm8650"), soc_model=99999)
+    monkeypatch.setattr(qnn, "find_chip", lambda _: chip)
+    with pytest.raises(DeviceUnavailableError, match="14001"):
+        qnn.open(cache=None)
+    with qnn.open(cache=None, ahead=True):  # compiling needs no chip
+        pass
+
+
+@pytest.mark.parametrize(
+    ("npu", "mode", "missing", "left"),
+    [
+        ("auto", "npu", (), "gpu"),
+        ("qnn", "npu", (), "gpu"),
+        ("auto", "hetero", (), "gpu"),
+        ("auto", "npu", ("gpu",), "npu"),
+        ("auto", "auto", ("gpu",), "npu"),
+    ],
+)
+def test_a_model_goes_on_without_a_hexagon_that_does_not_start(
+    target: Any, monkeypatch: Any, npu: str, mode: Any, missing: tuple[str, ...], left: str
+) -> None:
+    """One warning with QNN's code; where there is no GPU, `auto` takes the host's cores."""
+    broken = replace(target.chip, soc_model=99999)
+    monkeypatch.setattr(qnn, "load", lambda _: replace(target.library, emulated=False))
+    monkeypatch.setattr(qnn, "find_chip", lambda _: broken)
+    monkeypatch.setattr(device_set.hexagon, "present", lambda: True)
+    if missing:
+        monkeypatch.setattr("hetero.backends.opencl.open", no_driver)
+    gpu = "opencl" if missing else "reference"
+    with pytest.warns(FallbackWarning, match=r"14001") as caught:
+        opened = device_set.open_devices(mode, gpu=gpu, npu=npu)
+    assert len(caught) == 1
+    assert list(opened.devices) == [left]
+    assert opened.name("npu") == (None if left == "gpu" else "ort-cpu")
+    opened.close()
