@@ -170,8 +170,8 @@ def quiet_stdout() -> Iterator[None]:
     """Keep what a native library prints off standard output, where results go."""
     sys.stdout.flush()
     saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    try:
+    try:  # around the call too: a signal handler may raise right after it
+        os.dup2(null, 1)
         yield
     finally:
         os.dup2(saved, 1)
