@@ -117,11 +117,16 @@ def serve_command(
     """Serve MODEL over HTTP: OpenAI's and Anthropic's APIs, contexts that persist."""
     if any(importlib.util.find_spec(x) is None for x in ("fastapi", "uvicorn", "llguidance")):
         raise UserError("hetero serve needs more packages: pip install 'hetero[serve]'")
+    from hetero.backends.host.folders import data_is_temporary
     from hetero.serving.server import default_directory, serve
+    from hetero.terminal.notices import tell
 
+    kept_in = directory or default_directory(model)
+    if directory is None and data_is_temporary():
+        tell(f"contexts are kept in {kept_in}, which the system may empty: name a --directory")
     engine: dict[str, Any] = {
         "model": model,
-        "directory": str(directory or default_directory(model)),
+        "directory": str(kept_in),
         "slots": slots,
         "parallel": parallel,
         "context_memory": context_memory,

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -53,7 +53,7 @@ def hub_name(model: str) -> HubName | None:
         return HubName(repo, file)
     if _ID.fullmatch(model) and not model.endswith(".gguf"):
         owner = model.partition("/")[0]
-        return None if Path(owner).exists() or Path(model).exists() else HubName(model)
+        return None if any(map(os.path.exists, (owner, model))) else HubName(model)
     return None
 
 
@@ -97,7 +97,7 @@ def is_whole(folder: Path) -> bool:
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return all((folder / str(name)).is_file() for name in names)
@@ -213,14 +213,15 @@ class Here(NamedTuple):
     where: str
 
 
-def models_here(folder: Path, demo: Path) -> list[Here]:
-    """The demo, models in a folder, and those in the hub's cache that can be opened."""
+def models_here(folder: Path | None, demo: Path) -> list[Here]:
+    """Return the demo, models in a folder, and those in the hub's cache that can be opened. Raises
+    `OSError` for a folder that cannot be listed.
+    """
     found = [Here("demo", "hetero", _bytes(demo), str(demo))]
-    found.extend(
-        Here(f"./{path.name}", form, _bytes(path), str(path))
-        for path in sorted(folder.iterdir())
-        if (form := _format(path)) is not None
-    )
+    for path in [] if folder is None else sorted(folder.iterdir()):
+        with suppress(OSError):  # one that this user may not read, or that goes away
+            if (form := _format(path)) is not None:
+                found.append(Here(f"./{path.name}", form, _bytes(path), str(path)))
     return found + list(_cached())
 
 
@@ -231,7 +232,7 @@ def _cached() -> Iterator[Here]:
 
     try:
         repos = scan_cache_dir().repos
-    except CacheNotFound:
+    except (CacheNotFound, OSError, RuntimeError):  # no home folder
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         for revision in repo.revisions:
