@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:  # the command line takes the names of formats from here, and loads no numpy
+    import numpy as np
 
 GROUP_SIZE: Final = 32  # features along k that share a scale
 
@@ -32,7 +33,9 @@ class CacheFormat(StrEnum):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the tensors."""
+        """Return the type of the tensors."""
+        import numpy as np
+
         return np.dtype(_CACHE_TYPES[self])
 
     @property

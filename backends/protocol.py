@@ -249,6 +249,7 @@ class Device(ABC):
 
     info: DeviceInfo
     capabilities: Capabilities
+    note: str = ""  # what it would have in a process of its own, and lacks in this one
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
         """Pool memory that this device and every mapping device can use in place; `huge` as in
@@ -302,6 +303,11 @@ class Device(ABC):
 
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
+
+    def drain(self, deadline_s: float) -> None:  # noqa: B027
+        """Return when everything submitted is complete, also what an interrupted caller has no
+        completion of. Raises `WaitTimeoutError` after `deadline_s`.
+        """
 
     def flag(self) -> BoundCall | None:
         """A call that, submitted behind another, shows its completion in shared memory without the

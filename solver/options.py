@@ -58,8 +58,10 @@ class Objective:
         if state in option.barred:
             return INF
         total = option.together_s + option.enter_s[state]  # `seconds`, without a call
+        if total == INF:
+            return INF  # 0 * INF is NaN where seconds weigh nothing
         value = self.seconds * total
-        if self.joules and self.power is not None and total < INF:
+        if self.joules and self.power is not None:
             value += self.joules * option.joules(self.power, state)
         return value
 

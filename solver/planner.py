@@ -136,9 +136,11 @@ class Planner:
 
     def with_heads(self, heads: tuple[int, ...]) -> Planner:
         """The same with one of these numbers of attention's heads on the NPU, or none."""
-        found = copy.copy(self)
-        found.heads = heads
-        return found
+        planner = copy.copy(self)  # the tables are shared, what depends on heads is not
+        planner.heads = heads
+        planner.__dict__.pop("uncut", None)
+        planner.whole = planner if self.whole is self else self.whole.with_heads(heads)
+        return planner
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
         """The same with these row cuts alone, which are prepared (`MatMulSpace`)."""

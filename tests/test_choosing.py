@@ -164,6 +164,35 @@ def test_auto_takes_what_is_predicted_fastest(spec: ModelGraph, chip: DeviceProf
     assert slow.reason.startswith("auto: gpu alone, predicted for")
 
 
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU quota of one, whose only core plays the GPU as well."""
+    monkeypatch.setattr("hetero.placement.choosing.core_count", lambda: 1)
+    monkeypatch.setattr("hetero.placement.choosing.computes_on_processor", lambda _: True)
+
+
+@pytest.mark.usefixtures("one_core")
+def test_auto_never_takes_two_devices_on_one_core(spec: ModelGraph, chip: DeviceProfile) -> None:
+    found = choose(spec, Wishes(mode="auto", profile=named(chip)))
+    assert (found.mode, found.plan) == ("gpu", None)
+    assert found.reason.startswith("auto: gpu alone, predicted for")
+    assert found.reason.endswith("; two devices need two cores")
+    without = choose(spec, Wishes(mode="auto"))
+    assert without.mode == "gpu"
+    assert without.reason.startswith("auto: gpu alone, because two devices need two cores, and ")
+    assert without.notes == (without.reason,)
+    asked = choose(spec, Wishes(mode="hetero", profile=named(chip)))
+    assert asked.mode == "hetero"
+
+
+@pytest.mark.usefixtures("one_core")
+def test_devices_of_their_own_share_no_core(
+    spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero.placement.choosing.computes_on_processor", lambda _: False)
+    assert choose(spec, Wishes(mode="auto", profile=named(chip))).mode == "hetero"
+
+
 def with_every_core(profile: DeviceProfile, cores: int = 4) -> DeviceProfile:
     """On every core prompts take half as long, and steps a little less."""
     found = tuple(

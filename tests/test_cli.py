@@ -39,6 +39,7 @@ GENERATE_KEYS = {
 }
 BENCH_KEYS = {
     "model", "rows", "load_cold_s", "load_warm_s", "peak_rss_bytes", "environment", "choices",
+    "processes",
 }  # fmt: skip
 ROW_KEYS = {
     "test",

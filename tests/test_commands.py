@@ -8,9 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from hetero.backends.formats import WeightFormat
 from hetero.cli.commands import COMMANDS
-from hetero.cli.options import FormatChoice, WeightsChoice
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -30,13 +28,6 @@ def printed_by(code: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-def test_formats_to_choose_from_are_those_that_there_are() -> None:
-    """They are spelled out where nothing that computes is loaded."""
-    formats = [x.value for x in WeightFormat]
-    assert [x.value for x in FormatChoice] == formats
-    assert [x.value for x in WeightsChoice] == ["auto", *formats]
 
 
 def test_the_list_of_commands_loads_none_of_them() -> None:

@@ -77,6 +77,7 @@ def test_a_kept_choice_is_that_of_a_fresh_solver(
         "profile",
         "variable",
         "cores",
+        "quota",
         "driver",
         "processor",
         "version",
@@ -104,6 +105,8 @@ def test_another_question_is_decided_anew(
             monkeypatch.setenv("POCL_MAX_PTHREAD_COUNT", "1")
         case "cores":
             monkeypatch.setattr(choosing, "every_core_count", lambda: 3)
+        case "quota":
+            monkeypatch.setattr(choosing, "core_count", lambda: 5)
         case "driver":
             monkeypatch.setattr(choosing, "driver_here", lambda _: "another")
         case "processor":  # another machine with the same home

@@ -110,8 +110,23 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     assert run(code).stdout == f"DeviceLostError it {LOST}, and its threads are not in the child\n"
 
 
-def test_a_fork_in_the_middle_of_another_threads_call() -> None:
-    """The thread that holds the model is not in the child, and would be waited for for ever."""
+STEP = """with llm.engine.lock:
+        begun.set()
+        ended.wait(30)"""
+STREAM = """for _ in llm.stream("Once", max_tokens=5):
+        begun.set()
+        ended.wait(30)"""
+IN_USE = "engine: running the model failed: another thread was using it"
+
+
+@pytest.mark.parametrize(
+    ("work", "answer"),
+    [pytest.param(STEP, IN_USE, id="step"), pytest.param(STREAM, " upon a time", id="stream")],
+)
+def test_a_fork_in_the_middle_of_another_threads_call(work: str, answer: str) -> None:
+    """A thread in a step is not in the child, and would be waited for for ever; the context of a
+    stream is left to it, and the child takes another one.
+    """
     code = """
 import os, sys, threading, warnings
 warnings.simplefilter("ignore")
@@ -119,9 +134,7 @@ from hetero import LLM
 llm = LLM("demo", device="npu")
 begun, ended = threading.Event(), threading.Event()
 def read():
-    for _ in llm.stream("Once", max_tokens=5):
-        begun.set()
-        ended.wait(30)
+    WORK
 thread = threading.Thread(target=read)
 thread.start()
 begun.wait()
@@ -130,7 +143,7 @@ if pid == 0:
     import faulthandler
     faulthandler.dump_traceback_later(20, exit=True)
     try:
-        llm.generate("Once", max_tokens=2)
+        print(llm.generate("Once", max_tokens=3).text, flush=True)
     except Exception as error:
         print(error, flush=True)
     os._exit(0)
@@ -139,8 +152,8 @@ ended.set()
 thread.join()
 print(llm.generate("Once", max_tokens=5).text)
 """
-    done = run(code)
-    assert done.stdout.startswith("engine: running the model failed: another thread was using it")
+    done = run(code.replace("WORK", work))
+    assert done.stdout.startswith(answer), done.stdout + done.stderr
     assert done.stdout.endswith(" upon a time, there\n"), done.stderr
 
 

@@ -16,7 +16,7 @@ from hetero.models import model_spec
 from hetero.solver.handmade import single_device
 from tests.checkpoints import CASES, make_checkpoint
 from tests.helpers import assert_close, own_cache
-from tests.test_real_model import model_folder
+from tests.real_models import find_model
 
 if importlib.util.find_spec("onnxruntime_qnn") is None:
     pytest.skip("needs the package onnxruntime-qnn", allow_module_level=True)
@@ -52,7 +52,7 @@ def reference(model: str, count: int) -> tuple[list[int], list[Any]]:
 
 @pytest.mark.parametrize(("name", "device"), TOKENS)
 def test_greedy_text_equals_the_references(name: str, device: Any) -> None:
-    model = name if name == "demo" else str(model_folder())
+    model = name if name == "demo" else str(find_model("stories260K"))
     tokens, expected = reference(model, TOKENS[name, device])
     start = len(tokens) - len(expected) + 1
     with LLM(model, device=device, npu="qnn", max_seq_len=LENGTH) as llm:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero import LLM
+from tests.real_models import find_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -16,19 +16,10 @@ PROMPT = "Once upon a time"
 TOKENS = 200
 
 
-def model_folder() -> Path:
-    """`stories260K` beside the checkout or in HETERO_TEST_MODELS; skips where it is absent."""
-    beside = Path(__file__).resolve().parents[2] / "shared" / "models"
-    for root in (os.environ.get("HETERO_TEST_MODELS"), beside):
-        if root and (Path(root) / "stories260K").is_dir():
-            return Path(root) / "stories260K"
-    pytest.skip("stories260K is neither beside the checkout nor in HETERO_TEST_MODELS")
-
-
 @pytest.fixture(scope="module")
 def reference_tokens() -> tuple[Path, list[int], list[int]]:
     """(folder, prompt ids, the reference's greedy continuation)."""
-    folder = model_folder()
+    folder = find_model("stories260K")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = tokenizer(PROMPT)["input_ids"]

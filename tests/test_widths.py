@@ -44,7 +44,7 @@ CHILD = """
 import fcntl, json, struct, sys, termios
 from hetero.cli import app, tables
 from hetero.cli.work import doctor, evaluate, profile
-from hetero.measuring.benchmark import BenchReport, BenchRow
+from hetero.measuring.benchmark import BenchProcess, BenchReport, BenchRow
 from hetero.measuring.evaluation import Evaluation
 from hetero.measuring.reproduction import Claim, Reproduction
 from hetero.measuring.sync_bench import SyncReport, WaitCost
@@ -58,7 +58,8 @@ waits = SyncReport(rows=(wait,), flag=True, sleep_late_s=1e-5, sleep_cpu_s=1e-6,
 row = BenchRow(test="pp256", device="hetero", strategy="multi-sequence-cut", sync="fast",
                tokens_per_s_median=12345.6, tokens_per_s_min=1.0, tokens_per_s_max=123456.78)
 bench = BenchReport(model="demo", rows=(row,), load_cold_s=1, load_warm_s=1, peak_rss_bytes=1,
-                    environment={"cpu": NAME, "numbers": "measured"}, choices={"auto": NAME})
+                    environment={"cpu": NAME, "numbers": "measured"}, choices={"auto": NAME},
+                    processes={"auto": BenchProcess(load_s=1, peak_rss_bytes=1, devices={})})
 quality = Evaluation(tokens=400, perplexity=12.3456, perplexity_95=(11.1, 13.2), kl_p99=0.01,
                      top1_agreement=0.95, top1_agreement_95=(0.93, 0.97), kl_mean=1e-3,
                      kl_mean_95=(9e-4, 1.1e-3))

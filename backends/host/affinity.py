@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from hetero.backends.host.cgroup import cpu_quota
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ def allowed_cores() -> list[int]:
     return sorted(own if len(own) > 1 else own | _cores_of(os.getpid()))
 
 
+def core_count() -> int:
+    """Return how many threads of this process can compute at once: one on each allowed core, fewer
+    under a CPU quota. Quotas are rounded to the nearest, halves down: of two threads under a quota
+    of 1.5 each would stand still for a quarter of the time, and what waits for the other with it.
+    """
+    cores, quota = len(allowed_cores()), cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota - 0.5)))
+
+
 def _cores_of(thread: int) -> set[int]:
     return _before.get(thread) or set(os.sched_getaffinity(thread))
 
@@ -41,13 +53,11 @@ def _cores_of(thread: int) -> set[int]:
 def assign_cores() -> CoreAssignment:
     """The GPU's worker on the first allowed core, the control thread (the NPU) on the last.
 
-    With one allowed core, or where the system has no affinity, nothing is pinned.
+    With one core, or where the system has no affinity, nothing is pinned.
     """
-    if not hasattr(os, "sched_getaffinity"):
+    if not hasattr(os, "sched_getaffinity") or core_count() < 2:
         return CoreAssignment(None, None)
     cores = allowed_cores()
-    if len(cores) < 2:
-        return CoreAssignment(None, None)
     return CoreAssignment(cores[0], cores[-1])
 
 
@@ -67,12 +77,12 @@ def pinned(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(thread, {core})
         _held[thread] = core
         yield
-    finally:
+    finally:  # the system's call first: Ctrl-C may come right after any
+        os.sched_setaffinity(thread, before)
         if outer is None:
             _held.pop(thread, None)
         else:
             _held[thread] = outer
-        os.sched_setaffinity(thread, before)
         if outermost:
             _before.pop(thread, None)
 
@@ -83,3 +93,12 @@ def unpinned() -> None:
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(threading.get_native_id(), allowed_cores())
+
+
+def run_on(cores: Iterable[int]) -> None:
+    """Let the calling thread, and those that it starts, run on these cores; nothing where the
+    system has no affinity. A process inherits the affinity of the thread that started it, which may
+    be pinned.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)

@@ -93,6 +93,16 @@ def driver_here(wanted: str | None = None) -> str | None:
     return choose_driver(wanted)
 
 
+def computes_on_processor(wanted: str | None = None) -> bool:
+    """Return whether the driver of `driver_here` computes on this host's cores. Raises as that."""
+    name = driver_here(wanted)
+    if name is None:
+        return False
+    from hetero.backends.opencl.drivers import DRIVERS
+
+    return any(driver.computes_on_cpu for driver in DRIVERS if driver.name == name)
+
+
 def driver_of(platform_version: str) -> str:
     """Name of the driver that reports this platform version, as profiles have it."""
     if "PoCL" in platform_version:

@@ -199,7 +199,7 @@ def _chain_source(called: tuple[Called, ...], width: int, patience: int) -> Prog
         f"  switch (which) {{\n{''.join(cases)}  }}\n}}\n"
     )
     macros = f"#define ENTRY {width}\n#define PATIENCE {patience}\n"
-    text = "".join([*texts, run_group, macros, source("chain.cl")])
+    text = "".join([*texts, run_group, macros, source("fences.cl"), source("chain.cl")])
     return ProgramSource("chain.cl", text, OPTIONS)
 
 

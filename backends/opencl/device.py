@@ -13,13 +13,14 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.checks import check_weights
+from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.chain import chain
 from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, decoded
-from hetero.backends.opencl.flag import Flag, probe
+from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.transfer import TransferCall
@@ -84,6 +85,7 @@ class OpenCLDevice(Resources):
         self._flag: Flag | None = None
         self._doorbell: OpenCLDoorbell | None = None
         self._doorbell_tried = False
+        self.at_close: Callable[[], None] = lambda: None
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
 
     def accepts(self, op: Op) -> Acceptance:
@@ -169,9 +171,23 @@ class OpenCLDevice(Resources):
             offsets.append(time.perf_counter() - event.profile.end * 1e-9)
         return min(offsets)
 
+    def drain(self, deadline_s: float) -> None:
+        """See `Device.drain`. The flag counts on from what the queue has run."""
+        self.check()
+        give_up_s = time.perf_counter() + deadline_s
+        with decoded("draining the queue"):
+            event = cl.enqueue_marker(self.queue)
+            self.queue.flush()
+            while event.command_execution_status > cl.command_execution_status.COMPLETE:
+                if time.perf_counter() > give_up_s:
+                    raise WaitTimeoutError(BACKEND, "draining the queue", deadline_s)
+                time.sleep(DRAIN_NAP_S)
+        if self._flag is not None:
+            self._flag.submissions = int(self._flag.word[0])
+
     def start_threads(self) -> None:
         """Launch work-groups that do nothing, until a driver's threads have had some each."""
-        program = self.programs.get("flag.cl", {})
+        program = flag_program(self)
         groups = STARTING_GROUPS * self.threads
         word = Tensor(self.allocate(64), (1,), np.dtype(np.int32))
         launch = Launch(program, "raise_flag", (groups,), (1,), (0, word))
@@ -194,11 +210,13 @@ class OpenCLDevice(Resources):
             self._scratch = None
             self.rope_tables.clear()
             self.programs.close()
+            self.at_close()
 
 
 STARTING_GROUPS = 1 << 12
 REVISION = "3"  # of the kernels: another one where their times change, for profiles taken before
 CLOCK_SAMPLES = 20
+DRAIN_NAP_S = 1e-4
 CLOCK_LOOKS = 10_000
 
 

@@ -23,7 +23,7 @@ from hetero.backends.host.limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND
-from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy
+from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Add
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, Doorbell
@@ -72,7 +72,7 @@ class Gate(BoundCall):
         self.submissions = 0
 
     def _bound(self, looks: int) -> OpenCLCall:
-        program = self.device.programs.get("flag.cl", {})
+        program = flag_program(self.device)
         launch = Launch(program, "gate", (1,), (1,), (1, self._tensor, looks))
         return OpenCLCall(self.device, self.name, 1, [launch], {"position": self._tensor})
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyopencl as cl
 
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
@@ -37,6 +38,11 @@ class ProbePolicy:
 DEFAULT: Final = ProbePolicy()
 
 
+def flag_program(device: Resources) -> cl.Program:
+    """Return the built program of `kernels/flag.cl`."""
+    return device.programs.get("flag.cl", {}, before=("fences.cl",))
+
+
 class Flag(BoundCall):
     """Submitted behind a launch; its completion is seen in memory. Counts its submissions."""
 
@@ -45,7 +51,7 @@ class Flag(BoundCall):
         self.buffer = device.allocate(64)
         self.word = self.buffer.array(np.int32, (1,))
         self.submissions = 0
-        program = device.programs.get("flag.cl", {})
+        program = flag_program(device)
         tensor = Tensor(self.buffer, (1,), np.dtype(np.int32))
         launch = Launch(program, "raise_flag", (1,), (1,), (1, tensor))
         self._call = OpenCLCall(device, self.name, 1, [launch], {"position": tensor})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -47,12 +50,15 @@ def no_driver() -> str:
 
 @dataclass(frozen=True)
 class Proven:
-    """A device that passed its trial: its driver's candidate, its place there, its level."""
+    """A device that passed its trial: its driver's candidate, its place there, its level; `note`
+    names drivers that come before it and that this process cannot load any more.
+    """
 
     candidate: Candidate
     index: int
     device: DeviceVerdict
     level: Level
+    note: str = ""
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:
@@ -97,8 +103,7 @@ def find_device(
     loaded = here or load(_worth_loading(trials, chosen), workers=count, folder=trials.run.path)
     driver = chosen.candidate.driver
     native = _native(loaded, chosen)
-    if driver.computes_on_cpu:
-        _check_workers(native, loaded, count)
+    shared = _check_workers(native, loaded, count) if driver.computes_on_cpu else ""
     driver.prepare(native, chosen.level)
     trials.run.use(trials.path(chosen.candidate))
     return Selected(
@@ -106,6 +111,7 @@ def find_device(
         _compiler(trials, chosen, loaded),
         cores=_cores(driver.computes_on_cpu, cpu, every_core),
         threads=loaded.asked if driver.computes_on_cpu else int(native.max_compute_units),
+        note="; ".join(filter(None, (chosen.note, shared))),
     )  # fmt: skip
 
 
@@ -121,16 +127,31 @@ def choose_driver(wanted: str | None) -> str | None:
 
 def place_workers(selected: Selected, device: OpenCLDevice, before: set[int]) -> None:
     """Hold a CPU driver's threads to their cores, as far as they are known; `before` are those that
-    this process had before the device was made.
+    this process had before the device was made. All open devices of a driver share its threads:
+    they run on the cores of each, and `Device.note` says so.
     """
-    state = loader.loaded()
+    state, driver = loader.loaded(), selected.driver.name
+    device.note = selected.note
     if state is None or not selected.cores:
         return
-    workers = state.workers.setdefault(selected.driver.name, [])
+    workers = state.workers.setdefault(driver, [])
     if selected.driver.starts_threads_late:
         device.start_threads()
         workers += sorted(threads.native_tasks() - before)
     threads.hold(workers, list(selected.cores))
+    state.users[device] = driver, selected.cores
+    device.at_close = partial(_leave_workers, state, driver, weakref.ref(device))
+    if set(shared := state.hold_workers(driver)) > set(selected.cores):
+        shown = ", ".join(map(str, shared))
+        device.note = f"OpenCL's threads run on cores {shown}, for another model that is open"
+        warnings.warn(device.note, stacklevel=3)
+
+
+def _leave_workers(state: Loaded, driver: str, device: weakref.ref[OpenCLDevice]) -> None:
+    """Let the devices that stay have the threads."""
+    state.users.pop(device(), None)
+    with contextlib.suppress(DeviceUnavailableError):  # cores that were taken away meanwhile
+        state.hold_workers(driver)
 
 
 def started_workers() -> int | None:
@@ -168,12 +189,18 @@ def _choose(
     """The first device in order of preference. Raises as `find_device`."""
     reasons: list[str] = []
     names: list[str] = []
+    missed: list[str] = []
     for candidate, kinds in _order(wanted):
         if forced is not None and forced not in candidate.driver.levels():
             reasons.append(f"{candidate.driver.name} has no level {forced.name}")
             continue
         if here is not None and candidate.library not in {w.candidate.library for w in here.wanted}:
             reasons.append(f"OpenCL runs in this process without {candidate.origin}")
+            known = trials.known(candidate)
+            if known is None or any(
+                passed_level(device, candidate.driver.levels()) for device in known.devices
+            ):
+                missed.append(reasons[-1])
             continue
         verdict = trials.examine(candidate, forced)
         names += [d.title for d in verdict.devices]
@@ -187,7 +214,7 @@ def _choose(
                 continue
             level = passed_level(device, levels)
             if level is not None:
-                return Proven(candidate, i, device, level)
+                return Proven(candidate, i, device, level, "; ".join(dict.fromkeys(missed)))
             reasons += [f"{device.title}: {a.sentence}" for a in device.attempts]
     return _nothing(wanted, forced, every_core, reasons, names)
 
@@ -282,22 +309,22 @@ def _native(loaded: Loaded, chosen: Proven) -> cl.Device:
     )
 
 
-def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> None:
-    """The number of threads is fixed when a driver is loaded.
-
-    More threads than one core needs do no harm if they are known: they are held to that core.
+def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> str:
+    """Check the number of threads, which is fixed when a driver is loaded. More threads than one
+    core needs do no harm if they are known: they are held to that core. Return, and warn, what that
+    costs; empty where it is as asked.
     """
     is_pocl = WORKERS if device.platform.name == "Portable Computing Language" else None
     units = int(device.max_compute_units) if is_pocl else loaded.asked
     if units == count:
-        return
+        return ""
     if count == 1 and units == loaded.asked:
-        warnings.warn(
+        note = (
             f"OpenCL runs with {units} threads in this process, which now share one core: decoding "
-            f"is up to a fifth slower than in a process that does not open {EVERY_CORE} first",
-            stacklevel=2,
+            f"is up to a fifth slower than in a process that does not open {EVERY_CORE} first"
         )
-        return
+        warnings.warn(note, stacklevel=2)
+        return note
     raise DeviceUnavailableError(
         BACKEND,
         f"giving OpenCL {count} worker threads",

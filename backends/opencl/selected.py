@@ -14,7 +14,8 @@ from hetero.backends.opencl.proving.compiler import Compiler
 @dataclass(frozen=True)
 class Selected:
     """What `OpenCLDevice` is made of. `cores` are where its driver's threads are held to (empty:
-    it has cores of its own), `threads` how many compute.
+    it has cores of its own), `threads` how many compute. `note` says what a process has that uses
+    OpenCL for the first time, and this one lacks.
     """
 
     device: cl.Device
@@ -23,6 +24,7 @@ class Selected:
     compiler: Compiler
     cores: tuple[int, ...] = ()
     threads: int = 1
+    note: str = ""
 
     @property
     def family(self) -> str:

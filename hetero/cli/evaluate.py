@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.cli.options import (
     BudgetOption,
-    CacheChoice,
     ContextOption,
     DeviceChoice,
     DeviceOption,
-    FormatChoice,
     GpuOption,
     JsonOption,
     ModelArgument,
@@ -40,7 +39,7 @@ class KvWay(StrEnum):
 
 
 FormatsOption = Annotated[
-    list[CacheChoice] | None,
+    list[CacheFormat] | None,
     typer.Option("--kv", help="Compare formats of cached keys and values with f32; repeat."),
 ]
 
@@ -91,7 +90,7 @@ def eval_command(
     model: ModelArgument,
     text: Annotated[Path, typer.Option("--text", help="A text file in UTF-8.")],
     weights: Annotated[
-        list[FormatChoice] | None, typer.Option("--weights", help="Repeat to compare.")
+        list[WeightFormat] | None, typer.Option("--weights", help="Repeat to compare.")
     ] = None,
     simulate: SimulateOption = None,
     calibrate: Annotated[
@@ -123,12 +122,11 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self."""
-    from hetero.backends.formats import CacheFormat, WeightFormat
     from hetero.cli.work import evaluate as work
     from hetero.measuring.evaluation import read_tokens
     from hetero.models import default_weights
 
-    formats = [WeightFormat(x) for x in weights or ()]
+    formats = weights or []
     work.check_texts(simulate, calibrate, text)
     opened = partial(open_llm, device=device, gpu=gpu, npu=npu, plan=None, max_seq_len=max_seq_len)
     opened = partial(opened, profile=profile, memory_budget=memory_budget)

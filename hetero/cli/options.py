@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.errors import UserError
 from hetero.solver.names import NamedStrategy
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
-    from hetero.backends.formats import WeightFormat
     from hetero.generation.llm import LLM
     from hetero.generation.options import SamplingOptions
 
@@ -43,14 +43,6 @@ class SyncChoice(StrEnum):
     COPY = "copy"
 
 
-class CacheChoice(StrEnum):
-    """Values of --kv."""
-
-    F32 = "f32"
-    F16 = "f16"
-    Q8 = "q8"
-
-
 class OrderChoice(StrEnum):
     """Values of --order."""
 
@@ -59,31 +51,17 @@ class OrderChoice(StrEnum):
     BEST = "best"
 
 
-class FormatChoice(StrEnum):
-    """Formats that are compared or asked for by name: `hetero.backends.formats.WeightFormat`."""
+if TYPE_CHECKING:  # mypy reads no members from a comprehension
 
-    W4A16 = "w4a16"
-    W4A8 = "w4a8"
-    W8A16 = "w8a16"
-    W8A8 = "w8a8"
-    F16 = "f16"
-    F32 = "f32"
-    GGUF_A16 = "gguf-a16"
-    GGUF_A8 = "gguf-a8"
+    class WeightsChoice(StrEnum):
+        """Values of --weights: `auto`, or a `WeightFormat`."""
 
+        AUTO = "auto"
 
-class WeightsChoice(StrEnum):
-    """Values of --weights."""
-
-    AUTO = "auto"
-    W4A16 = "w4a16"
-    W4A8 = "w4a8"
-    W8A16 = "w8a16"
-    W8A8 = "w8a8"
-    F16 = "f16"
-    F32 = "f32"
-    GGUF_A16 = "gguf-a16"
-    GGUF_A8 = "gguf-a8"
+else:
+    WeightsChoice = StrEnum(
+        "WeightsChoice", [("AUTO", "auto"), *((x.name, x) for x in WeightFormat)]
+    )
 
 
 # Panels of the help.
@@ -283,7 +261,7 @@ OrderOption = Annotated[
     typer.Option("--order", help="Of the chunks of a long prompt.", rich_help_panel=DEVICES),
 ]
 CacheOption = Annotated[
-    CacheChoice | None,
+    CacheFormat | None,
     typer.Option(
         "--kv",
         help="Format of cached keys and values.",

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from hetero.cli.options import CacheChoice, JsonOption, stderr
+from hetero.backends.formats import CacheFormat
+from hetero.cli.options import JsonOption, stderr
 
 
 class ObjectiveChoice(StrEnum):
@@ -48,7 +49,7 @@ PlannedWeights = Annotated[
 
 
 PlannedCache = Annotated[
-    CacheChoice | None,
+    CacheFormat | None,
     typer.Option(
         "--kv",
         help="Format of cached keys and values.",

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from hetero.cli.options import FormatChoice, ModelArgument, progress_bar
+from hetero.backends.formats import WeightFormat
+from hetero.cli.options import ModelArgument, progress_bar
 from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.errors import UserError
 from hetero.terminal import printable
@@ -18,7 +19,7 @@ def quantize_command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
     weights: Annotated[
         str, typer.Option("--weights", metavar="NAMES", help="What to store; several: w8a8,w4a16.")
-    ] = FormatChoice.W4A16.value,
+    ] = WeightFormat.W4A16.value,
     calibrate: Annotated[
         Path | None,
         typer.Option("--calibrate", help="A text like those of the model's use: 4 bits, w8a8."),

@@ -8,18 +8,16 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from hetero.backends.host.processor import cpu_name
 from hetero.errors import UserError
-from hetero.generation.llm import LLM
+from hetero.measuring.contender import Contestant, Sample
 from hetero.placement.device_set import DeviceMode
 from hetero.profiler.tables import TableData
 from hetero.runtime.schedule import Order
@@ -48,9 +46,19 @@ class BenchRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchProcess:
+    """The process of one contender: its load, its largest resident memory, its devices."""
+
+    load_s: float
+    peak_rss_bytes: int
+    devices: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchReport:
     """Everything `hetero bench` measured, with the machine it was measured on; `choices` says what
-    each contender was and why.
+    each contender was and why, `processes` what its process took. `peak_rss_bytes` is of all
+    processes together.
     """
 
     model: str
@@ -60,6 +68,7 @@ class BenchReport:
     peak_rss_bytes: int
     environment: dict[str, Any]
     choices: dict[str, str]
+    processes: dict[str, BenchProcess]
     HEAD: ClassVar = (
         "test", "device", "strategy", "sync", "cores", "tokens/s", "min", "max", "copied B/token",
     )  # fmt: skip
@@ -88,12 +97,13 @@ class BenchReport:
 
     def remarks(self) -> list[str]:
         """Lines under the table: the winners, loading and memory, what each contender was."""
-        peak_mib = self.peak_rss_bytes / 2**20
+        peaks = ((who, process.peak_rss_bytes / 2**20) for who, process in self.processes.items())
+        loads = ((who, process.load_s) for who, process in self.processes.items())
         best = ", ".join(f"{row.test}: {_who(row)}" for row in self.rows if row.fastest)
         return [
             f"fastest (**): {best}; cores: of the processor, that compute",
-            f"load {self.load_cold_s:.2f} s cold, {self.load_warm_s:.2f} s warm; "
-            f"peak memory {peak_mib:.0f} MiB (all devices of the run together)",
+            f"load {self.load_cold_s:.2f} s cold, {self.load_warm_s:.2f} s warm; each in a process "
+            f"of its own: {_joined(loads, '.2f', 's')}; peak memory {_joined(peaks, '.0f', 'MiB')}",
             *(f"{who}: {why}" for who, why in self.choices.items()),
         ]
 
@@ -105,6 +115,10 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
     spread = (f"{row.tokens_per_s_min:.2f}", f"{row.tokens_per_s_max:.2f}")
     names = (row.test, row.device, row.strategy, row.sync, str(row.cores))
     return (*names, median, *spread, str(row.copied_bytes))
+
+
+def _joined(values: Iterable[tuple[str, float]], form: str, unit: str) -> str:
+    return ", ".join(f"{who} {value:{form}} {unit}" for who, value in values)
 
 
 def _who(row: BenchRow) -> str:
@@ -167,68 +181,49 @@ def contenders(options: BenchOptions) -> list[Contender]:
 def run_benchmark(
     model: str, options: BenchOptions, note: Callable[[str], None] = lambda _: None
 ) -> BenchReport:
-    """Measure `model`. Rounds visit the devices in turn, so that drift hits all alike.
+    """Measure `model`. Each contender has a process of its own, as it would have alone; rounds
+    visit them in turn, so that drift hits all alike. One is idle while another computes.
 
-    `load_cold_s` is the first load in this process, `load_warm_s` a later one of the same device.
+    `load_cold_s` is the first contender's load, `load_warm_s` a second one in its process. Raises
+    `UserError` for what a contender cannot do, and where its process ends.
     """
-    wanted = contenders(options)
-    first = wanted[0]
-    start = time.perf_counter()
-    models = {first: _open(model, first, options)}
-    load_cold_s = time.perf_counter() - start
-    for contender in wanted[1:]:
-        note(f"loading {contender}")
-        models[contender] = _open(model, contender, options)
-    try:
-        samples = _measure(models, options, note)
-    finally:
-        for llm in models.values():
-            llm.close()
-    start = time.perf_counter()
-    _open(model, first, options).close()
-    load_warm_s = time.perf_counter() - start
-    rows = [_row(test, who, models[who], values) for (test, who), values in samples.items()]
+    with ExitStack() as stack:
+        entries = {}
+        for who in contenders(options):
+            entries[who] = stack.enter_context(Contestant(str(who)))
+            entries[who].open(model, _llm_options(who, options), note)
+        samples = _measure(entries, options, note)
+        first = next(iter(entries.values()))
+        load_warm_s = first.reopen_s()
+    rows = [_row(test, who, entries[who], values) for (test, who), values in samples.items()]
     best = {t: max(r.tokens_per_s_median for r in rows if r.test == t) for t, _ in samples}
     rows = [replace(r, fastest=r.tokens_per_s_median == best[r.test]) for r in rows]
+    kinds = {entry.opened.numbers for entry in entries.values()}
     return BenchReport(
         model=model,
         rows=tuple(rows),
-        load_cold_s=load_cold_s,
+        load_cold_s=first.opened.load_s,
         load_warm_s=load_warm_s,
-        peak_rss_bytes=peak_rss_bytes(),
-        environment=environment(models[first])
-        | {"weights": _weights(models.values()), "numbers": _numbers(models.values())},
-        choices={str(who): llm.choice.reason for who, llm in models.items()},
+        peak_rss_bytes=sum(entry.peak_rss_bytes for entry in entries.values()),
+        environment=environment()
+        | {
+            "devices": first.opened.devices,
+            "weights": first.opened.weights,
+            "numbers": "emulated" if "emulated" in kinds else "measured",
+        },
+        choices={entry.name: entry.opened.choice for entry in entries.values()},
+        processes={entry.name: _process(entry) for entry in entries.values()},
     )
 
 
-def _numbers(models: Iterable[LLM]) -> str:
-    """`emulated` if any device's times are those of an emulator."""
-    kinds = {model.devices.numbers for model in models}
-    return "emulated" if "emulated" in kinds else "measured"
+def _process(entry: Contestant) -> BenchProcess:
+    opened = entry.opened
+    return BenchProcess(
+        load_s=opened.load_s, peak_rss_bytes=entry.peak_rss_bytes, devices=opened.devices
+    )
 
 
-def _weights(models: Iterable[LLM]) -> str:
-    """The formats that a model is stored in: `generate` computes prompts and answers in those that
-    its plan says.
-    """
-    stored = next(iter(models)).model.weights
-    return ",".join((stored.weight_format, *stored.also))
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def environment(llm: LLM | None = None) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """The machine and the versions that a measurement depends on."""
     found: dict[str, Any] = {
         "cpu": cpu_name(),
@@ -243,63 +238,39 @@ def environment(llm: LLM | None = None) -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    if llm is not None:
-        found["devices"] = {
-            kind: device.info.fingerprint for kind, device in llm.devices.devices.items()
-        }
     return found
 
 
-def _open(model: str, who: Contender, options: BenchOptions) -> LLM:
-    return LLM(
-        model,
-        device=who.device,
-        gpu=options.gpu,
-        npu=options.npu,
-        weights=options.weights,
-        sync=who.sync,
-        strategy=who.strategy,
-        profile=options.profile,
-        kv=options.kv,
-        plan=options.plan,
-        max_gpu_share=options.max_gpu_share,
-        memory_budget=options.memory_budget,
-        adapt=options.adapt,
-        order=options.order,
-        whole_caches=options.whole_caches,
-        prompt_lengths=(options.prompt_tokens,),
-    )
-
-
-class Sample(NamedTuple):
-    """One test of one round."""
-
-    tokens_per_s: float
-    copied_bytes: int
+def _llm_options(who: Contender, options: BenchOptions) -> dict[str, Any]:
+    """Return the contender's options of `LLM`."""
+    names = ("gpu", "npu", "weights", "profile", "kv", "plan", "max_gpu_share", "memory_budget",
+             "adapt", "order", "whole_caches")  # fmt: skip
+    own = {"device": who.device, "strategy": who.strategy, "sync": who.sync}
+    shared = {name: getattr(options, name) for name in names}
+    return {**own, **shared, "prompt_lengths": [options.prompt_tokens]}
 
 
 def _measure(
-    models: dict[Contender, LLM], options: BenchOptions, note: Callable[[str], None]
+    entries: Mapping[Contender, Contestant], options: BenchOptions, note: Callable[[str], None]
 ) -> dict[tuple[str, Contender], list[Sample]]:
-    _check_room(models.values(), options)
+    _check_room(min(entry.opened.max_seq_len for entry in entries.values()), options)
     samples: dict[tuple[str, Contender], list[Sample]] = {}
-    prompt = _prompt(next(iter(models.values())), options.prompt_tokens)
-    for llm in models.values():
-        _round(llm, prompt, WARMUP_DECODE_TOKENS)
+    prompt_tokens, decode_tokens = options.prompt_tokens, options.decode_tokens
+    for entry in entries.values():
+        entry.round(prompt_tokens, WARMUP_DECODE_TOKENS)
     for turn in range(options.rounds):
         note(f"round {turn + 1} of {options.rounds}")
-        for who, llm in models.items():
-            prefill, decode = _round(llm, prompt, options.decode_tokens)
-            if prompt:
-                samples.setdefault((f"pp{len(prompt)}", who), []).append(prefill)
-            if options.decode_tokens:
-                samples.setdefault((f"tg{options.decode_tokens}", who), []).append(decode)
+        for who, entry in entries.items():
+            measured = entry.round(prompt_tokens, decode_tokens)
+            if prompt_tokens:
+                samples.setdefault((f"pp{prompt_tokens}", who), []).append(measured.prefill)
+            if decode_tokens:
+                samples.setdefault((f"tg{decode_tokens}", who), []).append(measured.decode)
     return dict(sorted(samples.items(), key=lambda item: item[0][0]))
 
 
-def _check_room(models: Iterable[LLM], options: BenchOptions) -> None:
+def _check_room(room: int, options: BenchOptions) -> None:
     needed = options.prompt_tokens + max(options.decode_tokens, WARMUP_DECODE_TOKENS)
-    room = min(llm.max_seq_len for llm in models)
     if needed > room:
         raise UserError(
             f"-p {options.prompt_tokens} and -n {options.decode_tokens} need a context of {needed} "
@@ -307,54 +278,16 @@ def _check_room(models: Iterable[LLM], options: BenchOptions) -> None:
         )
 
 
-def _round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[Sample, Sample]:
-    """Prefill and decode of one round; decode follows the prompt."""
-    engine, context = llm.engine, llm.context
-    context.truncate(0)
-    before, start = engine.copied_bytes, time.perf_counter()
-    logits = engine.prefill(context, prompt if prompt else [0])
-    between, middle = engine.copied_bytes, time.perf_counter()
-    for _ in range(decode_tokens):
-        logits = engine.decode(context, int(np.argmax(logits)))
-    after, end = engine.copied_bytes, time.perf_counter()
-    return (
-        Sample(len(prompt) / (middle - start), (between - before) // max(len(prompt), 1)),
-        Sample(decode_tokens / (end - middle), (after - between) // max(decode_tokens, 1)),
-    )
-
-
-def _prompt(llm: LLM, count: int) -> list[int]:
-    random = np.random.default_rng(0)
-    return [int(token) for token in random.integers(3, llm.model.config.vocab_size, count)]
-
-
-def _row(test: str, who: Contender, llm: LLM, samples: Sequence[Sample]) -> BenchRow:
+def _row(test: str, who: Contender, entry: Contestant, samples: Sequence[Sample]) -> BenchRow:
     values = [sample.tokens_per_s for sample in samples]
-    if len(llm.plan.devices()) < 2:
-        planned = f"{llm.devices.mode}-only"
-    else:  # by the solver, or by rule
-        planned = "layer" if llm.choice.solver is None else "auto"
     return BenchRow(
         test=test,
         device=who.device,
-        strategy=who.strategy or planned,
+        strategy=who.strategy or entry.opened.strategy,
         sync=who.sync,
         tokens_per_s_median=statistics.median(values),
         tokens_per_s_min=min(values),
         tokens_per_s_max=max(values),
         copied_bytes=max(sample.copied_bytes for sample in samples),
-        cores=processor_cores(llm),
+        cores=entry.opened.cores,
     )
-
-
-def processor_cores(llm: LLM) -> int:
-    """Cores of the processor that a model's devices compute on: one for a device that is a core,
-    all for OpenCL on every core, none for a GPU or an NPU of its own.
-    """
-    count = 0
-    for device in llm.devices.devices.values():
-        details = device.info.details
-        on_core = "cpu" in details or "emulated" in details
-        if on_core or device.info.backend in ("ort-cpu", "reference"):
-            count += int(details.get("cores", "1"))
-    return count

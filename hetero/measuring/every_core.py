@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import time
@@ -21,7 +20,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.affinity import allowed_cores, core_count, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import Device
@@ -51,7 +50,7 @@ Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", â€
 def can_use_every_core(device: Device) -> bool:
     """Whether an open OpenCL device is one core of a processor that has more."""
     plain = device.info.backend == ONE_CORE and "cpu" in device.info.details
-    return plain and len(allowed_cores()) > 1
+    return plain and core_count() > 1
 
 
 def measure_every_core(
@@ -83,7 +82,7 @@ def measure_every_core(
             "try the backend with `hetero bench`",
         ) from error
     return [
-        _fit(name, phase, len(cores), times[ONE_CORE][name], times[EVERY_CORE][name])
+        _fit(name, phase, core_count(), times[ONE_CORE][name], times[EVERY_CORE][name])
         for name in named
         for phase in PHASES
     ]
@@ -200,8 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cores", required=True)
     parser.add_argument("--weights", required=True)
     options = parser.parse_args(arguments)
-    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
-        os.sched_setaffinity(0, [int(core) for core in options.cores.split(",")])
+    run_on(map(int, options.cores.split(",")))
     found = {
         name: time_steps(options.backend, WeightFormat(name)) for name in options.weights.split(",")
     }

@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
-from hetero.backends.host.affinity import allowed_cores, pinned
+from hetero.backends.host.affinity import allowed_cores, core_count, pinned, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.limits import time_limit
@@ -88,13 +88,14 @@ LIMITS: Final = StartLimits()
 
 class Machine(Record):
     """What the factors depend on and what is known before any device is open. `flags` is a hash of
-    the processor's; `cores` are those that this process may use.
+    the processor's; `cores` are those that this process may use, `core_count` of them at once.
     """
 
     hetero_version: str
     processor: str
     flags: str
     cores: tuple[int, ...]
+    core_count: int
     packages: dict[str, str]
     environment: dict[str, str]
 
@@ -106,6 +107,7 @@ class Machine(Record):
             processor=cpu_name(),
             flags=_hash(" ".join(sorted(cpu_flags()))),
             cores=tuple(allowed_cores()),
+            core_count=core_count(),
             packages=package_versions(),
             environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         )
@@ -392,8 +394,7 @@ def _at_most(limit_s: float) -> Iterator[None]:
 def main() -> None:
     """Time the kernels of the request on stdin; one line of JSON."""
     request = json.load(sys.stdin)
-    if hasattr(os, "sched_setaffinity"):  # who started this process may be held to one
-        os.sched_setaffinity(0, request["cores"])
+    run_on(request["cores"])
     tasks = [Task(d, WeightFormat(f), order, *sizes) for d, f, order, *sizes in request["tasks"]]
     warnings.simplefilter("ignore")
     try:

@@ -10,12 +10,12 @@ import difflib
 import hashlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
+from hetero.backends.host.background import Background, in_background
 from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError
 from hetero.models import hub, quantized, random_models
@@ -25,6 +25,7 @@ from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
 from hetero.models.manifest import MANIFEST_FILE, Manifest, is_quantised, read_manifest
+from hetero.models.split_files import model_name
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import ModelGraph
@@ -75,11 +76,8 @@ class LoadedModel:
         return self
 
     @cached_property
-    def _tokenizer(self) -> Future[Tokenizer]:
-        thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-tokenizer")
-        reading = thread.submit(self._read_tokenizer)
-        thread.shutdown(wait=False)
-        return reading
+    def _tokenizer(self) -> Background[Tokenizer]:
+        return in_background("hetero-tokenizer", [self._read_tokenizer])[0]
 
     def _read_tokenizer(self) -> Tokenizer:
         if self.byte_tokenizer or self.source is None:
@@ -109,8 +107,19 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a text: those of the configuration, else the tokenizer's."""
-        return self.config.eos_ids or self.tokenizer.eos_ids
+        """Ids that end a text: those of the configuration and the tokenizer's.
+
+        A configuration often has the end of a text only, where the tokenizer knows the token that
+        ends a turn of a chat.
+        """
+        try:
+            named = self.tokenizer.eos_ids
+        except ModelError:  # prompts of token ids need no tokenizer
+            if not self.config.eos_ids:
+                raise
+            return self.config.eos_ids
+        ends = dict.fromkeys((*self.config.eos_ids, *named))
+        return tuple(id_ for id_ in ends if id_ < self.config.vocab_size)
 
     def spec(self, kv: CacheFormat = DEFAULT_CACHE) -> ModelGraph:
         """Shapes only, for the solver, with caches of that format."""
@@ -259,11 +268,11 @@ def _open_gguf(path: Path, weight_format: WeightFormat) -> LoadedModel:
     weights = open_weights(path, weight_format)
     identity = f"{weight_format.storage}|{weights.config}|{weights.file.fingerprint()}"
     return LoadedModel(
-        name=path.stem,
+        name=Path(model_name(path.name)).stem,
         config=weights.config,
         weights=weights,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        source=path,
+        source=weights.source,
     )
 
 

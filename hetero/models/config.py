@@ -11,13 +11,14 @@ from typing import Any, Literal, Self, TypeAlias
 from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
+from hetero.models.config_keys import refuse_unused
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import NO_SCALING, read_rope, refuse_partial_rotary, rope_dict
 from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
 
-_ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -145,7 +146,9 @@ class ModelConfig:
             "eos_ids": eos_ids,
             "dtype": _dtype(source),
         }
-        return cls(**given | sizes | own)
+        config = cls(**given | sizes | own)
+        refuse_unused(source, config)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Contents of a `config.json` that `from_dict` turns into this configuration again."""
@@ -311,11 +314,11 @@ def _activation(source: Fields, architecture: Architecture) -> Activation:
     given = ("hidden_activation", architecture.key("hidden_act"), "hidden_act")
     name = next((x for x in given if source.raw.get(x) is not None), given[1])
     text = source.text(name, architecture.activation)
-    if text not in _ACTIVATIONS:
+    if text not in ACTIVATIONS:
         raise source.error(
-            name, f"must be one of {', '.join(_ACTIVATIONS)}", "choose a model with one of these"
+            name, f"must be one of {', '.join(ACTIVATIONS)}", "choose a model with one of these"
         )
-    return _ACTIVATIONS[text]
+    return ACTIVATIONS[text]
 
 
 def _token_ids(

@@ -7,7 +7,6 @@ ten times the piece's bytes for a moment, so pieces are small.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from hetero.backends.blocks import BlockParts
 from hetero.backends.formats import StorageFormat
+from hetero.backends.host.affinity import core_count
 from hetero.backends.memory import Arena
 from hetero.backends.weights import (
     ROW_BLOCK,
@@ -132,7 +132,7 @@ def pack_rows(
             packed.scales[first:last] = piece.scales
 
     starts = range(0, n, step)
-    with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, _MAX_THREADS)) as pool:
+    with ThreadPoolExecutor(min(len(starts), core_count(), _MAX_THREADS)) as pool:
         for batch in range(0, len(starts), _BATCH_PIECES):
             list(pool.map(pack_piece, starts[batch : batch + _BATCH_PIECES]))
             after_batch()

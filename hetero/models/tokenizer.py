@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from hetero.backends.host.files import read_document
 from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, Message, load_templates
+from hetero.models.end_tokens import named_ends
 from hetero.models.fields import read_json_object
 from hetero.models.tokenizer_limits import (
     LIMITS,
@@ -90,7 +91,7 @@ class Tokenizer(ABC):
         if self.chat_template is None:
             raise ModelError(
                 "this model has no chat template; use --raw (the prompt as it is), or a model with "
-                "chat_template in its tokenizer_config.json"
+                "chat_template in tokenizer_config.json (GGUF: tokenizer.chat_template)"
             )
         return self.chat_template.render(messages, **options)
 
@@ -110,7 +111,11 @@ class HfTokenizer(Tokenizer):
         *,
         where: str = "tokenizer",
         growth: Growth | None = None,
+        ends: Sequence[int] | None = None,
     ) -> None:
+        """`ends` are the ids that end a text, by default those that `config` and the names of
+        special tokens give.
+        """
         self._where = where
         self._growth = growth or Growth()
         backend.no_truncation()
@@ -122,8 +127,11 @@ class HfTokenizer(Tokenizer):
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = _special_tokens(settings)
         self.bos_id = self._id_of("bos_token")
-        eos = self._id_of("eos_token")
-        self.eos_ids = () if eos is None else (eos,)
+        if ends is None:
+            eos = self._id_of("eos_token")
+            named = named_ends({added[id_].content: id_ for id_ in self._special}).values()
+            ends = [*([] if eos is None else [eos]), *named]
+        self.eos_ids = tuple(dict.fromkeys(ends))
         self._force_bos = settings.get("add_bos_token") is True
         self._byte_tokens = _byte_tokens(backend)
         self.chat_template = (

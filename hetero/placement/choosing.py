@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Final
 
-from hetero.backends.opencl import driver_here, driver_of, every_core_count
+from hetero.backends.host.affinity import core_count
+from hetero.backends.opencl import (
+    computes_on_processor,
+    driver_here,
+    driver_of,
+    every_core_count,
+)
 from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.measuring.first_start import forget_if_other, profile_facts, scaled_here
-from hetero.placement import decisions
+from hetero.placement import decisions, hexagon
 from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
 from hetero.placement.decisions import Decision
-from hetero.placement.device_set import DRIVEN, DeviceMode, backend_name
+from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.profiler.cost import CostModel
@@ -32,6 +39,7 @@ from hetero.solver.report.units import duration
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
+ONE_CORE: Final = "two devices need two cores"
 LONG: Final = 1024  # tokens of a prompt by which forms of calls in flight are judged
 SHORT_PROMPTS: Final = (2, 5, 12, 24)  # that both devices must share as well, for `hetero`
 
@@ -55,6 +63,16 @@ class Choice:
     solver: PreparedSolver | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     cost: CostModel | None = None
+
+    def opened(self, devices: DeviceSet) -> Choice:
+        """Return the choice with what became of it: the device that computes instead, and what the
+        open ones lack in this process.
+        """
+        reason = self.reason
+        if devices.fallback and devices.fallback not in reason:
+            reason = f"{devices.fallback}, instead of: {reason}"
+        lacking = [note for note in devices.notes if note not in reason]
+        return replace(self, reason="; ".join((reason, *lacking)))
 
     def plan_on(self, kinds: Collection[DeviceKind]) -> ExecutionPlan | None:
         """The plan, if there is one and these devices are all that it needs."""
@@ -146,7 +164,12 @@ def plan_on(
 
 
 def _by_rule(wishes: Wishes, why: str, notes: tuple[str, ...] = ()) -> Choice:
-    """Layer level, and why there is no plan: people are told, whatever they asked for."""
+    """Return layer level, and why there is no plan, in a notice too; for `auto` the GPU alone where
+    both devices would share one core.
+    """
+    if wishes.mode == "auto" and _shares_one_core(wishes):
+        reason = f"auto: gpu alone, because {ONE_CORE}, and {why}"
+        return Choice("gpu", reason=reason, notes=(*notes, reason))
     reason = f"{wishes.mode}: layer level, because {why}"
     return Choice("hetero", reason=reason, notes=(*notes, reason))
 
@@ -225,23 +248,45 @@ def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
     cores = every_core_count() if every_core else 0
     work = Work.of(wishes.seq_lens or wishes.expected, wishes.context)
     seconds = compare(planner, both.solver, work, kinds=(*kinds, EVERY_CORE), cores=cores)
+    alone = {name: s for name, s in seconds.items() if name != TENSOR_LEVEL}
+    one_core = bool(alone) and _shares_one_core(wishes)
+    seconds = alone if one_core else seconds
     best = fastest(seconds)
     times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
     reason = (
         f"auto: {best if best == TENSOR_LEVEL else best + ' alone'}, predicted for {work}: {times} "
         f"(profile {planner.profile.name})"
     )
+    if one_core:
+        reason += f"; {ONE_CORE}"
+    notes = both.notes
     if every_core and cores == 0 and planner.profile.every_core:
         reason += f"; {EVERY_CORE} needs a process in which OpenCL does not run yet"
+        could = compare(planner, both.solver, work, kinds=(EVERY_CORE,), cores=core_count())
+        if could.get(EVERY_CORE, math.inf) < seconds[best]:
+            notes += (
+                f"{EVERY_CORE} would be faster ({duration(could[EVERY_CORE])}), but OpenCL runs in "
+                "this process already: open this model first, or in a process of its own",
+            )
     if best == TENSOR_LEVEL:
-        return replace(both, reason=reason, seconds=seconds)
+        return replace(both, reason=reason, notes=notes, seconds=seconds)
     return Choice(
         "npu" if best == "npu" else "gpu",
         gpu=EVERY_CORE if best == EVERY_CORE else None,
         reason=reason,
-        notes=both.notes,
+        notes=notes,
         seconds=seconds,
     )
+
+
+def _shares_one_core(wishes: Wishes) -> bool:
+    """Return whether both devices would compute on the only core that this process has."""
+    if core_count() > 1:
+        return False
+    backend, driver = split_driver(backend_name("gpu", wishes.gpu))
+    npu = backend_name("npu", wishes.npu)
+    on_core = backend not in DRIVEN or computes_on_processor(driver)
+    return on_core and (npu != "qnn" or not hexagon.present())
 
 
 def _key(spec: ModelGraph, wishes: Wishes) -> str | None:
@@ -256,7 +301,7 @@ def _key(spec: ModelGraph, wishes: Wishes) -> str | None:
             "model": spec.model_dump_json(),
             "wishes": [str(x) for x in astuple(wishes)],
             "devices": [gpu, npu, driver_here(driver) if backend in DRIVEN else None],
-            "cores": every_core_count(),
+            "cores": [every_core_count(), core_count()],
             "profile": profile,
         }
     )

@@ -25,7 +25,8 @@ class DeviceSet:
     """The opened devices of one model.
 
     `mode` is what runs after fallbacks; `requested` what was asked for; `fallback` says why they
-    differ (empty if they do not); `notes` holds the reasons of automatic choices.
+    differ (empty if they do not); `notes` says what the devices lack in this process, because of
+    others that were opened before them.
     """
 
     requested: DeviceMode
@@ -112,6 +113,7 @@ def open_devices(
         )
     pinned = not any(device.capabilities.every_core for device in opened.values())
     result = DeviceSet(mode, mode, opened, cores.control if pinned else None)
+    result.notes = [device.note for device in opened.values() if device.note]
     if failures:
         _note_fallback(result, failures)
     return result

@@ -57,6 +57,7 @@ from hetero.serving.messages import (
 from hetero.serving.turns import Turns
 
 TOLD_EVERY_S: Final = 0.01
+ORPHAN_S: Final = 30.0
 log = logging.getLogger("hetero.serving")
 Send = Callable[[FromEngine], None]
 
@@ -338,8 +339,11 @@ def _logprob(found: TokenLogprob | None) -> list[Any] | None:
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
-    """The reader thread: messages until the input ends. Reads the descriptor itself: a buffered
-    file that a thread waits in cannot be closed when the process ends.
+    """The reader thread: messages until the input ends, because the server is gone. Ends the
+    process if the other thread has not done so `ORPHAN_S` later: it hangs in a driver, for one.
+
+    Reads the descriptor itself: a buffered file that a thread waits in cannot be closed when the
+    process ends.
     """
     rest = b""
     while data := os.read(source, 1 << 20):
@@ -347,6 +351,9 @@ def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
         for line in lines:
             incoming.put(decode(line))
     incoming.put(None)
+    time.sleep(ORPHAN_S)
+    log.error("the server is gone and this process has not ended: ending it")
+    os._exit(1)
 
 
 def main() -> None:

@@ -33,6 +33,8 @@ from hetero.serving.messages import (
 log = logging.getLogger("hetero.serving")
 LONGEST_LINE: Final = 256 << 20  # bytes
 READ_BYTES: Final = 1 << 20  # at a time
+STOP_S: Final = 30.0  # for the engine to write what is to be written, and end
+TERMINATE_S: Final = 5.0
 _STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
 Event = Said | Run | Finished | Replied | Refused
 
@@ -148,13 +150,25 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """Give up what runs; return when everything is written and the process has ended."""
+        """Give up what runs; return when everything is written and the process has ended. One that
+        hangs (in a driver, for one) is terminated after `STOP_S`, then killed.
+        """
         self._stopping = True
         if self._process is None:
             return
-        with suppress(OSError):
-            await self._tell(Stop())
-        await self._process.wait()
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._tell(Stop())
+                await self._process.wait()
+        for name, end, limit_s in (
+            ("SIGTERM", self._process.terminate, TERMINATE_S),
+            ("SIGKILL", self._process.kill, None),
+        ):
+            if self._process.returncode is None:
+                log.error("the engine does not end: sending %s", name)
+                end()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), limit_s)
         if self._reader is not None:
             await self._reader
 
@@ -214,7 +228,7 @@ class EngineClient:
         inbox = self._inboxes[number] = Inbox()
         try:
             await self._tell(Control(id=number, app=app, action=action, arguments=arguments))
-            (event,) = await inbox.take()
+            event = (await inbox.take())[0]  # the engine's end may follow
         finally:
             del self._inboxes[number]
         if isinstance(event, Refused):

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,12 @@ def tell(notice: str) -> None:
     if choice == "daily" and notice.startswith(NO_PROFILE) and not _first_today():
         return
     print(f"hetero: {one_sentence(notice)}", file=sys.stderr)
+
+
+@cache
+def tell_once(notice: str) -> None:
+    """Print a notice that this process has not printed yet, as `tell` does."""
+    tell(notice)
 
 
 def quiet() -> None:

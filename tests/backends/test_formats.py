@@ -60,3 +60,10 @@ def test_a_new_format_is_a_change_of_one_file(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert len(re.findall("w8a8g", listed.stdout)) > 20, listed.stdout[-3000:]
+    for command in ("generate", "eval", "bench"):
+        offered = subprocess.run(
+            [sys.executable, "-m", "hetero.start", command, "--help"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "w8a8g" in offered.stdout, command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,10 @@ def write(
     entries: Mapping[str, Any],
     tensors: Mapping[str, Array],
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    split: int = 0,
 ) -> None:
-    """Write metadata and tensors, matrices in `kind`."""
-    writer = GGUFWriter(target, name)
+    """Write metadata and tensors, matrices in `kind`, `split` tensors to a file (0: all)."""
+    writer = GGUFWriter(target, name, split_max_tensors=split)
     for key, value in entries.items():
         add_entry(writer, key, value)
     for key, value in tensors.items():
@@ -241,6 +242,7 @@ def write_large(path: Path, *, layers: int = 8) -> Path:
     pairs = [a + b for a in letters for b in letters]
     words = [*letters, *pairs, *(a + letters[0] for a in pairs)][: spec.vocab_size]
     writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", "gpt-2")
     writer.add_array("tokenizer.ggml.tokens", words)
     merges = [f"{word[:-1]} {word[-1]}" for word in words if len(word) > 1]
     writer.add_array("tokenizer.ggml.merges", merges)
@@ -341,4 +343,59 @@ def write_mixed(
     for name in vectors:
         writer.add_tensor(name, rng.uniform(0.8, 1.2, hidden).astype(np.float32))
     finish(writer)
+    return path
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *"abcdefgh"]
+
+
+def write_tiny(
+    path: Path,
+    *,
+    arch: str = "llama",
+    tokens: Sequence[str] = PIECES,
+    tensors: Mapping[str, Array | None] | None = None,
+    split: int = 0,
+    **changes: Any,
+) -> Path:
+    """A random model of one layer, `split` tensors to a file; `changes` to its metadata as in
+    `convert`, where a name of no known group is the architecture's. `tensors` are added, those that
+    are None are left out.
+    """
+    size = len(tokens)
+    shape = {
+        "embedding_length": 32, "block_count": 1, "feed_forward_length": 64, "context_length": 64,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": size,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    entries: dict[str, Any] = {f"{arch}.{key}": value for key, value in shape.items()}
+    entries |= {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": list(tokens),
+        "tokenizer.ggml.scores": [-float(i) for i in range(size)],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (size - 259)],
+    }  # fmt: skip
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        known = name.split(".")[0] in ("general", "tokenizer", "split", "adapter")
+        entries[name if known else f"{arch}.{name}"] = value
+    rng = np.random.default_rng(3)
+    blocks = {
+        "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
+        "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64), "attn_norm": (32,),
+        "ffn_norm": (32,),
+    }  # fmt: skip
+    shapes_: dict[str, tuple[int, ...]] = {f"blk.0.{k}.weight": v for k, v in blocks.items()}
+    shapes_ |= {"token_embd.weight": (size, 32), "output_norm.weight": (32,)}
+    found: dict[str, Any] = {
+        name: rng.normal(len(shape) == 1, 0.2, shape).astype(np.float32)
+        for name, shape in shapes_.items()
+    }
+    found |= tensors or {}
+    write(
+        path,
+        arch,
+        {key: value for key, value in entries.items() if value is not None},
+        {name: value for name, value in found.items() if value is not None},
+        split=split,
+    )
     return path

@@ -77,6 +77,17 @@ def test_the_number_of_heads_is_the_best_one(speed: float) -> None:
         assert free.solve(scenario).seconds == pytest.approx(min(s.seconds for s in every))
 
 
+def test_a_planner_with_other_heads_keeps_no_derived_planner_of_the_old_ones() -> None:
+    first = planner(profile())
+    assert (first.uncut.heads, first.whole.heads) == (None, None)
+    for heads in ((3,), ()):
+        other = first.with_heads(heads)
+        assert (other.heads, other.uncut.heads, other.whole.heads) == (heads, heads, heads)
+        limited = other.with_rows({}).with_heads((5,))
+        assert (limited.uncut.heads, limited.whole.heads) == ((5,), (5,))
+    assert first.uncut.heads is None
+
+
 def test_what_shared_attention_takes_is_what_the_longer_part_does() -> None:
     found, cost = profile(), CostModel(profile())
     solver, m, context = planner(found), 512, 512

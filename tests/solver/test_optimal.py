@@ -13,7 +13,7 @@ from hetero.solver.chain import solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.memory import Limits, weight_memory
-from hetero.solver.options import GPU, HOST, INF, Objective, Option
+from hetero.solver.options import GPU, HOST, INF, Objective, Option, Power
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
 from hetero.solver.residency import solve as solve_residency
@@ -171,6 +171,17 @@ def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
     assert thrifty.joules is not None
     assert fast.seconds <= thrifty.seconds + 1e-9
     assert thrifty.joules <= fast.joules + 1e-9
+
+
+def test_an_unreachable_option_costs_infinity_under_every_objective() -> None:
+    """Also where seconds weigh nothing, as energy alone has it: 0 * inf is no number."""
+    power = Power(1.0, 2.0, 3.0)
+    never = Option("gpu-only", "gpu", together_s=INF)
+    late = Option("gpu-only", "gpu", together_s=1.0, enter_s=(0.0, INF))
+    for objective in (Objective(), Objective(0.0, 1.0, power), Objective(1.0, 1.0, power)):
+        assert objective.cost(never, GPU) == objective.cost_alone(never, HOST) == INF
+        assert objective.cost(late, HOST) == INF
+        assert objective.cost(late, GPU) < INF
 
 
 @pytest.mark.parametrize("seed", range(examples(60, 180)))

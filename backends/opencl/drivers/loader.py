@@ -14,17 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import pyopencl as cl
 
 from hetero.backends.errors import DeviceUnavailableError
-from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.affinity import core_count
 from hetero.backends.opencl.drivers import driver_of_platform
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
-from hetero.backends.opencl.drivers.threads import tasks
+from hetero.backends.opencl.drivers.threads import hold, tasks
 from hetero.backends.opencl.failures import BACKEND, code_name
 from hetero.backends.opencl.proving.store import KernelStore
 
@@ -45,7 +46,8 @@ class Wanted:
 @dataclass
 class Loaded:
     """What this process has loaded. `workers` are threads by driver, as far as they are known;
-    `asked` is how many were asked for.
+    `asked` is how many were asked for. `users` are open devices with the cores that each wants the
+    threads of its driver on.
     """
 
     platforms: list[cl.Platform]
@@ -53,6 +55,16 @@ class Loaded:
     folder: Path
     asked: int
     workers: dict[str, list[int]] = field(default_factory=dict)
+    users: WeakKeyDictionary[Any, tuple[str, tuple[int, ...]]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def hold_workers(self, driver: str) -> list[int]:
+        """Hold a driver's threads to the cores of all devices that use them, and return those."""
+        cores = sorted({x for name, own in self.users.values() if name == driver for x in own})
+        if cores:
+            hold(self.workers[driver], cores)
+        return cores
 
     def devices(self, candidate: Candidate) -> list[cl.Device]:
         """Devices of a candidate's driver; of all where the system's loader decides."""
@@ -101,7 +113,7 @@ def wanted_workers(*, every_core: bool) -> int:
     said = os.environ.get(WORKERS, "").strip()
     if said.isdecimal() and int(said) > 0:
         return int(said)
-    return len(allowed_cores()) if every_core else 1
+    return core_count() if every_core else 1
 
 
 def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str, str]:

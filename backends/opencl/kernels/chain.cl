@@ -5,16 +5,15 @@
 //
 // `entries` [count][ENTRY]: which kernel, its groups in dimension 0 and in all, whether it waits, its
 // arguments, as 64-bit words. `state`, a line of words each: work-groups that left, then for each entry
-// its claimed and done groups; zero before and after. `run_group` and the macros are from chain.py.
+// its claimed and done groups; zero before and after. `run_group` and the macros are from chain.py,
+// RELEASE and ACQUIRE from fences.cl: what a group wrote is visible to all that saw it counted as done.
 
 // Somebody who claimed a group may have lost the core to another process. Who waits for longer than
 // PATIENCE cycles, and than it has worked before, leaves: the driver's thread sleeps, which frees a
 // core, and the others do the rest. (Elsewhere than on x86 there is no clock, and nobody leaves.)
 #ifdef __x86_64__
-#define PAUSE __builtin_ia32_pause()
 #define NOW ((long)__builtin_readcyclecounter())
 #else
-#define PAUSE
 #define NOW 0l
 #endif
 #define LINE 16
@@ -37,15 +36,19 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void chain(
         if (DONE(behind) < all) break;
       }
       if (behind < e) break;
+      ACQUIRE();
     }
     while (CLAIMED(e) < groups) {
-      const int g = atomic_inc(&CLAIMED(e));  // and a fence, behind the wait and before the work
+      const int g = atomic_inc(&CLAIMED(e));
       if (g >= groups) break;
       run_group(which, (int2)(g % wide, g / wide), entry + 4);
+      RELEASE();
       atomic_inc(&DONE(e));
     }
   }
+  RELEASE();
   if (atomic_inc(state) + 1 == get_num_groups(0)) {
+    ACQUIRE();
     for (int e = 0; e <= count; e++) state[LINE * e] = state[LINE * e + 1] = 0;
   }
 }

@@ -3,16 +3,10 @@
 __kernel void raise_flag(const int count, ARRAY(volatile int, flag)) {
   AT(flag);
   if (count > 0) {
-    mem_fence(CLK_GLOBAL_MEM_FENCE);
+    RELEASE();
     flag[0] = flag[0] + 1;
   }
 }
-
-#ifdef __x86_64__
-#define PAUSE __builtin_ia32_pause()
-#else
-#define PAUSE
-#endif
 
 // The queue's gate: tells the host that everything before it is complete, then lets nothing pass
 // until the host has opened so many gates, or gives up after `patience` looks. `words`, a cache line
@@ -21,7 +15,7 @@ __kernel void gate(const int count, ARRAY(volatile uint, words), const int patie
   AT(words);
   if (count > 0) {
     const uint number = words[16] + 1;
-    mem_fence(CLK_GLOBAL_MEM_FENCE);
+    RELEASE();
     words[16] = number;
     int looks = 0;
     while ((int)(words[0] - number) < 0 && looks < patience) {
@@ -29,6 +23,6 @@ __kernel void gate(const int count, ARRAY(volatile uint, words), const int patie
       PAUSE;
     }
     if (looks == patience) words[32] = number;
-    mem_fence(CLK_GLOBAL_MEM_FENCE);
+    ACQUIRE();
   }
 }

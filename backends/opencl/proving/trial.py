@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from filelock import FileLock, Timeout
 
-from hetero.backends.host.affinity import allowed_cores
+from hetero.backends.host.affinity import core_count
 from hetero.backends.host.limits import time_limit
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import LEVELS, Level
@@ -263,7 +263,7 @@ class _Child:
 
 def _parts(candidate: Candidate) -> int:
     """Children that share a trial's cases: compilers take one core each."""
-    return min(MOST_PARTS, len(allowed_cores())) if candidate.driver.computes_on_cpu else 1
+    return min(MOST_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
 
 
 def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:

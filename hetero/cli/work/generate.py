@@ -18,7 +18,7 @@ from hetero.generation.defaults import model_sampling
 from hetero.generation.llm import LLM
 from hetero.generation.loop import DeviceShare, GenerationResult, Stats
 from hetero.generation.options import GenerateOptions, SamplingOptions, read_options
-from hetero.measuring.benchmark import peak_rss_bytes
+from hetero.measuring.contender import peak_rss_bytes
 from hetero.runtime.memory import Needs
 from hetero.solver.report.units import size
 from hetero.terminal import answer_text

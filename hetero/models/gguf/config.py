@@ -17,9 +17,13 @@ import numpy.typing as npt
 from hetero.backends.ops import RopeScaling
 from hetero.backends.rope import inverse_frequencies
 from hetero.errors import ModelError
+from hetero.models.architectures.base import FULL, SLIDING
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.keys import USED, check_metadata, check_required
+from hetero.models.gguf.rope_scaling import rope_scaling
+from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
 
 ARCHITECTURES: Final = {
@@ -45,7 +49,8 @@ _SIZES: Final = {
     "final_logit_softcapping": "{}.final_logit_softcapping",
     "vocab_size": "{}.vocab_size",
 }
-_EPS: Final = ("{}.attention.layer_norm_rms_epsilon", "{}.attention.layer_norm_epsilon")
+_EPS: Final = "{}.attention.layer_norm_rms_epsilon"
+_PHI2_EPS: Final = "{}.attention.layer_norm_epsilon"
 
 
 def read_config(file: GgufFile) -> ModelConfig:
@@ -58,45 +63,75 @@ def read_config(file: GgufFile) -> ModelConfig:
             f"{file.path}: architecture {name!r} is not supported in GGUF files; {hint}choose a "
             f"model of one of: {', '.join(ARCHITECTURES)}"
         )
-    _refuse_lists(file)
+    check_required(file, name)
     raw = _raw(file, name)
     config = ModelConfig.from_dict(raw, where=str(file.path))
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None and name == "llama":
+        if raw["rope_scaling"] is not None:
+            raise ModelError(
+                f"{file.path}: tensor rope_freqs.weight and {name}.rope.scaling are not supported "
+                "together; use the model's Hugging Face directory"
+            )
         raw["rope_scaling"] = _llama3_scaling(file, config)
         config = ModelConfig.from_dict(raw, where=str(file.path))
+    check_metadata(file, name, config)
     return config
 
 
 def _raw(file: GgufFile, name: str) -> dict[str, Any]:
-    found = file.metadata
+    found = _one_for_all_layers(file, name)
     raw: dict[str, Any] = {"model_type": ARCHITECTURES[name]}
     raw |= {
         field: found[entry.format(name)]
         for field, entry in _SIZES.items()
-        if entry.format(name) in found
+        if entry.format(name) in found and name in USED[entry.removeprefix("{}.")]
     }
-    eps = next((found[x.format(name)] for x in _EPS if x.format(name) in found), None)
-    if eps is not None:
-        raw["layer_norm_eps" if name == "phi2" else "rms_norm_eps"] = eps
+    if name == "phi2":
+        raw["layer_norm_eps"] = found[_PHI2_EPS.format(name)]
+    else:
+        raw["rms_norm_eps"] = found[_EPS.format(name)]
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if is_number(heads) and is_number(hidden) and heads > 0:
+        raw.setdefault("num_key_value_heads", heads)
+        raw.setdefault("head_dim", int(hidden // heads))
     raw.setdefault("vocab_size", _vocabulary(file))
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
-    bias = "blk.0.attn_q.bias" in file.tensors
-    raw |= {"attention_bias": bias, "bias": bias} if name != "gemma" else {}
-    raw |= _token_ids(found) | _scaling(found, name) | _special(found, name, raw)
+    if name in ("llama", "qwen3", "internlm2"):  # the others always have biases, or never
+        raw["attention_bias"] = raw["bias"] = _has_bias(file, ".attn_")
+        raw["mlp_bias"] = name == "llama" and _has_bias(file, ".ffn_")
+    raw |= {"bos_token_id": special_id(found, "bos"), "eos_token_id": list(end_ids(found)) or None}
+    raw |= {"rope_scaling": rope_scaling(file, name)} | _special(found, name, raw)
     return raw
 
 
-def _refuse_lists(file: GgufFile) -> None:
-    """One number for all layers is what the decoder takes."""
-    name = file.metadata["general.architecture"]
-    for entry in (*_SIZES.values(), *_EPS):
-        value = file.metadata.get(entry.format(name))
-        if isinstance(value, np.ndarray | list):
+def _has_bias(file: GgufFile, module: str) -> bool:
+    return any(module in name and name.endswith(".bias") for name in file.tensors)
+
+
+def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
+    """Return the metadata with one number where a list has it for every layer.
+
+    Raises `ModelError` for a list of different numbers: the decoder's layers are alike.
+    """
+    found = dict(file.metadata)
+    for entry in (x.format(name) for x in (*_SIZES.values(), _EPS, _PHI2_EPS)):
+        values = found.get(entry)
+        if not isinstance(values, np.ndarray | list):
+            continue
+        layers = found.get(f"{name}.block_count")
+        if len(values) != layers:
             raise ModelError(
-                f"{file.path}: {entry.format(name)} differs from layer to layer, which is not "
-                "supported; choose another model"
+                f"{file.path}: {entry} must be one number or one for each of the {layers} layers, "
+                f"got {len(values)}; download the file again"
             )
+        if not isinstance(values, np.ndarray) or (values != values[0]).any():
+            raise ModelError(
+                f"{file.path}: {entry} differs from layer to layer, which is not supported; choose "
+                "another model"
+            )
+        found[entry] = values[0].item()
+    return found
 
 
 def _vocabulary(file: GgufFile) -> int | None:
@@ -107,47 +142,34 @@ def _vocabulary(file: GgufFile) -> int | None:
     return None if info is None else info.shape[0]
 
 
-def _token_ids(found: Mapping[str, Any]) -> dict[str, Any]:
-    ends = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [found[x] for end in ends if isinstance(found.get(x := f"tokenizer.ggml.{end}"), int)]
-    return {
-        "bos_token_id": found.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(ids)) or None,
-    }
-
-
-def _scaling(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    kind = found.get(f"{name}.rope.scaling.type")
-    if kind in (None, "none"):
-        return {}
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": found.get(f"{name}.rope.scaling.factor"),
-    }
-    original = found.get(f"{name}.rope.scaling.original_context_length")
-    if original is not None:
-        scaling["original_max_position_embeddings"] = original
-    return {"rope_scaling": scaling}
-
-
 def _special(found: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """What one architecture has that others have not."""
     special: dict[str, Any] = {}
-    rotated = found.get(f"{name}.rope.dimension_count")
-    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
-    if name in ("phi2", "phi3") and is_number(rotated) and is_number(heads) and is_number(hidden):
-        size = raw.get("head_dim") or hidden / max(heads, 1)
-        special["partial_rotary_factor"] = rotated / max(size, 1)
+    heads, hidden, size = (raw.get(x) for x in ("num_attention_heads", "hidden_size", "head_dim"))
+    if name in ("phi2", "phi3") and is_number(size):
+        rotated = found.get(f"{name}.rope.dimension_count", size)
+        special["partial_rotary_factor"] = rotated / max(size, 1) if is_number(rotated) else rotated
     if name == "gemma2":
         # llama.cpp: the 27B model scales by the hidden size of a head, the others by its own.
         large = raw.get("num_hidden_layers") == _GEMMA2_27B_LAYERS
         if large and is_number(heads) and is_number(hidden):
             special["query_pre_attn_scalar"] = hidden / max(heads, 1)
         else:
-            special["query_pre_attn_scalar"] = raw.get("head_dim")
+            special["query_pre_attn_scalar"] = size
+        special["layer_types"] = _window_pattern(found, name, raw.get("num_hidden_layers"))
     if name == "phi3":
-        special.setdefault("sliding_window", raw.get("sliding_window"))
+        special["sliding_window"] = raw.get("sliding_window") or None
     return special
+
+
+def _window_pattern(found: Mapping[str, Any], name: str, layers: object) -> list[str] | None:
+    """Return `layer_types`: of each group of layers the last one attends to everything."""
+    pattern = found.get(f"{name}.attention.sliding_window_pattern")
+    if pattern is None or not isinstance(layers, int):
+        return None
+    if is_number(pattern) and pattern >= 1:
+        pattern = [i % pattern < pattern - 1 for i in range(layers)]
+    return [SLIDING if x else FULL for x in np.atleast_1d(pattern).tolist()]
 
 
 def _llama3_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ pattern that `tokenizer.ggml.pre` names.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from operator import itemgetter
@@ -15,14 +16,22 @@ from typing import Any, Final, cast
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from hetero.errors import ModelError
-from hetero.models.gguf.file import GgufFile
-from hetero.models.tokenizer import HfTokenizer
+from hetero.models.gguf.file import NO_UTF8, GgufFile
+from hetero.models.gguf.special_tokens import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    end_ids,
+    special_id,
+    token_types,
+    vocabulary,
+)
+from hetero.models.tokenizer import REPLACEMENT, HfTokenizer
 from hetero.models.tokenizer_limits import check_tokens
-
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+from hetero.terminal.notices import tell_once
 
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -33,7 +42,14 @@ _PATTERNS: Final = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }  # fmt: skip
-_PLAIN: Final = ("gpt-2", "phi-2", "default")
+_PLAIN: Final = ("gpt-2", "phi-2")
+# llama.cpp's for a file that names none: each pattern splits what the ones before it left.
+_DEFAULT: Final = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _WHOLE_WORDS: Final = (
     "llama-bpe",
     "llama3",
@@ -49,9 +65,9 @@ _HF_NAMES: Final = {
 def read_tokenizer(file: GgufFile) -> HfTokenizer:
     """Build the tokenizer with its chat template. Raises `ModelError`."""
     found = file.metadata
-    tokens = found.get("tokenizer.ggml.tokens")
+    tokens = vocabulary(found)
     kind = found.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {str}:
+    if not tokens or not set(map(type, tokens)) <= {str}:
         raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
         raise _error(file, "has a vocabulary with a token twice")
@@ -62,9 +78,18 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     else:
         raise _error(file, f"has a tokenizer of the kind {kind!r}, supported are llama and gpt2")
     _add_special(file, backend, tokens)
+    if re.search(NO_UTF8, "\n".join(tokens)):
+        mend = decoders.Replace(Regex(NO_UTF8), REPLACEMENT)
+        backend.decoder = decoders.Sequence([mend, backend.decoder])
+    eos = _token_of(found, "eos", tokens)
+    if found.get("tokenizer.ggml.add_eos_token") is True and eos is not None:
+        ids = [(eos, tokens.index(eos))]
+        backend.post_processor = processors.TemplateProcessing(["$A", eos], special_tokens=ids)
     special = _special_tokens(found, tokens)
     settings: dict[str, Any] = {**special, "add_bos_token": _adds_bos(found, kind)}
-    return HfTokenizer(backend, settings, _templates(found), where=str(file.path))
+    return HfTokenizer(
+        backend, settings, _templates(found), where=str(file.path), ends=end_ids(found)
+    )
 
 
 def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -111,7 +136,7 @@ def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list
 
 def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     merges = _merges(file)
-    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    pre = file.metadata.get("tokenizer.ggml.pre") or "default"
     try:
         model = models.BPE(
             dict(zip(tokens, range(len(tokens)), strict=True)),
@@ -152,28 +177,55 @@ def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
 def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
     if pre in _PLAIN:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre == "default":
+        return _default_pre_tokenizer(file)
     if pre == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if pre not in _PATTERNS:
-        known = ", ".join((*_PATTERNS, *_PLAIN, "smollm"))
+        known = ", ".join((*_PATTERNS, *_PLAIN, "smollm", "default"))
         raise _error(file, f"splits text in the way {pre!r}, supported are {known}")
     split = pre_tokenizers.Split(Regex(_PATTERNS[str(pre)]), behavior="isolated")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, plain])
 
 
+def _default_pre_tokenizer(file: GgufFile) -> Any:
+    tell_once(
+        f"{file.path}: tokenizer.ggml.pre does not say how this model splits text, so llama.cpp's "
+        "default pattern does, which is wrong for Llama 3, Qwen 2 and others: convert the model "
+        "again with a current convert_hf_to_gguf.py"
+    )
+    splits = [pre_tokenizers.Split(Regex(x), behavior="isolated") for x in _DEFAULT]
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, plain])
+
+
 def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    if "tokenizer.ggml.token_type" not in file.metadata:
-        return
-    kinds = _numbers(file, "token_type", len(tokens))
-    if kinds is None:
+    given = file.metadata.get("tokenizer.ggml.token_type")
+    if given is not None and _numbers(file, "token_type", len(tokens)) is None:
         raise _error(file, "must give a type to every token (tokenizer.ggml.token_type)")
+    kinds = token_types(file.metadata)
     special = [tokens[i] for i in np.flatnonzero(np.isin(kinds, (UNKNOWN, CONTROL))).tolist()]
     defined = [tokens[i] for i in np.flatnonzero(np.equal(kinds, USER_DEFINED)).tolist()]
     check_tokens([*special, *defined], tokens, f"{file.path}: GGUF file")
-    backend.add_special_tokens([AddedToken(x, normalized=False) for x in special])
-    backend.add_tokens([AddedToken(x, normalized=False) for x in defined])
+    strips = _strips_behind(file.metadata)
+    backend.add_special_tokens([_added(x, strips) for x in special])
+    backend.add_tokens([_added(x, strips) for x in defined])
+
+
+def _strips_behind(metadata: Mapping[str, Any]) -> bool:
+    """Return whether special tokens take the white space behind them, as Phi-3's do.
+
+    No metadata says it: llama.cpp goes by the model's name.
+    """
+    name = str(metadata.get("general.name", "")).lower()
+    return "phi-3" in name or "phi3" in name
+
+
+def _added(token: str, strips: bool) -> AddedToken:
+    strips = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
+    return AddedToken(token, normalized=False, rstrip=strips)
 
 
 def _special_tokens(found: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
@@ -182,8 +234,8 @@ def _special_tokens(found: Mapping[str, Any], tokens: Sequence[str]) -> dict[str
 
 
 def _token_of(found: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str | None:
-    index = found.get(f"tokenizer.ggml.{name}_token_id")
-    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+    index = special_id(found, name)
+    return None if index is None else tokens[index]
 
 
 def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:

@@ -18,6 +18,8 @@ from hetero.backends.memory import Tensor
 from hetero.backends.opencl import chain
 from hetero.backends.opencl.calls import OpenCLCall
 from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.opencl.kernel_files import source
+from hetero.backends.opencl.program_source import OPTIONS, uncached
 from hetero.backends.ops import OUTPUT_PORTS, Op
 from hetero.backends.protocol import BoundCall, Stages
 from tests.backends.cases import make_tensors, make_weights
@@ -187,3 +189,13 @@ def test_threads_hand_over(patience: int) -> None:
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_fences_are_those_of_the_compiler(device: OpenCLDevice) -> None:
+    """Not OpenCL's `mem_fence`, which PoCL implements as nothing: arm64 would reorder."""
+    text = source("fences.cl") + (
+        "#if !__has_builtin(__atomic_thread_fence)\n#error no fences\n#endif\n"
+        "#undef mem_fence\n#define mem_fence(flags) no_fences\n"
+        "__kernel void fenced(__global int *x) { RELEASE(); x[0] = 1; ACQUIRE(); }\n"
+    )
+    uncached(device.context, text).build(options=list(OPTIONS))

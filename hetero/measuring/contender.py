@@ -1,0 +1,329 @@
+"""One contender of `hetero bench`, in a process of its own.
+
+What is fixed for a process by its first model (OpenCL's drivers and threads) is then fixed by the
+contender's own. The parent sends `Open`, then a `Round` whenever it is the contender's turn; in
+between the process blocks on its input, so that the others have the cores. The last message is a
+`Reopen`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.host.affinity import allowed_cores, run_on
+from hetero.backends.host.json_child import ChildGoneError, JsonChild, serving
+from hetero.errors import FallbackWarning, UserError
+from hetero.generation.llm import LLM
+from hetero.profiler.errors import ProfileWarning
+
+SILENCE_S: Final = 600.0  # the longest wait for a message, kernels compiled on a slow machine
+SLOWEST_TOKEN_S: Final = 5.0  # and for each token of a round
+PROGRESS_S: Final = 1.0  # between two messages of progress
+
+
+class Sample(NamedTuple):
+    """One test of one round."""
+
+    tokens_per_s: float
+    copied_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open:
+    """Open a model with these options of `LLM`, on these cores."""
+
+    model: str
+    options: dict[str, Any]
+    cores: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Compute a prompt and decode behind it."""
+
+    prompt_tokens: int
+    decode_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reopen:
+    """Close the model, and open and close it once more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """The model is being opened: so many parts of `total` are done."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """What was opened. `strategy` is that of the plan; `numbers` `measured` or `emulated`."""
+
+    load_s: float
+    choice: str
+    strategy: str
+    cores: int
+    max_seq_len: int
+    weights: str
+    numbers: str
+    devices: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A round: tokens/s and copied bytes a token of either test, the process's largest size."""
+
+    prefill: Sample
+    decode: Sample
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reopened:
+    """How long it took."""
+
+    load_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned:
+    """A warning, at any time."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """It cannot be done, in a sentence for people."""
+
+    message: str
+
+
+ToContender: TypeAlias = Open | Round | Reopen
+FromContender: TypeAlias = Loading | Opened | Measured | Reopened | Warned | Refused
+_KINDS: Final[dict[str, type[Any]]] = {
+    kind.__name__: kind
+    for kind in (Open, Round, Reopen, Loading, Opened, Measured, Reopened, Warned, Refused)
+}
+Answer = TypeVar("Answer", Opened, Measured, Reopened)
+
+
+def encode(message: ToContender | FromContender) -> dict[str, Any]:
+    """Return the JSON object of a message."""
+    return {"is": type(message).__name__, **asdict(message)}
+
+
+def decode(message: Mapping[str, Any]) -> Any:
+    """Return the message of a JSON object."""
+    fields = {key: value for key, value in message.items() if key != "is"}
+    if message["is"] == "Measured":
+        fields |= {test: Sample(*fields[test]) for test in ("prefill", "decode")}
+    return _KINDS[message["is"]](**fields)
+
+
+@dataclass
+class Contestant:
+    """The parent's side of a contender. A context manager that ends its process."""
+
+    name: str
+    child: JsonChild = field(default_factory=partial(JsonChild, "hetero.measuring.contender"))
+    peak_rss_bytes: int = 0
+
+    def open(self, model: str, options: dict[str, Any], note: Callable[[str], None]) -> Opened:
+        """Open the model there. Raises `UserError` or `DeviceError`."""
+        note(f"loading {self.name}")
+        request = Open(model=model, options=options, cores=allowed_cores())
+        self.opened = self._ask(request, Opened, SILENCE_S, note)
+        return self.opened
+
+    def round(self, prompt_tokens: int, decode_tokens: int) -> Measured:
+        """Measure a round there, while no other contender does. Raises as `open`."""
+        limit_s = SILENCE_S + SLOWEST_TOKEN_S * (prompt_tokens + decode_tokens)
+        request = Round(prompt_tokens=prompt_tokens, decode_tokens=decode_tokens)
+        measured = self._ask(request, Measured, limit_s)
+        self.peak_rss_bytes = max(self.peak_rss_bytes, measured.peak_rss_bytes)
+        return measured
+
+    def reopen_s(self) -> float:
+        """Return the seconds of another load, after which nothing is open. Raises as `open`."""
+        return self._ask(Reopen(), Reopened, SILENCE_S).load_s
+
+    def __enter__(self) -> Contestant:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.child.__exit__(*error)
+
+    def _ask(
+        self,
+        request: ToContender,
+        kind: type[Answer],
+        limit_s: float,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> Answer:
+        try:
+            self.child.say(encode(request))
+            while True:
+                match decode(self.child.hear(limit_s)):
+                    case kind() as answer:
+                        return answer
+                    case Loading(done=done, total=total):
+                        note(f"loading {self.name}: {done} of {total}")
+                    case Warned(message=message):
+                        warnings.warn(f"{self.name}: {message}", FallbackWarning, stacklevel=3)
+                    case Refused(message=message):
+                        raise UserError(message)
+        except ChildGoneError as error:
+            raise UserError(
+                f"the process of {self.name} {error}: close other programs if memory ran out, or "
+                "bench that device alone"
+            ) from error
+
+
+class _Bench:
+    """The child's side."""
+
+    def __init__(self, request: Open, say: Callable[[FromContender], None]) -> None:
+        self._request, self._say, self._said_s = request, say, 0.0
+        start_s = time.perf_counter()
+        self.llm = self._open()
+        self.load_s = time.perf_counter() - start_s
+
+    def _open(self) -> LLM:
+        request = self._request
+        return LLM(request.model, progress=self._progress, **request.options)
+
+    def _progress(self, done: int, total: int) -> None:
+        if time.monotonic() - self._said_s >= PROGRESS_S:
+            self._said_s = time.monotonic()
+            self._say(Loading(done=done, total=total))
+
+    def opened(self) -> Opened:
+        """Return what `Open` is answered with."""
+        llm = self.llm
+        stored = llm.model.weights
+        return Opened(
+            load_s=self.load_s,
+            choice=llm.choice.reason,
+            strategy=_planned(llm),
+            cores=processor_cores(llm),
+            max_seq_len=llm.max_seq_len,
+            weights=",".join((stored.weight_format, *stored.also)),
+            numbers=llm.devices.numbers,
+            devices={kind: d.info.fingerprint for kind, d in llm.devices.devices.items()},
+        )
+
+    def round(self, asked: Round) -> Measured:
+        """Measure both tests."""
+        prompt = _prompt(self.llm, asked.prompt_tokens)
+        prefill, decode = time_round(self.llm, prompt, asked.decode_tokens)
+        return Measured(prefill=prefill, decode=decode, peak_rss_bytes=peak_rss_bytes())
+
+    def reopen(self) -> Reopened:
+        """Time another load."""
+        self.llm.close()
+        start_s = time.perf_counter()
+        self._open().close()
+        return Reopened(load_s=time.perf_counter() - start_s)
+
+
+def _planned(llm: LLM) -> str:
+    if len(llm.plan.devices()) < 2:
+        return f"{llm.devices.mode}-only"
+    return "layer" if llm.choice.solver is None else "auto"  # by rule, or by the solver
+
+
+def time_round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[Sample, Sample]:
+    """Return prefill and decode of one round; decode follows the prompt."""
+    engine, context = llm.engine, llm.context
+    context.truncate(0)
+    before, start = engine.copied_bytes, time.perf_counter()
+    logits = engine.prefill(context, prompt if prompt else [0])
+    between, middle = engine.copied_bytes, time.perf_counter()
+    for _ in range(decode_tokens):
+        logits = engine.decode(context, int(np.argmax(logits)))
+    after, end = engine.copied_bytes, time.perf_counter()
+    return (
+        Sample(len(prompt) / (middle - start), (between - before) // max(len(prompt), 1)),
+        Sample(decode_tokens / (end - middle), (after - between) // max(decode_tokens, 1)),
+    )
+
+
+def _prompt(llm: LLM, count: int) -> list[int]:
+    random = np.random.default_rng(0)
+    return [int(token) for token in random.integers(3, llm.model.config.vocab_size, count)]
+
+
+def processor_cores(llm: LLM) -> int:
+    """Return how many cores of the processor a model's devices compute on: one for a device that is
+    a core, all for OpenCL on every core, none for a GPU or an NPU of its own.
+    """
+    count = 0
+    for device in llm.devices.devices.values():
+        details = device.info.details
+        on_core = "cpu" in details or "emulated" in details
+        if on_core or device.info.backend in ("ort-cpu", "reference"):
+            count += int(details.get("cores", "1"))
+    return count
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _answer(bench: _Bench, request: ToContender) -> FromContender:
+    match request:
+        case Round():
+            return bench.round(request)
+        case Reopen():
+            return bench.reopen()
+    raise ValueError("a contender opens one model")
+
+
+def main() -> None:
+    """Answer the parent until it closes the input."""
+    with serving() as (messages, write):
+
+        def say(message: FromContender) -> None:
+            write(encode(message))
+
+        warnings.showwarning = partial(_warn, say)
+        request: Open = decode(next(messages))
+        run_on(request.cores)
+        try:
+            bench = _Bench(request, say)
+            with bench.llm:
+                say(bench.opened())
+                for message in messages:
+                    say(_answer(bench, decode(message)))
+        except (UserError, DeviceError, MemoryError) as error:
+            say(Refused(message=str(error) or "out of memory"))
+
+
+def _warn(say: Callable[[FromContender], None], message: Warning | str, kind: Any, *_: Any) -> None:
+    if issubclass(kind, FallbackWarning | ProfileWarning):
+        say(Warned(message=str(message)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Every field of `transformers`' configurations is used, harmless, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero.errors import ModelError
+from hetero.models.architectures import ARCHITECTURES
+from hetero.models.config import ModelConfig
+from hetero.models.config_keys import NEUTRAL, NEUTRAL_ROPE, SAME
+from tests.models.test_model_config import BASE, of
+
+# In transformers 5 these come with the model's own code.
+CLASSES = {x.name: x.class_name.replace("ForCausalLM", "Config") for x in ARCHITECTURES.values()
+           if x.name != "internlm2"}  # fmt: skip
+
+USED = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation",
+    "max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "tie_word_embeddings",
+    "rope_parameters", "bos_token_id", "eos_token_id", "dtype", "model_type", "architectures",
+}  # fmt: skip
+HARMLESS = {
+    # how training went, and how a library computes the same numbers
+    "initializer_range", "init_std", "attention_dropout", "resid_pdrop", "embd_pdrop", "dropout",
+    "layerdrop", "pretraining_tp", "use_cache", "pad_token_id", "chunk_size_feed_forward",
+    # what a library notes
+    "_name_or_path", "id2label", "label2id", "output_attentions", "output_hidden_states",
+    "problem_type", "return_dict", "transformers_version",
+}  # fmt: skip
+OWN = {
+    "llama": {"attention_bias", "mlp_bias"},
+    "mistral": {"sliding_window"},
+    "qwen2": {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
+    "qwen3": {"attention_bias", "use_sliding_window", "sliding_window", "max_window_layers",
+              "layer_types"},
+    "gemma": {"attention_bias"},  # refused where it is true
+    "gemma2": {"attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar",
+               "attn_logit_softcapping", "final_logit_softcapping"},
+    "phi": {"qk_layernorm"},  # refused where it is true
+    "phi3": {"sliding_window", "original_max_position_embeddings"},
+    "opt": {"ffn_dim", "activation_function", "enable_bias", "do_layer_norm_before",
+            "_remove_final_layer_norm", "word_embed_proj_dim", "layer_norm_elementwise_affine"},
+}  # fmt: skip
+
+
+def defaults(family: str) -> dict[str, Any]:
+    """All fields of a family's configuration in this version of `transformers`."""
+    found: dict[str, Any] = getattr(
+        pytest.importorskip("transformers"), CLASSES[family]
+    )().to_dict()
+    return found
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_every_field_has_a_rule(family: str) -> None:
+    assert set(defaults(family)) <= USED | HARMLESS | OWN[family] | set(NEUTRAL)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_the_defaults_of_a_family_are_taken(family: str) -> None:
+    raw = defaults(family) | {"architectures": [ARCHITECTURES[family].class_name]}
+    assert ModelConfig.from_dict(raw).architecture == family
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_field_of_other_families_is_refused(family: str, name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name} (other than 1 )?is not supported, got 8; choo"):
+        ModelConfig.from_dict(of(family, **{name: 8}))
+    for value in (None, False, 0, *NEUTRAL[name]):
+        assert ModelConfig.from_dict(of(family, **{name: value}))
+
+
+@pytest.mark.parametrize("holder", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", NEUTRAL_ROPE)
+def test_a_field_of_other_scalings_is_refused(holder: str, name: str) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, name: 3.0}
+    with pytest.raises(ModelError, match=f"{holder}: {name} (other than 1 )?is not supported"):
+        ModelConfig.from_dict(BASE | {holder: rope})
+
+
+@pytest.mark.parametrize(
+    ("raw", "rule"),
+    [
+        (of("llama", layer_types=["full_attention", "sliding_attention"] * 2), "layer_types must"),
+        (of("mistral", sliding_window=8, layer_types=["full_attention"] * 4), "layer_types must"),
+        (of("qwen2", layer_types=["sliding_attention"] * 4), "layer_types must be"),
+        (of("llama", attention_multiplier=0.015625), "attention_multiplier must be 0.35355339"),
+        (of("llama", query_pre_attn_scalar=144), "query_pre_attn_scalar must be 8 with"),
+        (of("gemma", final_logit_softcapping=30.0), "final_logit_softcapping must be 0.0 with"),
+        (of("llama", no_rope_layers=[1, 1, 1, 0]), "no_rope_layers must be"),
+        (of("gemma", use_bidirectional_attention="all"), "use_bidirectional_attention is not"),
+    ],
+)
+def test_a_field_that_disagrees_with_the_family_is_refused(raw: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ModelError, match=rule):
+        ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        of("llama", layer_types=["full_attention"] * 4, attention_multiplier=8**-0.5),
+        of("llama", query_pre_attn_scalar=8, no_rope_layers=[1] * 4),
+        of("mistral", sliding_window=8, layer_types=["sliding_attention"] * 4),
+        of("gemma2", query_pre_attn_scalar=144, attn_logit_softcapping=20.0),
+        of("llama", sliding_window=None, anything={"else": 1}, auto_map={"AutoConfig": "x.Y"}),
+    ],
+)
+def test_a_field_that_agrees_with_the_family_is_taken(raw: dict[str, Any]) -> None:
+    assert ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_field_that_is_not_given_says_nothing(name: str) -> None:
+    assert ModelConfig.from_dict(BASE | {name: None})

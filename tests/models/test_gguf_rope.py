@@ -1,0 +1,129 @@
+"""RoPE scaling in GGUF metadata: the numbers that `transformers` computes with the same scaling."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero.backends.rope import attention_factor, inverse_frequencies
+from hetero.errors import ModelError
+from hetero.models import open_model
+from hetero.models.gguf import GgufFile, read_config
+from hetero.models.graph import rope_of
+from tests.checkpoints import CASES, make_checkpoint
+from tests.models.gguf_files import convert, write_tiny
+
+MAX_POSITION = 64
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def scaled(path: Path, architecture: str = "llama", **entries: Any) -> Path:
+    entries = {f"rope__{name}": value for name, value in entries.items()}
+    return write_tiny(path / "m.gguf", arch=architecture, **entries)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "internlm2"])
+@pytest.mark.parametrize(
+    ("entries", "same"),
+    [
+        ({"scaling__factor": 4.0}, LINEAR),
+        ({"scale_linear": 4.0}, LINEAR),
+        ({"scale_linear": 2.0, "scaling__factor": 4.0}, LINEAR),
+        ({"scaling__type": "linear", "scale_linear": 4.0}, LINEAR),
+        ({"scaling__type": "none", "scaling__factor": 4.0}, None),
+        ({"scaling__factor": 1.0}, None),
+        ({"scaling__factor": 0.0}, None),
+        ({"scaling__type": "yarn", "scaling__factor": 4.0,
+          "scaling__original_context_length": 32}, YARN),
+        ({"scaling__type": "yarn", "scaling__factor": 4.0,
+          "scaling__original_context_length": 32, "scaling__attn_factor": 0.5},
+         YARN | {"attention_factor": 0.5 * (1 + 0.1 * math.log(4))}),
+        ({"scaling__type": "yarn", "scale_linear": 8.0, "scaling__attn_factor": 1.25},
+         {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25 * (1 + 0.1 * math.log(8))}),
+        ({"scaling__attn_factor": 1.5},
+         {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.5}),
+    ],
+)  # fmt: skip
+def test_scaling_is_that_of_transformers(
+    architecture: str, entries: dict[str, Any], same: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    theirs = modeling.LlamaRotaryEmbedding(
+        modeling.LlamaConfig(
+            hidden_size=32, num_attention_heads=4, max_position_embeddings=MAX_POSITION,
+            rope_scaling=same, rope_theta=1e4,
+        )
+    )  # fmt: skip
+    rope = rope_of(read_config(GgufFile(scaled(tmp_path, architecture, **entries))))
+    np.testing.assert_allclose(inverse_frequencies(rope), theirs.inv_freq.numpy(), rtol=1e-5)
+    assert attention_factor(rope.scaling) == pytest.approx(theirs.attention_scaling)
+
+
+@pytest.mark.parametrize("name", ["llama-linear-rope", "llama-yarn-rope"])
+def test_a_scaled_model_is_the_same_in_both_formats(name: str, tmp_path: Path) -> None:
+    make_checkpoint(next(x for x in CASES if x.name == name), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["rope_parameters"]
+    changes = {"llama__rope__scaling__type": raw["rope_type"]} | {
+        f"llama__rope__scaling__{ours}": raw[theirs]
+        for ours, theirs in (
+            ("factor", "factor"),
+            ("original_context_length", "original_max_position_embeddings"),
+        )
+        if theirs in raw
+    }
+    convert(tmp_path, tmp_path / "m.gguf", **changes)
+    ours, theirs = (open_model(x, weights="f32").config for x in (tmp_path / "m.gguf", tmp_path))
+    assert ours.rope_scaling == theirs.rope_scaling
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ({"scaling__type": "dynamic"},
+         "llama.rope.scaling.type must be one of none, linear, yarn, got 'dynamic'"),
+        ({"scaling__type": 2}, "llama.rope.scaling.type must be one of none, linear, yarn, got 2"),
+        ({"scaling__factor": -2.0}, "llama.rope.scaling.factor must be a positive number, got -2"),
+        ({"scale_linear": "2"}, "llama.rope.scale_linear must be a positive number, got '2'"),
+        ({"scaling__attn_factor": 0.0},
+         "llama.rope.scaling.attn_factor must be a positive number, got 0.0"),
+        ({"scaling__attn_factor": 2.0, "scaling__factor": 3.0},
+         "llama.rope.scaling.attn_factor other than 1 is supported with the scaling type yarn or "
+         "without a factor, got 2 with linear scaling by 3"),
+    ],
+)  # fmt: skip
+def test_other_scaling_is_refused(entries: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    path = scaled(tmp_path, **entries)
+    with pytest.raises(ModelError, match=sentence.replace(".", r"\.")):
+        open_model(path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("which", ["long", "short"])
+def test_factors_of_longrope_are_refused(architecture: str, which: str, tmp_path: Path) -> None:
+    factors = {f"rope_factors_{which}.weight": np.ones(4, np.float32)}
+    path = write_tiny(tmp_path / "m.gguf", arch=architecture, tensors=factors)
+    with pytest.raises(ModelError, match=f"rope_factors_{which}.weight scales positions by LongR"):
+        open_model(path)
+
+
+def test_frequencies_and_scaling_together_are_refused(tmp_path: Path) -> None:
+    ones = {"rope_freqs.weight": np.ones(4, np.float32)}
+    assert open_model(write_tiny(tmp_path / "a.gguf", tensors=ones))
+    path = write_tiny(tmp_path / "b.gguf", tensors=ones, rope__scaling__factor=2.0)
+    with pytest.raises(ModelError, match=r"rope_freqs.weight and llama.rope.scaling are not supp"):
+        open_model(path)
+
+
+def test_frequencies_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    ones = {"rope_freqs.weight": np.ones(4, np.float32)}
+    path = write_tiny(tmp_path / "m.gguf", arch="internlm2", tensors=ones)
+    with pytest.raises(
+        ModelError, match=r"tensor rope_freqs.weight does not belong to a internlm2"
+    ):
+        open_model(path)
