@@ -170,10 +170,17 @@ def quiet_stdout() -> Iterator[None]:
     """Keep what a native library prints off standard output, where results go."""
     sys.stdout.flush()
     saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    try:
+    try:  # around the call too: a signal handler may raise right after it
+        os.dup2(null, 1)
         yield
     finally:
+        _flush_native()  # else what it printed comes out when the process ends
         os.dup2(saved, 1)
         os.close(saved)
         os.close(null)
+
+
+def _flush_native() -> None:
+    """Write what C libraries have in their buffers of standard output."""
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)

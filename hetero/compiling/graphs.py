@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
+from hetero.backends.host.folders import expand_user
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.registry import find
@@ -148,7 +149,7 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     from hetero.backends.qnn import QnnDevice
     from hetero.backends.qnn import open as open_qnn
 
-    state, out = _state(plan), out.expanduser().resolve()  # the compiler works in other folders
+    state, out = _state(plan), expand_user(out).resolve()  # the compiler works in other folders
     _begin(plan, out, state)
     stored = open_model(out, weights=plan.request.weights).for_context(plan.max_seq_len)
     atomic_write(out / PLAN_FILE, plan.plan.model_dump_json(indent=1) + "\n")

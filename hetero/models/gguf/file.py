@@ -107,6 +107,11 @@ class GgufFile:
         _LAST["file"] = file
         return file
 
+    def release(self) -> None:
+        """Keep it for nobody else: it is unmapped when the last of its users is gone."""
+        if _LAST.get("file") is self:
+            _LAST.pop("file", None)
+
     def is_of(self, path: Path) -> bool:
         """Return whether this is one of the model's files."""
         return any(shard.path == path for shard in self.shards)

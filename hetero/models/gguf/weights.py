@@ -158,9 +158,10 @@ class GgufWeights(ModelWeights):
             self._store.file.bring()
 
     def close(self) -> None:
-        """Wait for the store that is being written."""
+        """Wait for the store that is being written; release the file."""
         if isinstance(self._store, StoreWriter):
             self._store.close()
+        self.file.release()
 
     def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
         """Tensors of a matrix by their storage, neighbours of one together: in the formats of
