@@ -116,7 +116,7 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
         if not isinstance(values, np.ndarray | list):
             continue
         layers = found.get(f"{name}.block_count")
-        if len(values) != layers:
+        if not is_number(layers) or len(values) != layers:
             raise ModelError(
                 f"{file.path}: {entry} must be one number or a list of {layers}, one for each "
                 f"layer, got {len(values)}; download the file again"

@@ -28,7 +28,7 @@ def vocabulary(metadata: Mapping[str, Any]) -> list[str]:
     named as in llama.cpp.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {str}:
         return []
     return [x or f"[EMPTY_{i}]" for i, x in enumerate(tokens)] if "" in tokens else tokens
 

@@ -72,8 +72,8 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     """Build the tokenizer with its chat template. Raises `ModelError`."""
     found = file.metadata
     tokens = vocabulary(found)
-    kind = found.get("tokenizer.ggml.model")
-    if not tokens or not set(map(type, tokens)) <= {str}:
+    kind = str(found.get("tokenizer.ggml.model"))
+    if not tokens:
         raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
         raise _error(file, "has a vocabulary with a token twice")
@@ -142,7 +142,7 @@ def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list
 
 def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     merges = _merges(file)
-    pre = file.metadata.get("tokenizer.ggml.pre") or "default"
+    pre = str(file.metadata.get("tokenizer.ggml.pre", "")) or "default"
     try:
         model = models.BPE(
             dict(zip(tokens, range(len(tokens)), strict=True)),
@@ -249,7 +249,7 @@ def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:
     given = found.get("tokenizer.ggml.add_bos_token")
     if isinstance(given, bool):
         return given
-    return kind == "llama" or found.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    return kind == "llama" or str(found.get("tokenizer.ggml.pre")) in _WHOLE_WORDS
 
 
 def _templates(found: Mapping[str, Any]) -> dict[str, str]:
