@@ -40,7 +40,7 @@ def vocabulary(metadata: Mapping[str, Any]) -> list[str]:
 
 def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """Return the id of `bos`, `eos`, `unknown`, …; None where there is none."""
-    size = len(vocabulary(metadata))
+    size = _size(metadata)
     for key in _SPELLINGS.get(name, (f"{name}_token_id",)):
         given = metadata.get(f"tokenizer.ggml.{key}")
         if (
@@ -64,7 +64,8 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 def token_types(metadata: Mapping[str, Any]) -> list[int]:
     """Return the type of every token, the file's but where its name says that it is another."""
-    ids, types = _ids(vocabulary(metadata)), _given_types(metadata)
+    ids = _ids(vocabulary(metadata))
+    types = _given_types(metadata)
     for id_ in (named_ends(ids, ()) | fim_tokens(ids, _unnamed(metadata))).values():
         types[id_] = CONTROL
     shown = dict.fromkeys(_SHOWN, USER_DEFINED)
@@ -88,7 +89,7 @@ def _ends(metadata: Mapping[str, Any]) -> tuple[tuple[int, ...], set[str]]:
 
 
 def _given_types(metadata: Mapping[str, Any]) -> list[int]:
-    size, given = len(vocabulary(metadata)), metadata.get("tokenizer.ggml.token_type")
+    size, given = _size(metadata), metadata.get("tokenizer.ggml.token_type")
     if isinstance(given, np.ndarray) and len(given) >= size:
         types: list[int] = given[:size].tolist()
         return types
@@ -98,6 +99,11 @@ def _given_types(metadata: Mapping[str, Any]) -> list[int]:
 def _unnamed(metadata: Mapping[str, Any]) -> list[str]:
     """Return the kinds of fill-in-the-middle tokens whose ids the file does not give."""
     return [kind for kind in FIM if special_id(metadata, kind) is None]
+
+
+def _size(metadata: Mapping[str, Any]) -> int:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list) else 0
 
 
 def _ids(tokens: Sequence[str]) -> dict[str, int]:

@@ -72,7 +72,7 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     """Build the tokenizer with its chat template. Raises `ModelError`."""
     found = file.metadata
     tokens = vocabulary(found)
-    kind = str(found.get("tokenizer.ggml.model"))
+    kind = _text(found, "tokenizer.ggml.model")
     if not tokens:
         raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
@@ -82,7 +82,8 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     elif kind == "gpt2":
         backend = _bytes(file, tokens)
     else:
-        raise _error(file, f"has a tokenizer of the kind {kind!r}, supported are llama and gpt2")
+        given = found.get("tokenizer.ggml.model")
+        raise _error(file, f"has a tokenizer of the kind {given!r}, supported are llama and gpt2")
     _add_special(file, backend, tokens)
     if re.search(NO_UTF8, "\n".join(tokens)):
         mend = decoders.Replace(Regex(NO_UTF8), REPLACEMENT)
@@ -142,7 +143,7 @@ def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list
 
 def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     merges = _merges(file)
-    pre = str(file.metadata.get("tokenizer.ggml.pre", "")) or "default"
+    pre = _text(file.metadata, "tokenizer.ggml.pre") or "default"
     try:
         model = models.BPE(
             dict(zip(tokens, range(len(tokens)), strict=True)),
@@ -190,7 +191,8 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if pre not in _PATTERNS:
         known = ", ".join((*_PATTERNS, *_PLAIN, *_DIGITS, "default"))
-        raise _error(file, f"splits text in the way {pre!r}, supported are {known}")
+        given = file.metadata.get("tokenizer.ggml.pre")
+        raise _error(file, f"splits text in the way {given!r}, supported are {known}")
     split = pre_tokenizers.Split(Regex(_PATTERNS[str(pre)]), behavior="isolated")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, plain])
@@ -249,7 +251,7 @@ def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:
     given = found.get("tokenizer.ggml.add_bos_token")
     if isinstance(given, bool):
         return given
-    return kind == "llama" or str(found.get("tokenizer.ggml.pre")) in _WHOLE_WORDS
+    return kind == "llama" or _text(found, "tokenizer.ggml.pre") in _WHOLE_WORDS
 
 
 def _templates(found: Mapping[str, Any]) -> dict[str, str]:
@@ -259,6 +261,12 @@ def _templates(found: Mapping[str, Any]) -> dict[str, str]:
         for name, text in found.items()
         if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text, str)
     }
+
+
+def _text(found: Mapping[str, Any], name: str) -> str:
+    """Return an entry that is a text as it is, another one as a text that no tokenizer has."""
+    value = found.get(name, "")
+    return value if isinstance(value, str) else repr(value)
 
 
 def _error(file: GgufFile, what: str) -> ModelError:
