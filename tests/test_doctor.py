@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,22 @@ def test_the_provider_warns_nothing_of_the_search_path_on_a_snapdragon(
     with pytest.raises(DeviceUnavailableError, match="NO_NPU"):
         library.load()
     assert severities == [library.ERRORS]
+
+
+PRINTS = """
+import ctypes
+from hetero.backends.qnn.library import quiet_stdout
+with quiet_stdout():
+    ctypes.CDLL(None).puts(b" # LIBNATIVE: using the default")
+print('{"json": 1}')
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names the C library as POSIX does")
+@pytest.mark.usefixtures("library")
+def test_what_a_library_prints_is_not_written_later_either() -> None:
+    """It stays in the buffer of a pipe until the process ends, after the JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == '{"json": 1}\n'

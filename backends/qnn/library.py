@@ -174,6 +174,13 @@ def quiet_stdout() -> Iterator[None]:
         os.dup2(null, 1)
         yield
     finally:
+        _flush_native()  # else what it printed comes out when the process ends
         os.dup2(saved, 1)
         os.close(saved)
         os.close(null)
+
+
+def _flush_native() -> None:
+    """Write what C libraries have in their buffers of standard output."""
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)

@@ -54,7 +54,7 @@ def hub_name(model: str) -> HubName | None:
         return HubName(repo, file)
     if _ID.fullmatch(model) and not model.endswith(".gguf"):
         owner = model.partition("/")[0]
-        return None if Path(owner).exists() or Path(model).exists() else HubName(model)
+        return None if any(map(os.path.exists, (owner, model))) else HubName(model)
     return None
 
 
@@ -106,13 +106,13 @@ def gguf_models(files: Sequence[Path]) -> list[tuple[Path, int]]:
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder has a configuration and all weights that its index names."""
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # false where it cannot be looked for
         return False
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    if not os.path.isfile(index):
         return any(folder.glob("*.safetensors"))
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return all((folder / str(name)).is_file() for name in names)
@@ -231,15 +231,18 @@ class Here(NamedTuple):
     where: str
 
 
-def models_here(folder: Path, demo: Path) -> list[Here]:
-    """The demo, models in a folder, and those in the hub's cache that can be opened."""
+def models_here(folder: Path | None, demo: Path) -> list[Here]:
+    """Return the demo, models in a folder, and those in the hub's cache that can be opened. Raises
+    `OSError` for a folder that cannot be listed.
+    """
     found = [Here("demo", "hetero", _bytes(demo), str(demo))]
-    paths = sorted(folder.iterdir())
-    sizes = dict(gguf_models([path for path in paths if _format(path) == "GGUF"]))
+    paths = [] if folder is None else sorted(folder.iterdir())
+    forms = {path: form for path in paths if (form := _format(path)) is not None}
+    sizes = dict(gguf_models([path for path, form in forms.items() if form == "GGUF"]))
     found.extend(
         Here(f"./{path.name}", form, sizes[path] if form == "GGUF" else _bytes(path), str(path))
-        for path in paths
-        if (form := _format(path)) is not None and (form != "GGUF" or path in sizes)
+        for path, form in forms.items()
+        if form != "GGUF" or path in sizes
     )
     return found + list(_cached())
 
@@ -251,7 +254,7 @@ def _cached() -> Iterator[Here]:
 
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
+    except (CacheNotFound, OSError, RuntimeError):  # no home folder
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         for revision in repo.revisions:
@@ -266,9 +269,9 @@ def _cached() -> Iterator[Here]:
 
 
 def _format(path: Path) -> str | None:
-    if path.is_file():
+    if os.path.isfile(path):
         return "GGUF" if path.suffix.lower() == ".gguf" else None
-    if (path / "hetero.json").is_file():
+    if os.path.isfile(path / "hetero.json"):
         return "hetero"
     return "safetensors" if is_whole(path) else None
 
@@ -276,4 +279,4 @@ def _format(path: Path) -> str | None:
 def _bytes(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if os.path.isfile(file))

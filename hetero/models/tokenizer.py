@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from pydantic_core import from_json
 
-from hetero.backends.host.files import read_file
+from hetero.backends.host.files import read_document
 from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, Message, load_templates
 from hetero.models.end_tokens import named_ends
@@ -362,7 +362,7 @@ def _unicode(text: str) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_file(path, LIMITS.file_bytes)
+        return read_document(path, LIMITS.file_bytes)
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror}); check its permissions"

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from rich.text import Text
 
-from hetero.backends.host.folders import data_folder
+from hetero.backends.host.folders import data_folder, expand_user
 from hetero.cli.options import (
     shown,
     stderr,
@@ -185,7 +185,7 @@ class Talk:
     def _save(self, name: str) -> bool:
         if not name:
             raise UserError("/save needs the name of a file, such as /save talk.session")
-        self.conversation.save(Path(name).expanduser())
+        self.conversation.save(expand_user(name))
         _note(f"{name} is written; go on from it with --session {name}")
         return True
 
