@@ -12,7 +12,6 @@ import pytest
 
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.timers import PR_GET_TIMERSLACK, _prctl, timer_slack
-from hetero.backends.qnn.library import quiet_stdout
 from hetero.collecting import collecting_later
 from hetero.models.tokenizer import quiet_panics
 from tests.interrupts import handler, interrupted, places
@@ -31,6 +30,13 @@ def state() -> dict[str, Any]:
         "collects": gc.isenabled(),
         "slack": _prctl()(PR_GET_TIMERSLACK),
     }
+
+
+def quiet_stdout() -> AbstractContextManager[None]:
+    pytest.importorskip("onnxruntime_qnn")
+    from hetero.backends.qnn.library import quiet_stdout
+
+    return quiet_stdout()
 
 
 @pytest.mark.parametrize(

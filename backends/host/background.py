@@ -7,15 +7,18 @@ waits are those of C's own locks.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
+_LOOK_S: Final = 0.1
 
 
 class Latch:
-    """Closed until `open`, which any thread may call, also twice; then open for good."""
+    """Closed until `open`, then open for good. Any thread."""
 
     def __init__(self) -> None:
         self._closed = threading.Lock()
@@ -23,22 +26,21 @@ class Latch:
         self._open = False
 
     def open(self) -> None:
-        """Let every thread that waits go on."""
-        self._open = True
-        try:
+        """Let every thread that waits go on; idempotent."""
+        if not self._open:
+            self._open = True
             self._closed.release()
-        except RuntimeError:  # it was open, or one that waited has yet to let the others through
-            return
 
-    def wait(self, limit_s: float = -1) -> bool:
-        """Return when it is open (true), or after `limit_s` (-1: wait for ever)."""
-        if self._open:
-            return True
-        if limit_s < 0:
-            with self._closed:
-                return True
-        if self._closed.acquire(timeout=limit_s):
-            self._closed.release()
+    def wait(self, limit_s: float = math.inf) -> bool:
+        """Return whether it is open, at the latest after `limit_s`."""
+        give_up_s = time.monotonic() + limit_s
+        while not self._open:
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0:
+                break
+            # For a while only: one that was interrupted in between has not let the others through.
+            if self._closed.acquire(timeout=min(left_s, _LOOK_S)):
+                self._closed.release()
         return self._open
 
 
@@ -66,8 +68,8 @@ class Background(Generic[T]):
         """Do not make the call, unless it has begun."""
         self._call = None
 
-    def wait(self, limit_s: float = -1) -> bool:
-        """Whether it has ended, at the latest `limit_s` from now (-1: wait for it)."""
+    def wait(self, limit_s: float = math.inf) -> bool:
+        """Return whether it has ended, at the latest after `limit_s`."""
         return self._done.wait(limit_s)
 
     def result(self) -> T:

@@ -172,9 +172,11 @@ def quiet_stdout() -> Iterator[None]:
     saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:  # around the call too: a signal handler may raise right after it
         os.dup2(null, 1)
-        yield
+        try:
+            yield
+        finally:
+            _flush_native()  # else what it printed comes out when the process ends
     finally:
-        _flush_native()  # else what it printed comes out when the process ends
         os.dup2(saved, 1)
         os.close(saved)
         os.close(null)

@@ -143,7 +143,7 @@ class EngineClient:
         line = await self._process.stdout.readline()
         first = decode(line) if line else None
         if not isinstance(first, Ready):
-            await self._process.wait()
+            await self._end()
             why = first.message if isinstance(first, Refused) else "it ended without a word"
             raise UserError(f"the engine did not start: {why}")
         self.about = first.about
@@ -156,21 +156,25 @@ class EngineClient:
         self._stopping = True
         if self._process is None:
             return
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(STOP_S):
-                await self._tell(Stop())
-                await self._process.wait()
-        for name, end, limit_s in (
-            ("SIGTERM", self._process.terminate, TERMINATE_S),
-            ("SIGKILL", self._process.kill, None),
-        ):
-            if self._process.returncode is None:
-                log.error("the engine does not end: sending %s", name)
-                end()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), limit_s)
+        with suppress(OSError, TimeoutError):  # a full pipe that nobody reads
+            await asyncio.wait_for(self._tell(Stop()), TERMINATE_S)
+        await self._end()
         if self._reader is not None:
             await self._reader
+
+    async def _end(self) -> None:
+        """Wait for the process; end it where it hangs."""
+        process = self._process
+        assert process is not None
+        limit_s = STOP_S
+        for name, send in (("SIGTERM", process.terminate), ("SIGKILL", process.kill)):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), limit_s)
+                return
+            log.error("the engine does not end: sending %s", name)
+            send()
+            limit_s = TERMINATE_S
+        await process.wait()
 
     def admit(self, app: str) -> None:
         """Raise `ApiError` where another answer would be one too many."""

@@ -87,7 +87,7 @@ def check_state(llm: LLM, cores: set[int]) -> None:
 )
 def test_a_signal_at_any_instruction(llm: LLM, name: str) -> None:
     ask = asks(llm)[name]
-    wanted, cores = ask(), os.sched_getaffinity(0)
+    wanted, cores = [ask() for _ in range(3)][-1], os.sched_getaffinity(0)  # all is compiled
     raised = 0
     tried = chosen(places(ask))
     for number, place in enumerate(tried):

@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.host.background import Background, Latch, in_background
 from hetero.backends.host.files import atomic_write, atomic_writer
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.weights import (
@@ -82,11 +83,9 @@ class Content:
     """The hash of a file's bytes, in the making."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="hetero-content")
-        self._found: list[Future[bytes]] = [
-            self._pool.submit(_piece_digest, *piece) for piece in _pieces(file)
-        ]
-        self._pool.shutdown(wait=False)
+        jobs = [partial(_piece_digest, *piece) for piece in _pieces(file)]
+        halves = [in_background("hetero-content", jobs[i::2]) for i in range(2)]
+        self._found = [halves[i % 2][i // 2] for i in range(len(jobs))]
 
     def hexdigest(self) -> str:
         """Waits for it."""
@@ -162,9 +161,8 @@ class StoreWriter:
         self._held: dict[str, Sequence[PackedWeight]] = {}
         self._content = None if at <= HELD_BYTES else Content(file)
         self._missing = set(shapes)
-        self._writing: Future[None] | None = None
-        self._now = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-store")
+        self._writing: Background[None] | None = None
+        self._now = Latch()
         self._stack = contextlib.ExitStack()
         path.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(path.parent).free < 2 * at:
@@ -182,37 +180,37 @@ class StoreWriter:
         if self._content is None:
             self._held[name] = parts
         else:
-            self._writing = self._thread.submit(self._add, name, parts, last=not self._missing)
+            add = partial(self._add, name, parts, last=not self._missing)
+            (self._writing,) = in_background("hetero-store", [add])
 
     def finish(self) -> None:
         """Everything was added; a store that lacks a matrix is given up."""
         if self._missing or self._content is not None:
             self.abandon()
         elif self._writing is None:
-            self._writing = self._thread.submit(self._add_held)
-            self._thread.shutdown(wait=False)
+            (self._writing,) = in_background("hetero-store", [self._add_held])
 
     def close(self) -> None:
         """Wait until everything is written."""
-        self._now.set()
+        self._now.open()
         self._wait()
 
     def abandon(self) -> None:
         """Leave nothing behind, but a store that is whole."""
-        self._now.set()
+        self._now.open()
         self._wait()
         self._missing = set()
         self._held.clear()
-        self._thread.shutdown()
         self._drop()
 
     def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        if self._writing is not None:
             try:
-                writing.result()
+                self._writing.result()
             except OSError:
+                self._writing = None
                 self.abandon()
+            self._writing = None
 
     def _drop(self) -> None:
         with contextlib.suppress(_AbandonedError, OSError), self._stack:
