@@ -217,3 +217,16 @@ def test_what_a_library_prints_is_not_written_later_either() -> None:
         [sys.executable, "-c", PRINTS], capture_output=True, text=True, check=True
     )
     assert done.stdout == '{"json": 1}\n'
+
+
+@pytest.mark.parametrize("backend", ["qnn", "ort_cpu"])
+def test_onnx_runtime_is_loaded_without_telemetry(backend: str) -> None:
+    """It would warn of a home that cannot be written, on standard error."""
+    if backend == "qnn":
+        pytest.importorskip("onnxruntime_qnn")
+    code = f"import hetero.backends.{backend}, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    env = {name: value for name, value in os.environ.items() if "TELEMETRY" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    )
+    assert done.stdout == "1\n"
