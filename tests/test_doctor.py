@@ -230,3 +230,24 @@ def test_onnx_runtime_is_loaded_without_telemetry(backend: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
     )
     assert done.stdout == "1\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a descriptor")
+@pytest.mark.parametrize("command", ["doctor", "devices"])
+def test_a_closed_output_is_no_fault(command: str) -> None:
+    """As of a service; with QNN, whose library prints."""
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m hetero.cli.app {command} >&-"],
+        stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_the_next_step_is_the_first_remedy_that_a_model_needs() -> None:
+    well = doctor.Finding("ort-cpu", "npu", True, "here")
+    driver = doctor.Finding("opencl:x", "gpu", False, "gone", "delete it", needed=False)
+    failed = doctor.Finding("opencl", "gpu", False, "no driver", "install one")
+    bare = doctor.Finding("qnn", "npu", False, "no node")
+    assert doctor.next_step([well, driver]) == 'next: hetero generate demo "Once upon a time"'
+    assert doctor.next_step([well, driver, failed, bare]) == "next: opencl: install one"
+    assert doctor.next_step([bare]) == "next: qnn: no node"

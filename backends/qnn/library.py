@@ -167,17 +167,28 @@ def _no_npu(kinds: list[str]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Keep what a native library prints off standard output, where results go."""
-    sys.stdout.flush()
-    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    """Keep what a native library prints off standard output, where results go; that may be closed,
+    as of a service.
+    """
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        saved: int | None = os.dup(1)
+    except OSError:
+        saved = None
+    null = os.open(os.devnull, os.O_WRONLY)  # which is 1 itself where that is closed
     os.dup2(null, 1)
     try:
         yield
     finally:
         _flush_native()  # else what it printed comes out when the process ends
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(null)
+        if saved is None:
+            os.close(1)
+        else:
+            os.dup2(saved, 1)
+            os.close(saved)
+        if null != 1:
+            os.close(null)
 
 
 def _flush_native() -> None:
