@@ -153,7 +153,7 @@ class Completion(ABC):
         """
 
     def block(self) -> None:
-        """The driver's own blocking wait, without a deadline; for comparisons."""
+        """The driver's own blocking wait, which has no deadline either; for comparisons."""
         self.wait()
 
     def span(self) -> tuple[float, float] | None:
@@ -176,7 +176,9 @@ class BoundCall(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Execute and return when the result is visible to the host. Releases the GIL meanwhile."""
+        """Execute and return when the result is visible to the host. Releases the GIL meanwhile.
+        Has no deadline: where it hangs `hetero.runtime.watchdog` says so.
+        """
 
     def submit(self) -> Completion:
         """Enqueue and flush; asynchronous devices only. Calls complete in submission order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from hetero.cli import app as cli
 from hetero.errors import UserError
 from hetero.generation.sampling import log_softmax
 from hetero.measuring.evaluation import evaluate, mean_95, read_tokens, share_95, windows
+from tests.helpers import Command
+from tests.runtime.models import tiny_model
 
 STORY = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 6
 
@@ -96,6 +99,60 @@ def test_the_command_prints_a_table_and_json(
     with pytest.raises(SystemExit):
         cli.main([*common, "--no-reference", "--json"])
     assert json.loads(capsys.readouterr().out)["w4a16"]["kl_mean"] is None
+
+
+@pytest.mark.parametrize("stored", [["w8a8", "w4a16"], ["w8a16"], ["w4a16"], ["f16"]], ids=str)
+@pytest.mark.parametrize("origin", ["beside", "gone", "other"])
+def test_a_quantised_directory_without_floats(
+    command: Command, tmp_path: Path, stored: list[str], origin: str
+) -> None:
+    """It is compared with the model that it was made from, or scored alone."""
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text.write_text(STORY)
+    other.write_text(STORY[::-1])
+    source, made = tmp_path / "model", tmp_path / "made"
+    tiny_model(source)
+    formats = ("--weights", ",".join(stored))
+    static = ("--calibrate", str(other)) if "w8a8" in stored else ()
+    assert command("quantize", str(source), "--out", str(made), *formats, *static).returncode == 0
+    if origin != "beside":
+        shutil.rmtree(source)
+    if origin == "other":
+        tiny_model(source, num_hidden_layers=2)
+    found = command("eval", str(made), "--text", str(text), "--max-tokens", "60", "--json")
+    assert found.returncode == 0, found.stderr
+    ((name, quality),) = json.loads(found.stdout).items()
+    assert name == stored[0]
+    assert (quality["kl_mean"] is not None) == (origin == "beside")
+    holds = f"hetero: {made} holds {' and '.join(stored)}, no f32: it is "
+    then = f"compared with {source}, " if origin == "beside" else "scored alone; for agreement give"
+    assert found.stderr.startswith(holds + then)
+
+
+def test_a_quantised_directory_is_no_reference_and_is_not_calibrated_again(
+    command: Command, tmp_path: Path
+) -> None:
+    text, made, kept = tmp_path / "text.txt", str(tmp_path / "made"), str(tmp_path / "kept")
+    text.write_text(STORY)
+    assert command("quantize", "demo", "--out", made, "--weights", "w8a16").returncode == 0
+    common = ("--text", str(text), "--max-tokens", "60")
+    found = command("eval", made, *common)
+    assert f"{made} holds w8a16, no f32: it is compared with demo, which it was" in found.stderr
+    found = command("eval", "demo", *common, "--reference", made)
+    assert found.returncode == 2
+    assert f"--reference {made} holds w8a16, no f32: give the float model" in found.stderr
+    found = command("eval", made, *common, "--simulate", "naive", "--calibrate", str(tmp_path))
+    assert found.returncode == 2
+    assert "holds w8a16: calibration needs floats; give the model that it was" in found.stderr
+    assert (
+        command(
+            "quantize", str(tiny_model(tmp_path / "tiny")), "--out", kept, "--weights", "f32"
+        ).returncode
+        == 0
+    )
+    found = command("eval", kept, *common, "--json")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert json.loads(found.stdout)["f32"]["kl_mean"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_text_that_is_none(tmp_path: Path) -> None:

@@ -235,3 +235,33 @@ print(text == llm.generate("Once upon a time", max_tokens=20).text)
 def test_errors_go_from_process_to_process(error: Exception) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_what_threads_open_at_once_is_all_told_of_a_fork() -> None:
+    code = """
+import os, sys, threading
+from hetero.backends.host import forks
+sys.setswitchinterval(1e-6)
+class Watcher:
+    forked = False
+    def __init__(self):
+        forks.in_child(self.note)
+    def note(self):
+        self.forked = True
+watchers = []
+def work():
+    watchers.extend(Watcher() for _ in range(2000))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+del watchers[::2]
+pid = os.fork()
+if pid == 0:
+    print(len(watchers), all(watcher.forked for watcher in watchers), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(len(forks._watching))
+"""
+    assert run(code).stdout == "4000 True\n4000\n"

@@ -172,23 +172,24 @@ def quiet_stdout() -> Iterator[None]:
     """
     if sys.stdout is not None:
         sys.stdout.flush()
-    try:
-        saved: int | None = os.dup(1)
-    except OSError:
-        saved = None
-    null = os.open(os.devnull, os.O_WRONLY)  # which is 1 itself where that is closed
-    os.dup2(null, 1)
-    try:
+    saved, null = _copy_of(1), os.open(os.devnull, os.O_WRONLY)  # 1 itself where that is closed
+    try:  # around the call too: a signal handler may raise right after it
+        os.dup2(null, 1)
         yield
-    finally:
         _flush_native()  # else what it printed comes out when the process ends
-        if saved is None:
-            os.close(1)
-        else:
+    finally:
+        if saved is not None:
             os.dup2(saved, 1)
             os.close(saved)
-        if null != 1:
-            os.close(null)
+        for descriptor in {null} if saved is not None else {null, 1}:
+            os.close(descriptor)
+
+
+def _copy_of(descriptor: int) -> int | None:
+    try:
+        return os.dup(descriptor)
+    except OSError:  # closed
+        return None
 
 
 def _flush_native() -> None:

@@ -145,8 +145,9 @@ def eval_command(
         return
     base: LLM | None = None
     try:
-        if not no_reference:
-            base = opened(reference or model, weights=work.REFERENCE)
+        compared = None if no_reference else work.reference_of(model, reference)
+        if compared is not None:
+            base = opened(compared, weights=work.REFERENCE)
         if not formats and not simulate:
             formats = [WeightFormat(default_weights(model))]
         ways = {choice: {"weights": choice} for choice in formats}

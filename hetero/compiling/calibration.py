@@ -29,6 +29,7 @@ from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.fields import read_text
 from hetero.models.layout import block_matrices
+from hetero.models.original import without_floats
 from hetero.models.packing import SourceTensor, pack_rows
 from hetero.models.weights import BlockWeights, ModelWeights
 
@@ -286,6 +287,11 @@ def calibration_sequences(
 
     Raises `UserError` for a text that cannot be read or says nothing.
     """
+    if (manifest := without_floats(model)) is not None:
+        raise UserError(
+            f"{model} holds {' and '.join(manifest.stored)}: calibration needs floats; give the "
+            "model that it was made from"
+        )
     loaded = open_model(model, weights="f32")
     words = read_text(text, LONGEST_TEXT_BYTES)
     tokens = loaded.encode(words)[:limit] if words.strip() else []

@@ -116,7 +116,7 @@ class LLM:
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
-        self.max_seq_len = self._context_length(length)
+        self.max_seq_len, self._loaded = self._in_context(length)
         self._whole_caches = whole_caches or (bundle is not None and bundle.whole_caches)
         spec = self._loaded.spec(self.kv)
         may = npu in ("auto", "qnn") and device in ("auto", "hetero")
@@ -547,6 +547,11 @@ class LLM:
             whole=self._whole_caches,
         )
         return max(budget - taken, 1)
+
+    def _in_context(self, asked: int | None) -> tuple[int, LoadedModel]:
+        """The length of contexts, and the model in one."""
+        length = self._context_length(asked)
+        return length, self._loaded.for_context(length)
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position

@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -67,6 +67,18 @@ class LoadedModel:
     def tokenizer(self) -> Tokenizer:
         """Read on first use, or since `reading_tokenizer`. Raises `ModelError`."""
         return self._tokenizer.result()
+
+    def for_context(self, length: int) -> LoadedModel:
+        """Return the model in a context of up to `length` tokens, which LongRoPE depends on.
+
+        What is derived from one is not the other's: the fingerprints differ.
+        """
+        config = self.config.for_context(length)
+        if config == self.config:
+            return self
+        self.weights.config = config
+        identity = hashlib.sha256(f"{self.fingerprint}|{config.rope_scaling}".encode())
+        return replace(self, config=config, fingerprint=identity.hexdigest())
 
     def reading_tokenizer(self) -> LoadedModel:
         """The model, whose tokenizer is read by a thread from now on: large vocabularies take half

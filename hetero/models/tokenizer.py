@@ -381,9 +381,9 @@ def quiet_panics() -> Iterator[None]:
         except OSError:  # no place for it, or no stderr
             yield
             return
-        os.dup2(held.fileno(), 2)
         panicked = False
-        try:
+        try:  # around the call too: a signal handler may raise right after it
+            os.dup2(held.fileno(), 2)
             yield
         except BaseException as error:
             panicked = type(error).__name__ == "PanicException"

@@ -13,6 +13,7 @@ from hetero.backends.protocol import Completion, Device
 from hetero.runtime.program import AHEAD, LOADED, RING, RUN, SUBMIT
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
+from hetero.runtime.watchdog import WATCHDOG
 
 DRAIN_DEADLINE_S = 5.0
 Beside: TypeAlias = Callable[[], object]
@@ -23,7 +24,15 @@ def nothing() -> None:
 
 
 class Executor:
-    """Runs steps on the control thread; keeps nothing between two of them."""
+    """Runs steps on the control thread; keeps nothing between two of them.
+
+    `running` is the step that runs now, and the time of every action that has ended, the first its
+    start (`hetero.runtime.watchdog`).
+    """
+
+    def __init__(self) -> None:
+        self.running: tuple[Step, list[float]] | None = None
+        WATCHDOG.watch(self)
 
     def run(self, step: Step, beside: Beside = nothing, devices: Iterable[Device] = ()) -> StepRun:
         """Execute; when it returns, all outputs are visible to the host. `beside` is called before
@@ -45,6 +54,7 @@ class Executor:
                 drain_queues(devices)
             raise
         finally:
+            self.running = None
             if collecting:
                 gc.enable()
 
@@ -63,6 +73,7 @@ class Executor:
         last_wait = step.last_wait
         at_s = now()
         stamps, sleeps = [at_s], list[float]()
+        self.running = step, stamps
         stamp, slept = stamps.append, sleeps.append
         for code, index, kind, target in step.program:
             call = cast("Any", target)

@@ -39,6 +39,7 @@ from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
 from hetero.generation.loop import DeviceShare, GenerationResult, Later, Piece
 from hetero.generation.sampling import TokenLogprob
+from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
 from hetero.serving.grammars import GrammarConstraint, TokenBytes
 from hetero.serving.messages import (
@@ -356,6 +357,12 @@ def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
     os._exit(1)
 
 
+def _end_hung(sentence: str) -> None:
+    """End the process, whose questions would wait for ever; the server then says so and ends."""
+    log.error("%s: ending the engine", sentence)
+    os._exit(1)
+
+
 def main() -> None:
     """`python -P -m hetero.serving.engine OPTIONS`, by `hetero serve` alone. Ctrl-C of the terminal
     is for that one, which then says `Stop`.
@@ -369,6 +376,7 @@ def main() -> None:
         answers.write(data)
         answers.flush()
 
+    WATCHDOG.on_hang = _end_hung
     outbox = Outbox(write)
     options: dict[str, Any] = json.loads(sys.argv[1])
     slots = options.pop("slots")

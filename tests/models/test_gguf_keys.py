@@ -191,7 +191,7 @@ def test_a_list_of_one_number_is_that_number(name: str, tmp_path: Path) -> None:
     ("values", "sentence"),
     [
         ([2, 2, 4], "llama.attention.head_count_kv differs from layer to layer, which is not"),
-        ([2, 2], "head_count_kv must be one number or one for each of the 3 layers, got 2"),
+        ([2, 2], "head_count_kv must be one number or a list of 3, one for each layer, got 2"),
         (["2", "2", "2"], "llama.attention.head_count_kv differs from layer to layer"),
     ],
 )

@@ -25,7 +25,9 @@ from hetero.measuring.evaluation import (
     read_tokens,
 )
 from hetero.measuring.kv_quality import RANDOM, KvQuality, kv_quality
+from hetero.models.original import find_original, without_floats
 from hetero.profiler.tables import TableData
+from hetero.terminal.notices import tell
 
 REFERENCE = WeightFormat.F32
 
@@ -35,6 +37,24 @@ def check_texts(simulate: list[str] | None, calibrate: Path | None, text: Path) 
         raise UserError("--simulate needs scales from a text; give --calibrate TEXT, not --text's")
     if calibrate is not None and calibrate.resolve() == text.resolve():
         raise UserError(f"--calibrate and --text are both {text}; give two different texts")
+
+
+def reference_of(model: str, named: str | None) -> str | None:
+    """Return the MODEL that scores are compared with as f32; None, with a notice, where a quantised
+    directory holds no floats and what it was made from is not here. Raises `UserError`.
+    """
+    manifest = without_floats(named or model)
+    if manifest is None:
+        return named or model
+    holds = f"{named or model} holds {' and '.join(manifest.stored)}, no f32"
+    if named is not None:
+        raise UserError(f"--reference {holds}: give the float model that it was made from")
+    original = find_original(model, manifest)
+    if original is None:
+        tell(f"{holds}: it is scored alone; for agreement give its float model with --reference")
+    else:
+        tell(f"{holds}: it is compared with {original}, which it was made from")
+    return original
 
 
 def against(

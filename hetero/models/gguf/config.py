@@ -122,8 +122,8 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
         layers = found.get(f"{name}.block_count")
         if len(values) != layers:
             raise ModelError(
-                f"{file.path}: {entry} must be one number or one for each of the {layers} layers, "
-                f"got {len(values)}; download the file again"
+                f"{file.path}: {entry} must be one number or a list of {layers}, one for each "
+                f"layer, got {len(values)}; download the file again"
             )
         if not isinstance(values, np.ndarray) or (values != values[0]).any():
             raise ModelError(

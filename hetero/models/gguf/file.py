@@ -107,6 +107,11 @@ class GgufFile:
         _LAST["file"] = file
         return file
 
+    def release(self) -> None:
+        """Keep it for nobody else: it is unmapped when the last of its users is gone."""
+        if _LAST.get("file") is self:
+            _LAST.pop("file", None)
+
     def is_of(self, path: Path) -> bool:
         """Return whether this is one of the model's files."""
         return any(shard.path == path for shard in self.shards)
@@ -349,11 +354,19 @@ class _Reader:
         return found
 
     def text(self, name: str, limit: int | None = None) -> str:
-        """A string; its length is checked before it is read."""
+        """A string; its length is checked before it is read. Names, which have a `limit`, are
+        UTF-8.
+        """
         length = self.integer("<Q")
         if length > self.size - self.at or (limit is not None and length > limit):
             raise self.error(f"{name} has {length} bytes, beyond the file's end or the rule")
-        return _decoded(self.take(length))
+        data = self.take(length)
+        if limit is None:
+            return _decoded(data)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{name} is not UTF-8 text ({error})") from error
 
     def integer(self, form: str) -> int:
         """A little-endian integer."""

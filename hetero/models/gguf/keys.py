@@ -182,6 +182,10 @@ def _check(
 
 def _check_tokenizer(file: GgufFile, key: str, name: str, value: Any) -> list[str]:
     """Return the key if it is not read."""
+    if name.endswith("_token_id") and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ModelError(
+            f"{file.path}: {key} must be a token id, got {_shown(value)}; download the file again"
+        )
     known = (*TOKENIZER_USED, *TOKENIZER_HARMLESS)
     if name in known or name.startswith("chat_template."):
         return []

@@ -38,6 +38,10 @@ _VECTORS: Final = {
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _UNOPENED: Final = "unopened"
+_FACTORS: Final = {
+    "llama3": ("rope_freqs.weight",),
+    "longrope": ("rope_factors_long.weight", "rope_factors_short.weight"),
+}  # by the scaling that they are of
 
 
 class GgufWeights(ModelWeights):
@@ -156,9 +160,10 @@ class GgufWeights(ModelWeights):
             self._store.file.bring()
 
     def close(self) -> None:
-        """Wait for the store that is being written."""
+        """Wait for the store that is being written; release the file."""
         if isinstance(self._store, StoreWriter):
             self._store.close()
+        self.file.release()
 
     def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
         """Tensors of a matrix by their storage, neighbours of one together: in the formats of
@@ -232,8 +237,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        # Read with the configuration.
-        read = {"rope_freqs.weight"} if self.config.rope_scaling.kind == "llama3" else set()
+        read = _FACTORS.get(self.config.rope_scaling.kind, ())  # with the configuration
         unknown = [x for x in tensors if x not in expected and x not in read]
         if unknown:
             raise ModelError(
