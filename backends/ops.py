@@ -106,9 +106,13 @@ class LayerNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`."""
+    """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`.
 
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
+    where `long` says that the context is longer than the model was first trained for.
+    """
+
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -119,6 +123,18 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool = False
+
+    def for_length(self, length: int) -> RopeScaling:
+        """Return the scaling in a context of up to `length` tokens.
+
+        All positions of a context have the same one, as in llama.cpp and vLLM: keys are cached
+        after they are rotated. (`transformers` changes it when a text grows beyond the border.)
+        """
+        long = self.kind == "longrope" and length > self.original_max_position
+        return replace(self, long=long)
 
 
 @dataclass(frozen=True, kw_only=True)

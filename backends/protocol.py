@@ -153,7 +153,7 @@ class Completion(ABC):
         """
 
     def block(self) -> None:
-        """The driver's own blocking wait, without a deadline; for comparisons."""
+        """The driver's own blocking wait, which has no deadline either; for comparisons."""
         self.wait()
 
     def span(self) -> tuple[float, float] | None:
@@ -176,7 +176,9 @@ class BoundCall(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Execute and return when the result is visible to the host. Releases the GIL meanwhile."""
+        """Execute and return when the result is visible to the host. Releases the GIL meanwhile.
+        Has no deadline: where it hangs `hetero.runtime.watchdog` says so.
+        """
 
     def submit(self) -> Completion:
         """Enqueue and flush; asynchronous devices only. Calls complete in submission order."""
@@ -303,6 +305,11 @@ class Device(ABC):
 
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
+
+    def drain(self, deadline_s: float) -> None:  # noqa: B027
+        """Return when everything submitted is complete, also what an interrupted caller has no
+        completion of. Raises `WaitTimeoutError` after `deadline_s`.
+        """
 
     def flag(self) -> BoundCall | None:
         """A call that, submitted behind another, shows its completion in shared memory without the

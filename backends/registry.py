@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.host.processor import is_arm64
 from hetero.backends.protocol import Device, DeviceKind
 
 EVERY_CORE: Final = "opencl-cores"
@@ -33,11 +34,13 @@ class Backend:
         return tuple(p for p in self.requires if importlib.util.find_spec(p) is None)
 
 
+# The wheels of PoCL are for x86-64; on Arm it is a package of the system's (README).
+PYOPENCL: Final = "pip install pyopencl" if is_arm64() else "pip install 'pyopencl[pocl]'"
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("opencl", "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
-        Backend(EVERY_CORE, "gpu", ("pyopencl",), "pip install 'pyopencl[pocl]'"),
+        Backend("opencl", "gpu", ("pyopencl",), PYOPENCL),
+        Backend(EVERY_CORE, "gpu", ("pyopencl",), PYOPENCL),
         Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
         Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'"),
         Backend("reference", "npu"),

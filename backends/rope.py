@@ -25,14 +25,20 @@ def inverse_frequencies(op: Rope) -> Float64Array:
             return _llama3(base, op.scaling)
         case "yarn":
             return _yarn(base, op, op.scaling)
+        case "longrope":
+            scaling = op.scaling
+            factors = scaling.long_factor if scaling.long else scaling.short_factor
+            return base / np.asarray(factors, dtype=np.float64)
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """Factor on cos and sin (yarn only; YaRN paper section 3.4, `transformers` defaults)."""
-    if scaling.kind != "yarn":
+    """Factor on cos and sin (YaRN paper section 3.4, `transformers` defaults; LongRoPE)."""
+    if scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.kind == "longrope":
+        return 1.0
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(
             scaling.factor, scaling.mscale_all_dim

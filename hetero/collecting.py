@@ -15,11 +15,13 @@ def collecting_later() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.disable()
-    try:
+    try:  # around `disable` too: a signal handler may raise right after it
+        gc.disable()
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # else what was frozen would be thawed
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
+        try:
+            if gc.get_freeze_count() == 0:  # else what was frozen would be thawed
+                gc.freeze()
+                gc.unfreeze()
+        finally:
+            gc.enable()

@@ -12,7 +12,7 @@ from hetero.profiler.records import Environment
 from hetero.profiler.timing import last_level_cache_bytes
 
 PACKAGES = ("numpy", "onnxruntime", "onnxruntime-qnn", "pyopencl", "pocl-binary-distribution")
-CPU = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+CPUS = Path("/sys/devices/system/cpu")
 THERMAL = Path("/sys/class/thermal")
 
 
@@ -24,8 +24,8 @@ def read_environment(*, gpu_core: int | None, control_core: int | None) -> Envir
         cores=os.cpu_count(),
         memory_bytes=memory_bytes(),
         cache_bytes=last_level_cache_bytes(),
-        clock_hz=clock_hz(),
-        governor=_text(CPU / "scaling_governor"),
+        clock_hz=clock_hz(control_core),
+        governor=_text(_frequencies(control_core) / "scaling_governor"),
         temperature_c=temperature_c(),
         gpu_core=gpu_core,
         control_core=control_core,
@@ -46,15 +46,29 @@ def hetero_version() -> str:
     return installed_version("hetero") or "unknown"
 
 
-def clock_hz() -> float | None:
-    """Current clock of the first core."""
-    text = _text(CPU / "scaling_cur_freq")
+def clock_hz(core: int | None = None) -> float | None:
+    """Current clock of a core; by default of the one with the highest clock, since the first is a
+    little one on many of Arm's processors.
+    """
+    text = _text(_frequencies(core) / "scaling_cur_freq")
     if text is not None and text.isdigit():
         return float(text) * 1e3
     for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
         if line.startswith("cpu MHz"):
             return float(line.partition(":")[2]) * 1e6
     return None
+
+
+def _frequencies(core: int | None) -> Path:
+    if core is not None:
+        return CPUS / f"cpu{core}" / "cpufreq"
+    folders = sorted(CPUS.glob("cpu[0-9]*/cpufreq"))
+    return max(folders, key=_highest_khz, default=CPUS / "cpu0" / "cpufreq")
+
+
+def _highest_khz(folder: Path) -> int:
+    text = _text(folder / "cpuinfo_max_freq") or ""
+    return int(text) if text.isdigit() else 0
 
 
 def temperature_c() -> float | None:

@@ -6,6 +6,7 @@ This module knows dictionaries and paths only; the records are in `hetero.profil
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -147,7 +148,7 @@ def cached_profile_path() -> Path:
 def taken_profile_path() -> Path:
     """Where this machine's profile is, if there is one."""
     own, cached = own_profile_path(), cached_profile_path()
-    return cached if cached.exists() and not own.exists() else own
+    return cached if os.path.exists(cached) and not os.path.exists(own) else own
 
 
 def shipped_names() -> tuple[str, ...]:

@@ -76,6 +76,8 @@ def _check_numbers(record: Any) -> None:
             _check_numbers(value)
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{field.name} must be finite, got {value}")
+        elif isinstance(value, tuple) and not all(0 < x < math.inf for x in value):
+            raise ValueError(f"{field.name} must have positive numbers, got {value}")
         elif isinstance(value, int) and not isinstance(value, bool):
             least = 0 if field.name in MAY_BE_ZERO else 1
             if not least <= value <= LARGEST:

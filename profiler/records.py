@@ -7,6 +7,7 @@ Units are in the names: seconds `_s`, bytes `_bytes`, `_per_s`. Notation as in
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -578,7 +579,7 @@ class DeviceProfile(Record):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a file, or a shipped profile by its name. Raises `ProfileError`."""
-        if isinstance(path, str) and path in files.shipped_names() and not Path(path).exists():
+        if isinstance(path, str) and path in files.shipped_names() and not os.path.exists(path):
             path = files.shipped_path(path)
         return cls.parse(files.read_profile(path), path)
 

@@ -84,13 +84,17 @@ class TimingPolicy:
 
 
 DEFAULT: Final = TimingPolicy()
+CPUS = Path("/sys/devices/system/cpu")
 
 
 def last_level_cache_bytes() -> int | None:
-    """Size of the largest cache as Linux tells it, None elsewhere."""
+    """Size of the largest cache of any core as Linux tells it, None elsewhere."""
     sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text(encoding="ascii").strip()
+    for path in CPUS.glob("cpu[0-9]*/cache/index*/size"):
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):  # a core that is switched off
+            continue
         factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
         digits = text.rstrip("KM")
         if digits.isdigit():

@@ -197,8 +197,8 @@ class PreparedSolver:
             if len(self._plans) >= KEPT:
                 self._plans.pop(next(iter(self._plans)))
             collecting = gc.isenabled()
-            gc.disable()  # a prompt waits, and a collection costs as much as several plans
-            try:
+            try:  # around `disable` too: a signal handler may raise right after it
+                gc.disable()  # a prompt waits, and a collection costs as much as several plans
                 self._plans[phase, m] = self._solve(Scenario(phase, m))
             finally:
                 if collecting:

@@ -110,8 +110,23 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     assert run(code).stdout == f"DeviceLostError it {LOST}, and its threads are not in the child\n"
 
 
-def test_a_fork_in_the_middle_of_another_threads_call() -> None:
-    """The thread that holds the model is not in the child, and would be waited for for ever."""
+STEP = """with llm.engine.lock:
+        begun.set()
+        ended.wait(30)"""
+STREAM = """for _ in llm.stream("Once", max_tokens=5):
+        begun.set()
+        ended.wait(30)"""
+IN_USE = "engine: running the model failed: another thread was using it"
+
+
+@pytest.mark.parametrize(
+    ("work", "answer"),
+    [pytest.param(STEP, IN_USE, id="step"), pytest.param(STREAM, " upon a time", id="stream")],
+)
+def test_a_fork_in_the_middle_of_another_threads_call(work: str, answer: str) -> None:
+    """A thread in a step is not in the child, and would be waited for for ever; the context of a
+    stream is left to it, and the child takes another one.
+    """
     code = """
 import os, sys, threading, warnings
 warnings.simplefilter("ignore")
@@ -119,9 +134,7 @@ from hetero import LLM
 llm = LLM("demo", device="npu")
 begun, ended = threading.Event(), threading.Event()
 def read():
-    for _ in llm.stream("Once", max_tokens=5):
-        begun.set()
-        ended.wait(30)
+    WORK
 thread = threading.Thread(target=read)
 thread.start()
 begun.wait()
@@ -130,7 +143,7 @@ if pid == 0:
     import faulthandler
     faulthandler.dump_traceback_later(20, exit=True)
     try:
-        llm.generate("Once", max_tokens=2)
+        print(llm.generate("Once", max_tokens=3).text, flush=True)
     except Exception as error:
         print(error, flush=True)
     os._exit(0)
@@ -139,8 +152,8 @@ ended.set()
 thread.join()
 print(llm.generate("Once", max_tokens=5).text)
 """
-    done = run(code)
-    assert done.stdout.startswith("engine: running the model failed: another thread was using it")
+    done = run(code.replace("WORK", work))
+    assert done.stdout.startswith(answer), done.stdout + done.stderr
     assert done.stdout.endswith(" upon a time, there\n"), done.stderr
 
 
@@ -222,3 +235,33 @@ print(text == llm.generate("Once upon a time", max_tokens=20).text)
 def test_errors_go_from_process_to_process(error: Exception) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_what_threads_open_at_once_is_all_told_of_a_fork() -> None:
+    code = """
+import os, sys, threading
+from hetero.backends.host import forks
+sys.setswitchinterval(1e-6)
+class Watcher:
+    forked = False
+    def __init__(self):
+        forks.in_child(self.note)
+    def note(self):
+        self.forked = True
+watchers = []
+def work():
+    watchers.extend(Watcher() for _ in range(2000))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+del watchers[::2]
+pid = os.fork()
+if pid == 0:
+    print(len(watchers), all(watcher.forked for watcher in watchers), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(len(forks._watching))
+"""
+    assert run(code).stdout == "4000 True\n4000\n"

@@ -77,12 +77,12 @@ def pinned(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(thread, {core})
         _held[thread] = core
         yield
-    finally:
+    finally:  # the system's call first: Ctrl-C may come right after any
+        os.sched_setaffinity(thread, before)
         if outer is None:
             _held.pop(thread, None)
         else:
             _held[thread] = outer
-        os.sched_setaffinity(thread, before)
         if outermost:
             _before.pop(thread, None)
 

@@ -8,6 +8,7 @@ written to. Everything raises `OSError`, whose `strerror` is for people.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import hashlib
@@ -17,6 +18,7 @@ import re
 import select
 import shutil
 import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -32,6 +34,8 @@ PIPE_WAIT_S: float = 10.0  # silence of the other end of a pipe
 _LONGEST_NAME_BYTES: Final = 200  # of 255 that file systems take
 _PIECE_BYTES: Final = 4096  # a pipe that is ready takes so much without blocking (PIPE_BUF)
 _MOST_LINKS: Final = 40
+ROOM_BYTES: Final = 1 << 20  # compiled kernels take more, but only a full disk has less
+OPEN_FILES_HOLD_FOLDERS = os.name == "nt"  # a folder cannot be renamed while a file in it is open
 _OPEN: Final = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
 _DESCRIPTORS: Final = re.compile(r"/dev/fd|/proc/(self|thread-self|\d+)(/task/\d+)?/fd")
 
@@ -95,7 +99,7 @@ def replace_directory(fresh: Path, target: Path) -> None:
         return
     previous = _partial_name(target, "previous")
     with _locked(target):
-        target.rename(previous)
+        _move_away(target, previous)
         try:
             fresh.rename(target)
         except BaseException:
@@ -105,6 +109,34 @@ def replace_directory(fresh: Path, target: Path) -> None:
         sync_directory(target.parent)
         doomed = previous.rename(_partial_name(target))  # half of it must not come back
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _move_away(target: Path, previous: Path) -> None:
+    try:
+        target.rename(previous)
+    except PermissionError as error:
+        if not OPEN_FILES_HOLD_FOLDERS:
+            raise
+        what = "a program has a file in it open: close the models that use it"
+        raise PermissionError(error.errno, what, str(target)) from error
+
+
+def try_room(folder: Path, nbytes: int = ROOM_BYTES) -> None:
+    """Raise `OSError` unless a file of so many bytes can be written in a folder: for want of room,
+    a quota or a limit of sizes (`ulimit -f`) a driver's compiler fails without saying so.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(nbytes))
+        file.flush()
+
+
+def has_room(folder: Path) -> bool:
+    """Whether `try_room` raises nothing."""
+    try:
+        try_room(folder)
+    except OSError:
+        return False
+    return True
 
 
 def remove_partials(target: Path) -> None:
@@ -124,12 +156,12 @@ def read_file(path: AnyPath, most_bytes: int) -> bytes:
     for a pipe of which nothing comes within `PIPE_WAIT_S`.
     """
     if "\0" in os.fspath(path):
-        raise _error(errno.EINVAL)
+        raise _error(errno.EINVAL, path)
     descriptor = os.open(path, os.O_RDONLY | _OPEN)
     try:
         kind = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(kind):
-            raise _error(errno.EISDIR)
+            raise _error(errno.EISDIR, path)
         pieces: list[bytes] = []
         left = most_bytes + 1
         while left:
@@ -149,8 +181,15 @@ def read_file(path: AnyPath, most_bytes: int) -> bytes:
 
 
 def read_text(path: AnyPath, most_bytes: int) -> str:
-    """As `read_file`, as text in UTF-8. Raises `OSError`, `UnicodeDecodeError`."""
-    return io.TextIOWrapper(io.BytesIO(read_file(path, most_bytes)), encoding="utf-8").read()
+    """As `read_file`, as text in UTF-8 without a byte order mark. Raises `OSError`,
+    `UnicodeDecodeError`.
+    """
+    return io.TextIOWrapper(io.BytesIO(read_file(path, most_bytes)), encoding="utf-8-sig").read()
+
+
+def read_document(path: AnyPath, most_bytes: int = LONGEST_DOCUMENT_BYTES) -> bytes:
+    """As `read_file`, without a byte order mark, which editors of Windows write."""
+    return read_file(path, most_bytes).removeprefix(codecs.BOM_UTF8)
 
 
 def sync_directory(path: Path) -> None:
@@ -172,7 +211,7 @@ def is_replaceable(path: AnyPath) -> bool:
 def _destination(path: AnyPath) -> tuple[Path, bool]:
     """Where the links of `path` end, and whether that is written to instead of replaced."""
     if "\0" in os.fspath(path):
-        raise _error(errno.EINVAL)
+        raise _error(errno.EINVAL, path)
     target = Path(path).absolute()
     for _ in range(_MOST_LINKS):
         folder = Path(os.path.realpath(target.parent))
@@ -183,17 +222,17 @@ def _destination(path: AnyPath) -> tuple[Path, bool]:
             break
         target = folder / os.readlink(target)
     else:
-        raise _error(errno.ELOOP)
+        raise _error(errno.ELOOP, path)
     try:
         kind = target.stat().st_mode
     except FileNotFoundError:
         return target, False
     if stat.S_ISDIR(kind):
-        raise _error(errno.EISDIR)
+        raise _error(errno.EISDIR, path)
     if stat.S_ISBLK(kind):
-        raise OSError(errno.EPERM, "it is a disk")
+        raise OSError(errno.EPERM, "it is a disk", os.fspath(path))
     if stat.S_ISREG(kind) and not os.access(target, os.W_OK):
-        raise _error(errno.EACCES)
+        raise _error(errno.EACCES, path)
     return target, not stat.S_ISREG(kind)
 
 
@@ -359,5 +398,5 @@ def _lock(descriptor: int, *, shared: bool = False) -> bool:
     return True
 
 
-def _error(code: int) -> OSError:
-    return OSError(code, os.strerror(code))
+def _error(code: int, path: AnyPath) -> OSError:
+    return OSError(code, os.strerror(code), os.fspath(path))

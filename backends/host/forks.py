@@ -19,7 +19,7 @@ REMEDY: Final = "start processes by spawn: multiprocessing.get_context('spawn')"
 
 _started: set[str] = set()  # backends that have threads in this process
 _lost: set[str] = set()  # backends that had some in the process that this one was forked from
-_watching: list[weakref.WeakMethod[Callable[[], None]]] = []
+_watching: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
 
 
 def start(backend: str) -> None:
@@ -38,13 +38,13 @@ def is_lost(backend: str) -> bool:
 
 def in_child(method: Callable[[], None]) -> None:
     """Call a bound method in every child that is forked, as long as its object lives."""
-    _watching[:] = [reference for reference in _watching if reference() is not None]
-    _watching.append(weakref.WeakMethod(method))
+    reference = weakref.WeakMethod(method, lambda gone: _watching.pop(id(gone), None))
+    _watching[id(reference)] = reference
 
 
 def _after_fork() -> None:
     _lost.update(_started)
-    for reference in _watching:
+    for reference in list(_watching.values()):
         method = reference()
         if method is not None:
             method()

@@ -11,12 +11,20 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """Instruction set flags of the first core; empty where the file does not exist."""
-    return frozenset((_first("flags", cpuinfo) or "").split())
+    return frozenset((_first("flags", cpuinfo) or _first("Features", cpuinfo) or "").split())
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Processor name for people."""
-    return _first("model name", cpuinfo) or platform.processor() or platform.machine()
+    """Processor name for people; of Arm's, its architecture with the makers and parts of its cores,
+    by which the processors of two machines differ.
+    """
+    named = _first("model name", cpuinfo)
+    if named is not None:
+        return named
+    machine = platform.processor() or platform.machine()
+    makers, parts = (_all(f"CPU {key}", cpuinfo) for key in ("implementer", "part"))
+    kinds = dict.fromkeys(f"{maker}:{part}" for maker, part in zip(makers, parts, strict=False))
+    return f"{machine} ({' '.join(kinds)})" if kinds else machine
 
 
 def is_arm64() -> bool:
@@ -33,11 +41,14 @@ def memory_bytes() -> int | None:
 
 
 def _first(key: str, cpuinfo: Path) -> str | None:
+    return next(iter(_all(key, cpuinfo)), None)
+
+
+def _all(key: str, cpuinfo: Path) -> list[str]:
+    """Return the values of a key, in the order of the cores."""
     try:
-        text = cpuinfo.read_text(encoding="utf-8")
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(key):
-            return line.partition(":")[2].strip()
-    return None
+        return []
+    lines = (line.partition(":") for line in text.splitlines() if line.startswith(key))
+    return [value.strip() for _, _, value in lines]

@@ -25,9 +25,8 @@ def timer_slack(nanoseconds: int) -> Iterator[bool]:
         return
     prctl = _prctl()
     before = prctl(PR_GET_TIMERSLACK)
-    worked = prctl(PR_SET_TIMERSLACK, nanoseconds) == 0
-    try:
-        yield worked
+    try:  # around the call too: a signal handler may raise right after it
+        yield prctl(PR_SET_TIMERSLACK, nanoseconds) == 0
     finally:
         if before > 0:
             prctl(PR_SET_TIMERSLACK, before)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.host import forks
+from hetero.backends.registry import PYOPENCL
 
 if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
@@ -46,9 +47,15 @@ def open(
         from hetero.backends.opencl.table import TABLE
     except ImportError as error:
         raise DeviceUnavailableError(
-            "opencl", "importing pyopencl", str(error), "pip install 'pyopencl[pocl]'"
+            "opencl", "importing pyopencl", str(error), PYOPENCL
         ) from error
-    selected = find_device(wanted=platform, cpu=cpu, every_core=every_core, cache_dir=cache_dir)
+    try:
+        selected = find_device(wanted=platform, cpu=cpu, every_core=every_core, cache_dir=cache_dir)
+    except OSError as error:
+        raise DeviceUnavailableError(
+            "opencl", "writing the files of its driver", str(error),
+            "make room, or name another folder in XDG_CACHE_HOME",
+        ) from error  # fmt: skip
     before = tasks()
     device = OpenCLDevice(
         TABLE,

@@ -13,6 +13,7 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.checks import check_weights
+from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
@@ -170,6 +171,20 @@ class OpenCLDevice(Resources):
             offsets.append(time.perf_counter() - event.profile.end * 1e-9)
         return min(offsets)
 
+    def drain(self, deadline_s: float) -> None:
+        """See `Device.drain`. The flag counts on from what the queue has run."""
+        self.check()
+        give_up_s = time.perf_counter() + deadline_s
+        with decoded("draining the queue"):
+            event = cl.enqueue_marker(self.queue)
+            self.queue.flush()
+            while event.command_execution_status > cl.command_execution_status.COMPLETE:
+                if time.perf_counter() > give_up_s:
+                    raise WaitTimeoutError(BACKEND, "draining the queue", deadline_s)
+                time.sleep(DRAIN_NAP_S)
+        if self._flag is not None:
+            self._flag.submissions = int(self._flag.word[0])
+
     def start_threads(self) -> None:
         """Launch work-groups that do nothing, until a driver's threads have had some each."""
         program = flag_program(self)
@@ -201,6 +216,7 @@ class OpenCLDevice(Resources):
 STARTING_GROUPS = 1 << 12
 REVISION = "3"  # of the kernels: another one where their times change, for profiles taken before
 CLOCK_SAMPLES = 20
+DRAIN_NAP_S = 1e-4
 CLOCK_LOOKS = 10_000
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ import pyopencl as cl
 from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
 from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.host.folders import cache_folder
-from hetero.backends.opencl.drivers import DRIVERS, loader, threads
+from hetero.backends.host.processor import is_arm64
+from hetero.backends.opencl.drivers import DRIVERS, icd, loader, threads
 from hetero.backends.opencl.drivers.icd import Candidate, candidates
 from hetero.backends.opencl.drivers.levels import LEVEL_VARIABLE, Level, chosen_level
 from hetero.backends.opencl.drivers.loader import Loaded, Wanted, load, wanted_workers
@@ -35,6 +37,15 @@ if TYPE_CHECKING:
     from hetero.backends.opencl.device import OpenCLDevice
 
 NO_DRIVER: Final = "pip install 'pyopencl[pocl]' (Linux x86-64) or install the GPU's OpenCL driver"
+NO_DRIVER_ARM: Final = (
+    "install the GPU's OpenCL driver, or PoCL for the processor's cores (Debian, Ubuntu: "
+    "apt install pocl-opencl-icd)"
+)
+
+
+def no_driver() -> str:
+    """Return what to install where no driver is: pip's PoCL is for x86-64 alone."""
+    return NO_DRIVER_ARM if is_arm64() and sys.platform.startswith("linux") else NO_DRIVER
 
 
 @dataclass(frozen=True)
@@ -248,11 +259,12 @@ def _nothing(
             BACKEND, f"using {LEVEL_VARIABLE}={forced.name}", why or "no device has this level",
             "unset it",
         )  # fmt: skip
+    missing = icd.missing_folder()
     raise DeviceUnavailableError(
         EVERY_CORE if every_core else BACKEND,
         "looking for an OpenCL device",
-        why or "CL_DEVICE_NOT_FOUND",
-        NO_DRIVER,
+        why or f"CL_DEVICE_NOT_FOUND{f': {missing} cannot be read' if missing else ''}",
+        "unset it, or name a folder with .icd files" if missing else no_driver(),
     )
 
 

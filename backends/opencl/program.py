@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Final
 
 import pyopencl as cl
 
+from hetero.backends.host.background import Background, in_background
 from hetero.backends.host.versions import installed_version
 from hetero.backends.opencl.program_source import (
     Define,
@@ -34,7 +35,7 @@ class ProgramCache:
         self._compiler = compiler
         self._programs: dict[str, cl.Program] = {}
         self._sources: dict[int, ProgramSource] = {}  # by id of a program that is kept above
-        self._coming: dict[str, Future[cl.Program | None]] = {}
+        self._coming: dict[str, Background[cl.Program | None]] = {}
         self._entry = ""
         self._noted: list[ProgramSource] | None = None  # of `foreseen`: under which name, and what
 
@@ -55,8 +56,9 @@ class ProgramCache:
     def take(self, source: ProgramSource) -> cl.Program:
         """The program of a source; see `get`."""
         if source.digest not in self._programs:
-            coming = self._coming.pop(source.digest, None)
+            coming = self._coming.get(source.digest)
             program = None if coming is None else coming.result()
+            self._coming.pop(source.digest, None)
             if program is None:
                 program = self._compiler.program(self._context, self._device, source)
             self._programs[source.digest] = program
@@ -75,13 +77,10 @@ class ProgramCache:
         name = f"programs of {what} by hetero {installed_version('hetero')}"
         self._entry = hashlib.sha256(name.encode()).hexdigest()
         self._noted = _sources(self._compiler.recall(self._entry))
-        thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-programs")
-        for source in self._noted or ():
-            if source.digest not in self._programs:
-                self._coming[source.digest] = thread.submit(
-                    self._compiler.known, self._context, self._device, source
-                )
-        thread.shutdown(wait=False)
+        sources = [x for x in self._noted or () if x.digest not in self._programs]
+        known = partial(self._compiler.known, self._context, self._device)
+        builds = in_background("hetero-programs", [partial(known, x) for x in sources])
+        self._coming |= {x.digest: build for x, build in zip(sources, builds, strict=True)}
         try:
             yield self._noted is not None
         except BaseException:
@@ -104,9 +103,10 @@ class ProgramCache:
             self._compiler.note(self._entry, text.encode())
 
     def _forget_coming(self) -> None:
-        for future in self._coming.values():
-            future.cancel()
-        wait(self._coming.values())
+        for build in self._coming.values():
+            build.cancel()
+        for build in self._coming.values():
+            build.wait()
         self._coming.clear()
 
     def first_launch(self, program: cl.Program, variant: Variant) -> AbstractContextManager[None]:

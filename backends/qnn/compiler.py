@@ -34,6 +34,7 @@ from hetero.backends.snapdragon import Chip
 LARGEST_CHILD_BYTES = 1 << 30
 # A child that has waited this long for a job ends, and its memory returns.
 IDLE_S = 20.0
+ENDING_S = 10.0  # for a child whose input has ended
 SHARE_CONFIG = {"ep.share_ep_contexts": "1"}
 LAST_SHARE_CONFIG = {"ep.stop_share_ep_contexts": "1"}
 CONTEXT_CONFIG = {CONTEXT_ENABLE: "1", "ep.context_embed_mode": "0"}
@@ -95,7 +96,11 @@ class Compiler:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.close()
-        child.wait()
+        try:
+            child.wait(ENDING_S)
+        except subprocess.TimeoutExpired:  # in the middle of a graph
+            child.kill()
+            child.wait()
         child.stdout.close()
 
     def __del__(self) -> None:

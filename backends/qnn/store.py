@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,12 +34,14 @@ from hetero.backends.host.files import (
     read_file,
     replace_directory,
     scratch_directory,
+    try_room,
 )
 from hetero.backends.qnn.compiler import SHARE_CONFIG, Compiler
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import Target, new_session
 from hetero.backends.weights import PackedWeight
 
+log = logging.getLogger(__name__)
 FORMAT = 1
 # Part of every key: raised whenever `graphs` changes what it builds.
 GRAPHS_VERSION = 3
@@ -95,6 +98,7 @@ class GraphStore:
         self._about = describe_target(target)
         self._compiler = Compiler(target)
         self._sessions: dict[Identity, ort.InferenceSession] = {}
+        self._is_full = False  # the directory takes no further graphs
 
     def session(self, identity: Identity, build: Callable[[], bytes]) -> ort.InferenceSession:
         """A new session of a graph, from disk or compiled now.
@@ -102,11 +106,11 @@ class GraphStore:
         `build` gives the ONNX model. Raises `DeviceError`.
         """
         what = f"{identity.operation} for {identity.tokens} tokens"
-        if self.directory is None:
+        shared = self._find_shared(identity)
+        path = shared or self._compiled(identity, build)
+        if path is None:
             self.counts.compiled += 1
             return new_session(self.target, build(), f"compiling {what}")
-        shared = self._find_shared(identity)
-        path = shared or self.compile(identity, build) / MODEL
         self.counts.loaded += 1
         return new_session(
             self.target, path, f"loading {what}", config=SHARE_CONFIG if shared else None
@@ -167,6 +171,24 @@ class GraphStore:
             return None
         name = shared_name(identity.tokens)
         return path / name if name in files else None
+
+    def _compiled(self, identity: Identity, build: Callable[[], bytes]) -> Path | None:
+        """Return the compiled graph's file; None without a directory that takes one: a cache may be
+        full, or not be writable, and is then done without.
+        """
+        if self.directory is None or self._is_full:
+            return None
+        try:
+            return self.compile(identity, build) / MODEL
+        except (OSError, DeviceError):
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                try_room(self.directory)
+            except OSError as error:
+                self._is_full = True
+                log.warning("%s keeps no compiled graphs: %s", self.directory, error)
+                return None
+            raise
 
     def close(self) -> None:
         """Drop the shared sessions and end the child process; idempotent."""

@@ -92,6 +92,11 @@ class ReferenceDevice(Device):
         """See `Device.transfer`."""
         return _Copy(self, *((host, own) if to_device else (own, host)))
 
+    def drain(self, deadline_s: float) -> None:  # noqa: ARG002
+        """See `Device.drain`."""
+        if self._queue:
+            self.retire(self._queue[-1])
+
     def state(self) -> str:
         """See `Device.state`."""
         return self.health.state

@@ -19,6 +19,7 @@ import typer
 from hetero.backends.errors import DeviceError
 from hetero.cli import examples
 from hetero.cli.commands import Commands
+from hetero.cli.system_errors import system_sentence
 from hetero.errors import FallbackWarning, UserError, one_sentence
 from hetero.profiler.errors import ProfileWarning
 from hetero.terminal import notices
@@ -133,9 +134,11 @@ def _main(arguments: list[str] | None) -> None:
         _silence_stdout()
         code = 0 if ended.code == 1 else ended.code
     except (UserError, DeviceError, OSError) as error:
-        if _State.debug:
+        known = isinstance(error, UserError | DeviceError)
+        sentence = str(error) if known else system_sentence(cast("OSError", error), sys.argv)
+        if _State.debug or sentence is None:
             raise
-        print(f"hetero: {one_sentence(_said_by(error))}", file=sys.stderr)
+        print(f"hetero: {one_sentence(sentence)}", file=sys.stderr)
         code = 2
     except MemoryError as error:
         if _State.debug:
@@ -166,13 +169,6 @@ def _tell_usage(error: Exception) -> None:
         if "unexpected extra arg" in message and name == "generate":
             message += ": a prompt of several words goes in quotes"
         print(f"hetero: {message} (see `{command} --help`)", file=sys.stderr)
-
-
-def _said_by(error: Exception) -> str:
-    """What of the system has no sentence gets one: a full disk behind `>` names no file."""
-    if isinstance(error, OSError) and error.filename is None and error.strerror:
-        return f"the output cannot be written: {error.strerror}"
-    return str(error)
 
 
 def _silence_stdout() -> None:

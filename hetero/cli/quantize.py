@@ -42,6 +42,7 @@ def quantize_command(
 ) -> None:
     """Quantise MODEL once, into a directory that loads by memory mapping."""
     from hetero.backends.formats import WeightFormat
+    from hetero.backends.host.folders import expand_user
     from hetero.cli.work.quantize import shadows, stored_formats
     from hetero.compiling.calibration import calibrated_together
     from hetero.models import open_model
@@ -60,7 +61,7 @@ def quantize_command(
     loaded = open_model(model, weights="f32" if static else first.value)
     source, also = loaded.weights, [open_model(model, weights=x.value).weights for x in others]
     if calibrate is not None:
-        check_destination(Path(out).expanduser().resolve(), overwrite=overwrite)
+        check_destination(expand_user(out).resolve(), overwrite=overwrite)
         asked = (model, calibrate, calibration_tokens)
         with progress_bar("calibrating") as advance:
             source, also = calibrated_together(

@@ -117,11 +117,11 @@ def serve_command(
     """Serve MODEL over HTTP: OpenAI's and Anthropic's APIs, contexts that persist."""
     if any(importlib.util.find_spec(x) is None for x in ("fastapi", "uvicorn", "llguidance")):
         raise UserError("hetero serve needs more packages: pip install 'hetero[serve]'")
-    from hetero.serving.server import default_directory, serve
+    from hetero.serving.server import serve
 
     engine: dict[str, Any] = {
         "model": model,
-        "directory": str(directory or default_directory(model)),
+        "directory": str(directory or _default_directory(model)),
         "slots": slots,
         "parallel": parallel,
         "context_memory": context_memory,
@@ -163,3 +163,14 @@ def serve_key_command(
     from hetero.serving.keys import add_key
 
     print(add_key(file, app))
+
+
+def _default_directory(model: str) -> Path:
+    from hetero.backends.host.folders import data_is_temporary
+    from hetero.serving.server import default_directory
+    from hetero.terminal.notices import tell
+
+    kept_in = default_directory(model)
+    if data_is_temporary():
+        tell(f"contexts are kept in {kept_in}, which the system may empty: name a --directory")
+    return kept_in

@@ -11,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, read_file
+from hetero.backends.host.files import read_document
+from hetero.backends.host.folders import expand_user
 from hetero.contexts.kv_cache import Sliding
 from hetero.errors import ModelError, UserError
+from hetero.models import model_path
 from hetero.solver.execution_plan import ExecutionPlan
 
 BUNDLE_FILE = "compiled.json"
@@ -95,7 +96,7 @@ class BundleManifest(BaseModel):
 
     def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Options of `hetero.backends.qnn.open` for the bundle in `directory`."""
-        graphs = Path(directory).expanduser() / GRAPHS_DIRECTORY
+        graphs = expand_user(directory) / GRAPHS_DIRECTORY
         return {
             "soc": self.soc,
             "graph_sizes": self.graph_sizes,
@@ -105,9 +106,9 @@ class BundleManifest(BaseModel):
 
     def load_plan(self, directory: str | os.PathLike[str]) -> ExecutionPlan:
         """The plan that the graphs were compiled for. Raises `ModelError` for another."""
-        path = Path(directory).expanduser() / PLAN_FILE
+        path = expand_user(directory) / PLAN_FILE
         try:
-            data = read_file(path, LONGEST_DOCUMENT_BYTES)
+            data = read_document(path)
         except OSError as error:
             raise ModelError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error
         if hashlib.sha256(data).hexdigest() != self.plan_sha256:
@@ -120,11 +121,11 @@ class BundleManifest(BaseModel):
 
 def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:
     """The manifest if MODEL is a compiled directory. Raises `ModelError` for a damaged one."""
-    path = Path(model).expanduser() / BUNDLE_FILE
-    if not path.is_file():
+    path = model_path(model) / BUNDLE_FILE
+    if not os.path.isfile(path):
         return None
     try:
-        return BundleManifest.model_validate_json(read_file(path, LONGEST_DOCUMENT_BYTES))
+        return BundleManifest.model_validate_json(read_document(path))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "document"

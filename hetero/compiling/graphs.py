@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
+from hetero.backends.host.folders import expand_user
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.registry import find
@@ -89,12 +90,13 @@ def prepare(request: CompileRequest) -> Compilation:
     from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
 
     loaded = open_model(request.model, weights=request.weights)
+    length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
+    loaded = loaded.for_context(length)
     spec = loaded.spec(CacheFormat.F32)  # what its graphs read
     planned = request.plan.graph_sizes if request.plan is not None else ()
     sizes = tuple(sorted(set(request.graph_sizes or planned or DEFAULT_GRAPH_SIZES)))
     plan = request.plan or layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
-    length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     npu = capabilities_of(chip, sizes)
     able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
     placement = place(
@@ -147,9 +149,9 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     from hetero.backends.qnn import QnnDevice
     from hetero.backends.qnn import open as open_qnn
 
-    state, out = _state(plan), out.expanduser().resolve()  # the compiler works in other folders
+    state, out = _state(plan), expand_user(out).resolve()  # the compiler works in other folders
     _begin(plan, out, state)
-    stored = open_model(out, weights=plan.request.weights)
+    stored = open_model(out, weights=plan.request.weights).for_context(plan.max_seq_len)
     atomic_write(out / PLAN_FILE, plan.plan.model_dump_json(indent=1) + "\n")
     device = open_qnn(
         soc=plan.request.soc,

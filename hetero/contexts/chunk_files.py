@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,7 +74,7 @@ class _File:
 
 
 class ChunkFiles:
-    """The files of one app's chunks, in a folder of its own. One thread writes; any thread reads.
+    """The files of one app's chunks, in a folder of its own, which any thread reads and writes.
 
     Bytes on the disk are taken from `budget` before they are written; a file goes when none of its
     chunks is referred to any more. With a `vault` all are encrypted.
@@ -85,7 +86,7 @@ class ChunkFiles:
         self.folder, self.codec, self._budget, self._vault = folder, codec, budget, vault
         self._tail = _CRC.size if vault is None else TAG_BYTES  # behind a piece
         self._files: dict[int, _File] = {}
-        self._next = 0
+        self._next, self._numbering = 0, threading.Lock()
 
     def scan(self) -> dict[bytes, tuple[Place, float]]:
         """What the folder holds, by key, with densities; files with a broken header, and those that
@@ -141,7 +142,8 @@ class ChunkFiles:
         room = self._room(entries)
         if not self._budget.take(room):
             raise OSError(errno.ENOSPC, "the contexts' share of the disk is used up")
-        number, self._next = self._next, self._next + 1
+        with self._numbering:
+            number, self._next = self._next, self._next + 1
         path = self.folder / f"{number:08d}.kv"
         header, box = self._header(entries)
         try:
@@ -226,6 +228,27 @@ class ChunkFiles:
         for number, file in list(self._files.items()):
             if len(file.live) < len(file.entries) / (1 if everything else 2):
                 yield number
+
+    def scrub(self, number: int) -> bool:
+        """Overwrite, in a file, the chunks that nobody refers to; whether that could be done. Takes
+        no room on the disk.
+        """
+        about = self._files.get(number)
+        if about is None:
+            return True
+        starts = self._starts(about)
+        dead = [i for i in range(len(about.entries)) if i not in about.live]
+        try:
+            with about.path.open("r+b") as file:
+                for layer in range(self.codec.layers):
+                    for index in dead:
+                        file.seek(about.data + layer * starts[-1] + starts[index])
+                        file.write(bytes(starts[index + 1] - starts[index]))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            return False
+        return True
 
     def remove(self, number: int) -> None:
         """A file is not there any more."""

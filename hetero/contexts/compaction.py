@@ -14,11 +14,17 @@ Files = Callable[[str], ChunkFiles]
 
 def compact(files: ChunkFiles, memory: ChunkMemory, app: str, *, everything: bool = False) -> None:
     """Rewrite an app's files of which less than half is referred to; with `everything` any that
-    hold something that nobody does. A chunk that cannot be copied is on the disk no more.
+    hold something that nobody does. A chunk that is damaged is on the disk no more. Where there is
+    no room for a copy the file stays; with `everything` what nobody refers to is overwritten in it.
     """
     for number in list(files.garbage(everything=everything)):
         chunks = _by_place(memory, app, number)
-        places = _copied(files, number, list(chunks.values()))
+        try:
+            places = _copied(files, number, list(chunks.values()))
+        except OSError:
+            if not everything or files.scrub(number):
+                continue
+            places = {}
         with memory.lock:
             used = any(chunk.pins for chunk in chunks.values())  # a call may be reading it
             for place, chunk in chunks.items():
@@ -78,8 +84,10 @@ def _by_place(memory: ChunkMemory, app: str, number: int) -> Mapping[Place, Chun
 
 
 def _copied(files: ChunkFiles, number: int, chunks: list[Chunk]) -> dict[Chunk, Place]:
-    """New places, none where the disk has no room."""
+    """New places, none where the file cannot be read. Raises `OSError` where a copy cannot be
+    written.
+    """
     try:
         return files.copy(number, chunks)
-    except (OSError, ChunkError):
+    except ChunkError:
         return {}

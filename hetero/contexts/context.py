@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from hetero.backends.ops import Rope
 from hetero.contexts.density import AttentionMass
@@ -20,6 +22,10 @@ from hetero.errors import UserError
 from hetero.runtime.step_lock import lost_error
 from hetero.runtime.usage import Work
 
+T = TypeVar("T")
+WAIT_S: Final = 600.0  # for another thread's stream of the same context
+_NAP_S: Final = 1e-3
+
 
 class Home(Protocol):
     """The model that a context belongs to (`hetero.contexts.store`)."""
@@ -30,6 +36,19 @@ class Home(Protocol):
 
     def open(self) -> Context:
         """Another context, empty. Raises `UserError` where there is no room for it."""
+
+
+class Hold:
+    """The use of a context by one call or stream. It ends when `active` is set to false, or when
+    nothing refers to it any more: whatever is interrupted, a context is never taken by nobody.
+
+    `thread` is the one that the call or stream runs in.
+    """
+
+    __slots__ = ("__weakref__", "active", "thread")
+
+    def __init__(self) -> None:
+        self.active, self.thread = True, threading.get_ident()
 
 
 class Context:
@@ -49,15 +68,15 @@ class Context:
 
     def __init__(self, home: Home, cache: KvCache, *, waits: bool = False) -> None:
         self.work = Work()
-        self.reader: int | None = None  # the thread that the call or stream runs in
         self.gate: LayerGate | None = None  # layers that another thread is still filling
         self.mass: AttentionMass | None = None  # adds up who attends to what, if asked for
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
         self._cached = 0
-        self._waits = waits
-        self._hold = threading.Lock()
+        self._waits, self.wait_s = waits, WAIT_S
+        self._choosing = threading.RLock()  # also a signal handler may want the context
+        self._hold: weakref.ref[Hold] | None = None
         self._lost = False
 
     # --- for everyone -----------------------------------------------------------------------
@@ -87,12 +106,12 @@ class Context:
 
         Raises `UserError` where there is no memory for another one.
         """
-        with self.held():
-            return self.copy()
+        return self._alone(self.copy)
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the first tokens. Raises `UserError` if there are fewer."""
-        with self.held():
+
+        def cut() -> None:
             if not 0 <= tokens <= len(self):
                 raise UserError(
                     f"a context of {len(self)} tokens cannot be cut to {tokens}: give a number "
@@ -100,13 +119,16 @@ class Context:
                 )
             self.rewind(tokens)
 
+        self._alone(cut)
+
     def shift(self, keep: int, drop: int) -> None:
         """Forget tokens [keep, keep + drop); those behind move up, without being computed again. An
         approximation: they were computed from the tokens that went (`hetero.contexts.shift`).
 
         Raises `UserError` for tokens that it does not hold, or a model with learned positions.
         """
-        with self.held():
+
+        def shifted() -> None:
             if not (keep >= 0 and drop > 0 and keep + drop <= len(self)):
                 raise UserError(
                     f"a context of {len(self)} tokens cannot forget {drop} behind the first {keep}:"
@@ -114,27 +136,36 @@ class Context:
                 )
             self.forget(keep, drop)
 
+        self._alone(shifted)
+
     def save(self, path: str | os.PathLike[str], *, messages: Sequence[Any] = ()) -> None:
         """Write it to a file, all or nothing, with the messages that it came from.
 
         Raises `UserError` if it is empty or the file cannot be written.
         """
-        with self.held():
+
+        def saved() -> None:
             save_session(
                 Path(path), self._home.identity, self.cache, self._tokens, self._cached, messages
             )
+
+        self._alone(saved)
 
     def load(self, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         """Become what `save` wrote, on any plan and any device of the same model; its messages.
 
         Raises `ModelError`, and changes nothing, if the file is broken or of another model.
         """
-        with self.held():
+
+        def loaded() -> list[dict[str, Any]]:
             home, cache = self._home, self.cache
             session = read_session(Path(path), home.identity, cache, home.max_tokens)
+            self._cached = 0  # or an interruption would leave keys and values of both texts
             session.restore(cache)
             self._tokens, self._cached = session.tokens, session.cached
             return session.messages
+
+        return self._alone(loaded)
 
     def close(self) -> None:
         """Give the memory back; idempotent."""
@@ -175,35 +206,56 @@ class Context:
         """The rest of the tokens."""
         return tuple(self._tokens[self._cached :])
 
-    def hold(self) -> None:
-        """Use it alone from here on. Raises `UserError` if it is closed, or in use."""
-        if not self._hold.acquire(blocking=False):
+    @property
+    def user(self) -> Hold | None:
+        """The call or stream that uses the context now."""
+        hold = None if self._hold is None else self._hold()
+        return hold if hold is not None and hold.active else None
+
+    def try_hold(self) -> Hold | None:
+        """As `hold`; None where it is in use."""
+        hold = Hold()
+        return hold if self._taken(weakref.ref(hold)) else None
+
+    def hold(self) -> Hold:
+        """Use it alone until `active` of what this returns is false. Raises `UserError` if it is
+        closed or in use.
+        """
+        hold = Hold()
+        reference = weakref.ref(hold)
+        give_up_s = time.monotonic() + self.wait_s
+        while not self._taken(reference):
             if self._lost:
                 raise lost_error()
-            if not self._waits or self.reader == threading.get_ident():
+            user = self.user
+            if not self._waits or (user is not None and user.thread == hold.thread):
                 raise UserError(
                     "a stream of this context is unfinished: read it to its end or close() it "
                     "before the next call, or use another context"
                 )
-            self._hold.acquire()
-        self.reader = threading.get_ident()
-        if self._cache is None:
-            self.release()
-            _ = self.cache  # raises
+            if time.monotonic() > give_up_s:
+                raise UserError(
+                    f"another thread's stream of this context has not ended within {self.wait_s:g} "
+                    "s: read it to its end or close() it, or use another context"
+                )
+            time.sleep(_NAP_S)
+        _ = self.cache  # raises where the context is closed
+        return hold
 
-    def release(self) -> None:
-        """Let others use it. Never blocks: who is collected as garbage does this."""
-        self.reader = None
-        self._hold.release()
+    def _taken(self, hold: weakref.ref[Hold]) -> bool:
+        with self._choosing:  # allocates nothing: a finaliser in here could want another context
+            if self.user is not None:
+                return False
+            self._hold = hold
+            return True
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """`hold` for a block."""
-        self.hold()
+    def _alone(self, work: Callable[[], T]) -> T:
+        """The result of `work`, during which nobody else uses the context."""
+        hold = self.hold()
         try:
-            yield
+            return work()
         finally:
-            self.release()
+            hold.active = False
 
     def copy(self) -> Context:
         """As `fork`, for who holds it."""
@@ -216,33 +268,46 @@ class Context:
         """As `truncate`, for who holds it. Where windows have lost what the text would go on from,
         all of it is computed again by the next call.
         """
+        self._cached = self._reached(min(self._cached, tokens))
         del self._tokens[tokens:]
-        self._cached = min(self._cached, tokens)
-        self._check_reach()
 
-    def _check_reach(self) -> None:
-        """Nothing is cached that no step can go on from."""
-        if self._cache is not None and not self._cache.reaches(self._cached):
-            self._cached = 0
+    def _reached(self, cached: int) -> int:
+        """So many cached tokens, or none where no step can go on from them."""
+        return cached if self._cache is None or self._cache.reaches(cached) else 0
 
     def forget(self, keep: int, drop: int) -> None:
         """As `shift`, for who holds it."""
         rope = check_shift(self._home)
-        stop = min(keep + drop, self._cached)
+        cached, stop = self._cached, min(keep + drop, self._cached)
         if keep < stop:
-            forget(self.cache, rope, keep, stop, self._cached)
-            self._cached -= stop - keep
-            self._check_reach()
+            self._cached = self._reached(keep)  # while the others move: see `slide`
+            forget(self.cache, rope, keep, stop, cached)
+            cached = self._reached(cached - (stop - keep))
         del self._tokens[keep : keep + drop]
+        self._cached = cached
+
+    def slide(self) -> None:
+        """Move the rows of windows so that a step may begin. Where that is interrupted all tokens
+        are computed again.
+        """
+        cache, cached = self.cache, self._cached
+        self._cached = 0
+        cache.slide(cached)
+        self._cached = cached
 
     def advance(self, tokens: Sequence[int]) -> None:
         """A step has computed keys and values of these tokens, the first behind the cached ones."""
-        self._tokens[self._cached : self._cached + len(tokens)] = tokens
-        self._cached += len(tokens)
+        stop = self._cached + len(tokens)
+        self._tokens[self._cached : stop] = tokens
+        self._cached = stop
 
-    def note(self, tokens: Sequence[int]) -> None:
-        """Text that no step has computed yet."""
-        self._tokens += tokens
+    def note(self, text: Sequence[int]) -> None:
+        """The whole text is this, some of which no step has computed yet. What was cached of
+        another one (guesses, for one) is forgotten.
+        """
+        if self._tokens[: self._cached] != text[: self._cached]:
+            self.rewind(self.shared(text))
+        self._tokens[self._cached :] = text[self._cached :]
 
     def adopt(self, tokens: Sequence[int]) -> None:
         """It holds these tokens and nothing else: their keys and values are in the cache, or will
@@ -267,8 +332,9 @@ class Context:
 
     def forked(self) -> None:
         """In a forked child: what another thread's call was at work on never becomes free."""
-        if self._hold.locked() and self.reader != threading.get_ident():
-            self._lost = True
+        user = self.user
+        self._choosing = threading.RLock()
+        self._lost = user is not None and user.thread != threading.get_ident()
 
 
 def check_shift(home: Home) -> Rope:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from hetero.backends.host.files import sync_directory
+from hetero.backends.host.signals import WholeSteps, whole
 from hetero.contexts.codec import RAW
 from hetero.contexts.compaction import compact
 from hetero.contexts.lanes import Lane
@@ -65,11 +66,21 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str = "",
         **options: Any,
-    ) -> Iterator[Piece | Later | None]:
+    ) -> WholeSteps[Piece | Later | None]:
         """Pieces of the answer to a whole text, which text `at` becomes; None for a step that gave
         none. Texts of another `salt` are not used. With `echo` and `logprobs` nothing is: every
         token is computed.
         """
+        return WholeSteps(self._steps(at, tokens, results, salt, options))
+
+    def _steps(
+        self,
+        at: int,
+        tokens: Sequence[int],
+        results: list[GenerationResult],
+        salt: str,
+        options: dict[str, Any],
+    ) -> Iterator[Piece | Later | None]:
         service, text, tokens = self.app.service, self.texts[at], list(tokens)
         whole = options.get("echo") and options.get("logprobs") is not None
         with service._turn.taken(), self._working(at):
@@ -104,6 +115,7 @@ class RecentTexts:
         if at in self.busy:
             raise UserError("an answer on this text is unfinished: wait for it, or end it")
 
+    @whole
     def erase(self, at: int) -> int:
         """Forget a text; how many tokens it had."""
         service = self.app.service
@@ -119,6 +131,7 @@ class RecentTexts:
             text.held, text.used = Held(self.app.name, self._root("")), 0
             return count
 
+    @whole
     def save(self, at: int, context: AppContext) -> None:
         """A text becomes that of a context; its keys and values stay as long as this process."""
         self._check(at)
@@ -127,6 +140,7 @@ class RecentTexts:
         self.forget(context.id)
         self._saved[context.id] = self._again(held)
 
+    @whole
     def restore(self, at: int, context: AppContext) -> None:
         """The text of a context that `save` wrote, now or in a process before, is a recent one."""
         saved = self._saved.get(context.id)
@@ -137,6 +151,7 @@ class RecentTexts:
         self._calls += 1
         self.texts[at].held, self.texts[at].used = again, self._calls
 
+    @whole
     def forget(self, name: str) -> None:
         """Keys and values of a saved text are not kept any longer."""
         if (held := self._saved.pop(name, None)) is not None:

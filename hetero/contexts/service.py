@@ -22,6 +22,7 @@ import numpy as np
 
 from hetero.arguments import check_count, check_one_of
 from hetero.backends.host.files import sync_directory
+from hetero.backends.host.signals import WholeSteps, whole
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
@@ -77,7 +78,8 @@ class Service:
     One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. With
     `parallel` above 1 one thread may have so many streams at work, each in a cache of its own where
     the memory budget has room for it, and `decode_together` lets the devices compute the next token
-    of all of them in one step. A context manager. Raises `UserError` for a folder that is in use,
+    of all of them in one step. Signal handlers that raise (Ctrl-C) do so between two steps of an
+    answer, never inside one. A context manager. Raises `UserError` for a folder that is in use,
     of another model, or unusable.
     """
 
@@ -157,6 +159,7 @@ class Service:
             self.close()
             raise
 
+    @whole
     def bind(self, app: str) -> App:
         """An application, by a name of its choice; its contexts from before are there."""
         if not isinstance(app, str) or not app:
@@ -199,6 +202,7 @@ class Service:
         """
         decode_together(self.llm.engine, self._lanes.answers(), beside)
 
+    @whole
     def warm(self) -> None:
         """Make what streams that are at work together need, so that none of them waits for it."""
         with ExitStack() as held, self._turn.taken(), suppress(UserError):
@@ -210,6 +214,7 @@ class Service:
             with engine.lock:
                 engine.warm_rows(contexts)
 
+    @whole
     def close(self) -> None:
         """Write what is to be written, free model and folder; idempotent. Waits for another
         thread's call, and raises `UserError` where that does not end.
@@ -335,6 +340,7 @@ class App:
         """Its context of this id, if there is one."""
         return self._contexts.get(name)
 
+    @whole
     def new_context(
         self, *, system: str = "", chat: bool = True, name: str | None = None
     ) -> AppContext:
@@ -420,6 +426,7 @@ class AppContext:
         """Of its chunks in memory."""
         return self.app.service.memory.nbytes(self._held.chunks)
 
+    @whole
     def become(self, tokens: Sequence[int]) -> None:
         """Its text is this one, and on the disk, when this returns; what it has of its keys and
         values stays.
@@ -431,22 +438,27 @@ class AppContext:
     def call(self, prompt: str, **options: Any) -> GenerationResult:
         """The answer to a prompt, when prompt and answer are on the disk."""
         results: list[GenerationResult] = []
-        for _ in self._answer(prompt, options, results):
+        for _ in WholeSteps(self._answer(prompt, options, results)):
             pass
         return results[0]
 
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
         """Pieces of the answer. One that is not read to its end is not part of the context."""
-        found = self._answer(prompt, options, [])
-        return (piece for piece in found if isinstance(piece, Piece))
+        steps = WholeSteps[Piece | Later | None](self._answer(prompt, options, []))
+        return (piece for piece in steps if isinstance(piece, Piece))
 
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
-    ) -> Iterator[Piece | Later | None]:
+    ) -> WholeSteps[Piece | Later | None]:
         """Pieces of the answer to a whole text, which takes the place of the context's own; what
         they share at the beginning is kept. None for a step of the devices that gave none. The
         result is added to `results` when all is on the disk. Options are those of `LLM.stream`.
         """
+        return WholeSteps(self._become_answered(tokens, results, options))
+
+    def _become_answered(
+        self, tokens: Sequence[int], results: list[GenerationResult], options: dict[str, Any]
+    ) -> Iterator[Piece | Later | None]:
         with self.app.service._turn.taken(), self._at_work():
             ended: list[GenerationResult] = []
             with self.app.service._lanes.taken(self._held.root, tokens) as lane:
@@ -457,6 +469,7 @@ class AppContext:
                 self._leave(lane)
             results += ended
 
+    @whole
     def fork(self) -> AppContext:
         """An equal context, which goes its own way; chunks are shared."""
         service, text = self.app.service, self._log.text
@@ -477,6 +490,7 @@ class AppContext:
                 )
             return other
 
+    @whole
     def delete(self) -> None:
         """Text, keys and values are gone from the disk when this returns; idempotent."""
         service = self.app.service

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+from hetero.backends.host.signals import let_handlers_run
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
@@ -24,6 +26,7 @@ from hetero.contexts.unbound import UnboundApps
 from hetero.errors import UserError
 
 When: TypeAlias = Literal["ahead", "pressure", "never"]
+_LOOK_S: Final = 0.1  # how often signals are looked for in a wait
 STALLED_S: Final = 60.0  # nothing is encoded, written or read: nobody waits longer
 
 
@@ -112,12 +115,13 @@ class SwapOut:
 
     def _wait(self, ended: Callable[[float], bool]) -> None:
         """Until something has ended, for as long as chunks are encoded or written."""
-        steps = -1
-        while steps != self._steps:
-            steps = self._steps
-            if ended(self.wait_s):
-                return
-        raise stalled("encoded or written", self.wait_s)
+        steps, give_up_s = self._steps, time.monotonic() + self.wait_s
+        while not ended(min(_LOOK_S, self.wait_s)):
+            let_handlers_run()
+            if steps != self._steps:
+                steps, give_up_s = self._steps, time.monotonic() + self.wait_s
+            elif time.monotonic() > give_up_s:
+                raise stalled("encoded or written", self.wait_s)
 
     def _check(self) -> None:
         error, self._broken = self._broken, None

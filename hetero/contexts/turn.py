@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from hetero.backends.host import forks
+from hetero.backends.host.signals import let_handlers_run
 from hetero.errors import UserError
 
 WAIT_S: Final = 600.0  # for the calls of other threads
+_LOOK_S: Final = 0.1  # how often signals are looked for meanwhile
 
 
 class Turn:
@@ -68,11 +71,14 @@ class Turn:
             self._lock.release()
 
     def _acquire(self) -> None:
-        if not self._lock.acquire(timeout=self.wait_s):
-            raise UserError(
-                f"another call of this service has not ended within {self.wait_s:g} s: read its "
-                "stream to the end or close() it"
-            )
+        give_up_s = time.monotonic() + self.wait_s
+        while not self._lock.acquire(timeout=min(_LOOK_S, self.wait_s)):
+            let_handlers_run()
+            if time.monotonic() > give_up_s:
+                raise UserError(
+                    f"another call of this service has not ended within {self.wait_s:g} s: read "
+                    "its stream to the end or close() it"
+                )
 
     def _forked(self) -> None:
         self.lost = True

@@ -1,9 +1,10 @@
-"""How a model wants to be sampled: the values of its `generation_config.json`."""
+"""How a model wants to be sampled: by its `generation_config.json`, or by its GGUF metadata."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hetero.errors import ModelError, UserError
 from hetero.generation.options import SamplingOptions
@@ -14,6 +15,9 @@ FILE: Final = "generation_config.json"
 # `transformers` draws with these where the file asks for drawing and names no others.
 _DRAWN: Final[SamplingOptions] = {"temperature": 1.0, "top_k": 50}
 _NAMES: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Behind `general.sampling.` in a GGUF file; llama.cpp knows more that are not supported here.
+_GGUF_NAMES: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+                      "penalty_repeat": "repetition_penalty"}  # fmt: skip
 
 
 def model_sampling(source: Path | None) -> SamplingOptions:
@@ -22,8 +26,21 @@ def model_sampling(source: Path | None) -> SamplingOptions:
     A file with `do_sample` false asks for the likeliest token, whatever else it has. What is null
     is not set. Raises `ModelError` for a value that no sampling can have.
     """
-    path = None if source is None else source / FILE
-    raw = read_json_object(path) if path is not None and path.is_file() else {}
+    if source is not None and source.is_file():
+        path, given = source, _of_gguf(source)
+    else:
+        path = Path() if source is None else source / FILE
+        given = _of_directory(read_json_object(path)) if path.is_file() else {}
+    found: SamplingOptions = given  # type: ignore[assignment]
+    try:
+        SamplingParams(**found)
+    except UserError as error:
+        raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
+    return found
+
+
+def _of_directory(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a generation_config.json asks for."""
     given = {name: raw[name] for name in _NAMES if raw.get(name) is not None}
     drawn = raw.get("do_sample")
     if drawn is False or (drawn is None and "temperature" not in given):
@@ -32,9 +49,13 @@ def model_sampling(source: Path | None) -> SamplingOptions:
             given["temperature"] = 0.0
     elif given.get("temperature") != 0:
         given = {**_DRAWN, **given}
-    found: SamplingOptions = given  # type: ignore[assignment]
-    try:
-        SamplingParams(**found)
-    except UserError as error:
-        raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
-    return found
+    return given
+
+
+def _of_gguf(source: Path) -> dict[str, Any]:
+    """Return the options of a GGUF file's metadata."""
+    from hetero.models.gguf import GgufFile
+
+    metadata = GgufFile.opened(source).metadata
+    values = {ours: metadata.get(f"general.sampling.{name}") for name, ours in _GGUF_NAMES.items()}
+    return {name: value for name, value in values.items() if value is not None}

@@ -34,6 +34,7 @@ from hetero.contexts.conversation import Conversation
 from hetero.errors import ModelError, UserError
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import Asked, GenerateOptions, read_options
+from hetero.generation.own_contexts import OwnContexts
 from hetero.models import LoadedModel, open_model
 from hetero.models.tokenizer import Tokenizer
 from hetero.placement.choosing import Choice, Wishes, choose, plan_on
@@ -77,13 +78,12 @@ class LLM:
     others. Layers with a sliding window keep the keys and values that it reaches and a few before;
     with `whole_caches` all, so that a context can be cut anywhere without being computed again.
 
-    A prompt is answered on a context: the model's own (`context`), from the start unless `reuse`,
-    or one of `new_context`, which the prompt goes on from. Answers on different contexts take turns
-    step by step, whichever threads they are read from; a stream that is not read keeps nobody else
-    waiting. On the model's own context calls from several threads are served one after another, and
-    a stream has it until it is finished or closed; another call of the thread that reads it is
-    refused. Raises `UserError` (`ModelError`) for what the user can mend, `DeviceError` for what a
-    device could not do.
+    A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
+    model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
+    without a context have one of their own each; where the memory has no room for one they wait for
+    other threads' calls. Answers on different contexts take turns step by step, whichever threads
+    they are read from; a stream that is not read keeps nobody else waiting. Raises `UserError`
+    (`ModelError`) for what the user can mend, `DeviceError` for what a device could not do.
     """
 
     @collecting_later()
@@ -116,7 +116,7 @@ class LLM:
         self._loaded: LoadedModel = open_model(model, weights=weights)
         bundle = find_bundle(model)
         length = bundle.max_seq_len if bundle is not None and max_seq_len is None else max_seq_len
-        self.max_seq_len = self._context_length(length)
+        self.max_seq_len, self._loaded = self._in_context(length)
         self._whole_caches = whole_caches or (bundle is not None and bundle.whole_caches)
         spec = self._loaded.spec(self.kv)
         may = npu in ("auto", "qnn") and device in ("auto", "hetero")
@@ -160,10 +160,10 @@ class LLM:
         try:
             try:
                 with self.devices.foreseen(self._purpose) as compiled:
-                    self._engine, self._context = make(warm=not compiled)
+                    self._engine, self._own = make(warm=not compiled)
             except KernelBuildError as error:
                 self.devices.without_gpu(str(error), npu)
-                self._engine, self._context = make()
+                self._engine, self._own = make()
         except BaseException:
             self.devices.close()
             raise
@@ -182,8 +182,8 @@ class LLM:
 
     def _make_engine(
         self, spec: ModelGraph, *, adapt: bool, **options: Any
-    ) -> tuple[Engine, Context]:
-        """The engine of the plan on the devices that are open, and the model's own context. The
+    ) -> tuple[Engine, OwnContexts]:
+        """The engine of the plan on the devices that are open, and the model's own contexts. The
         tokenizer is read beside it: what comes before is Python, of which one thread runs at once.
         """
         self._loaded.reading_tokenizer()
@@ -207,7 +207,7 @@ class LLM:
             whole_caches=self._whole_caches,
             **options,
         )
-        return engine, engine.new_context(waits=True)
+        return engine, OwnContexts(partial(engine.new_context, waits=True))
 
     def _check_caches(self, spec: ModelGraph) -> None:
         """Where the plan has attention on an NPU that cannot read caches of the default format,
@@ -234,8 +234,10 @@ class LLM:
 
     @property
     def context(self) -> Context:
-        """The model's own context, where no other is given: it holds the last answer on it."""
-        return self._context
+        """The model's own context, which a call without a context uses unless a stream has it: it
+        holds the last answer on it.
+        """
+        return self._own.first
 
     def new_context(self) -> Context:
         """An empty context, for `generate`, `stream` and the others to go on from.
@@ -380,21 +382,27 @@ class LLM:
 
     def save_session(self, path: str | Path, *, messages: Sequence[Message] = ()) -> None:
         """Write the model's own context and `messages` to a file, all or nothing."""
-        self._context.save(path, messages=messages)
+        self.context.save(path, messages=messages)
 
     def load_session(self, path: str | Path) -> list[dict[str, Any]]:
         """Put a saved context in the place of the model's own, for calls with `reuse`; returns its
         messages. Raises `ModelError`, and changes nothing, if the file is broken or of another
         model.
         """
-        return self._context.load(path)
+        return self.context.load(path)
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits float32 [tokens, vocab] after every token of a fresh context."""
         ids = check_ids(tokens)
-        with self._context.held(), self._engine.lock:
-            self._context.rewind(0)
-            return self._engine.score(self._context, ids)
+        context, hold = self._own.take((), reuse=False)
+        try:
+            self._engine.lock.check()
+            with self._engine.lock:
+                context.rewind(0)
+                return self._engine.score(context, ids)
+        finally:
+            hold.active = False
+            self._own.end()
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -423,7 +431,7 @@ class LLM:
         """Free the devices, when the step that runs is over; idempotent. Later calls, and streams
         that are unfinished, raise `DeviceLostError`.
         """
-        with self._engine.lock.closing():
+        with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()
 
@@ -445,10 +453,11 @@ class LLM:
         asked.sampling.check_vocabulary(self._loaded.config.vocab_size)
         given = check_prompt(prompt)
         tokens = self.encode(given, chat=asked.chat) if isinstance(given, str) else given
-        context = self._context
-        if asked.context is not None:
+        if asked.context is None:
+            context, hold = self._own.take(tokens[:-1], reuse=asked.reuse)
+        else:
             context = self._engine.contexts.own(asked.context)
-        context.hold()
+            hold = context.hold()
         try:
             goes_on = asked.context is not None and not asked.reuse
             if goes_on and isinstance(given, str):
@@ -461,16 +470,19 @@ class LLM:
             return Generation(
                 self._engine,
                 context,
+                hold,
                 self._loaded,
                 tokens,
                 asked,
+                ended=self._own.end,
                 reused=reused,
                 keep_prompt=keep_prompt,
                 fallback=self.devices.fallback,
                 choice=self.choice.reason,
             )
         except BaseException:
-            context.release()
+            hold.active = False
+            self._own.end()
             raise
 
     def _rewind(self, context: Context, tokens: Sequence[int], asked: Asked) -> int:
@@ -535,6 +547,11 @@ class LLM:
             whole=self._whole_caches,
         )
         return max(budget - taken, 1)
+
+    def _in_context(self, asked: int | None) -> tuple[int, LoadedModel]:
+        """The length of contexts, and the model in one."""
+        length = self._context_length(asked)
+        return length, self._loaded.for_context(length)
 
     def _context_length(self, asked: int | None) -> int:
         limit = self._loaded.config.max_position

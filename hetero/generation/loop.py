@@ -13,7 +13,7 @@ from typing import Final, Literal, Protocol, Self, TypeAlias
 import numpy as np
 
 from hetero.backends.errors import DeviceError
-from hetero.contexts.context import Context
+from hetero.contexts.context import Context, Hold
 from hetero.errors import UserError
 from hetero.generation.options import Asked
 from hetero.generation.sampling import Logits, Sampler, SamplingParams, TokenLogprob, token_logprob
@@ -166,7 +166,8 @@ class Generation(Iterator[Piece]):
     the prompt and the answer, whose last token is still to be computed. A generation itself
     is used by one thread at a time.
 
-    `prompt` goes on from what `context` holds. The first `reused` tokens of it are there already
+    `hold` is its use of the context, and `ended` is called when that is over. `prompt` goes on from
+    what `context` holds. The first `reused` tokens of it are there already
     and counted only. `whole` says that it is no beginning of a text: with `logprobs` (how many
     alternatives) every token's log-probability is kept; with `echo` the prompt is part of the text,
     and of the log-probabilities. With `keep_prompt` the context is not given up before `close`, and
@@ -177,17 +178,19 @@ class Generation(Iterator[Piece]):
         self,
         engine: Engine,
         context: Context,
+        hold: Hold,
         model: LoadedModel,
         prompt: Sequence[int],
         asked: Asked,
         *,
+        ended: Callable[[], object] = lambda: None,
         reused: int = 0,
         keep_prompt: bool = False,
         fallback: str = "",
         choice: str = "",
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.context = context
+        self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._asked = engine, model, asked
         self._prompt, self._reused = list(prompt), reused
         self._keeps, self._kept = keep_prompt, _Kept()
@@ -213,12 +216,11 @@ class Generation(Iterator[Piece]):
         self._before = context.work.copy()
         self._work: Work | None = None  # of this answer, once it has ended
         self._times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-        self._held = True
 
     @property
     def finished(self) -> bool:
         """Whether there is nothing more to come."""
-        return self._reason is not None or not self._held
+        return self._reason is not None or not self._hold.active
 
     def __iter__(self) -> Self:
         return self
@@ -272,7 +274,8 @@ class Generation(Iterator[Piece]):
 
     def _run(self) -> bool:
         """Run the devices once; whether a token was chosen."""
-        self.context.reader = threading.get_ident()
+        self._hold.thread = threading.get_ident()
+        self._engine.lock.check()
         with self._engine.lock:
             token = self._prompt_step() if self._next is None else self._decode_step()
         if token is None:
@@ -303,13 +306,16 @@ class Generation(Iterator[Piece]):
 
     def close(self) -> None:
         """Give the context up, which holds what was read so far; idempotent."""
-        if self._held:
-            self._end_text()
-            self._held, self._calls = False, None
-            self.context.release()
+        hold = self._hold
+        if hold.active:
+            try:
+                self._end_text()
+            finally:
+                self._calls, hold.active = None, False
+                self._ended()
 
     def __del__(self) -> None:
-        if getattr(self, "_held", False):
+        if hasattr(self, "_hold"):
             self.close()
 
     def __enter__(self) -> Self:
@@ -329,14 +335,14 @@ class Generation(Iterator[Piece]):
         Close that context when it is done. Raises `UserError` where there is no memory for it.
         """
         kept = self._kept
-        assert self._held
+        assert self._hold.active
         assert kept.logits is not None, "keep_prompt, and a step behind the prompt"
         context = self.context.copy()
         context.rewind(kept.length)
-        context.hold()
         other = Generation(
             self._engine,
             context,
+            context.hold(),
             self._model,
             self._prompt,
             replace(self._asked, sampling=sampling),
@@ -473,11 +479,12 @@ class Generation(Iterator[Piece]):
             return
         if self._untold is not None:
             self._piece()
-        self._work = self.context.work.since(self._before)
+        work = self.context.work.since(self._before)
         if self._lookup is not None:
             self._lookup.close()
         if self._next is not None:  # the prompt was read
-            self.context.note(self._seen[self.context.cached :])
+            self.context.note(self._seen)
+        self._work = work  # last: an end that was interrupted is repeated
 
     def _stats(self) -> Stats:
         start, first, last = self._times
@@ -537,6 +544,7 @@ def decode_together(
         part = waiting[first::count]
         rows = [(answer.context, token) for answer, token in part]
         found: Sequence[Logits | None] = ()
+        engine.lock.check()
         try:
             with engine.lock:
                 if len(rows) > 1:

@@ -245,10 +245,10 @@ def profile_facts() -> dict[str, Any] | None:
     paths = [own, machine.path, *([] if shipped is None else [files.shipped_path(shipped)])]
     off = os.environ.get(SWITCH, "").strip().lower() == "off"
     try:
-        read = {str(path): path.read_bytes() for path in paths if path.exists()}
+        read = {str(path): path.read_bytes() for path in paths if os.path.exists(path)}
     except OSError:
         return None
-    if not off and not own.exists():
+    if not off and not os.path.exists(own):
         factors = FirstStart.load(machine.path)
         if factors is None or factors.is_stale:
             return None

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
+from hetero.backends.host.background import Background, in_background
+from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError
 from hetero.models import hub, quantized, random_models
 from hetero.models.chat_template import Message
@@ -23,6 +25,7 @@ from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
 from hetero.models.manifest import MANIFEST_FILE, Manifest, is_quantised, read_manifest
+from hetero.models.split_files import model_name
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import ModelGraph
@@ -65,6 +68,18 @@ class LoadedModel:
         """Read on first use, or since `reading_tokenizer`. Raises `ModelError`."""
         return self._tokenizer.result()
 
+    def for_context(self, length: int) -> LoadedModel:
+        """Return the model in a context of up to `length` tokens, which LongRoPE depends on.
+
+        What is derived from one is not the other's: the fingerprints differ.
+        """
+        config = self.config.for_context(length)
+        if config == self.config:
+            return self
+        self.weights.config = config
+        identity = hashlib.sha256(f"{self.fingerprint}|{config.rope_scaling}".encode())
+        return replace(self, config=config, fingerprint=identity.hexdigest())
+
     def reading_tokenizer(self) -> LoadedModel:
         """The model, whose tokenizer is read by a thread from now on: large vocabularies take half
         a second.
@@ -73,11 +88,8 @@ class LoadedModel:
         return self
 
     @cached_property
-    def _tokenizer(self) -> Future[Tokenizer]:
-        thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-tokenizer")
-        reading = thread.submit(self._read_tokenizer)
-        thread.shutdown(wait=False)
-        return reading
+    def _tokenizer(self) -> Background[Tokenizer]:
+        return in_background("hetero-tokenizer", [self._read_tokenizer])[0]
 
     def _read_tokenizer(self) -> Tokenizer:
         if self.byte_tokenizer or self.source is None:
@@ -134,13 +146,25 @@ class LoadedModel:
         return found.model_copy(update={"also": also}) if also else found
 
 
+def model_path(model: str | os.PathLike[str]) -> Path:
+    """Return the path that a MODEL names: of `demo` the bundled model's, of `random:NAME` one that
+    does not exist, whatever the current folder holds; else the one that was typed.
+    """
+    name = os.fspath(model)
+    if name == "demo":
+        return DEMO_DIRECTORY
+    if name.startswith(random_models.PREFIX):
+        return DEMO_DIRECTORY / name
+    return expand_user(name)
+
+
 def default_weights(model: str | Path) -> str:
     """The format of a MODEL where none is asked for: what a quantised directory or GGUF file
     holds, w4a16 of floats.
 
     Raises `ModelError` for a broken quantised directory or file.
     """
-    path = Path(model).expanduser()
+    path = model_path(model)
     if len(path.name) <= LONGEST_NAME and path.suffix.lower() == ".gguf" and path.is_file():
         from hetero.models.gguf import GgufFile, default_format
 
@@ -256,11 +280,11 @@ def _open_gguf(path: Path, weight_format: WeightFormat) -> LoadedModel:
     weights = open_weights(path, weight_format)
     identity = f"{weight_format.storage}|{weights.config}|{weights.file.fingerprint()}"
     return LoadedModel(
-        name=path.stem,
+        name=Path(model_name(path.name)).stem,
         config=weights.config,
         weights=weights,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        source=path,
+        source=weights.source,
     )
 
 
@@ -323,7 +347,16 @@ def _path(model: str, *, shapes: bool = False) -> Path:
     """The directory or GGUF file of a MODEL that is not random. Where only its `shapes` matter, a
     known name would have done.
     """
-    path = DEMO_DIRECTORY if model == "demo" else Path(model).expanduser()
+    try:
+        return _found_path(model, shapes)
+    except OSError as error:
+        raise ModelError(
+            f"{model}: cannot be looked at ({error.strerror}); let this user read the folder"
+        ) from error
+
+
+def _found_path(model: str, shapes: bool) -> Path:
+    path = model_path(model)
     if len(path.name) > LONGEST_NAME:
         raise ModelError(
             f"{model!r}: a file's name has at most {LONGEST_NAME} characters; MODEL is a Hugging "
@@ -372,7 +405,7 @@ def _nearest(model: str) -> str | None:
     try:
         siblings = [
             x.name
-            for x in path.expanduser().parent.iterdir()
+            for x in expand_user(path).parent.iterdir()
             if x.is_dir() or x.suffix.lower() == ".gguf"
         ]
     except OSError:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
-from hetero.models.config_keys import refuse_unused
+from hetero.models.config_keys import notice_unread, refuse_unused
 from hetero.models.fields import Fields, read_json_object
-from hetero.models.rope_config import NO_SCALING, read_rope, refuse_partial_rotary, rope_dict
+from hetero.models.rope_config import (
+    NO_SCALING,
+    check_factors,
+    read_rope,
+    refuse_partial_rotary,
+    rope_dict,
+)
 from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
@@ -91,6 +97,11 @@ class ModelConfig:
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_layers)
 
+    def for_context(self, length: int) -> Self:
+        """Return the configuration in a context of up to `length` tokens (`RopeScaling`)."""
+        scaling = self.rope_scaling.for_length(min(length, self.max_position))
+        return replace(self, rope_scaling=scaling)
+
     @property
     def qkv_width(self) -> int:
         """Rows of the fused query, key and value weight: (H + 2G)·D."""
@@ -99,10 +110,12 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, path: Path) -> Self:
         """Read `config.json`, and `generation_config.json` if there is one."""
-        generation = path / "generation_config.json"
+        file = path / "generation_config.json"
+        generation = read_json_object(file) if file.is_file() else {}
+        notice_unread(generation, str(file))
         return cls.from_dict(
             read_json_object(path / "config.json"),
-            generation=read_json_object(generation) if generation.is_file() else None,
+            generation=generation,
             where=str(path / "config.json"),
         )
 
@@ -137,6 +150,8 @@ class ModelConfig:
             own["rotary_dim"] = _rotary_dim(source, factor, sizes["head_dim"])
         if not own.get("positions"):
             _check_even(source, sizes["head_dim"])
+            rotated = own.get("rotary_dim") or sizes["head_dim"]
+            check_factors(source, sizes["rope_scaling"], rotated)
         given: dict[str, Any] = {
             "architecture": architecture.name,
             "num_layers": layers,

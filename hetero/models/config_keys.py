@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hetero.models.architectures.base import Decoder, kinds_of
 from hetero.models.fields import Fields
+from hetero.terminal.notices import tell_once
 
 # Beside null, false, 0 and what is empty: the values that change nothing.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
@@ -37,8 +38,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }  # fmt: skip
 # Behind `rope_scaling` or `rope_parameters`.
 NEUTRAL_ROPE: Final[Mapping[str, tuple[object, ...]]] = {
-    "long_factor": (), "short_factor": (), "alpha": (), "attn_factor": (1,),
-    "extrapolation_factor": (1,),
+    "alpha": (), "attn_factor": (1,), "extrapolation_factor": (1,),
 }  # fmt: skip
 # Used by one family only; elsewhere the value must be the one that the decoder has anyway.
 SAME: Final[Mapping[str, Callable[[Decoder], object]]] = {
@@ -78,3 +78,29 @@ def _is_same(value: Any, wanted: object) -> bool:
     if isinstance(value, int | float) and isinstance(wanted, int | float):
         return abs(value - wanted) <= 1e-6 * abs(wanted)
     return bool(value == wanted)
+
+
+# Fields of a generation_config.json that change which tokens `transformers` draws, and that are not
+# read: with these values, or without one, they change nothing.
+UNREAD: Final[Mapping[str, tuple[object, ...]]] = {
+    "bad_words_ids": (), "suppress_tokens": (), "begin_suppress_tokens": (), "sequence_bias": (),
+    "forced_bos_token_id": (), "forced_eos_token_id": (), "force_words_ids": (), "constraints": (),
+    "stop_strings": (), "no_repeat_ngram_size": (), "min_length": (), "min_new_tokens": (),
+    "exponential_decay_length_penalty": (), "typical_p": (1,), "top_h": (1,), "epsilon_cutoff": (),
+    "eta_cutoff": (), "guidance_scale": (1,), "penalty_alpha": (), "num_beams": (1,),
+    "dola_layers": (), "watermarking_config": (),
+}  # fmt: skip
+
+
+def notice_unread(generation: Mapping[str, Any], where: str) -> None:
+    """Give one notice of what a generation_config.json asks for and is not read."""
+    names = [
+        name
+        for name, neutral in UNREAD.items()
+        if generation.get(name) and generation[name] not in neutral
+    ]
+    if names:
+        tell_once(
+            f"{where}: {', '.join(names)} {'is' if len(names) == 1 else 'are'} not read: answers "
+            "may differ from those of transformers"
+        )

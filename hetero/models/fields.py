@@ -81,6 +81,14 @@ class Fields:
         """A finite number > 0, or None if absent."""
         return None if self.raw.get(name) is None else self.positive_float(name)
 
+    def positive_floats(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers > 0."""
+        values = self.raw.get(name)
+        numbers = values if isinstance(values, list | tuple) else [None]
+        if not all(is_number(x) and 0 < x <= sys.float_info.max for x in numbers):
+            raise self.error(name, "must be a list of positive numbers", "correct the file")
+        return tuple(map(float, numbers))
+
     def boolean(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.raw.get(name)

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 from hetero.backends.host.extras import is_here
 from hetero.backends.host.files import atomic_write
 from hetero.errors import ModelError
+from hetero.models.split_files import split_names
 
 PREFIX: Final = "hf:"
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -53,7 +54,7 @@ def hub_name(model: str) -> HubName | None:
         return HubName(repo, file)
     if _ID.fullmatch(model) and not model.endswith(".gguf"):
         owner = model.partition("/")[0]
-        return None if Path(owner).exists() or Path(model).exists() else HubName(model)
+        return None if any(map(os.path.exists, (owner, model))) else HubName(model)
     return None
 
 
@@ -82,22 +83,36 @@ def _in_cache(name: HubName) -> Path | None:
     except (LocalEntryNotFoundError, FileNotFoundError):
         return None
     if name.file:
-        return folder / name.file if (folder / name.file).is_file() else None
+        whole = all((folder / file).is_file() for file in split_names(name.file))
+        return folder / name.file if whole else None
     if is_whole(folder):
         return folder
-    files = sorted(folder.rglob("*.gguf"))
-    return files[0] if len(files) == 1 and not (folder / "config.json").is_file() else None
+    models = gguf_models(sorted(folder.rglob("*.gguf")))
+    return models[0][0] if len(models) == 1 and not (folder / "config.json").is_file() else None
+
+
+def gguf_models(files: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Return the models among GGUF files, each by its first file, and their bytes; those split into
+    files of which some are missing are left out.
+    """
+    there = {str(file): file for file in files}
+    groups = {tuple(split_names(name)) for name in there}
+    return sorted(
+        (there[names[0]], sum(there[name].stat().st_size for name in names))
+        for names in groups
+        if there.keys() >= set(names)
+    )
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder has a configuration and all weights that its index names."""
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # false where it cannot be looked for
         return False
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    if not os.path.isfile(index):
         return any(folder.glob("*.safetensors"))
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return all((folder / str(name)).is_file() for name in names)
@@ -112,13 +127,16 @@ def _download(name: HubName) -> Path:
     common: dict[str, Any] = {"endpoint": endpoint, "revision": info.sha}
     if name.file or not {"config.json"} <= set(sizes):
         file = name.file or _only_gguf(name, sizes)
-        if file not in sizes:
-            raise ModelError(f"{name.repo} has no file {file}; it has {_some(sizes)}")
-        _say(name, sizes[file])
-        path = Path(hf_hub_download(name.repo, file, **common))
-        _check(path)
-        _point_main(path, file, str(info.sha))
-        return path
+        parts = split_names(file)
+        absent = next((part for part in parts if part not in sizes), None)
+        if absent is not None:
+            raise ModelError(f"{name.repo} has no file {absent}; it has {_some(sizes)}")
+        _say(name, sum(sizes[part] for part in parts))
+        paths = {part: Path(hf_hub_download(name.repo, part, **common)) for part in parts}
+        for path in paths.values():
+            _check(path)
+        _point_main(paths[file], file, str(info.sha))
+        return paths[file]
     wanted = sum(size for file, size in sizes.items() if any(map(Path(file).match, PARTS)))
     _say(name, wanted)
     folder = Path(snapshot_download(name.repo, allow_patterns=list(PARTS), **common))
@@ -145,7 +163,7 @@ def _point_main(path: Path, file: str, revision: str) -> None:
 
 
 def _only_gguf(name: HubName, sizes: dict[str, int]) -> str:
-    files = [file for file in sizes if file.lower().endswith(".gguf")]
+    files = sorted({split_names(x)[0] for x in sizes if x.lower().endswith(".gguf")})
     if len(files) == 1:
         return files[0]
     if not files:
@@ -213,13 +231,18 @@ class Here(NamedTuple):
     where: str
 
 
-def models_here(folder: Path, demo: Path) -> list[Here]:
-    """The demo, models in a folder, and those in the hub's cache that can be opened."""
+def models_here(folder: Path | None, demo: Path) -> list[Here]:
+    """Return the demo, models in a folder, and those in the hub's cache that can be opened. Raises
+    `OSError` for a folder that cannot be listed.
+    """
     found = [Here("demo", "hetero", _bytes(demo), str(demo))]
+    paths = [] if folder is None else sorted(folder.iterdir())
+    forms = {path: form for path in paths if (form := _format(path)) is not None}
+    sizes = dict(gguf_models([path for path, form in forms.items() if form == "GGUF"]))
     found.extend(
-        Here(f"./{path.name}", form, _bytes(path), str(path))
-        for path in sorted(folder.iterdir())
-        if (form := _format(path)) is not None
+        Here(f"./{path.name}", form, sizes[path] if form == "GGUF" else _bytes(path), str(path))
+        for path, form in forms.items()
+        if form != "GGUF" or path in sizes
     )
     return found + list(_cached())
 
@@ -227,11 +250,11 @@ def models_here(folder: Path, demo: Path) -> list[Here]:
 def _cached() -> Iterator[Here]:
     if not is_here("huggingface_hub"):
         return
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (CacheNotFound, OSError, RuntimeError):  # no home folder
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         for revision in repo.revisions:
@@ -240,15 +263,15 @@ def _cached() -> Iterator[Here]:
                 size = revision.size_on_disk
                 yield Here(repo.repo_id, _format(folder) or "safetensors", size, str(folder))
             elif repo.repo_type == "model" and "main" in revision.refs:
-                for file in sorted(folder.rglob("*.gguf")):
+                for file, nbytes in gguf_models(list(folder.rglob("*.gguf"))):
                     named = f"{PREFIX}{repo.repo_id}:{file.relative_to(folder)}"
-                    yield Here(named, "GGUF", file.stat().st_size, str(file))
+                    yield Here(named, "GGUF", nbytes, str(file))
 
 
 def _format(path: Path) -> str | None:
-    if path.is_file():
+    if os.path.isfile(path):
         return "GGUF" if path.suffix.lower() == ".gguf" else None
-    if (path / "hetero.json").is_file():
+    if os.path.isfile(path / "hetero.json"):
         return "hetero"
     return "safetensors" if is_whole(path) else None
 
@@ -256,4 +279,4 @@ def _format(path: Path) -> str | None:
 def _bytes(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if os.path.isfile(file))

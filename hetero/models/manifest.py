@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.host.files import read_document
 from hetero.errors import ModelError
 from hetero.models.calibration_record import Calibration
 from hetero.models.fields import read_json_object
@@ -101,7 +103,7 @@ class Manifest(BaseModel):
 
 def is_quantised(directory: Path) -> bool:
     """Whether a directory says that `hetero quantize` wrote it."""
-    return (directory / MANIFEST_FILE).is_file()
+    return os.path.isfile(directory / MANIFEST_FILE)  # false where it cannot be looked for
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -117,7 +119,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path}: schema_version must be {known}, got {version!r}; upgrade hetero, or {_REMEDY}"
         )
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_document(path))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the manifest"

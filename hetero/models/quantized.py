@@ -23,6 +23,7 @@ from hetero.backends.host.files import (
     scratch_directory,
     sync_directory,
 )
+from hetero.backends.host.folders import expand_user
 from hetero.backends.host.versions import installed_version
 from hetero.errors import ModelError
 from hetero.models.layout import block_matrices, end_matrices, end_vectors, page_padded
@@ -87,7 +88,7 @@ def save(
                 f"{one.weight_format} is what a GGUF file stores, which is used as it is; give the "
                 "file itself as MODEL, or choose --weights w4a16"
             )
-    out = Path(out_dir).expanduser().resolve()
+    out = expand_user(out_dir).resolve()
     remove_partials(out)  # they take room
     check_destination(out, overwrite=overwrite)
     _check_space(out, weights, also)

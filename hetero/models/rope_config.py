@@ -13,7 +13,7 @@ from hetero.models.fields import Fields
 NO_SCALING = RopeScaling()
 # "dynamic" stretches positions beyond max_position_embeddings only, and none are beyond it here.
 _UNSCALED = ("default", "dynamic")
-_KINDS = (*_UNSCALED, "linear", "llama3", "yarn")
+_KINDS = (*_UNSCALED, "linear", "llama3", "yarn", "longrope")
 
 
 def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
@@ -62,22 +62,62 @@ def rotary_factor_of(rotary_dim: int, head_dim: int) -> float:
 def _scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
     key = "rope_type" if "rope_type" in rope.raw else "type"
     kind = rope.text(key, "default")
+    if kind in ("su", "yarn") and rope.raw.get("long_factor") is not None:
+        kind = "longrope"  # its names in the first files of Phi-3
     if kind not in _KINDS:
         raise rope.error(
             key, f"must be one of {', '.join(_KINDS)}", "choose a model without this scaling"
         )
+    if kind != "longrope":
+        for name in ("short_factor", "long_factor"):
+            if rope.raw.get(name):
+                raise rope.error(name, "is of longrope alone", f"correct the file's {key}")
     if kind in _UNSCALED:
         return NO_SCALING
+    if kind == "longrope":
+        return _longrope_scaling(source, rope, max_position)
     factor = rope.positive_float("factor")
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
-    original = source.positive_int(
-        "original_max_position_embeddings",
-        rope.positive_int("original_max_position_embeddings", max_position),
-    )
+    original = _original(source, rope, max_position)
     if kind == "llama3":
         return _llama3_scaling(rope, factor, original)
     return _yarn_scaling(rope, factor, original)
+
+
+def _original(source: Fields, rope: Fields, max_position: int) -> int:
+    """The context length of the first training; Phi-3 has it outside of `rope_scaling`."""
+    name = "original_max_position_embeddings"
+    return source.positive_int(name, rope.positive_int(name, max_position))
+
+
+def _longrope_scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
+    """LongRoPE (arXiv 2402.13753), with the attention factor of `transformers`."""
+    original = _original(source, rope, max_position)
+    factor = rope.positive_float("factor", max_position / original)
+    attention = rope.optional_float("attention_factor")
+    if attention is None:
+        scaled = factor > 1 and original > 1
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if scaled else 1.0
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=attention,
+        short_factor=rope.positive_floats("short_factor"),
+        long_factor=rope.positive_floats("long_factor"),
+    )
+
+
+def check_factors(source: Fields, scaling: RopeScaling, rotated: int) -> None:
+    """Raise `ModelError` where LongRoPE has not one factor for each frequency."""
+    for name in ("short_factor", "long_factor"):
+        count = len(getattr(scaling, name))
+        if scaling.kind == "longrope" and count != rotated // 2:
+            raise ModelError(
+                f"{source.where}: {name} must have {rotated // 2} numbers, one for two dimensions "
+                f"that are rotated, got {count}; correct the file"
+            )
 
 
 def _llama3_scaling(rope: Fields, factor: float, original: int) -> RopeScaling:
@@ -118,7 +158,7 @@ def rope_dict(scaling: RopeScaling) -> dict[str, Any] | None:
     for field in fields(scaling):
         value = getattr(scaling, field.name)
         always = scaling.kind == "llama3" and field.name in ("low_freq_factor", "high_freq_factor")
-        if field.name not in ("kind", "factor", "original_max_position") and (
+        if field.name not in ("kind", "factor", "original_max_position", "long") and (
             always or value != getattr(default, field.name)
         ):
             raw[field.name] = value

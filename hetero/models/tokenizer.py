@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from pydantic_core import from_json
 
-from hetero.backends.host.files import read_file
+from hetero.backends.host.files import read_document
 from hetero.errors import ModelError
 from hetero.models.chat_template import ChatTemplate, Message, load_templates
 from hetero.models.end_tokens import named_ends
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
         if self.chat_template is None:
             raise ModelError(
                 "this model has no chat template; use --raw (the prompt as it is), or a model with "
-                "chat_template in its tokenizer_config.json"
+                "chat_template in tokenizer_config.json (GGUF: tokenizer.chat_template)"
             )
         return self.chat_template.render(messages, **options)
 
@@ -362,7 +362,7 @@ def _unicode(text: str) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_file(path, LIMITS.file_bytes)
+        return read_document(path, LIMITS.file_bytes)
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror}); check its permissions"
@@ -381,9 +381,9 @@ def quiet_panics() -> Iterator[None]:
         except OSError:  # no place for it, or no stderr
             yield
             return
-        os.dup2(held.fileno(), 2)
         panicked = False
-        try:
+        try:  # around the call too: a signal handler may raise right after it
+            os.dup2(held.fileno(), 2)
             yield
         except BaseException as error:
             panicked = type(error).__name__ == "PanicException"

@@ -15,7 +15,7 @@ from hetero.arguments import check_one_of
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.errors import UserError
 from hetero.measuring.first_start import scaled_here
-from hetero.models import AUTO, LONGEST_NAME, model_spec, open_model
+from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
 from hetero.placement.in_flight import with_forms
 from hetero.profiler import files
@@ -111,7 +111,7 @@ def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
     `ModelError`.
     """
     if weights in (None, AUTO):
-        path = Path(model).expanduser()
+        path = model_path(model)
         if len(path.name) <= LONGEST_NAME and is_quantised(path):
             return open_model(model).spec()
     return model_spec(model, None if weights == AUTO else weights)
@@ -149,21 +149,23 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
         return profile, ""
     shipped = files.shipped_names()
     if profile is not None:
-        if not Path(profile).exists() and str(profile) not in shipped:
+        here = os.path.exists(profile)  # false where it cannot be looked for
+        if not here and str(profile) not in shipped:
             raise UserError(
                 f"profile {str(profile)!r}: there is no such file; give one written by "
                 f"`hetero profile` or one of: {', '.join(shipped)}"
             )
-        return DeviceProfile.load(Path(profile) if Path(profile).exists() else str(profile)), ""
+        return DeviceProfile.load(Path(profile) if here else str(profile)), ""
     problem = f"{NO_PROFILE} (`hetero profile` takes one)"
     cached = files.taken_profile_path()
-    if cached.exists():
+    if os.path.exists(cached):
         try:
             return DeviceProfile.load(cached), ""
         except ProfileError as error:  # caches are disposable
             problem = str(error)
     if (host := files.shipped_host()) is not None:
-        return DeviceProfile.load(host), f"{problem}, so the shipped profile `{host}` is used"
+        notice = f"{problem}, so the shipped profile `{host}` is used"
+        return DeviceProfile.load(files.shipped_path(host)), notice
     raise UserError(
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"
@@ -221,9 +223,9 @@ def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float
 
 def load_either(path: str) -> ExecutionPlan | DeviceProfile:
     """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
-    if path in files.shipped_names() and not Path(path).exists():
+    if path in files.shipped_names() and not os.path.exists(path):
         return DeviceProfile.load(path)
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise UserError(
             f"{path}: there is no such file, and no shipped profile of this name: those are "
             f"{', '.join(files.shipped_names())}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +37,14 @@ from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chu
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
 from hetero.runtime.launch_costs import LaunchCosts
-from hetero.runtime.lowering import Lowering
+from hetero.runtime.lowering import Lowering, StepKey
 from hetero.runtime.memory import Needs, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, Caches, place, planned_layout
 from hetero.runtime.slots import SlotRef, slot_of
 from hetero.runtime.step import Step
-from hetero.runtime.step_lock import StepLock
+from hetero.runtime.step_lock import StepLock, lost_error
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser, SyncMethod
@@ -60,20 +60,6 @@ SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is 
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
 
 
-class _Key(NamedTuple):
-    """What a step is lowered for. `position` of a window: about where its context is.
-    `taps`: it tells what attention its sampled rows give. `rows`: each of a context of its own."""
-
-    phase: Phase
-    chunks: tuple[int, ...]
-    logit_rows: int
-    gates: bool
-    position: int = 0
-    taps: bool = False
-    rows: bool = False
-    form: Form = "cut"
-
-
 def _bound(step: Step, context: Context) -> Step:
     """The step on a context."""
     cache = context.cache
@@ -81,6 +67,10 @@ def _bound(step: Step, context: Context) -> Step:
         return bound
     with memory_for(f"the {step.phase} step of {step.tokens} tokens"):
         return step.on(cache)
+
+
+class _ShorterCallsError(Exception):
+    """A device failed, and the other one needs several calls for these tokens."""
 
 
 class ContextFullError(UserError):
@@ -162,7 +152,7 @@ class Engine:
         self._cost = cost
         self._whole_caches = whole_caches
         self._timed = self._closed = False
-        self._steps: OrderedDict[_Key, Step] = OrderedDict()
+        self._steps: OrderedDict[StepKey, Step] = OrderedDict()
         self._last: weakref.ref[Step] | None = None
         self._last_run: StepRun | None = None
         self._loading_step: Step | None = None
@@ -312,7 +302,7 @@ class Engine:
         contexts, tokens = [context for context, _ in rows], [token for _, token in rows]
         for context, token in rows:
             self.check(context, (token,))
-            context.cache.slide(context.cached)
+            context.slide()
         if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.most_rows:
             raise ValueError(f"one step decodes 2 to {self.most_rows} contexts, each once")
         if any(context.gate is not None and not context.gate.done for context in contexts):
@@ -351,8 +341,13 @@ class Engine:
         self.check(context, tokens)
         if len(tokens) > LONGEST_VERIFIED:
             raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
-        step = self._run(context, "decode", tokens, len(tokens))
-        return self._sound(context, step, self._logits(step, len(tokens)).copy())
+        rows = []
+        while tokens:
+            part = tokens[: self.placement.longest]
+            with suppress(_ShorterCallsError):
+                rows.append(self._rows(context, "decode", part))
+                tokens = tokens[len(part) :]
+        return np.concatenate(rows)
 
     def score(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append tokens; a copy of the logits [tokens, vocab] after every one."""
@@ -363,11 +358,25 @@ class Engine:
         self.check(context, tokens)
         for start in range(0, len(tokens), SCORING_PIECE):
             piece = tokens[start : start + SCORING_PIECE]
-            for count in self.plan.steps(len(piece), SCORING_PIECE):
+            counts: Sequence[int] = ()
+            while piece:
                 self._check_open()
-                step = self._run(context, "prefill", piece[:count], count)
-                yield self._sound(context, step, self._logits(step, count).copy())
-                piece = piece[count:]
+                counts = counts or self.plan.steps(len(piece), SCORING_PIECE)
+                try:
+                    rows = self._rows(context, "prefill", piece[: counts[0]])
+                except _ShorterCallsError:
+                    counts = ()
+                    continue
+                piece, counts = piece[counts[0] :], counts[1:]
+                yield rows
+
+    def _rows(self, context: Context, phase: Phase, tokens: Sequence[int]) -> Logits:
+        """Append tokens in one call; a copy of the logits [tokens, vocab] after every one. Raises
+        `_ShorterCallsError`, and appends none, where a device failed and the other one's calls are
+        shorter.
+        """
+        step = self._run(context, phase, tokens, len(tokens))
+        return self._sound(context, step, self._logits(step, len(tokens)).copy())
 
     def step(
         self,
@@ -400,7 +409,7 @@ class Engine:
         at = rounded(context.cached)
         if logit_rows == 1 and not taps and self._sync != "copy":
             chunks = padded_chunks(chunks, self.max_seq_len - context.cached)
-        key = _Key("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
+        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
         return _bound(self._kept(key), context)
 
     def _lowered(
@@ -415,12 +424,12 @@ class Engine:
     ) -> Step:
         """As `step`, for any context."""
         gates = gates and not taps and phase == "decode" and bool(self.synchroniser.bells)
-        step = self._kept(_Key(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
+        step = self._kept(StepKey(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
         if self.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
 
-    def _kept(self, key: _Key) -> Step:
+    def _kept(self, key: StepKey) -> Step:
         if key not in self._steps:
             with memory_for(f"the {key.phase} step of {sum(key.chunks)} tokens"):
                 self._steps[key] = self._lower_step(key)
@@ -438,7 +447,7 @@ class Engine:
             for call in self._online:
                 call.prepare()
 
-    def _lower_step(self, key: _Key) -> Step:
+    def _lower_step(self, key: StepKey) -> Step:
         if len(key.chunks) == 1:
             (m,) = key.chunks
             return self._lowering.lower(
@@ -554,13 +563,15 @@ class Engine:
     ) -> Step:
         """A step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
-        context.cache.slide(context.cached)
+        context.slide()
         try:
             step = self._attempt(context, phase, tokens, logit_rows, chunks, form, beside)
         except DeviceError as error:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.
             if len(chunks) > 1 or len(tokens) > self.placement.longest:
+                if logit_rows > 1:  # which several calls do not leave in one place
+                    raise _ShorterCallsError from error
                 *_, (step, _) = self._prompt_calls(context, tokens)
                 return step
             step = self._attempt(context, phase, tokens, logit_rows, chunks, beside=beside)
@@ -646,7 +657,7 @@ class Engine:
             self._lowering.masses.begin()
             alone = self._timed or not self._chains or step is self._loading_step
             ran, self._chains = (step, self._chains) if alone else chained(step, self.devices)
-            self._last_run = run = self.executor.run(ran, beside)
+            self._last_run = run = self.executor.run(ran, beside, self.devices.values())
         self._last = weakref.ref(ran)
         self.copied_bytes += step.copied_bytes
         if self.trace is not None:
@@ -783,5 +794,7 @@ class Engine:
             raise UserError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
     def _check_open(self) -> None:
+        if self.lock.lost:
+            raise lost_error()
         if self._closed:
             raise DeviceLostError("engine", "running the model", "the model was closed")

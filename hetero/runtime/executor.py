@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.protocol import Completion
+from hetero.backends.protocol import Completion, Device
 from hetero.runtime.program import AHEAD, LOADED, RING, RUN, SUBMIT
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
+from hetero.runtime.watchdog import WATCHDOG
 
 DRAIN_DEADLINE_S = 5.0
 Beside: TypeAlias = Callable[[], object]
@@ -23,25 +24,37 @@ def nothing() -> None:
 
 
 class Executor:
-    """Runs steps on the control thread; keeps nothing between two of them."""
+    """Runs steps on the control thread; keeps nothing between two of them.
 
-    def run(self, step: Step, beside: Beside = nothing) -> StepRun:
+    `running` is the step that runs now, and the time of every action that has ended, the first its
+    start (`hetero.runtime.watchdog`).
+    """
+
+    def __init__(self) -> None:
+        self.running: tuple[Step, list[float]] | None = None
+        WATCHDOG.watch(self)
+
+    def run(self, step: Step, beside: Beside = nothing, devices: Iterable[Device] = ()) -> StepRun:
         """Execute; when it returns, all outputs are visible to the host. `beside` is called before
-        the last wait, if there is one: nothing else is left to do.
+        the last wait, if there is one: nothing else is left to do. The queues of `devices` are
+        drained if a signal handler raises.
         """
         collecting = gc.isenabled()
-        gc.disable()  # a collection in the middle of a step costs milliseconds
-        try:
+        try:  # around `disable` too: a signal handler may raise right after it
+            gc.disable()  # a collection in the middle of a step costs milliseconds
             if step.bell is not None:
                 step.bell.settle()
             walked = self._walk(step, beside)
             if step.bell is not None:
                 step.bell.check()
             return StepRun(step.counts, *walked, step.kinds)
-        except BaseException:  # Ctrl-C too: what is queued must not write into the next step
+        except BaseException as error:  # what is queued must not write into the next step
             drain(step)
+            if not isinstance(error, DeviceError):
+                drain_queues(devices)
             raise
         finally:
+            self.running = None
             if collecting:
                 gc.enable()
 
@@ -60,6 +73,7 @@ class Executor:
         last_wait = step.last_wait
         at_s = now()
         stamps, sleeps = [at_s], list[float]()
+        self.running = step, stamps
         stamp, slept = stamps.append, sleeps.append
         for code, index, kind, target in step.program:
             call = cast("Any", target)
@@ -113,3 +127,12 @@ def drain(step: Step) -> None:
         if completion is not None:
             with suppress(DeviceError):  # the failure itself is on its way up
                 completion.wait(DRAIN_DEADLINE_S)
+
+
+def drain_queues(devices: Iterable[Device]) -> None:
+    """Wait, within reason, for every launch: where a signal handler raised between a submission and
+    the store of its completion, no step knows of that launch.
+    """
+    for device in devices:
+        with suppress(DeviceError):  # which the next step meets
+            device.drain(DRAIN_DEADLINE_S)

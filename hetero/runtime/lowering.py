@@ -84,6 +84,20 @@ class _LastRow(BoundCall):
             array[self.m - 1] = array[last - 1]
 
 
+class StepKey(NamedTuple):
+    """What a step is lowered for. `position` of a window: about where its context is.
+    `taps`: it tells what attention its sampled rows give. `rows`: each of a context of its own."""
+
+    phase: Phase
+    chunks: tuple[int, ...]
+    logit_rows: int
+    gates: bool
+    position: int = 0
+    taps: bool = False
+    rows: bool = False
+    form: Form = "cut"
+
+
 class Lowering:
     """Lowers steps of one model. Owned by the control thread."""
 

@@ -39,6 +39,7 @@ from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
 from hetero.generation.loop import DeviceShare, GenerationResult, Later, Piece
 from hetero.generation.sampling import TokenLogprob
+from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
 from hetero.serving.grammars import GrammarConstraint, TokenBytes
 from hetero.serving.messages import (
@@ -57,6 +58,7 @@ from hetero.serving.messages import (
 from hetero.serving.turns import Turns
 
 TOLD_EVERY_S: Final = 0.01
+ORPHAN_S: Final = 30.0
 log = logging.getLogger("hetero.serving")
 Send = Callable[[FromEngine], None]
 
@@ -338,8 +340,11 @@ def _logprob(found: TokenLogprob | None) -> list[Any] | None:
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
-    """The reader thread: messages until the input ends. Reads the descriptor itself: a buffered
-    file that a thread waits in cannot be closed when the process ends.
+    """The reader thread: messages until the input ends, because the server is gone. Ends the
+    process if the other thread has not done so `ORPHAN_S` later: it hangs in a driver, for one.
+
+    Reads the descriptor itself: a buffered file that a thread waits in cannot be closed when the
+    process ends.
     """
     rest = b""
     while data := os.read(source, 1 << 20):
@@ -347,6 +352,15 @@ def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
         for line in lines:
             incoming.put(decode(line))
     incoming.put(None)
+    time.sleep(ORPHAN_S)
+    log.error("the server is gone and this process has not ended: ending it")
+    os._exit(1)
+
+
+def _end_hung(sentence: str) -> None:
+    """End the process, whose questions would wait for ever; the server then says so and ends."""
+    log.error("%s: ending the engine", sentence)
+    os._exit(1)
 
 
 def main() -> None:
@@ -362,6 +376,7 @@ def main() -> None:
         answers.write(data)
         answers.flush()
 
+    WATCHDOG.on_hang = _end_hung
     outbox = Outbox(write)
     options: dict[str, Any] = json.loads(sys.argv[1])
     slots = options.pop("slots")

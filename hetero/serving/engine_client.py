@@ -33,6 +33,8 @@ from hetero.serving.messages import (
 log = logging.getLogger("hetero.serving")
 LONGEST_LINE: Final = 256 << 20  # bytes
 READ_BYTES: Final = 1 << 20  # at a time
+STOP_S: Final = 30.0  # for the engine to write what is to be written, and end
+TERMINATE_S: Final = 5.0
 _STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
 Event = Said | Run | Finished | Replied | Refused
 
@@ -141,22 +143,38 @@ class EngineClient:
         line = await self._process.stdout.readline()
         first = decode(line) if line else None
         if not isinstance(first, Ready):
-            await self._process.wait()
+            await self._end()
             why = first.message if isinstance(first, Refused) else "it ended without a word"
             raise UserError(f"the engine did not start: {why}")
         self.about = first.about
         self._reader = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """Give up what runs; return when everything is written and the process has ended."""
+        """Give up what runs; return when everything is written and the process has ended. One that
+        hangs (in a driver, for one) is terminated after `STOP_S`, then killed.
+        """
         self._stopping = True
         if self._process is None:
             return
-        with suppress(OSError):
-            await self._tell(Stop())
-        await self._process.wait()
+        with suppress(OSError, TimeoutError):  # a full pipe that nobody reads
+            await asyncio.wait_for(self._tell(Stop()), TERMINATE_S)
+        await self._end()
         if self._reader is not None:
             await self._reader
+
+    async def _end(self) -> None:
+        """Wait for the process; end it where it hangs."""
+        process = self._process
+        assert process is not None
+        limit_s = STOP_S
+        for name, send in (("SIGTERM", process.terminate), ("SIGKILL", process.kill)):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), limit_s)
+                return
+            log.error("the engine does not end: sending %s", name)
+            send()
+            limit_s = TERMINATE_S
+        await process.wait()
 
     def admit(self, app: str) -> None:
         """Raise `ApiError` where another answer would be one too many."""
@@ -214,7 +232,7 @@ class EngineClient:
         inbox = self._inboxes[number] = Inbox()
         try:
             await self._tell(Control(id=number, app=app, action=action, arguments=arguments))
-            (event,) = await inbox.take()
+            event = (await inbox.take())[0]  # the engine's end may follow
         finally:
             del self._inboxes[number]
         if isinstance(event, Refused):

@@ -40,6 +40,26 @@ create index items_of on items (conversation, position);
 create index responses_of on responses (app);
 create index conversations_of on conversations (app);
 """
+# Of this connection: bytes of each app, which triggers keep, so that no request adds all up.
+_RESPONSE: Final = "length({0}.body) + length({0}.input) + length({0}.tokens)"
+_ITEM: Final = "length({0}.body)"
+_USED: Final = f"""
+create temp table used (app text primary key, bytes integer not null);
+insert into used select app, sum(bytes) from (
+    select app, {_RESPONSE.format("responses")} as bytes from responses
+    union all select app, {_ITEM.format("items")} from items) group by app;
+""" + "".join(
+    f"""
+create temp trigger {table}_in after insert on main.{table} begin
+    insert into used select new.app, 0 where new.app not in (select app from used);
+    update used set bytes = bytes + {size.format("new")} where app = new.app;
+end;
+create temp trigger {table}_out after delete on main.{table} begin
+    update used set bytes = bytes - ({size.format("old")}) where app = old.app;
+end;
+"""
+    for table, size in (("responses", _RESPONSE), ("items", _ITEM))
+)
 _SEAL: Final = "create table seal (key text not null, salt blob not null);"
 Item = dict[str, Any]
 Value = str | bytes  # of a column: JSON, or that sealed
@@ -102,6 +122,8 @@ class Records:
         check_key(path, key, vault)
         if vault is not None:
             self._box = vault.box("responses", salt)
+        self._db.execute("pragma temp_store=memory")
+        self._db.executescript(_USED)
 
     def close(self) -> None:
         """No more of this."""
@@ -304,12 +326,8 @@ class Records:
         )
 
     def _check_room(self, app: str, more: int) -> None:
-        (used,) = self._db.execute(
-            "select (select ifnull(sum(length(body) + length(input) + length(tokens)), 0)"
-            " from responses where app=?1) + (select ifnull(sum(length(body)), 0) from items"
-            " where app=?1)",
-            (app,),
-        ).fetchone()
+        row = self._db.execute("select bytes from used where app=?", (app,)).fetchone()
+        used = 0 if row is None else int(row[0])
         if used + more > self._most:
             raise ApiError(
                 507,

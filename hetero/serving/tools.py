@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hetero.errors import ModelError
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import json_grammar
 from hetero.serving.state import State
 
 Message = dict[str, Any]
 _CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_REMEDY: Final = ("--raw", "/v1/completions")  # of the command line, and over HTTP
 _TOLD: Final = (
     "You may call these functions:\n{tools}\nTo call one, answer with "
     '<tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call> and nothing else.'
@@ -133,7 +135,10 @@ def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[in
         else:
             told = _TOLD.format(tools="\n".join(map(json.dumps, use.functions)))
             said = [{"role": "system", "content": told}, *said]
-    return model.tokenizer.encode_chat(said, **options)
+    try:
+        return model.tokenizer.encode_chat(said, **options)
+    except ModelError as error:
+        raise ModelError(str(error).replace(*_REMEDY)) from error
 
 
 def _in_words(message: Message) -> Message:

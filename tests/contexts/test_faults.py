@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import tracemalloc
@@ -219,6 +220,62 @@ def test_compaction_takes_no_more_memory_than_a_piece(tmp_path: Path) -> None:
     assert all(chunk.place not in (None, before[chunk.key]) for chunk in kept.chunks)
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["00000001.kv"]
     service.call(kept, text[:112])
+    service.close()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_compaction_without_room_loses_no_chunk(tmp_path: Path, everything: bool) -> None:
+    """With `everything` what was forgotten is not in the file any more all the same."""
+    service = FakeService(tmp_path, memory=40 * CHUNK_BYTES, disk=400 * CHUNK_BYTES, bits=32)
+    held, text = service.held("a"), [i % 4 for i in range(160)]
+    service.call(held, text)
+    service.swap.drain()
+    kept = service.held("a")
+    with service.memory.lock:
+        kept.chunks = service.memory.table.refer("a", held.root, text[:48], 32)
+    files, before = service.files("a"), {chunk: chunk.place for chunk in kept.chunks}
+    gone = held.chunks[-1]
+    (path,) = (tmp_path / "a").iterdir()
+    whole, place = path.read_bytes(), gone.place
+    assert gone.codes is not None
+    assert place is not None
+    forgotten = gone.codes.planes[0][0].tobytes()
+    assert forgotten in whole
+    service.working.release(held.chunks)
+    service.memory.reclaim(service.memory.budget.used)
+    service.disk.limit = service.disk.used
+    compact(files, service.memory, "a", everything=everything)
+    assert {chunk: chunk.place for chunk in kept.chunks} == before
+    assert list((tmp_path / "a").iterdir()) == [path]
+    assert (forgotten in path.read_bytes()) != everything
+    service.call(kept, text[:48])
+    assert service.working.shared(kept.root, text[:48]) > 40
+    service.close()
+
+
+def test_files_that_two_threads_write_have_numbers_of_their_own(tmp_path: Path) -> None:
+    service = FakeService(tmp_path, memory=400 * CHUNK_BYTES, disk=4000 * CHUNK_BYTES, bits=32)
+    held = service.held("a")
+    service.call(held, [i % 4 for i in range(64)])
+    service.swap.drain()
+    pairs = [(chunk, chunk.codes) for chunk in held.chunks if chunk.codes is not None]
+    files, places = service.files("a"), list[Any]()
+
+    def write() -> None:
+        for _ in range(20):
+            places.extend(files.write(pairs, durable=False))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=write) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert len({place.file for place in places}) == 80
     service.close()
 
 

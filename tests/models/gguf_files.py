@@ -72,9 +72,10 @@ def write(
     entries: Mapping[str, Any],
     tensors: Mapping[str, Array],
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    split: int = 0,
 ) -> None:
-    """Write metadata and tensors, matrices in `kind`."""
-    writer = GGUFWriter(target, name)
+    """Write metadata and tensors, matrices in `kind`, `split` tensors to a file (0: all)."""
+    writer = GGUFWriter(target, name, split_max_tensors=split)
     for key, value in entries.items():
         add_entry(writer, key, value)
     for key, value in tensors.items():
@@ -354,10 +355,12 @@ def write_tiny(
     arch: str = "llama",
     tokens: Sequence[str] = PIECES,
     tensors: Mapping[str, Array | None] | None = None,
+    split: int = 0,
     **changes: Any,
 ) -> Path:
-    """A random model of one layer; `changes` to its metadata as in `convert`, where a name without
-    a dot in front is the architecture's. `tensors` are added, those that are None are left out.
+    """A random model of one layer, `split` tensors to a file; `changes` to its metadata as in
+    `convert`, where a name of no known group is the architecture's. `tensors` are added, those that
+    are None are left out.
     """
     size = len(tokens)
     shape = {
@@ -393,5 +396,6 @@ def write_tiny(
         arch,
         {key: value for key, value in entries.items() if value is not None},
         {name: value for name, value in found.items() if value is not None},
+        split=split,
     )
     return path

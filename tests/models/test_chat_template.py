@@ -196,7 +196,7 @@ def test_a_model_without_a_template_says_what_to_do() -> None:
         HfTokenizer(byte_level_tokenizer()).render_chat(CONVERSATION)
     assert str(caught.value) == (
         "this model has no chat template; use --raw (the prompt as it is), or a model with "
-        "chat_template in its tokenizer_config.json"
+        "chat_template in tokenizer_config.json (GGUF: tokenizer.chat_template)"
     )
 
 

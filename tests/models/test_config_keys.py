@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
-from hetero.models.config_keys import NEUTRAL, NEUTRAL_ROPE, SAME
+from hetero.models.config_keys import NEUTRAL, NEUTRAL_ROPE, SAME, UNREAD
 from tests.models.test_model_config import BASE, of
 
 # In transformers 5 these come with the model's own code.
@@ -117,3 +119,55 @@ def test_a_field_that_agrees_with_the_family_is_taken(raw: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", SAME)
 def test_a_field_that_is_not_given_says_nothing(name: str) -> None:
     assert ModelConfig.from_dict(BASE | {name: None})
+
+
+SAMPLING = {
+    "eos_token_id", "bos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p",
+    "repetition_penalty",
+}  # fmt: skip
+NO_SAMPLING = {
+    # how long, how many, and what is returned
+    "max_length", "max_new_tokens", "max_time", "num_return_sequences", "return_dict_in_generate",
+    "output_attentions", "output_hidden_states", "output_logits", "output_scores", "pad_token_id",
+    "transformers_version", "_from_model_config",
+    # how the same tokens are computed
+    "use_cache", "cache_config", "cache_implementation", "compile_config", "disable_compile",
+    "continuous_batching_config", "prefill_chunk_size", "low_memory", "max_cache_len",
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight",
+    "assistant_lookbehind", "is_assistant", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "speculation_type", "target_lookbehind", "use_mtp", "remove_invalid_values",
+    "renormalize_logits", "token_healing",
+    # of beams, which num_beams asks for, and of encoders
+    "early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups",
+    "decoder_start_token_id", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+}  # fmt: skip
+
+
+def test_every_field_of_a_generation_config_has_a_rule() -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = set(transformers.GenerationConfig().to_dict())
+    assert fields <= SAMPLING | NO_SAMPLING | set(UNREAD)
+
+
+@pytest.mark.parametrize(
+    ("generation", "unread"),
+    [
+        ({"suppress_tokens": [5], "num_beams": 4}, "suppress_tokens, num_beams are not read"),
+        ({"stop_strings": ["User:"]}, "stop_strings is not read"),
+        ({"suppress_tokens": None, "num_beams": 1, "typical_p": 1.0, "temperature": 0.5}, None),
+    ],
+)
+def test_a_generation_config_that_is_not_read_whole_gets_a_notice(
+    generation: dict[str, Any],
+    unread: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(generation))
+    for _ in range(2):
+        ModelConfig.from_directory(tmp_path)
+    notice = f"hetero: {file}: {unread}: answers may differ from those of transformers\n"
+    assert capsys.readouterr().err == ("" if unread is None else notice)

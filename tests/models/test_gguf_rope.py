@@ -86,8 +86,8 @@ def test_a_scaled_model_is_the_same_in_both_formats(name: str, tmp_path: Path) -
     ("entries", "sentence"),
     [
         ({"scaling__type": "dynamic"},
-         "llama.rope.scaling.type must be one of none, linear, yarn, got 'dynamic'"),
-        ({"scaling__type": 2}, "llama.rope.scaling.type must be one of none, linear, yarn, got 2"),
+         "llama.rope.scaling.type must be one of none, linear, yarn, longrope, got 'dynamic'"),
+        ({"scaling__type": 2}, "must be one of none, linear, yarn, longrope, got 2"),
         ({"scaling__factor": -2.0}, "llama.rope.scaling.factor must be a positive number, got -2"),
         ({"scale_linear": "2"}, "llama.rope.scale_linear must be a positive number, got '2'"),
         ({"scaling__attn_factor": 0.0},
@@ -103,20 +103,105 @@ def test_other_scaling_is_refused(entries: dict[str, Any], sentence: str, tmp_pa
         open_model(path)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("which", ["long", "short"])
-def test_factors_of_longrope_are_refused(architecture: str, which: str, tmp_path: Path) -> None:
-    factors = {f"rope_factors_{which}.weight": np.ones(4, np.float32)}
-    path = write_tiny(tmp_path / "m.gguf", arch=architecture, tensors=factors)
-    with pytest.raises(ModelError, match=f"rope_factors_{which}.weight scales positions by LongR"):
+FACTORS = {
+    f"rope_factors_{x}.weight": np.full(4, value, np.float32)
+    for x, value in (("long", 4), ("short", 2))
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "short", "long"),
+    [
+        ({}, 2.0, 4.0),
+        ({"scaling__factor": 3.0}, 6.0, 12.0),
+        ({"scaling__factor": 3.0, "scaling__attn_factor": 1.5}, 6.0, 12.0),
+    ],
+)
+def test_factors_of_longrope(
+    entries: dict[str, Any], short: float, long: float, tmp_path: Path
+) -> None:
+    """llama.cpp divides by a factor beside them, and takes 1 for the one that is not there."""
+    original = {"scaling__type": "longrope", "scaling__original_context_length": 32}
+    entries = {f"rope__{name}": value for name, value in (original | entries).items()}
+    path = write_tiny(tmp_path / "m.gguf", tensors=FACTORS, **entries)
+    scaling = read_config(GgufFile(path)).rope_scaling
+    assert (scaling.short_factor, scaling.long_factor) == ((short,) * 4, (long,) * 4)
+    assert scaling.attention_factor == entries.get("rope__scaling__attn_factor", 1.0)
+    assert (scaling.original_max_position, scaling.long) == (32, False)
+    only = {name: value for name, value in FACTORS.items() if "long" in name}
+    scaling = read_config(GgufFile(write_tiny(path, tensors=only, **entries))).rope_scaling
+    assert (scaling.short_factor, scaling.long_factor) == ((short / 2,) * 4, (long,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "entries", "tensors", "sentence"),
+    [
+        ("llama", {}, FACTORS, "tensor rope_factors_long.weight does not belong to a llama"),
+        ("internlm2", {}, FACTORS, "tensor rope_factors_long.weight does not belong to a int"),
+        ("llama", {"scaling__type": "longrope"}, {},
+         "rope.scaling.type must be longrope where there are tensors rope_factors_short.weight"),
+        ("phi3", {"scaling__type": "yarn"}, FACTORS, "and nowhere else, got yarn; choose another"),
+        ("llama", {"scaling__type": "longrope"},
+         {"rope_factors_long.weight": np.ones(3, np.float32)}, "must have 4 numbers, one for two"),
+        ("llama", {"scaling__type": "longrope"},
+         {"rope_factors_long.weight": np.zeros(4, np.float32)}, "must be a list of positive numb"),
+    ],
+)  # fmt: skip
+def test_other_factors_are_refused(
+    architecture: str,
+    entries: dict[str, Any],
+    tensors: dict[str, Any],
+    sentence: str,
+    tmp_path: Path,
+) -> None:
+    entries = {f"rope__{name}": value for name, value in entries.items()}
+    path = write_tiny(tmp_path / "m.gguf", arch=architecture, tensors=tensors, **entries)
+    with pytest.raises(ModelError, match=sentence.replace(".", r"\.")):
         open_model(path)
 
 
-def test_frequencies_and_scaling_together_are_refused(tmp_path: Path) -> None:
-    ones = {"rope_freqs.weight": np.ones(4, np.float32)}
-    assert open_model(write_tiny(tmp_path / "a.gguf", tensors=ones))
-    path = write_tiny(tmp_path / "b.gguf", tensors=ones, rope__scaling__factor=2.0)
-    with pytest.raises(ModelError, match=r"rope_freqs.weight and llama.rope.scaling are not supp"):
+DIVISORS = {"rope_freqs.weight": np.array([1, 2, 4, 3], np.float32)}
+
+
+def test_frequencies_are_divided_by_their_tensor_and_by_a_factor(tmp_path: Path) -> None:
+    """As llama.cpp does where a file has both."""
+    for factor in (1.0, 4.0):
+        path = write_tiny(tmp_path / "m.gguf", tensors=DIVISORS, rope__scaling__factor=factor)
+        config = read_config(GgufFile(path))
+        plain = 1e4 ** -(np.arange(4) / 4) / factor
+        wanted = plain / DIVISORS["rope_freqs.weight"]
+        np.testing.assert_allclose(inverse_frequencies(rope_of(config)), wanted)
+        assert open_model(path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "internlm2"])
+def test_tensors_that_would_be_ignored_are_refused(architecture: str, tmp_path: Path) -> None:
+    """Of the two kinds of tensors, llama.cpp reads one: which one is said by type and family."""
+    kind = None if architecture == "llama" else "longrope"
+    path = write_tiny(
+        tmp_path / "m.gguf", arch=architecture, tensors=FACTORS | DIVISORS,
+        rope__scaling__type=kind,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"tensor rope_f\w+\.weight does not belong to a"):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "entries", "sentence"),
+    [
+        ([1, 1, 1, 1], {"scaling__type": "yarn", "scaling__factor": 2.0}, "and yarn scaling are n"),
+        ([1, 1, 0, 1], {}, "short_factor must be a list of positive numbers"),
+        ([1, 1, float("nan"), 1], {}, "short_factor must be a list of positive numbers"),
+        ([1, 1, 1], {}, "tensor rope_freqs.weight must be 4 F32 numbers"),
+    ],
+)
+def test_other_frequencies_are_refused(
+    divisors: list[float], entries: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    entries = {f"rope__{name}": value for name, value in entries.items()}
+    tensor = {"rope_freqs.weight": np.array(divisors, np.float32)}
+    path = write_tiny(tmp_path / "m.gguf", tensors=tensor, **entries)
+    with pytest.raises(ModelError, match=sentence.replace(".", r"\.")):
         open_model(path)
 
 

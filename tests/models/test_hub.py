@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub of three models; huggingface_hub's cache is empty and its tries are quick."""
+    """A hub of four models; huggingface_hub's cache is empty and its tries are quick."""
     from huggingface_hub import constants
 
     model = tiny_files.write_directory(tmp_path / "model")
@@ -130,7 +130,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     several.mkdir()
     for name in ("a.gguf", "b.gguf"):
         (several / name).write_bytes(b"GGUF" + name.encode())
-    repos = {"some-owner/tiny": model, "some-owner/several": several}
+    split = tmp_path / "split"
+    for number in (1, 2):
+        file = split / "q4" / f"m-0000{number}-of-00002.gguf"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"GGUF" + bytes([number]))
+    repos = {"some-owner/tiny": model, "some-owner/several": several, "some-owner/split": split}
     with Hub(repos) as found:
         threading.Thread(target=found.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{found.server_port}"
@@ -166,6 +171,20 @@ def test_one_file_of_a_repository(server: Hub) -> None:
                        ("c.gguf", "has no file c.gguf; it has a.gguf, b.gguf")):  # fmt: skip
         with pytest.raises(ModelError, match=said):
             hub._download(HubName("some-owner/several", file))
+
+
+@pytest.mark.parametrize("file", ["", "q4/m-00001-of-00002.gguf", "q4/m-00002-of-00002.gguf"])
+def test_a_split_model_is_downloaded_whole(server: Hub, file: str, tmp_path: Path) -> None:
+    found = hub.fetch(HubName("some-owner/split", file))
+    assert found.name == (Path(file).name or "m-00001-of-00002.gguf")
+    assert sorted(x.read_bytes()[-1] for x in found.parent.iterdir()) == [1, 2]
+    asked = len(server.asked)
+    assert hub.fetch(HubName("some-owner/split", file)) == found
+    assert len(server.asked) == asked
+    listed = {x.name: x.nbytes for x in models_here(tmp_path, tmp_path / "model")}
+    assert listed["hf:some-owner/split:q4/m-00001-of-00002.gguf"] == 10
+    (found.parent / "m-00002-of-00002.gguf").unlink()
+    assert hub._in_cache(HubName("some-owner/split", file)) is None  # a part of it is no model
 
 
 def test_a_download_that_breaks_off_is_resumed(server: Hub, tmp_path: Path) -> None:

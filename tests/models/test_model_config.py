@@ -31,6 +31,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
+LONGROPE = {"type": "su", "short_factor": [1, 2, 3, 4], "long_factor": [1, 4, 9, 16]}
 LLAMA3_ROPE = {
     "factor": 32.0,
     "high_freq_factor": 4.0,
@@ -240,9 +241,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "choose a model with one of these"),
     (BASE | {"eos_token_id": "2"},
      "eos_token_id must be a token id or a list of token ids, got '2'; correct the file"),
-    (BASE | {"rope_scaling": {"type": "longrope"}},
-     "rope_scaling: type must be one of default, dynamic, linear, llama3, yarn, got 'longrope'; "
-     "choose a model without this scaling"),
+    (BASE | {"rope_scaling": {"type": "mrope"}},
+     "rope_scaling: type must be one of default, dynamic, linear, llama3, yarn, longrope, got "
+     "'mrope'; choose a model without this scaling"),
+    (BASE | {"rope_scaling": {"type": "longrope", "long_factor": [1, 2, 3, 4]}},
+     "rope_scaling: short_factor must be a list of positive numbers, but it is missing; correct "
+     "the file"),
+    (BASE | {"rope_scaling": {"type": "su", "long_factor": [1, 0], "short_factor": [1, 2]}},
+     "rope_scaling: long_factor must be a list of positive numbers, got [1, 0]; correct the file"),
+    (BASE | {"rope_scaling": {"type": "longrope", "long_factor": [1] * 3, "short_factor": [1] * 4}},
+     "long_factor must have 4 numbers, one for two dimensions that are rotated, got 3; correct "
+     "the file"),
+    (BASE | {"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1] * 4}},
+     "rope_scaling: short_factor is of longrope alone, got [1, 1, 1, 1]; correct the file's type"),
     (BASE | {"rope_parameters": {"rope_type": "linear"}},
      "rope_parameters: factor must be a positive number, but it is missing; correct the file"),
     (BASE | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}},
@@ -348,6 +359,7 @@ def test_any_value_gives_a_configuration_or_a_model_error(name: str, value: Any)
         of("phi", hidden_size=640, partial_rotary_factor=0.4, layer_norm_eps=1e-3),
         of("phi3", sliding_window=5, partial_rotary_factor=0.75),
         of("phi3"),
+        of("phi3", original_max_position_embeddings=64, rope_scaling=LONGROPE),
         of("opt", ffn_dim=100, enable_bias=False),
     ],
 )

@@ -322,3 +322,29 @@ def test_a_gate_that_gave_up_drops_the_gpu(
         with pytest.warns(FallbackWarning, match="waiting at a gate"):
             assert answer(engine) == wanted
         assert set(engine.devices) == {"npu"}
+
+
+@pytest.mark.parametrize("launch", [0, 5])
+@pytest.mark.parametrize("call", ["score", "verify"])
+def test_every_logit_is_computed_where_the_device_left_has_shorter_calls(
+    folder: Path, call: str, launch: int
+) -> None:
+    """The rows of all tokens are asked for: those of an earlier step must not stand in for them."""
+    loaded = open_model(str(folder), weights="f32")
+    plan = random_plan(loaded.spec(), 40, (1, 2), random.Random(3), strategies=["gpu-only"])
+    tokens = TOKENS[: 8 if call == "verify" else 20]
+    with make_engine(folder) as whole:
+        wanted = getattr(whole, call)(context_of(whole), tokens)
+    devices: dict[DeviceKind, Device] = {
+        "gpu": open_device("reference", kind="gpu", asynchronous=True, fail_launch=launch),
+        "npu": open_device("reference", kind="npu", graph_sizes=(1, 2)),
+    }
+    with Engine(loaded.weights, plan, devices, max_seq_len=80) as engine:
+        context = context_of(engine)
+        with pytest.warns(FallbackWarning, match="the gpu failed"):
+            found = getattr(engine, call)(context, tokens)
+        assert set(engine.devices) == {"npu"}
+        assert engine.placement.longest < len(tokens)
+        assert context.tokens == tuple(tokens)
+    assert found.shape == wanted.shape
+    assert relative_error(found, wanted) < 1e-5

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import importlib.util
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from hetero.serving import engine_client
+from hetero.serving.engine_client import EngineClient
+from hetero.serving.messages import Refused, Replied
 from tests.serving.servers import Server, serving, start
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -166,3 +171,59 @@ def test_neither_process_outlives_the_other(tmp_path: Path) -> None:
     os.kill(engine, signal.SIGKILL)
     assert again.process.wait(timeout=30) == 2
     assert "engine" in (tmp_path / "server.log").read_text()
+
+
+def test_an_engine_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "STOP_S", 0.5)
+    monkeypatch.setattr(engine_client, "TERMINATE_S", 0.5)
+
+    async def stopped() -> tuple[EngineClient, int]:
+        options = {"model": "demo", "device": "npu", "directory": str(tmp_path), "slots": 1}
+        client = EngineClient(options, 8)
+        await client.start()
+        assert client._process is not None
+        engine = client._process.pid
+        os.kill(engine, signal.SIGSTOP)  # as one that waits for a driver for ever
+        await client.stop()
+        return client, engine
+
+    client, engine = asyncio.run(asyncio.wait_for(stopped(), 60))
+    assert not client.alive
+    assert not Path(f"/proc/{engine}").exists()
+
+
+HUNG = """
+import os, threading, queue, time
+from hetero.serving import engine
+engine.ORPHAN_S = 0.2
+threading.Thread(target=engine._lines, args=(0, queue.SimpleQueue()), daemon=True).start()
+time.sleep(60)
+"""
+
+
+def test_a_hung_engine_ends_with_its_server() -> None:
+    engine = subprocess.Popen([sys.executable, "-c", HUNG], stdin=subprocess.PIPE)
+    assert engine.stdin is not None
+    engine.stdin.close()
+    assert engine.wait(timeout=30) == 1
+
+
+def test_an_engine_that_ends_behind_its_answer_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def asked() -> dict[str, Any]:
+        client = EngineClient({}, 8)
+        client._reader = asyncio.create_task(asyncio.sleep(60))
+
+        async def both(message: Any) -> None:
+            inbox = client._inboxes[message.id]
+            inbox.put(Replied(id=message.id, value={"a": 1}))
+            inbox.put(Refused(id=message.id, kind="engine", message="the engine has ended"))
+
+        monkeypatch.setattr(client, "_tell", both)
+        try:
+            return await client.control("app", "status")
+        finally:
+            client._reader.cancel()
+
+    assert asyncio.run(asked()) == {"a": 1}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.serving.errors import ApiError
@@ -109,6 +111,49 @@ def test_an_app_has_its_share_of_the_records(tmp_path: Path) -> None:
         records.keep_response("a", long)
     assert refused.value.status == 507
     records.keep_response("b", response("r2"))
+    records.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("kcdr"), st.sampled_from("ab"), st.integers(0, 3))))
+def test_the_bytes_of_an_app_are_counted_as_they_come_and_go(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, int]]
+) -> None:
+    path = tmp_path_factory.mktemp("counted") / "records"
+    records = Records(path)
+    for step, app, number in steps:
+        if step == "k":
+            with contextlib.suppress(sqlite3.IntegrityError):  # kept already: undone
+                records.keep_response(app, response(f"{app}{number}"))
+        elif step == "c":
+            with contextlib.suppress(sqlite3.IntegrityError):
+                items = [{"id": f"i{app}{number}{n}", "text": "x" * n} for n in range(number)]
+                records.new_conversation(app, f"c{app}{number}", {}, items, 99)
+        elif step == "d":
+            records.delete_response(app, f"{app}{number}")
+            records.delete_conversation(app, f"c{app}{number}")
+        else:
+            records.close()
+            records = Records(path)
+        for name in "ab":
+            counted = records._db.execute("select bytes from used where app=?", (name,)).fetchone()
+            (real,) = records._db.execute(
+                "select (select ifnull(sum(length(body) + length(input) + length(tokens)), 0) from "
+                "responses where app=?1) + (select ifnull(sum(length(body)), 0) from items where "
+                "app=?1)",
+                (name,),
+            ).fetchone()
+            assert (counted or (0,))[0] == real
+    records.close()
+
+
+def test_no_row_is_read_to_keep_another(tmp_path: Path) -> None:
+    records, said = Records(tmp_path / "records"), list[str]()
+    records.keep_response("a", response("r1"))
+    records._db.set_trace_callback(said.append)
+    records.keep_response("a", response("r2"))
+    assert said
+    assert not any("sum(" in statement for statement in said)
     records.close()
 
 

@@ -52,18 +52,19 @@ class Candidate:
             return None
         name = Path(self.library)
         if name.is_absolute():
-            return name if name.exists() else None
+            return name if os.path.exists(name) else None
         folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *LIBRARY_FOLDERS]
-        return next((p for p in (Path(f) / name for f in folders if f) if p.exists()), None)
+        return next((p for p in (Path(f) / name for f in folders if f) if os.path.exists(p)), None)
 
     def fingerprint(self) -> str:
         """Changes whenever the library does, or the devices that a GPU's driver could find."""
         path = self.path
         facts = [self.library, str(path), self.driver.revision()]
         if path is not None:
-            state = path.stat()
-            facts += [str(path.resolve()), str(state.st_size), str(state.st_mtime_ns)]
-            facts.append(_sampled(path, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+            with contextlib.suppress(OSError):  # one that this user may not read does not load
+                state = path.stat()
+                facts += [str(path.resolve()), str(state.st_size), str(state.st_mtime_ns)]
+                facts.append(_sampled(path, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
         if not self.driver.computes_on_cpu:
             facts += sorted(str(p) for glob in DEVICE_NODES for p in Path("/dev").glob(glob))
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
@@ -82,15 +83,25 @@ def candidates() -> list[Candidate]:
     return sorted(found.values(), key=lambda c: order.index(c.driver.name))
 
 
+def missing_folder() -> str:
+    """Return `VARIABLE=FOLDER` of a vendor folder that the user names and that cannot be read."""
+    named = _named_vendors()
+    return "" if named is None or os.access(named[1], os.R_OK) else "=".join(named)
+
+
+def _named_vendors() -> tuple[str, str] | None:
+    return next(((v, os.environ[v]) for v in VENDOR_VARIABLES if os.environ.get(v)), None)
+
+
 def _libraries() -> Iterator[tuple[str, str]]:
     """(library, origin): the wheels' first, so that a system's link to one is left out."""
-    chosen = next((os.environ[v] for v in VENDOR_VARIABLES if os.environ.get(v)), None)
-    vendors = Path(chosen) if chosen is not None else SYSTEM_VENDORS
-    if chosen is not None and not vendors.exists():
+    named = _named_vendors()
+    vendors = SYSTEM_VENDORS if named is None else Path(named[1])
+    if missing_folder():
         return  # as the loader has it: a folder that is not there means no driver
-    if vendors.is_dir() or chosen is None:
+    if os.path.isdir(vendors) or named is None:
         yield from _bundled()
-    icds = [vendors] if vendors.is_file() else sorted(vendors.glob("*.icd"))
+    icds = [vendors] if os.path.isfile(vendors) else sorted(vendors.glob("*.icd"))
     for icd in icds:
         library = str(icd) if icd.suffix != ".icd" else _first_line(icd)
         if library:

@@ -142,13 +142,13 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """
     ours = {k: v for k, v in variables.items() if k not in os.environ or k in OURS}
     before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
+    try:  # around the update too: a signal handler may raise in it
+        os.environ.update(ours)
         yield
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

@@ -50,7 +50,11 @@ def make_headers(folder: Path, target: Path, store: KernelStore) -> None:
         named, rest = short((folder / HEADER).read_text("utf-8"), words), folder.resolve() / HEADER
         found = f'#ifdef {OURS}\n{named}#else\n#include "{rest}"\n#endif\n'.encode()
         store.put(entry, {HEADER: found})
-    (target / HEADER).write_bytes(found)
+    try:
+        (target / HEADER).write_bytes(found)
+    except OSError:  # no room, or a limit of sizes: the whole header takes longer to read
+        (target / HEADER).unlink(missing_ok=True)
+        (target / HEADER).symlink_to(folder.resolve() / HEADER)
 
 
 def short(text: str, words: frozenset[str]) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Final
 from filelock import BaseFileLock, FileLock, Timeout
 
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.host.files import try_room
 
 RUNS: Final = "runs"
 USED: Final = "used"  # file in the folder: verdicts that the process relies on, a line each
@@ -35,9 +38,11 @@ class RunFolder:
         self.pid = os.getpid()
         self.suspects: list[Path] = []
         problem = None
-        for elsewhere in (False, True):
+        # One that has room and links, else one that can be made: a GPU's driver needs neither.
+        for demanding, elsewhere in itertools.product((True, False), (False, True)):
             try:  # a full disk has no folder for temporary files either
-                self.path = self._make(Path(tempfile.gettempdir()) if elsewhere else root / RUNS)
+                parent = Path(tempfile.gettempdir()) if elsewhere else root / RUNS
+                self.path = self._make(parent, demanding=demanding)
             except (OSError, Timeout) as error:
                 problem = problem or error
                 continue
@@ -50,9 +55,9 @@ class RunFolder:
             "make room, or name a writable folder in TMPDIR",
         )
 
-    def _make(self, parent: Path) -> Path:
+    def _make(self, parent: Path, *, demanding: bool) -> Path:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.suspects = sweep(parent)
+        self.suspects += sweep(parent)
         path = parent / f"{PREFIX}{self.pid}-{time.monotonic_ns():x}"
         self._lock = path.with_suffix(".lock")
         # Locked under another name first: a lock that a sweep sees is held.
@@ -61,6 +66,12 @@ class RunFolder:
         self._held.acquire(timeout=0)
         born.replace(self._lock)
         path.mkdir(mode=0o700)
+        if demanding:
+            try:
+                _try_out(path)
+            except OSError:
+                _remove(path, self._lock, self._held)
+                raise
         return path
 
     def use(self, path: Path) -> None:
@@ -72,6 +83,17 @@ class RunFolder:
         """Delete everything; not in a fork of the process that made it."""
         if os.getpid() == self.pid:
             _remove(self.path, self._lock, self._held)
+
+
+def _try_out(folder: Path) -> None:
+    """Raise `OSError` unless a folder has room for kernels and, on Linux, takes links, of which the
+    folder of a wheel's PoCL is made: file systems of Windows (vfat, exFAT) have none.
+    """
+    try_room(folder)
+    if sys.platform.startswith("linux"):
+        link = folder / "link"
+        link.symlink_to(folder)
+        link.unlink()
 
 
 _folders: dict[Path, RunFolder] = {}  # by root, of this process

@@ -86,7 +86,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._words: deque[str] = deque(maxlen=KEPT_LINES)
         self._readers = [
             threading.Thread(target=self._read, daemon=True),
@@ -130,10 +130,14 @@ class Worker:
                 if not patience.is_over():
                     continue
                 words = self._last_words()
-                self._child.kill()
-                self.close()
+                self.kill()
                 said = f"no answer for {patience.limit_s:g} s{words}"
                 raise WorkerGoneError("hung", said, lasting=True) from None
+
+    def kill(self) -> None:
+        """End the child, whatever it is doing."""
+        self._child.kill()
+        self.close()
 
     def close(self) -> None:
         """End the child."""
@@ -248,11 +252,19 @@ class Supervisor:
             self.close()
             self._worker = Worker(self._job)
             self._worker.hear()  # its devices
-        assert self._worker is not None
+        worker = self._worker
+        assert worker is not None
         self._asked_s = time.monotonic()
-        self._worker.say(question)
-        answer = self._worker.hear()
-        self._asked_s = time.monotonic()
+        self._worker = None  # interrupted, it is not asked again: its answer comes late
+        try:
+            worker.say(question)
+            answer = worker.hear()
+        except WorkerGoneError:
+            raise
+        except BaseException:
+            worker.kill()
+            raise
+        self._worker, self._asked_s = worker, time.monotonic()
         return answer
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.errors import DeviceError, WaitTimeoutError
+from hetero.backends.host.files import has_room
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.drivers import driver_of_library, driver_of_platform
 from hetero.backends.opencl.drivers.icd import Candidate
@@ -88,8 +89,10 @@ class Session:
             yield {"wrong": str(wrong)}
         except WaitTimeoutError as error:
             yield {"hung": f"{error.operation}: {error.code}"}
-        except DeviceError as error:
-            yield {"failed": f"{error.operation}: {error.code}"}
+        except DeviceError as error:  # a compiler does not say that the disk is full
+            room = has_room(self.folder)
+            why = "" if room else " (its folder has no room)"
+            yield {"failed": f"{error.operation}: {error.code}{why}", "lasting": room}
         except OSError as error:
             yield {"failed": str(error), "lasting": False}
 
@@ -162,14 +165,17 @@ def _own_output() -> IO[bytes]:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of standard input, until it ends or is silent for `IDLE_S`."""
-    first = True
-    while first or not hasattr(select, "poll") or select.select([sys.stdin], [], [], IDLE_S)[0]:
-        first = False
-        line = sys.stdin.readline()
-        if not line:
-            return
+    """Yield the lines of standard input until it ends. This process ends when it is silent for
+    `IDLE_S`: by a thread, since Windows can wait for sockets alone.
+    """
+    timer: threading.Timer | None = None
+    while line := sys.stdin.readline():
+        if timer is not None:
+            timer.cancel()
         yield line
+        timer = threading.Timer(IDLE_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
 
 
 def _say(pipe: IO[bytes], message: Mapping[str, Any]) -> None:

@@ -57,14 +57,14 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
         if prompt is not None:
             raise UserError("there are two prompts: give PROMPT or --file, not both")
         try:
-            return _without_newline(file.read_text(encoding="utf-8"))
+            return _without_newline(file.read_text(encoding="utf-8-sig"))
         except UnicodeDecodeError as error:
             raise UserError(f"{file} is no text in UTF-8: convert it, or name another") from error
     if prompt is not None and prompt != "-":
         return prompt
     if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
         raise UserError("the prompt is missing: give PROMPT, --file FILE, or a text on stdin")
-    return _without_newline(sys.stdin.read())
+    return _without_newline(sys.stdin.read().removeprefix("\ufeff"))
 
 
 def checked_prompt(

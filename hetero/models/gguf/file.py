@@ -1,4 +1,4 @@
-"""A GGUF file: its metadata, and where its tensors lie in the mapped bytes.
+"""A GGUF model: its metadata, and where its tensors lie in the mapped bytes of its files.
 
 The header is read with every count and length checked against the bytes that are there, so a broken
 or hostile file costs no memory; the `gguf` library trusts them. Layout: `docs/gguf.md` of ggml.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy.typing as npt
 
 from hetero.errors import ModelError
 from hetero.models.gguf.kinds import SIZES, Kind
+from hetero.models.split_files import split_names
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -33,7 +36,8 @@ _SCALARS: Final = {
     11: "<i8", 12: "<f8",
 }  # fmt: skip
 _AGAIN: Final = "download the file again"
-_LAST: dict[str, Any] = {}
+NO_UTF8: Final = "\ufffd<[89A-F][0-9A-F]>"  # how a byte that is no UTF-8 is written, a pattern
+_LAST: dict[str, Any] = {}  # one entry, written in one step
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,14 @@ class TensorInfo:
     stop: int
 
 
-class GgufFile:
-    """A checked and memory-mapped GGUF file. Raises `ModelError` for a malformed one.
-
-    `metadata` holds Python numbers, strings, lists of strings and numpy arrays of numbers.
-    """
+class Shard:
+    """One file, checked and memory-mapped; `tensors` say where in it they lie."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
+                self.identity = identity_of(os.fstat(file.fileno()))
                 self.nbytes = file.seek(0, 2)
                 if self.nbytes < 24:
                     raise ModelError(
@@ -68,49 +70,147 @@ class GgufFile:
             ) from error
         reader = _Reader(path, self._map, self.nbytes)
         self.metadata, self.tensors, self.header_bytes = reader.read()
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+
+    def forget(self, info: TensorInfo) -> None:
+        """Let the pages of a tensor leave memory."""
+        low = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        high = info.stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if low < high and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+
+class GgufFile:
+    """A checked and memory-mapped GGUF model, in one file or split into several (`shards`, of which
+    any may be named). Raises `ModelError` for a malformed one.
+
+    `metadata` holds Python numbers, strings, lists of strings and numpy arrays of numbers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.shards = _shards(path)
+        self.path = self.shards[0].path
+        self.metadata = self.shards[0].metadata
+        self.nbytes = sum(shard.nbytes for shard in self.shards)
+        self._homes = {name: shard for shard in self.shards for name in shard.tensors}
+        self.tensors = {name: shard.tensors[name] for name, shard in self._homes.items()}
 
     @classmethod
     def opened(cls, path: Path) -> GgufFile:
-        """The file; the last one is remembered as long as it is the same on disk, so that those who
-        want its metadata, its tokenizer and its weights read one header.
+        """Return the model; the last one is kept as long as it is the same on disk, so that one
+        header is read for its metadata, its tokenizer and its weights.
         """
-        try:
-            found = path.stat()
-        except OSError:
-            return cls(path)
-        key = (path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-        if _LAST.get("key") != key:
-            _LAST.update(key=key, file=cls(path))
-        file: GgufFile = _LAST["file"]
+        last: GgufFile | None = _LAST.get("file")
+        if last is not None and last.is_of(path) and last.is_current():
+            return last
+        file = cls(path)
+        _LAST["file"] = file
         return file
+
+    def release(self) -> None:
+        """Keep it for nobody else: it is unmapped when the last of its users is gone."""
+        if _LAST.get("file") is self:
+            _LAST.pop("file", None)
+
+    def is_of(self, path: Path) -> bool:
+        """Return whether this is one of the model's files."""
+        return any(shard.path == path for shard in self.shards)
+
+    def is_current(self) -> bool:
+        """Return whether no file was written or replaced since it was opened."""
+        try:
+            return self.identity() == " ".join(shard.identity for shard in self.shards)
+        except OSError:
+            return False
+
+    def identity(self) -> str:
+        """Return what changes with any write to the files on disk: a file system's time of change
+        cannot be set.
+        """
+        return " ".join(identity_of(shard.path.stat()) for shard in self.shards)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, a view of the mapped file."""
         info = self.tensors[name]
-        return self._bytes[info.start : info.stop]
-
-    @property
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """All of the mapped file."""
-        return self._bytes
+        return self._homes[name].bytes[info.start : info.stop]
 
     def forget(self, name: str) -> None:
         """Let the pages of a tensor leave memory; they are read again when touched."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        info = self.tensors[name]
-        low = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        high = info.stop // mmap.PAGESIZE * mmap.PAGESIZE
-        if low < high:
-            self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
+        self._homes[name].forget(self.tensors[name])
 
     def fingerprint(self) -> str:
-        """Hash of size, time of change and header; no weight is read."""
-        changed = self.path.stat().st_mtime_ns
-        digest = hashlib.sha256(f"{self.nbytes}|{changed}|".encode())
-        digest.update(self._bytes[: self.header_bytes].data)
+        """Hash of sizes, times of change and headers; no weight is read."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            changed = shard.path.stat().st_mtime_ns
+            digest.update(f"{shard.nbytes}|{changed}|".encode())
+            digest.update(shard.bytes[: shard.header_bytes].data)
         return digest.hexdigest()
+
+
+def identity_of(stat: os.stat_result) -> str:
+    """Return what changes with any write to a file."""
+    return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+
+
+def _shards(path: Path) -> list[Shard]:
+    """Open all files of the model that `path` belongs to."""
+    first = Shard(path)
+    count = first.metadata.get("split.count", 0)
+    if not isinstance(count, int) or count <= 1:
+        return [first]
+    names = split_names(path.name)
+    if len(names) != count:
+        raise ModelError(
+            f"{path}: is one of {count} files of a model (split.count), which are named "
+            f"NAME-00001-of-{count:05d}.gguf and so on; name them so, or make one file of them "
+            "with llama-gguf-split --merge"
+        )
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{path}: the model has {count} files, of which {missing[0]} is not there{more}; "
+            "download it into the same directory"
+        )
+    shards = [first if name == path.name else Shard(path.parent / name) for name in names]
+    _check_shards(shards)
+    return shards
+
+
+def _check_shards(shards: list[Shard]) -> None:
+    """Raise `ModelError` for files that do not belong together."""
+    count, seen = len(shards), set[str]()
+    for number, shard in enumerate(shards):
+        said = (shard.metadata.get("split.no"), shard.metadata.get("split.count"))
+        if said != (number, count):
+            raise ModelError(
+                f"{shard.path}: must be file {number} of {count} by its name (split.no, from 0, "
+                f"and split.count), got {said[0]} of {said[1]}; {_AGAIN}"
+            )
+        twice = next((name for name in shard.tensors if name in seen), None)
+        if twice is not None:
+            raise ModelError(
+                f"{shard.path}: tensor {twice} is in another of the {count} files as well; {_AGAIN}"
+            )
+        seen.update(shard.tensors)
+    total = shards[0].metadata.get("split.tensors.count", len(seen))
+    if total != len(seen):
+        raise ModelError(
+            f"{shards[0].path}: the {count} files must have {total} tensors (split.tensors.count), "
+            f"got {len(seen)}; download them again"
+        )
+
+
+def _decoded(data: bytes) -> str:
+    """Return UTF-8 text; a byte that is none, X, becomes U+FFFD<X>: other bytes stay other names,
+    and a tokenizer can make U+FFFD of it (`NO_UTF8`).
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", "surrogateescape")
+        return re.sub("[\udc80-\udcff]", lambda x: f"\ufffd<{ord(x[0]) - 0xDC00:02X}>", text)
 
 
 class _Reader:
@@ -124,6 +224,11 @@ class _Reader:
         if self.take(4) != MAGIC:
             raise self.error("does not begin with GGUF")
         version = self.integer("<I")
+        if version and not version & 0xFFFF:
+            raise ModelError(
+                f"{self.path}: GGUF file is big-endian, only little-endian ones are supported; "
+                f"convert it with gguf-convert-endian {self.path} little"
+            )
         if version not in VERSIONS:
             raise self.error(
                 f"has version {version}, supported are {VERSIONS[0]} and {VERSIONS[1]}"
@@ -243,18 +348,23 @@ class _Reader:
             at += 8
             if length > size - at:
                 raise self.error(f"{name} has a string of {length} bytes beyond the file's end")
-            add(data[at : at + length].decode("utf-8", "replace"))
+            add(_decoded(data[at : at + length]))
             at += length
         self.at = at
         return found
 
     def text(self, name: str, limit: int | None = None) -> str:
-        """A string; its length is checked before it is read."""
+        """A string; its length is checked before it is read. Names, which have a `limit`, are
+        UTF-8.
+        """
         length = self.integer("<Q")
         if length > self.size - self.at or (limit is not None and length > limit):
             raise self.error(f"{name} has {length} bytes, beyond the file's end or the rule")
+        data = self.take(length)
+        if limit is None:
+            return _decoded(data)
         try:
-            return self.take(length).decode("utf-8")
+            return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{name} is not UTF-8 text ({error})") from error
 

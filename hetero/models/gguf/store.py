@@ -16,14 +16,15 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.host.background import Background, Latch, in_background
 from hetero.backends.host.files import atomic_write, atomic_writer
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.weights import (
@@ -35,12 +36,12 @@ from hetero.backends.weights import (
     stacked,
 )
 from hetero.errors import ModelError
-from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.file import GgufFile, Shard
 from hetero.models.layout import page_padded
 from hetero.models.packed_file import PlannedTensor, file_header, matrix_arrays
 from hetero.models.safetensors_file import SafetensorsFile
 
-VERSION: Final = "1"  # of the layout and of how blocks are packed
+VERSION: Final = "2"  # of the layout and of how blocks are packed
 SMALLEST_BYTES: Final = 256 << 20  # what is less is packed in less than a second
 MOST_STORES: Final = 4
 PIECE_BYTES: Final = 16 << 20
@@ -71,10 +72,10 @@ def folder() -> Path:
 def path_of(file: GgufFile, weight_format: WeightFormat) -> Path:
     """The store of a file in the storage of a format."""
     digest = hashlib.sha256(f"{VERSION}|{file.nbytes}|{weight_format.storage}|".encode())
-    digest.update(file.bytes[: file.header_bytes].data)
-    step = max(file.nbytes // SAMPLES, 1)
-    for start in range(0, file.nbytes, step):
-        digest.update(file.bytes[start : start + 4096].data)
+    for shard in file.shards:
+        digest.update(shard.bytes[: shard.header_bytes].data)
+        for start in range(0, shard.nbytes, max(shard.nbytes // SAMPLES, 1)):
+            digest.update(shard.bytes[start : start + 4096].data)
     return folder() / f"{digest.hexdigest()[:40]}.safetensors"
 
 
@@ -82,12 +83,9 @@ class Content:
     """The hash of a file's bytes, in the making."""
 
     def __init__(self, file: GgufFile) -> None:
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="hetero-content")
-        pieces = range(0, file.nbytes, PIECE_BYTES)
-        self._found: list[Future[bytes]] = [
-            self._pool.submit(_piece_digest, file, start) for start in pieces
-        ]
-        self._pool.shutdown(wait=False)
+        jobs = [partial(_piece_digest, *piece) for piece in _pieces(file)]
+        halves = [in_background("hetero-content", jobs[i::2]) for i in range(2)]
+        self._found = [halves[i % 2][i // 2] for i in range(len(jobs))]
 
     def hexdigest(self) -> str:
         """Waits for it."""
@@ -106,7 +104,7 @@ class StoreReader:
             for name, x in wanted.items()
         ):
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
-        self._identity = _identity(file)  # from before its bytes are read
+        self._identity = file.identity()  # from before its bytes are read
         self._settled = _is_settled(file)
         self._content: Content | None = None if _seen(path, self._identity) else Content(file)
 
@@ -151,7 +149,7 @@ class StoreWriter:
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
         self.path, self._shapes, self._file = path, shapes, file
-        self._identity = _identity(file)  # from before its bytes are read
+        self._identity = file.identity()  # from before its bytes are read
         self._settled = _is_settled(file)
         self._plan = _plan(shapes)
         self._header = self._made_header("0" * 64)
@@ -163,9 +161,8 @@ class StoreWriter:
         self._held: dict[str, Sequence[PackedWeight]] = {}
         self._content = None if at <= HELD_BYTES else Content(file)
         self._missing = set(shapes)
-        self._writing: Future[None] | None = None
-        self._now = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetero-store")
+        self._writing: Background[None] | None = None
+        self._now = Latch()
         self._stack = contextlib.ExitStack()
         path.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(path.parent).free < 2 * at:
@@ -183,37 +180,37 @@ class StoreWriter:
         if self._content is None:
             self._held[name] = parts
         else:
-            self._writing = self._thread.submit(self._add, name, parts, last=not self._missing)
+            add = partial(self._add, name, parts, last=not self._missing)
+            (self._writing,) = in_background("hetero-store", [add])
 
     def finish(self) -> None:
         """Everything was added; a store that lacks a matrix is given up."""
         if self._missing or self._content is not None:
             self.abandon()
         elif self._writing is None:
-            self._writing = self._thread.submit(self._add_held)
-            self._thread.shutdown(wait=False)
+            (self._writing,) = in_background("hetero-store", [self._add_held])
 
     def close(self) -> None:
         """Wait until everything is written."""
-        self._now.set()
+        self._now.open()
         self._wait()
 
     def abandon(self) -> None:
         """Leave nothing behind, but a store that is whole."""
-        self._now.set()
+        self._now.open()
         self._wait()
         self._missing = set()
         self._held.clear()
-        self._thread.shutdown()
         self._drop()
 
     def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        if self._writing is not None:
             try:
-                writing.result()
+                self._writing.result()
             except OSError:
+                self._writing = None
                 self.abandon()
+            self._writing = None
 
     def _drop(self) -> None:
         with contextlib.suppress(_AbandonedError, OSError), self._stack:
@@ -238,7 +235,7 @@ class StoreWriter:
         if last:
             header = self._made_header(self._hexdigest())
             self._write(np.frombuffer(header, np.uint8), 0)
-            if _identity(self._file) != self._identity:
+            if self._file.identity() != self._identity:
                 raise OSError(f"{self._file.path} was written meanwhile")
             self._stack.close()
             _keep_newest(self.path)
@@ -247,8 +244,7 @@ class StoreWriter:
     def _hexdigest(self) -> str:
         if self._content is not None:
             return self._content.hexdigest()
-        starts = range(0, self._file.nbytes, PIECE_BYTES)
-        return _digest_of(_piece_digest(self._file, start) for start in starts)
+        return _digest_of(_piece_digest(*piece) for piece in _pieces(self._file))
 
     def _write(self, array: Any, at: int) -> None:
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -291,12 +287,6 @@ def _keep_newest(path: Path) -> None:
         old.with_suffix(".seen").unlink(missing_ok=True)
 
 
-def _identity(file: GgufFile) -> str:
-    """Changes with any write to the file: a file system's time of change cannot be set."""
-    stat = file.path.stat()
-    return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-
-
 class Origin(NamedTuple):
     """What a store says of itself: the GGUF file that it was last found to be of, where it is
     known, and whether this version reads it.
@@ -331,7 +321,8 @@ def _seen(path: Path, identity: str) -> bool:
 
 def _is_settled(file: GgufFile) -> bool:
     """Not of a file that was just written, which could be again within a tick of the clock."""
-    return os.name != "nt" and time.time() - file.path.stat().st_ctime > SETTLED_S
+    changed = max(shard.path.stat().st_ctime for shard in file.shards)
+    return os.name != "nt" and time.time() - changed > SETTLED_S
 
 
 def _note_seen(path: Path, identity: str, file: GgufFile) -> None:
@@ -365,8 +356,15 @@ def _digest_of(pieces: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
-def _piece_digest(file: GgufFile, start: int) -> bytes:
-    return hashlib.sha256(file.bytes[start : start + PIECE_BYTES].data).digest()
+def _pieces(file: GgufFile) -> Iterator[tuple[Shard, int]]:
+    """Yield where the pieces that are hashed begin."""
+    for shard in file.shards:
+        for start in range(0, shard.nbytes, PIECE_BYTES):
+            yield shard, start
+
+
+def _piece_digest(shard: Shard, start: int) -> bytes:
+    return hashlib.sha256(shard.bytes[start : start + PIECE_BYTES].data).digest()
 
 
 def joined(weight_format: WeightFormat, parts: Sequence[PackedWeight]) -> PackedWeight:

@@ -38,6 +38,8 @@ _VECTORS: Final = {
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _UNOPENED: Final = "unopened"
+_FREQUENCIES: Final = "rope_freqs.weight"
+_FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class GgufWeights(ModelWeights):
@@ -156,9 +158,10 @@ class GgufWeights(ModelWeights):
             self._store.file.bring()
 
     def close(self) -> None:
-        """Wait for the store that is being written."""
+        """Wait for the store that is being written; release the file."""
         if isinstance(self._store, StoreWriter):
             self._store.close()
+        self.file.release()
 
     def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
         """Tensors of a matrix by their storage, neighbours of one together: in the formats of
@@ -193,8 +196,11 @@ class GgufWeights(ModelWeights):
     def _order(self, module: str) -> npt.NDArray[np.int64] | None:
         """Rows of queries and keys, where the file has them pair by pair."""
         config = self.config
-        heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(module)
-        return half_by_half(heads, config.head_dim) if self._pairs and heads else None
+        queries, keys = (half_by_half(x, config.head_dim) for x in (config.heads, config.kv_heads))
+        if module == "attn_qkv" and self._pairs:
+            values = np.arange(len(keys))
+            return np.concatenate([queries, keys + len(queries), values + len(queries) + len(keys)])
+        return {"attn_q": queries, "attn_k": keys}.get(module) if self._pairs else None
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         matmul = name.removesuffix("_bias")
@@ -202,10 +208,17 @@ class GgufWeights(ModelWeights):
             module, suffix = _named(_VECTORS, name)
             return self._vector(f"{prefix}{module}.{suffix}")
         parts = []
-        for module in self._modules(prefix, matmul):
-            values, order = self._vector(f"{prefix}{module}.bias"), self._order(module)
+        for module, n in self._bias_rows(prefix, matmul):
+            order, bias = self._order(module), f"{prefix}{module}.bias"
+            values = self._vector(bias) if bias in self.file.tensors else np.zeros(n, np.float32)
             parts.append(values if order is None else values[order])
         return np.concatenate(parts)
+
+    def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
+        """Return the modules of a matmul's biases; those of a fused qkv may be apart."""
+        matmul = next(x for x in self.config.matmuls() if x.name == name)
+        apart = name == "qkv" and f"{prefix}attn_qkv.bias" not in self.file.tensors
+        return self._rows(prefix, name, matmul.n, _MATRICES["qkv"][-1] if apart else None)
 
     def _vector(self, name: str) -> Float32Array:
         info = self.file.tensors[name]
@@ -222,9 +235,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        # Read with the configuration.
-        read = {"rope_freqs.weight"} if self.config.rope_scaling.kind == "llama3" else set()
-        unknown = [x for x in tensors if x not in expected and x not in read]
+        unknown = [x for x in tensors if x not in expected and x not in self._read_before()]
         if unknown:
             raise ModelError(
                 f"{path}: tensor {unknown[0]} does not belong to a {self.config.architecture} "
@@ -232,6 +243,13 @@ class GgufWeights(ModelWeights):
             )
         for name, shape in expected.items():
             self._check_tensor(name, tensors[name], shape)
+
+    def _read_before(self) -> tuple[str, ...]:
+        """Return the tensors that the configuration was read from."""
+        llama = self.file.metadata["general.architecture"] == "llama"
+        if llama and _FREQUENCIES in self.file.tensors:
+            return (_FREQUENCIES,)
+        return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
     def _check_tensor(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
         if info.shape != shape:
@@ -258,15 +276,24 @@ class GgufWeights(ModelWeights):
                 if matmul.name != "lm_head":
                     for module, n in self._rows(prefix, matmul.name, matmul.n):
                         shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
-                        if matmul.bias:
-                            shapes[f"{prefix}{module}.bias"] = (n,)
+                    if matmul.bias:
+                        shapes |= self._expected_biases(prefix, matmul.name)
             for vector in self.vectors():
                 if vector.name.removesuffix("_bias") not in _MATRICES:
                     shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = (vector.n,)
         return shapes
 
-    def _rows(self, prefix: str, name: str, n: int) -> list[tuple[str, int]]:
-        modules = self._modules(prefix, name)
+    def _expected_biases(self, prefix: str, name: str) -> dict[str, tuple[int, ...]]:
+        """Return those that are there; only Phi-2 must have them, and not those of qkv."""
+        required = self.config.head_bias and name != "qkv"
+        rows = self._bias_rows(prefix, name)
+        biases = {f"{prefix}{module}.bias": (n,) for module, n in rows}
+        return {x: shape for x, shape in biases.items() if required or x in self.file.tensors}
+
+    def _rows(
+        self, prefix: str, name: str, n: int, modules: tuple[str, ...] | None = None
+    ) -> list[tuple[str, int]]:
+        modules = modules or self._modules(prefix, name)
         if len(modules) == 3:
             keys = self.config.kv_heads * self.config.head_dim
             return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("pyopencl")
 
 from hetero.backends.errors import DeviceOptionError, DeviceUnavailableError
+from hetero.backends.opencl import open as open_opencl
+from hetero.backends.opencl import platform
 from hetero.backends.opencl.drivers import driver_of_library, driver_of_platform, icd, levels
 from hetero.backends.opencl.drivers.levels import LEVELS, chosen_level, processor_levels
 from hetero.backends.opencl.drivers.pocl import Pocl
@@ -24,6 +28,7 @@ from hetero.backends.opencl.drivers.pocl_repair import (
     target_triple,
 )
 from hetero.backends.opencl.kernel_files import OURS
+from hetero.backends.opencl.proving import run_folder
 from hetero.backends.opencl.proving.run_folder import RunFolder, sweep
 from hetero.backends.opencl.proving.store import KernelStore
 
@@ -213,6 +218,26 @@ class TestRepair:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="killed by a signal")
+def refuse(monkeypatch: pytest.MonkeyPatch, root: Path, lacks: str) -> None:
+    """Let no link be made under a folder, or nothing of any size be written there."""
+    if lacks == "room":
+
+        def full(folder: Path) -> None:
+            if folder.is_relative_to(root):
+                raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+        monkeypatch.setattr(run_folder, "try_room", full)
+        return
+    link = Path.symlink_to
+
+    def unlinked(path: Path, *arguments: Any) -> None:
+        if path.is_relative_to(root):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        link(path, *arguments)
+
+    monkeypatch.setattr(Path, "symlink_to", unlinked)
+
+
 class TestRunFolder:
     def test_is_removed_after_its_process_was_killed(self, tmp_path: Path) -> None:
         code = (
@@ -260,6 +285,31 @@ class TestRunFolder:
         monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "other"))
         folder = RunFolder(tmp_path / "file")
         assert (tmp_path / "other") in folder.path.parents
+        folder.remove()
+
+    @pytest.mark.parametrize("lacks", ["links", "room"])
+    def test_a_cache_without_links_or_room_has_its_runs_elsewhere(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+    ) -> None:
+        """A disk of Windows' kind (vfat), or a full one; nothing is left there."""
+        cache, other = tmp_path / "cache", tmp_path / "other"
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(other))
+        refuse(monkeypatch, cache, lacks)
+        folder = RunFolder(cache)
+        assert other in folder.path.parents
+        assert not list((cache / "runs").iterdir())
+        folder.remove()
+
+    @pytest.mark.parametrize("lacks", ["links", "room"])
+    def test_a_machine_without_links_or_room_has_a_folder_all_the_same(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+    ) -> None:
+        """A GPU's driver needs neither."""
+        cache = tmp_path / "cache"
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "other"))
+        refuse(monkeypatch, tmp_path, lacks)
+        folder = RunFolder(cache)
+        assert cache in folder.path.parents
         folder.remove()
 
     def test_a_fork_does_not_remove_its_parents(self, tmp_path: Path) -> None:
@@ -334,3 +384,71 @@ class TestHeaders:
         assert pocl.fingerprint() == before
         monkeypatch.setattr("hetero.backends.opencl.drivers.pocl.sources_digest", lambda: "other")
         assert pocl.fingerprint() != before
+
+
+@pytest.mark.parametrize("variable", icd.VENDOR_VARIABLES)
+def test_a_vendor_folder_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """It leaves no driver, the wheel's neither."""
+    named = tmp_path / "none"
+    for name in icd.VENDOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert icd.missing_folder() == ""
+    monkeypatch.setenv(variable, str(named))
+    assert icd.candidates() == []
+    with pytest.raises(DeviceUnavailableError) as raised:
+        platform._nothing(None, None, False, [], [])
+    assert f"{variable}={named} cannot be read" in raised.value.code
+    assert raised.value.remedy == "unset it, or name a folder with .icd files"
+    named.mkdir()
+    assert icd.missing_folder() == ""
+    assert icd.candidates()  # the wheel's, as the loader has it
+
+
+@pytest.mark.parametrize(
+    ("machine", "remedy"),
+    [("x86_64", "pip install 'pyopencl"), ("aarch64", "apt install pocl-opencl-icd")],
+)
+def test_what_to_install_is_for_this_processor(
+    monkeypatch: pytest.MonkeyPatch, machine: str, remedy: str
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    with pytest.raises(DeviceUnavailableError) as raised:
+        platform._nothing(None, None, False, [], [])
+    assert remedy in raised.value.remedy
+
+
+def test_files_that_cannot_be_written_cost_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other device does the work (`device_set`)."""
+
+    def full(**_: Any) -> Any:
+        raise OSError(errno.EFBIG, "File too large", "/cache/x")
+
+    monkeypatch.setattr(platform, "find_device", full)
+    with pytest.raises(DeviceUnavailableError, match=r"File too large.*XDG_CACHE_HOME"):
+        open_opencl()
+
+
+IDLE = """
+import sys
+from hetero.backends.opencl.proving import worker
+worker.IDLE_S = 0.5
+for line in worker._lines():
+    print(line.strip(), flush=True)
+"""
+
+
+def test_an_idle_worker_ends_by_itself() -> None:
+    """Also where standard input cannot be polled."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for line in ("first", "second"):
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"{line}\n"
+        assert process.wait(timeout=60) == 0  # its input is still open

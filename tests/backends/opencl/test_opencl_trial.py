@@ -382,3 +382,24 @@ def test_a_child_that_works_is_no_hang(
     plant(monkeypatch)
     assert outcomes(trials.examine(pocl)) == [(OWN[0].name, "passed")]
     assert asked
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_what_a_full_disk_breaks_is_not_kept(
+    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """A driver's compiler does not say why it fails."""
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from hetero.backends.opencl.proving import worker\n"
+        "from hetero.backends.errors import DeviceError\n"
+        "def fail(*_): raise DeviceError('opencl', 'building add', 'CL_BUILD_PROGRAM_FAILURE')\n"
+        "worker.try_cases = fail\n"
+        f"worker.has_room = lambda _: {room}\n"
+        "worker.main()\n"
+    )
+    monkeypatch.setattr(supervisor, "worker_command", lambda: (sys.executable, "-c", code))
+    assert {outcome for _, outcome in outcomes(trials.examine(pocl))} == {"failed"}
+    kept = Trials(trials.root).known(pocl)
+    assert kept is None or bool(kept.devices[0].attempts) == room

@@ -302,3 +302,16 @@ def test_a_model_goes_on_without_a_hexagon_that_does_not_start(
     assert list(opened.devices) == [left]
     assert opened.name("npu") == (None if left == "gpu" else "ort-cpu")
     opened.close()
+
+
+def test_a_compiler_that_hangs_is_ended(
+    target: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hetero.backends.qnn.compiler.ENDING_S", 0.2)
+    compiler = Compiler(target)
+    compiler.compile(one_node("Relu"), tmp_path / "a.onnx", "a graph")
+    child = compiler._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    compiler.close()
+    assert child.returncode == -signal.SIGKILL

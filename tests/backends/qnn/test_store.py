@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from hetero.backends import ops
+from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_tensors, make_weights
 
@@ -252,3 +254,35 @@ def test_a_device_finds_its_graph_in_a_shared_entry(shared_cache: Path) -> None:
     flip("graph1_qnn.bin", 0.5)(entry(shared_cache))
     assert phone._find_shared(replace(group, tokens=32)) is None
     assert "damaged" in phone.counts.rebuilt[0]
+
+
+@pytest.mark.parametrize("at", ["scratch", "child"])
+def test_a_full_cache_is_done_without(
+    compiled: tuple[Path, Any], tmp_path: Path, monkeypatch: Any, caplog: Any, at: str
+) -> None:
+    """Graphs are compiled in this process, as without a cache; it is said once."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise DeviceError("qnn", "compiling", "Failed to open context cache file.")
+
+    monkeypatch.setattr(store, "try_room", full)
+    if at == "scratch":
+        monkeypatch.setattr(store, "scratch_directory", full)
+    else:
+        monkeypatch.setattr(store.Compiler, "compile", broken)
+    result, counts = compute(tmp_path / "cache")
+    assert (counts.compiled, counts.loaded) == (1, 0)
+    np.testing.assert_array_equal(result, compiled[1])
+    assert caplog.text.count("keeps no compiled graphs") == 1
+
+
+def test_what_fails_with_room_in_the_cache_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise DeviceError("qnn", "compiling", "NOT_ON_NPU")
+
+    monkeypatch.setattr(store.Compiler, "compile", broken)
+    with pytest.raises(DeviceError, match="NOT_ON_NPU"):
+        compute(tmp_path / "cache")

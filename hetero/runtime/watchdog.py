@@ -1,0 +1,83 @@
+"""A thread that reports native calls which do not return, because Python cannot end them.
+
+Waits for a device have a deadline, and its error names the kernel. A call of ONNX Runtime or QNN,
+or the driver's own wait (`--sync event`, `finish`), keeps the control thread until it returns, and
+has no timeout. Where one hangs only its process can be ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from hetero.backends.protocol import DEFAULT_DEADLINE_S
+from hetero.runtime.program import LOADED, RING, WAIT, Action
+from hetero.runtime.step import Step
+from hetero.runtime.waits import Site
+
+LOOK_S: Final = 5.0
+log = logging.getLogger("hetero")
+
+
+class Runner(Protocol):
+    """What runs steps: `hetero.runtime.executor.Executor`."""
+
+    running: tuple[Step, list[float]] | None
+
+
+def hung_call(executor: Runner, now_s: float, limit_s: float = DEFAULT_DEADLINE_S) -> str:
+    """Return a sentence on the call that an executor has been in for `limit_s`; empty: there is
+    none. `now_s` is of `time.perf_counter`.
+    """
+    running = executor.running
+    if running is None:
+        return ""
+    step, stamps = running
+    at = len(stamps) - 1
+    if at >= len(step.program) or now_s - stamps[-1] < limit_s or _ends(step.program[at]):
+        return ""
+    launch = step.launches[step.program[at].launch]
+    return (
+        f"the {launch.kind} has not ended {launch.call.name} ({launch.node}) for {limit_s:g} s: a "
+        "call of its driver cannot be interrupted; end this process if it stays so, and run "
+        "`hetero doctor`"
+    )
+
+
+def _ends(action: Action) -> bool:
+    """Whether an action has a deadline of its own."""
+    site = getattr(action.target, "__self__", None)
+    polls = isinstance(site, Site) and site.owner.method == "fast"
+    return action.code in (LOADED, RING) or (action.code == WAIT and polls)
+
+
+class Watchdog:
+    """Looks at the executors of this process. `on_hang` is called once for each hung call."""
+
+    def __init__(self) -> None:
+        self.on_hang: Callable[[str], object] = log.error
+        self._executors: weakref.WeakSet[Runner] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, executor: Runner) -> None:
+        """Look at this one too, as long as it lives."""
+        self._executors.add(executor)
+        if self._thread is None or not self._thread.is_alive():  # the first, or in a forked child
+            self._thread = threading.Thread(target=self._run, name="hetero-watchdog", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        reported: set[str] = set()
+        while True:
+            time.sleep(LOOK_S)
+            sentences = {hung_call(x, time.perf_counter()) for x in list(self._executors)} - {""}
+            for sentence in sentences - reported:
+                self.on_hang(sentence)
+            reported = sentences
+
+
+WATCHDOG: Final = Watchdog()

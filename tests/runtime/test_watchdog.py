@@ -1,0 +1,71 @@
+"""Native calls that do not return are named."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero.backends.reference.device import _Call
+from hetero.runtime import watchdog
+from hetero.runtime.engine import Engine
+from hetero.runtime.watchdog import Watchdog, hung_call
+from tests.runtime.models import context_of, tiny_model
+from tests.runtime.test_faults import TOKENS, make_engine
+
+DEADLINE_S = 30
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    with make_engine(tiny_model(tmp_path)) as opened:
+        yield opened
+
+
+def hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thread, Any, str]:
+    """A thread whose step is in a call of the NPU that returns when the event is set."""
+    inside, let_go, names = threading.Event(), threading.Event(), list[str]()
+    run = _Call.run
+
+    def hung(call: _Call) -> None:
+        names.append(call.name)
+        if len(names) == 4:
+            inside.set()
+            let_go.wait(DEADLINE_S)
+        run(call)
+
+    monkeypatch.setattr(_Call, "run", hung)
+    work = threading.Thread(target=lambda: engine.prefill(context_of(engine), TOKENS))
+    work.start()
+    assert inside.wait(DEADLINE_S)
+    return work, let_go, names[-1]
+
+
+def test_a_call_that_does_not_return_is_named(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, let_go, name = hang(engine, monkeypatch)
+    now_s = time.perf_counter()
+    assert hung_call(engine.executor, now_s) == ""
+    sentence = hung_call(engine.executor, now_s + 61)
+    assert sentence.startswith(f"the npu has not ended {name} (layer")
+    assert "for 60 s" in sentence
+    let_go.set()
+    work.join(DEADLINE_S)
+    assert hung_call(engine.executor, now_s + 1000) == ""
+
+
+def test_the_thread_says_it_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "hung_call", lambda executor, now_s: "hung")
+    told: list[str] = []
+    found = threading.Event()
+    watch = Watchdog()
+    watch.on_hang = lambda sentence: (told.append(sentence), found.set())
+    watch.watch(engine.executor)
+    assert found.wait(DEADLINE_S)
+    time.sleep(0.1)
+    assert told == ["hung"]
