@@ -28,6 +28,7 @@ from hetero.backends.snapdragon import find_chip
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.files import shipped_path
 from hetero.profiler.fit import fit
 from hetero.profiler.options import Event
 from hetero.profiler.preparation import fit_preparation
@@ -229,7 +230,7 @@ def _assemble(
 ) -> DeviceProfile:
     from hetero.backends.qnn import open as open_qnn
 
-    base = DeviceProfile.load(BASE_PROFILE)
+    base = DeviceProfile.load(shipped_path(BASE_PROFILE))
     sizes = tuple(sorted({row.m for row in rows}))
     with open_qnn(soc=soc, graph_sizes=sizes, cache=None, ahead=True) as npu:
         record = DeviceRecord.of(npu).model_copy(update={"numbers": "compiler-predicted"})

@@ -150,3 +150,16 @@ def test_a_path_in_a_message_is_no_command(command: Command) -> None:
     done = command(*CHAT, stdin="/etc/hosts is a file\n")
     assert "no command" not in done.stderr
     assert done.stdout.strip()
+
+
+def test_a_full_disk_costs_a_line_of_the_history(tmp_path: Path) -> None:
+    pytest.importorskip("prompt_toolkit")
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no such device")
+    history = chat_module._kept_history(full)
+    history.append_string("said")
+    assert history.get_strings() == ["said"]
+    kept = chat_module._kept_history(tmp_path / "history")
+    kept.append_string("said")
+    assert "+said" in (tmp_path / "history").read_text()

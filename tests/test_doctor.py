@@ -217,3 +217,37 @@ def test_what_a_library_prints_is_not_written_later_either() -> None:
         [sys.executable, "-c", PRINTS], capture_output=True, text=True, check=True
     )
     assert done.stdout == '{"json": 1}\n'
+
+
+@pytest.mark.parametrize("backend", ["qnn", "ort_cpu"])
+def test_onnx_runtime_is_loaded_without_telemetry(backend: str) -> None:
+    """It would warn of a home that cannot be written, on standard error."""
+    if backend == "qnn":
+        pytest.importorskip("onnxruntime_qnn")
+    code = f"import hetero.backends.{backend}, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    env = {name: value for name, value in os.environ.items() if "TELEMETRY" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    )
+    assert done.stdout == "1\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a descriptor")
+@pytest.mark.parametrize("command", ["doctor", "devices"])
+def test_a_closed_output_is_no_fault(command: str) -> None:
+    """As of a service; with QNN, whose library prints."""
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m hetero.cli.app {command} >&-"],
+        stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_the_next_step_is_the_first_remedy_that_a_model_needs() -> None:
+    well = doctor.Finding("ort-cpu", "npu", True, "here")
+    driver = doctor.Finding("opencl:x", "gpu", False, "gone", "delete it", needed=False)
+    failed = doctor.Finding("opencl", "gpu", False, "no driver", "install one")
+    bare = doctor.Finding("qnn", "npu", False, "no node")
+    assert doctor.next_step([well, driver]) == 'next: hetero generate demo "Once upon a time"'
+    assert doctor.next_step([well, driver, failed, bare]) == "next: opencl: install one"
+    assert doctor.next_step([bare]) == "next: qnn: no node"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Callable
@@ -15,6 +16,11 @@ from hetero.backends.host.timers import PR_GET_TIMERSLACK, _prctl, timer_slack
 from hetero.collecting import collecting_later
 from hetero.models.tokenizer import quiet_panics
 from tests.interrupts import handler, interrupted, places
+
+try:
+    from hetero.backends.qnn.library import quiet_stdout
+except ImportError:  # its package is not installed
+    quiet_stdout = contextlib.nullcontext
 
 pytestmark = [
     pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux"),

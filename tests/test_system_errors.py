@@ -208,3 +208,14 @@ def test_a_manifest_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 def add_mark(file: Path) -> None:
     file.write_text(BOM + file.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def test_serve_says_that_contexts_may_go(monkeypatch: Any, capsys: Any) -> None:
+    """Of a user without a home folder."""
+    from hetero.cli.serve import _default_directory
+
+    for temporary in (False, True):
+        monkeypatch.setattr("hetero.backends.host.folders.data_is_temporary", lambda t=temporary: t)
+        kept_in = _default_directory("demo")
+        said = f"contexts are kept in {kept_in}, which the system may empty: name a --directory"
+        assert (said in capsys.readouterr().err) == temporary

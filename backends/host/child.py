@@ -12,9 +12,14 @@ import os
 import runpy
 import signal
 import sys
+import threading
+import time
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
+LOOK_S: Final = 0.5  # between two looks at the parent
+SYNCHRONIZE: Final = 0x00100000  # of Windows' API, and INFINITE
+FOR_EVER: Final = 0xFFFFFFFF
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -26,12 +31,33 @@ def child_command(module: str, *arguments: str) -> list[str]:
 
 
 def die_with(parent: int) -> None:
-    """End this process when process `parent`, which started it, ends or has ended (Linux)."""
+    """End this process when process `parent`, which started it, ends or has ended: by the system on
+    Linux, elsewhere by a thread that waits for it.
+    """
     if sys.platform != "linux":
+        watch = threading.Thread(target=_end_after, args=(parent,), daemon=True)
+        watch.start()
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the system was told
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_after(parent: int) -> None:
+    wait_for_process(parent)
+    os._exit(1)
+
+
+def wait_for_process(parent: int) -> None:
+    """Return when the process that started this one has ended."""
+    if sys.platform == "win32":
+        kernel = ctypes.windll.kernel32
+        process = kernel.OpenProcess(SYNCHRONIZE, False, parent)
+        if process:
+            kernel.WaitForSingleObject(process, FOR_EVER)
+        return
+    while os.getppid() == parent:  # an orphan gets another
+        time.sleep(LOOK_S)
 
 
 def main() -> None:

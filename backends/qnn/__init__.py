@@ -20,7 +20,11 @@ runs on the CPU instead: what the Hexagon does not take is an error.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# As in `ort_cpu`: read when the library is loaded.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.host.folders import cache_folder

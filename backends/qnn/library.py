@@ -167,9 +167,12 @@ def _no_npu(kinds: list[str]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Keep what a native library prints off standard output, where results go."""
-    sys.stdout.flush()
-    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    """Keep what a native library prints off standard output, where results go; that may be closed,
+    as of a service.
+    """
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    saved, null = _copy_of(1), os.open(os.devnull, os.O_WRONLY)  # 1 itself where that is closed
     try:  # around the call too: a signal handler may raise right after it
         os.dup2(null, 1)
         try:
@@ -177,9 +180,18 @@ def quiet_stdout() -> Iterator[None]:
         finally:
             _flush_native()  # else what it printed comes out when the process ends
     finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(null)
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+        for descriptor in {null} if saved is not None else {null, 1}:
+            os.close(descriptor)
+
+
+def _copy_of(descriptor: int) -> int | None:
+    try:
+        return os.dup(descriptor)
+    except OSError:  # closed
+        return None
 
 
 def _flush_native() -> None:

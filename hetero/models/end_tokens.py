@@ -42,11 +42,13 @@ def not_ends(ends: set[str]) -> set[str]:
     return (found | ({"</s>"} if not ends.isdisjoint(_PLAIN_S) else set())) & ends
 
 
-def named_ends(ids: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens of a vocabulary that end a generation, by their names alone."""
+def named_ends(ids: Mapping[str, int], fim: Iterable[str] = FIM_ENDS) -> dict[str, int]:
+    """Return the tokens of a vocabulary that end a generation, by their names alone; of
+    fill-in-the-middle tokens those of the kinds `fim`.
+    """
     ends = {name: ids[name] for name in ENDS if name in ids}
     plain = not_ends(set(ends))
-    ends |= fim_tokens(ids, FIM_ENDS)
+    ends |= fim_tokens(ids, fim)
     return {name: id_ for name, id_ in ends.items() if name not in plain}
 
 

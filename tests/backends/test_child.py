@@ -49,3 +49,29 @@ def test_a_child_whose_parent_is_gone_does_nothing() -> None:
     done = subprocess.run(command, capture_output=True, timeout=30, check=False)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == b""
+
+
+WATCHED = """
+import os, sys, time
+sys.platform = "darwin"
+from hetero.backends.host import child
+child.die_with(int(sys.argv[1]))
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+STARTER = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+"""
+
+
+def test_where_the_system_does_not_end_a_child_a_thread_does() -> None:
+    """As on macOS."""
+    command = [sys.executable, "-c", STARTER, WATCHED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().strip().isdigit()
+        parent.kill()
+        start_s = time.monotonic()
+        assert parent.stdout.read() == b""  # the child held the other end, and is gone
+        assert time.monotonic() - start_s < 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 from hetero import LLM
 from hetero.backends.formats import StorageFormat
-from hetero.errors import ModelError
+from hetero.backends.ops import RopeScaling
+from hetero.backends.rope import attention_factor, inverse_frequencies
 from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
 from hetero.models.gguf import GgufFile, GgufWeights, kinds
 from hetero.models.gguf.config import _divisors
 from hetero.models.gguf.tensors import GgufTensor
+from hetero.models.graph import rope_of
 from hetero.models.layout import block_matrices, end_vectors
 from hetero.models.packing import pack_rows
 from hetero.models.quantized import save
@@ -217,8 +220,10 @@ def test_llama3_frequencies_come_from_their_tensor(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "llama", known, {**tensors, "rope_freqs.weight": divisors})
     assert open_model(tmp_path / "m.gguf", weights="f32").config.rope_scaling == theirs.rope_scaling
     write(tmp_path / "w.gguf", "llama", known, {**tensors, "rope_freqs.weight": divisors + 1})
-    with pytest.raises(ModelError, match="does not hold Llama 3's frequencies"):
-        open_model(tmp_path / "w.gguf")
+    config = open_model(tmp_path / "w.gguf", weights="f32").config
+    plain = inverse_frequencies(rope_of(replace(config, rope_scaling=RopeScaling())))
+    np.testing.assert_allclose(inverse_frequencies(rope_of(config)), plain / (divisors + 1))
+    assert attention_factor(config.rope_scaling) == 1
 
 
 def test_a_quantised_directory_from_gguf(stories: Path, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def architecture_tensors() -> Iterator[tuple[str, str]]:
 def test_a_tensor_is_read_or_refused(name: str, tmp_path: Path) -> None:
     """A weight that would be ignored changes the numbers."""
     whole = write_tiny(tmp_path / "whole.gguf")
-    if f"{name}.weight" in gguf_names(whole) or name == "output":
+    if f"{name}.weight" in gguf_names(whole) or name in ("output", "rope_freqs"):
         return
     path = write_tiny(tmp_path / "m.gguf", tensors={f"{name}.weight": np.full(4, 2.0, "f4")})
     with pytest.raises(ModelError, match=name.removesuffix("kv").replace(".", r"\.")):
@@ -199,3 +199,18 @@ def test_other_lists_are_refused(values: list[Any], sentence: str, tmp_path: Pat
     path = three_layers(tmp_path / "m.gguf", attention__head_count_kv=values)
     with pytest.raises(ModelError, match=sentence.replace(".", r"\.")):
         open_model(path)
+
+
+@pytest.mark.parametrize("value", [[1, 2], [0.5], ["a", "b"], "text", 1.5, True, 2**31])
+def test_a_value_of_any_type_gives_a_model_or_a_model_error(value: Any, tmp_path: Path) -> None:
+    names = [f"llama__{name.replace('.', '__')}" for name in KNOWN]
+    names += [f"tokenizer__{name.replace('.', '__')}" for name in KNOWN_TOKENIZER]
+    names += ["general__type", "general__name", "general__architecture", "general__alignment"]
+    names += ["split__count", "split__no", "split__tensors__count"]
+    for name in names:
+        path = write_tiny(tmp_path / "m.gguf", **{name.removeprefix("llama__"): value})
+        try:
+            model = open_model(path)
+            assert model.tokenizer.eos_ids is not None
+        except ModelError as error:
+            assert str(path) in str(error)  # noqa: PT017

@@ -160,11 +160,48 @@ def test_other_factors_are_refused(
         open_model(path)
 
 
-def test_frequencies_and_scaling_together_are_refused(tmp_path: Path) -> None:
-    ones = {"rope_freqs.weight": np.ones(4, np.float32)}
-    assert open_model(write_tiny(tmp_path / "a.gguf", tensors=ones))
-    path = write_tiny(tmp_path / "b.gguf", tensors=ones, rope__scaling__factor=2.0)
-    with pytest.raises(ModelError, match=r"rope_freqs.weight and llama.rope.scaling are not supp"):
+DIVISORS = {"rope_freqs.weight": np.array([1, 2, 4, 3], np.float32)}
+
+
+def test_frequencies_are_divided_by_their_tensor_and_by_a_factor(tmp_path: Path) -> None:
+    """As llama.cpp does where a file has both."""
+    for factor in (1.0, 4.0):
+        path = write_tiny(tmp_path / "m.gguf", tensors=DIVISORS, rope__scaling__factor=factor)
+        config = read_config(GgufFile(path))
+        plain = 1e4 ** -(np.arange(4) / 4) / factor
+        wanted = plain / DIVISORS["rope_freqs.weight"]
+        np.testing.assert_allclose(inverse_frequencies(rope_of(config)), wanted)
+        assert open_model(path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "internlm2"])
+def test_tensors_that_would_be_ignored_are_refused(architecture: str, tmp_path: Path) -> None:
+    """Of the two kinds of tensors, llama.cpp reads one: which one is said by type and family."""
+    kind = None if architecture == "llama" else "longrope"
+    path = write_tiny(
+        tmp_path / "m.gguf", arch=architecture, tensors=FACTORS | DIVISORS,
+        rope__scaling__type=kind,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"tensor rope_f\w+\.weight does not belong to a"):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "entries", "sentence"),
+    [
+        ([1, 1, 1, 1], {"scaling__type": "yarn", "scaling__factor": 2.0}, "and yarn scaling are n"),
+        ([1, 1, 0, 1], {}, "short_factor must be a list of positive numbers"),
+        ([1, 1, float("nan"), 1], {}, "short_factor must be a list of positive numbers"),
+        ([1, 1, 1], {}, "tensor rope_freqs.weight must be 4 F32 numbers"),
+    ],
+)
+def test_other_frequencies_are_refused(
+    divisors: list[float], entries: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    entries = {f"rope__{name}": value for name, value in entries.items()}
+    tensor = {"rope_freqs.weight": np.array(divisors, np.float32)}
+    path = write_tiny(tmp_path / "m.gguf", tensors=tensor, **entries)
+    with pytest.raises(ModelError, match=sentence.replace(".", r"\.")):
         open_model(path)
 
 

@@ -73,12 +73,19 @@ def test_the_end_of_a_message_of_some_vocabularies_does_not_end_the_turn(
     tokens = [*PIECES, *names]
     assert tokens.index(plain) not in model.eos_ids
     assert {NEW + i for i, name in enumerate(names) if name != plain} <= set(model.eos_ids)
+    assert model.tokenizer.decode([tokens.index(plain)]) == plain  # and is shown
 
 
 @pytest.mark.parametrize("key", ["eos", "eot", "eom", *FIM_ENDS])
 def test_given_ids_end_a_generation(key: str, tmp_path: Path) -> None:
     changes = {f"tokenizer__ggml__{key}_token_id": 260}
     assert 260 in open_model(write_tiny(tmp_path / "m.gguf", **changes)).eos_ids
+
+
+def test_a_fill_in_token_is_not_looked_for_by_name_where_its_id_is_given(tmp_path: Path) -> None:
+    names = ["<|fim_pad|>", "<|file_sep|>"]
+    path = with_tokens(tmp_path / "m.gguf", names, tokenizer__ggml__fim_pad_token_id=260)
+    assert set(open_model(path).eos_ids) == {2, 260, NEW + 1}
 
 
 @pytest.mark.parametrize("given", [{}, {"tokenizer__ggml__eos_token_id": 4294967295}])

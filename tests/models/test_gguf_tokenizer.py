@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
+from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile, read_tokenizer
 from hetero.models.tokenizer import HfTokenizer
@@ -58,8 +59,32 @@ def test_a_named_pattern_needs_no_notice(
     assert capsys.readouterr().err == ""
 
 
+def test_a_vocabulary_that_is_no_list_of_texts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny(path, tokenizer__ggml__tokens=[[1, 2]] * 268)
+    with pytest.raises(ModelError, match=r"carries no vocabulary \(tokenizer.ggml.tokens\)"):
+        _ = open_model(path).tokenizer
+
+
 def test_a_model_of_an_unknown_pattern_is_refused(tmp_path: Path) -> None:
     byte_level(tmp_path / "m.gguf", "gpt-2")
-    with pytest.raises(Exception, match="splits text in the way 'tekken', supported are"):
+    with pytest.raises(ModelError, match="splits text in the way 'tekken', supported are"):
         _ = byte_level(tmp_path / "n.gguf", "tekken")
     assert open_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("falcon3", "llama-bpe"), ("pixtral", "llama-bpe"), ("lfm2", "llama-bpe"),
+        ("megrez", "qwen2"), ("stablelm2", "qwen2"), ("exaone4", "gpt-2"), ("olmo", "gpt-2"),
+        ("starcoder", "smollm"), ("refact", "smollm"), ("command-r", "smollm"),
+    ],
+)  # fmt: skip
+def test_names_of_one_pattern(name: str, same: str, tmp_path: Path) -> None:
+    """Those that llama.cpp's loader treats alike, whether it splits or merges or adds BOS."""
+    changes = {"tokenizer__ggml__bos_token_id": 3}
+    one = byte_level(tmp_path / "a.gguf", name, **changes)
+    other = byte_level(tmp_path / "b.gguf", same, **changes)
+    for text in ("a's {", "12345 6", "I'M\r\n  so\n\nx", "  2²٣ $x"):
+        assert one.encode(text) == other.encode(text)

@@ -76,12 +76,16 @@ class KernelStore:
                 os.utime(folder)
                 return
 
+    def is_used(self) -> bool:
+        """Whether anything was kept."""
+        return any(os.listdir(folder) for folder in self.folders if os.access(folder, os.R_OK))
+
     def clear(self) -> None:
         """Forget every entry."""
         for folder in self.folders:
-            for path in folder.glob(f"*{SUFFIX}"):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            with contextlib.suppress(OSError):
+                for path in folder.glob(f"*{SUFFIX}"):
+                    path.unlink(missing_ok=True)
 
 
 def keep_newest(root: Path, most: int = MOST_STORES) -> None:

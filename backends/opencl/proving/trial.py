@@ -134,7 +134,7 @@ class Trials:
     ) -> Verdict:
         """The verdict with an attempt of this level for each device of which none passed."""
         store = self.store(candidate, level)
-        used = any(True for folder in store.folders for _ in folder.glob("*"))
+        used = store.is_used()
         child = _Child(self, candidate, level, 0)
         try:
             rows = child.rows()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rich.text import Text
 
@@ -24,6 +24,9 @@ from hetero.generation.options import (
     SamplingOptions,
 )
 from hetero.terminal import answer_text
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
 
 # Where the model says nothing of its own.
 SAMPLING: Final[SamplingOptions] = {"temperature": 0.7, "top_k": 40, "top_p": 0.95}
@@ -215,9 +218,20 @@ class _StoppedError(Exception):
     """Ctrl-C while a line was typed."""
 
 
+def _kept_history(path: Path) -> History:
+    from prompt_toolkit.history import FileHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk costs a line of the history, not the talk
+                super().store_string(string)
+
+    return Kept(str(path))
+
+
 def _typed() -> Iterator[str]:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.history import InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import create_output
 
@@ -232,7 +246,7 @@ def _typed() -> Iterator[str]:
     with suppress(OSError):  # a home that cannot be written: this talk has a history all the same
         folder.mkdir(parents=True, exist_ok=True)
         (folder / HISTORY_FILE).open("a").close()
-        history = FileHistory(str(folder / HISTORY_FILE))
+        history = _kept_history(folder / HISTORY_FILE)
     # Answers go to stdout, which may be a file; what is typed belongs to the terminal.
     session: PromptSession[str] = PromptSession(
         history=history,

@@ -211,7 +211,8 @@ def print_findings(
         print(json.dumps([vars(finding) for finding in made]))
         return made
     made = []
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 20
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else 1 << 20
     for finding in findings:
         made.append(finding)
         word = words[0] if finding.ok else words[1]
@@ -219,7 +220,7 @@ def print_findings(
         _print_wrapped(said, width)
         if not finding.ok and finding.remedy:
             _print_wrapped(f"{'':13}remedy: {printable(finding.remedy)}", width)
-        sys.stdout.flush()
+        print(end="", flush=True)
     return made
 
 

@@ -25,6 +25,7 @@ from hetero.models.gguf.keys import USED, check_metadata, check_required
 from hetero.models.gguf.rope_scaling import rope_scaling
 from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
+from hetero.models.rope_config import rope_dict
 
 ARCHITECTURES: Final = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "internlm2": "internlm2",
@@ -68,12 +69,7 @@ def read_config(file: GgufFile) -> ModelConfig:
     config = ModelConfig.from_dict(raw, where=str(file.path))
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None and name == "llama":
-        if raw["rope_scaling"] is not None:
-            raise ModelError(
-                f"{file.path}: tensor rope_freqs.weight and {name}.rope.scaling are not supported "
-                "together; use the model's Hugging Face directory"
-            )
-        raw["rope_scaling"] = _llama3_scaling(file, config)
+        raw["rope_scaling"] = _frequency_scaling(file, config)
         config = ModelConfig.from_dict(raw, where=str(file.path))
     check_metadata(file, name, config)
     return config
@@ -120,7 +116,7 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
         if not isinstance(values, np.ndarray | list):
             continue
         layers = found.get(f"{name}.block_count")
-        if len(values) != layers:
+        if not is_number(layers) or len(values) != layers:
             raise ModelError(
                 f"{file.path}: {entry} must be one number or a list of {layers}, one for each "
                 f"layer, got {len(values)}; download the file again"
@@ -172,10 +168,11 @@ def _window_pattern(found: Mapping[str, Any], name: str, layers: object) -> list
     return [SLIDING if x else FULL for x in np.atleast_1d(pattern).tolist()]
 
 
-def _llama3_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
-    """The scaling of Llama 3.1 that `rope_freqs.weight` holds as divisors of the frequencies.
+def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
+    """Return the scaling that `rope_freqs.weight` holds as divisors of the frequencies: mostly that
+    of Llama 3.1; others are LongRoPE's with one factor for all lengths.
 
-    Raises `ModelError` if they are of another kind.
+    Raises `ModelError` where they are not in place, or beside YaRN or LongRoPE.
     """
     info = file.tensors["rope_freqs.weight"]
     half = config.head_dim // 2
@@ -183,6 +180,12 @@ def _llama3_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
         raise ModelError(
             f"{file.path}: tensor rope_freqs.weight must be {half} F32 numbers, got "
             f"{list(info.shape)} of {info.kind.name}; download the file again"
+        )
+    given = config.rope_scaling
+    if given.kind not in ("none", "linear"):
+        raise ModelError(
+            f"{file.path}: tensor rope_freqs.weight and {given.kind} scaling are not supported "
+            "together; use the model's Hugging Face directory"
         )
     divisors = file.raw("rope_freqs.weight").view("<f4").astype(np.float64)
     scaling = RopeScaling(
@@ -192,19 +195,14 @@ def _llama3_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
         low_freq_factor=1.0,
         high_freq_factor=4.0,
     )
-    if not np.isfinite(divisors).all() or not np.allclose(
-        _divisors(config, scaling), divisors, rtol=1e-3
-    ):
-        raise ModelError(
-            f"{file.path}: tensor rope_freqs.weight does not hold Llama 3's frequencies, others "
-            "are not supported; use the model's Hugging Face directory"
-        )
+    if given.kind == "none" and np.allclose(_divisors(config, scaling), divisors, rtol=1e-3):
+        return rope_dict(scaling) or {}
+    factors = (divisors * given.factor).tolist()
     return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": LLAMA3_ORIGINAL,
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
     }
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from hetero.errors import ModelError
 from hetero.models.config import ACTIVATIONS, ModelConfig
+from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
 from hetero.terminal.notices import tell_once
 
@@ -130,7 +131,7 @@ def check_metadata(file: GgufFile, architecture: str, config: ModelConfig) -> No
     that are not read.
     """
     kind = file.metadata.get("general.type", "model")
-    if kind != "model":
+    if not isinstance(kind, str) or kind != "model":
         raise ModelError(
             f"{file.path}: general.type is {kind!r}, which is no language model of its own; choose "
             "the file of the model"
@@ -166,7 +167,8 @@ def _check(
     if architecture in USED.get(name, ()) or name in HARMLESS:
         return []
     if name == "attention.sliding_window":
-        return [] if _is_empty(value) or value >= config.max_position else [key]
+        covers = is_number(value) and value >= config.max_position
+        return [] if covers or _is_empty(value) else [key]
     if name in UNREAD:
         return [] if _is_one_of(value, UNREAD[name]) else [key]
     if name not in FIXED and name not in FOREIGN:

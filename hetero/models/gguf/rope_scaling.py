@@ -26,7 +26,7 @@ def rope_scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
     """Return the `rope_scaling` of a config.json, None without scaling. Raises `ModelError`."""
     prefix = f"{architecture}.rope"
     kind = file.metadata.get(f"{prefix}.scaling.type", "linear")
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise ModelError(
             f"{file.path}: {prefix}.scaling.type must be one of {', '.join(_TYPES)}, got {kind!r}; "
             f"{_OTHER_FILE}"

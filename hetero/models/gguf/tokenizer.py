@@ -38,11 +38,22 @@ _LLAMA3: Final = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# What `tokenizer.ggml.pre` may be, by how llama.cpp splits text for it.
+_WHOLE_WORDS: Final = (
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2",
+)  # fmt: skip  # as Llama 3: a known word is not merged piece by piece, and BOS goes first
 _PATTERNS: Final = {
-    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}  # fmt: skip
-_PLAIN: Final = ("gpt-2", "phi-2")
+    **dict.fromkeys((*_WHOLE_WORDS, "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN2
+    ),
+}
+_PLAIN: Final = (
+    "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "olmo", "mpt", "jais", "trillion",
+)  # fmt: skip
+_DIGITS: Final = (
+    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
+)  # fmt: skip  # as GPT-2, and every digit is a word
 # llama.cpp's for a file that names none: each pattern splits what the ones before it left.
 _DEFAULT: Final = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -50,11 +61,6 @@ _DEFAULT: Final = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-_WHOLE_WORDS: Final = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-)  # a known word is not merged piece by piece
 _NAMES: Final = ("bos", "eos", "unknown", "padding", "separator")
 _HF_NAMES: Final = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
@@ -66,8 +72,8 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     """Build the tokenizer with its chat template. Raises `ModelError`."""
     found = file.metadata
     tokens = vocabulary(found)
-    kind = found.get("tokenizer.ggml.model")
-    if not tokens or not set(map(type, tokens)) <= {str}:
+    kind = _text(found, "tokenizer.ggml.model")
+    if not tokens:
         raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
         raise _error(file, "has a vocabulary with a token twice")
@@ -76,7 +82,8 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     elif kind == "gpt2":
         backend = _bytes(file, tokens)
     else:
-        raise _error(file, f"has a tokenizer of the kind {kind!r}, supported are llama and gpt2")
+        given = found.get("tokenizer.ggml.model")
+        raise _error(file, f"has a tokenizer of the kind {given!r}, supported are llama and gpt2")
     _add_special(file, backend, tokens)
     if re.search(NO_UTF8, "\n".join(tokens)):
         mend = decoders.Replace(Regex(NO_UTF8), REPLACEMENT)
@@ -136,7 +143,7 @@ def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list
 
 def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     merges = _merges(file)
-    pre = file.metadata.get("tokenizer.ggml.pre") or "default"
+    pre = _text(file.metadata, "tokenizer.ggml.pre") or "default"
     try:
         model = models.BPE(
             dict(zip(tokens, range(len(tokens)), strict=True)),
@@ -179,12 +186,13 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "default":
         return _default_pre_tokenizer(file)
-    if pre == "smollm":
+    if pre in _DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if pre not in _PATTERNS:
-        known = ", ".join((*_PATTERNS, *_PLAIN, "smollm", "default"))
-        raise _error(file, f"splits text in the way {pre!r}, supported are {known}")
+        known = ", ".join((*_PATTERNS, *_PLAIN, *_DIGITS, "default"))
+        given = file.metadata.get("tokenizer.ggml.pre")
+        raise _error(file, f"splits text in the way {given!r}, supported are {known}")
     split = pre_tokenizers.Split(Regex(_PATTERNS[str(pre)]), behavior="isolated")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, plain])
@@ -243,7 +251,7 @@ def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:
     given = found.get("tokenizer.ggml.add_bos_token")
     if isinstance(given, bool):
         return given
-    return kind == "llama" or found.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    return kind == "llama" or _text(found, "tokenizer.ggml.pre") in _WHOLE_WORDS
 
 
 def _templates(found: Mapping[str, Any]) -> dict[str, str]:
@@ -253,6 +261,12 @@ def _templates(found: Mapping[str, Any]) -> dict[str, str]:
         for name, text in found.items()
         if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text, str)
     }
+
+
+def _text(found: Mapping[str, Any], name: str) -> str:
+    """Return an entry that is a text as it is, another one as a text that no tokenizer has."""
+    value = found.get(name, "")
+    return value if isinstance(value, str) else repr(value)
 
 
 def _error(file: GgufFile, what: str) -> ModelError:

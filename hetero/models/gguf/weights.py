@@ -38,10 +38,8 @@ _VECTORS: Final = {
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _UNOPENED: Final = "unopened"
-_FACTORS: Final = {
-    "llama3": ("rope_freqs.weight",),
-    "longrope": ("rope_factors_long.weight", "rope_factors_short.weight"),
-}  # by the scaling that they are of
+_FREQUENCIES: Final = "rope_freqs.weight"
+_FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class GgufWeights(ModelWeights):
@@ -237,8 +235,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        read = _FACTORS.get(self.config.rope_scaling.kind, ())  # with the configuration
-        unknown = [x for x in tensors if x not in expected and x not in read]
+        unknown = [x for x in tensors if x not in expected and x not in self._read_before()]
         if unknown:
             raise ModelError(
                 f"{path}: tensor {unknown[0]} does not belong to a {self.config.architecture} "
@@ -246,6 +243,13 @@ class GgufWeights(ModelWeights):
             )
         for name, shape in expected.items():
             self._check_tensor(name, tensors[name], shape)
+
+    def _read_before(self) -> tuple[str, ...]:
+        """Return the tensors that the configuration was read from."""
+        llama = self.file.metadata["general.architecture"] == "llama"
+        if llama and _FREQUENCIES in self.file.tensors:
+            return (_FREQUENCIES,)
+        return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
     def _check_tensor(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
         if info.shape != shape:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -114,3 +116,20 @@ def test_stores_that_nobody_uses_any_more_go(tmp_path: Path) -> None:
     keep_newest(tmp_path, 2)
     assert [store.get("a") is not None for store in stores] == [True, False, False, True]
     keep_newest(tmp_path / "none")
+
+
+def test_a_folder_that_cannot_be_read_holds_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    """It may lie in one that this user may not enter."""
+    store = KernelStore(tmp_path / "locked", tmp_path / "own")
+    assert not store.is_used()
+    store.put("a", {"x": b"1"})
+    assert store.is_used()
+
+    def refused(path: Path, _: str) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "glob", refused)
+        store.clear()
+    store.clear()
+    assert not store.is_used()
