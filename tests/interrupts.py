@@ -64,8 +64,10 @@ def places(call: Callable[[], object]) -> list[Place]:
     return [place for place in seen if place[0].co_filename != __file__]
 
 
-def interrupted(call: Callable[[], object], place: Place) -> bool:
-    """Run a call while a signal arrives at this instruction; whether its handler has raised."""
+def interrupted(call: Callable[[], object], place: Place) -> Interrupt | None:
+    """Run a call while a signal arrives at this instruction; what its handler has raised, whose
+    traceback keeps every frame that it passed, as a notebook does.
+    """
     code, at = place
 
     def look(frame: FrameType, event: str, _: object) -> Any:
@@ -83,9 +85,9 @@ def interrupted(call: Callable[[], object], place: Place) -> bool:
             call()
         finally:  # where the signal of a call's last instructions is met
             sys.settrace(None)
-    except Interrupt:
-        return True
-    return False
+    except Interrupt as error:
+        return error
+    return None
 
 
 @contextmanager

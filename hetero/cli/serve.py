@@ -90,7 +90,7 @@ def serve_command(
         int, typer.Option("--contexts-per-app", min=1, help="Conversations that an app may have.")
     ] = 8,
     kv_bits: Annotated[
-        KvBitsChoice, typer.Option("--kv-bits", help="Of conversations' keys and values.")
+        KvBitsChoice, typer.Option("--kv-bits", help="Of kept keys and values; few are lossy.")
     ] = KvBitsChoice.EIGHT,
     parallel: Annotated[
         int, typer.Option("--parallel", min=1, max=64, help="Answers made at the same time.")

@@ -215,13 +215,27 @@ class Context:
     def try_hold(self) -> Hold | None:
         """As `hold`; None where it is in use."""
         hold = Hold()
-        return hold if self._taken(weakref.ref(hold)) else None
+        try:
+            taken = self._taken(weakref.ref(hold))
+        except BaseException:
+            hold.active = False
+            raise
+        return hold if taken else None
 
     def hold(self) -> Hold:
         """Use it alone until `active` of what this returns is false. Raises `UserError` if it is
         closed or in use.
         """
         hold = Hold()
+        try:
+            self._wait_for(hold)
+            _ = self.cache  # raises where the context is closed
+        except BaseException:  # also where its traceback is kept
+            hold.active = False
+            raise
+        return hold
+
+    def _wait_for(self, hold: Hold) -> None:
         reference = weakref.ref(hold)
         give_up_s = time.monotonic() + self.wait_s
         while not self._taken(reference):
@@ -239,8 +253,6 @@ class Context:
                     "s: read it to its end or close() it, or use another context"
                 )
             time.sleep(_NAP_S)
-        _ = self.cache  # raises where the context is closed
-        return hold
 
     def _taken(self, hold: weakref.ref[Hold]) -> bool:
         with self._choosing:  # allocates nothing: a finaliser in here could want another context

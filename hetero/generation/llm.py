@@ -304,8 +304,11 @@ class LLM:
         if isinstance(prompt, list) and prompt and all(isinstance(x, str) for x in prompt):
             texts = cast("list[str]", prompt)
             return [self.generate(text, **options) for text in texts]
-        with self.stream(cast("str | Sequence[int]", prompt), **options) as generation:
+        generation = self.stream(cast("str | Sequence[int]", prompt), **options)
+        try:
             return _finish(generation)
+        finally:
+            generation.close()
 
     def generate_many(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -263,8 +264,12 @@ class Generation(Iterator[Piece]):
                 if self._reason is None and not self._asked.stop:
                     return LATER
             piece = self._piece()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, DeviceError | UserError):
+                # A block that a signal handler interrupted on entry ends now, not when the
+                # traceback is dropped (which a notebook keeps): the core of this thread, for one.
+                traceback.clear_frames(error.__traceback__)
             raise
         if piece.finish_reason is not None:
             self._end_text()

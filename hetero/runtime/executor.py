@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,12 +27,12 @@ def nothing() -> None:
 class Executor:
     """Runs steps on the control thread; keeps nothing between two of them.
 
-    `running` is the step that runs now, and the time of every action that has ended, the first its
-    start (`hetero.runtime.watchdog`).
+    `running` is the step that runs now, the time of every action that has ended, the first its
+    start, and the thread (`hetero.runtime.watchdog`).
     """
 
     def __init__(self) -> None:
-        self.running: tuple[Step, list[float]] | None = None
+        self.running: tuple[Step, list[float], int] | None = None
         WATCHDOG.watch(self)
 
     def run(self, step: Step, beside: Beside = nothing, devices: Iterable[Device] = ()) -> StepRun:
@@ -73,7 +74,7 @@ class Executor:
         last_wait = step.last_wait
         at_s = now()
         stamps, sleeps = [at_s], list[float]()
-        self.running = step, stamps
+        self.running = step, stamps, threading.get_native_id()
         stamp, slept = stamps.append, sleeps.append
         for code, index, kind, target in step.program:
             call = cast("Any", target)

@@ -12,33 +12,40 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Protocol
 
+from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import DEFAULT_DEADLINE_S
 from hetero.runtime.program import LOADED, RING, WAIT, Action
 from hetero.runtime.step import Step
 from hetero.runtime.waits import Site
 
 LOOK_S: Final = 5.0
+AT_WORK: Final = 10.0  # times as long a call may take whose thread computes
 log = logging.getLogger("hetero")
 
 
 class Runner(Protocol):
     """What runs steps: `hetero.runtime.executor.Executor`."""
 
-    running: tuple[Step, list[float]] | None
+    running: tuple[Step, list[float], int] | None
 
 
 def hung_call(executor: Runner, now_s: float, limit_s: float = DEFAULT_DEADLINE_S) -> str:
-    """Return a sentence on the call that an executor has been in for `limit_s`; empty: there is
-    none. `now_s` is of `time.perf_counter`.
+    """Return a sentence on the call that an executor has been in for `limit_s` (ten times as long
+    where its thread computes: a slow machine is no driver that hangs); empty: there is none.
+    HETERO_TIMEOUT_SCALE multiplies the limit. `now_s` is of `time.perf_counter`.
     """
     running = executor.running
     if running is None:
         return ""
-    step, stamps = running
-    at = len(stamps) - 1
-    if at >= len(step.program) or now_s - stamps[-1] < limit_s or _ends(step.program[at]):
+    step, stamps, thread = running
+    at, limit_s = len(stamps) - 1, time_limit(limit_s)
+    waited_s = now_s - stamps[-1]
+    if at >= len(step.program) or waited_s < limit_s or _ends(step.program[at]):
+        return ""
+    if waited_s < AT_WORK * limit_s and not _sleeps(thread):
         return ""
     launch = step.launches[step.program[at].launch]
     return (
@@ -53,6 +60,15 @@ def _ends(action: Action) -> bool:
     site = getattr(action.target, "__self__", None)
     polls = isinstance(site, Site) and site.owner.method == "fast"
     return action.code in (LOADED, RING) or (action.code == WAIT and polls)
+
+
+def _sleeps(thread: int) -> bool:
+    """Whether a thread of this process waits for something (Linux; elsewhere nobody knows)."""
+    try:
+        stat = Path(f"/proc/self/task/{thread}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("S", "D")
 
 
 class Watchdog:

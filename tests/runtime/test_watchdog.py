@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from hetero.runtime.watchdog import Watchdog, hung_call
 from tests.runtime.models import context_of, tiny_model
 from tests.runtime.test_faults import TOKENS, make_engine
 
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="Linux")
 DEADLINE_S = 30
 
 
@@ -41,6 +43,10 @@ def hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Thr
     work = threading.Thread(target=lambda: engine.prefill(context_of(engine), TOKENS))
     work.start()
     assert inside.wait(DEADLINE_S)
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not watchdog._sleeps(work.native_id or 0):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
     return work, let_go, names[-1]
 
 
@@ -53,9 +59,28 @@ def test_a_call_that_does_not_return_is_named(
     sentence = hung_call(engine.executor, now_s + 61)
     assert sentence.startswith(f"the npu has not ended {name} (layer")
     assert "for 60 s" in sentence
+    monkeypatch.setenv("HETERO_TIMEOUT_SCALE", "4")
+    assert hung_call(engine.executor, now_s + 61) == ""
+    assert "for 240 s" in hung_call(engine.executor, now_s + 241)
     let_go.set()
     work.join(DEADLINE_S)
-    assert hung_call(engine.executor, now_s + 1000) == ""
+    assert hung_call(engine.executor, now_s + 10_000) == ""
+
+
+def test_a_call_that_computes_is_waited_for_ten_times_as_long(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, let_go, name = hang(engine, monkeypatch)
+    monkeypatch.setattr(watchdog, "_sleeps", lambda thread: False)
+    now_s = time.perf_counter()
+    assert hung_call(engine.executor, now_s + 599) == ""
+    assert name in hung_call(engine.executor, now_s + 601)
+    let_go.set()
+    work.join(DEADLINE_S)
+
+
+def test_a_thread_that_computes_does_not_sleep() -> None:
+    assert not watchdog._sleeps(threading.get_native_id())
 
 
 def test_the_thread_says_it_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
