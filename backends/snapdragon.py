@@ -66,7 +66,7 @@ NODE_REMEDY = (
 
 
 def is_snapdragon() -> bool:
-    """Whether the processor is of the family that has a Hexagon: 64-bit Arm, but not Apple's."""
+    """Return whether the processor is of a family with a Hexagon: 64-bit Arm, but not Apple's."""
     return is_arm64() and platform.system() != "Darwin"
 
 
@@ -76,7 +76,7 @@ def fastrpc_nodes(root: Path | None = None) -> list[Path]:
 
 
 def may_open(node: Path) -> bool:
-    """Whether this user may open a device node."""
+    """Return whether this user may open a device node."""
     return os.access(node, os.R_OK | os.W_OK)
 
 

@@ -1,4 +1,4 @@
-"""`hetero bench` of several devices in one run, beside a run of each alone, in turns.
+"""`hetero bench` of several devices in one run and of each alone, in turns.
 
 python bench/contenders.py SmolLM2-135M-Instruct.Q4_1.gguf --rounds 3
 """

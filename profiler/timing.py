@@ -88,7 +88,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def last_level_cache_bytes() -> int | None:
-    """Size of the largest cache of any core as Linux tells it, None elsewhere."""
+    """Return the size of the largest cache of any core (Linux), None elsewhere."""
     sizes = []
     for path in CPUS.glob("cpu[0-9]*/cache/index*/size"):
         try:

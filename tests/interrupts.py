@@ -107,7 +107,7 @@ def deadline(seconds: int) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], Any], seconds: float) -> Any:
-    """What a call gives in another thread; fails where it hangs."""
+    """Return the result of a call in another thread; fail where it hangs."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
     thread.start()

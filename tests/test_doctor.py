@@ -235,7 +235,7 @@ def test_onnx_runtime_is_loaded_without_telemetry(backend: str) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="closes a descriptor")
 @pytest.mark.parametrize("command", ["doctor", "devices"])
 def test_a_closed_output_is_no_fault(command: str) -> None:
-    """As of a service; with QNN, whose library prints."""
+    """A service has none; with QNN, whose library prints."""
     done = subprocess.run(
         ["sh", "-c", f"exec {sys.executable} -m hetero.cli.app {command} >&-"],
         stderr=subprocess.PIPE, text=True, check=False,

@@ -1,4 +1,4 @@
-"""What the system refuses a user is a sentence with a remedy; a driver's fault is a traceback."""
+"""A user's system error is a sentence with a remedy; a driver's fault is a traceback."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def add_mark(file: Path) -> None:
 
 
 def test_serve_says_that_contexts_may_go(monkeypatch: Any, capsys: Any) -> None:
-    """Of a user without a home folder."""
+    """A user without a home folder has temporary ones."""
     from hetero.cli.serve import _default_directory
 
     for temporary in (False, True):

@@ -131,7 +131,7 @@ def try_room(folder: Path, nbytes: int = ROOM_BYTES) -> None:
 
 
 def has_room(folder: Path) -> bool:
-    """Whether `try_room` raises nothing."""
+    """Return whether `try_room` raises nothing."""
     try:
         try_room(folder)
     except OSError:
@@ -181,14 +181,14 @@ def read_file(path: AnyPath, most_bytes: int) -> bytes:
 
 
 def read_text(path: AnyPath, most_bytes: int) -> str:
-    """As `read_file`, as text in UTF-8 without a byte order mark. Raises `OSError`,
+    """Return UTF-8 text without a byte order mark, read as by `read_file`. Raises `OSError`,
     `UnicodeDecodeError`.
     """
     return io.TextIOWrapper(io.BytesIO(read_file(path, most_bytes)), encoding="utf-8-sig").read()
 
 
 def read_document(path: AnyPath, most_bytes: int = LONGEST_DOCUMENT_BYTES) -> bytes:
-    """As `read_file`, without a byte order mark, which editors of Windows write."""
+    """Return the bytes of `read_file` without a byte order mark, which Windows editors write."""
     return read_file(path, most_bytes).removeprefix(codecs.BOM_UTF8)
 
 

@@ -15,19 +15,19 @@ from hetero.backends.errors import UserError
 
 
 def cache_folder() -> Path:
-    """What can be made again; `XDG_CACHE_HOME` moves it. A temporary folder for a user without a
-    home.
+    """Return the folder of what can be made again (`XDG_CACHE_HOME`), a temporary one for a user
+    without a home.
     """
     return _folder(platformdirs.user_cache_dir, "cache")
 
 
 def data_folder() -> Path:
-    """What cannot, or takes long; `XDG_DATA_HOME` moves it. A temporary folder as above."""
+    """Return the folder of what cannot, or takes long (`XDG_DATA_HOME`); else as above."""
     return _folder(platformdirs.user_data_dir, "data")
 
 
 def data_is_temporary() -> bool:
-    """Whether `data_folder` may be emptied by the system."""
+    """Return whether the system may empty `data_folder`."""
     return not _exists(platformdirs.user_data_dir)
 
 

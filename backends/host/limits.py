@@ -56,7 +56,7 @@ class Patience:
         self._begun_s = self._seen_s = cpu_seconds(pid)
 
     def is_over(self) -> bool:
-        """Whether it hangs, asked after each `limit_s` of silence."""
+        """Return whether it hangs; to be called after each `limit_s` of silence."""
         now_s = cpu_seconds(self._pid)
         if now_s is None or self._begun_s is None or self._seen_s is None:
             return True

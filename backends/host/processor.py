@@ -28,7 +28,7 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
 
 
 def is_arm64() -> bool:
-    """Whether this is a 64-bit Arm processor, as Linux, Windows or macOS name it."""
+    """Return whether this is a 64-bit Arm processor, as Linux, Windows or macOS name it."""
     return platform.machine().lower() in ("aarch64", "arm64")
 
 

@@ -107,7 +107,7 @@ class WholeSteps(Iterator[T], Generic[T]):
         return step
 
     def close(self) -> None:
-        """As a generator's."""
+        """Do what a generator's does."""
         uninterrupted(self._steps.close)
 
     def __del__(self) -> None:

@@ -311,8 +311,8 @@ def _native(loaded: Loaded, chosen: Proven) -> cl.Device:
 
 def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> str:
     """Check the number of threads, which is fixed when a driver is loaded. More threads than one
-    core needs do no harm if they are known: they are held to that core. Return, and warn, what that
-    costs; empty where it is as asked.
+    core needs do no harm if they are known: they are pinned to that core. Return, and warn, what
+    that costs; empty where it is as asked.
     """
     is_pocl = WORKERS if device.platform.name == "Portable Computing Language" else None
     units = int(device.max_compute_units) if is_pocl else loaded.asked

@@ -30,7 +30,7 @@ class DriverReport:
 
     @property
     def remedy(self) -> str:
-        """What to do where no level passed."""
+        """Return what to do where no level passed."""
         if self.level is not None:
             return ""
         if NO_DEVICE in self.said:

@@ -86,8 +86,8 @@ def image_folder(image: str, system_root: str) -> PureWindowsPath:
 
 
 def hexagon_present() -> bool:
-    """Whether a real Hexagon can be driven here, decided without loading Qualcomm's compiler: on
-    Linux this user may open its device node, and everywhere the FastRPC library loads.
+    """Return whether a real Hexagon can be driven here, without loading Qualcomm's compiler:
+    on Linux this user may open its device node, and everywhere the FastRPC library loads.
     """
     reachable = not sys.platform.startswith("linux") or any(map(may_open, fastrpc_nodes()))
     return is_snapdragon() and reachable and fastrpc() is not None

@@ -173,8 +173,8 @@ def logged_cause(log: str, what: str) -> DeviceError | None:
 
     The exception of such a session says only that its nodes are not on the NPU.
     """
-    found = re.search(rf"\] ({SETUP_FAILED}[^\x1b\n]*)", log)
-    return None if found is None else device_error(RuntimeError(found.group(1)), what)
+    failure = re.search(rf"\] ({SETUP_FAILED}[^\x1b\n]*)", log)
+    return None if failure is None else device_error(RuntimeError(failure.group(1)), what)
 
 
 def device_error(error: Exception, what: str) -> DeviceError:

@@ -1,4 +1,4 @@
-"""Whether the Hexagon computes at all, tried when a device is opened.
+"""Try whether the Hexagon computes at all when a device is opened.
 
 The provider lists an NPU wherever its device node is, and refuses every graph where the Hexagon
 does not start. A sum is therefore run first. Why QNN did not start is in ONNX Runtime's log alone,

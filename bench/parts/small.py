@@ -1,4 +1,4 @@
-"""Small models and short prompts: predictions beside times, and what `auto` reaches of the best."""
+"""Small models and short prompts: predicted and measured times, and `auto` over the best device."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Times:
 
     @property
     def work_s(self) -> float:
-        """Of the prompt with an answer, as `auto` compares them."""
+        """Return the seconds of the prompt with an answer, as `auto` compares them."""
         return statistics.median(self.prompts_s) + ANSWER_TOKENS * statistics.median(self.steps_s)
 
 
 def predictions(
     model: str, weights: str | None, profile: DeviceProfile, m: int
 ) -> dict[str, Seconds]:
-    """What `auto` compares, by device."""
+    """Return what `auto` compares, by device."""
     spec = open_model(model, weights=weights).spec()
     request = PlanRequest(seq_lens=(m,), explain=False)
     planner, solver = Planner(spec, profile), prepare_solver(spec, profile, request)

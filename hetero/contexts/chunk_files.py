@@ -230,8 +230,8 @@ class ChunkFiles:
                 yield number
 
     def scrub(self, number: int) -> bool:
-        """Overwrite, in a file, the chunks that nobody refers to; whether that could be done. Takes
-        no room on the disk.
+        """Overwrite, in a file, the chunks without references; return whether that could be done.
+        Takes no room on the disk.
         """
         about = self._files.get(number)
         if about is None:

@@ -15,7 +15,7 @@ Files = Callable[[str], ChunkFiles]
 def compact(files: ChunkFiles, memory: ChunkMemory, app: str, *, everything: bool = False) -> None:
     """Rewrite an app's files of which less than half is referred to; with `everything` any that
     hold something that nobody does. A chunk that is damaged is on the disk no more. Where there is
-    no room for a copy the file stays; with `everything` what nobody refers to is overwritten in it.
+    no room for a copy the file stays; with `everything` what has no reference is overwritten in it.
     """
     for number in list(files.garbage(everything=everything)):
         chunks = _by_place(memory, app, number)

@@ -40,7 +40,7 @@ class Home(Protocol):
 
 class Hold:
     """The use of a context by one call or stream. It ends when `active` is set to false, or when
-    nothing refers to it any more: whatever is interrupted, a context is never taken by nobody.
+    nothing refers to it any more: an interruption never leaves a context in use.
 
     `thread` is the one that the call or stream runs in.
     """
@@ -213,7 +213,7 @@ class Context:
         return hold if hold is not None and hold.active else None
 
     def try_hold(self) -> Hold | None:
-        """As `hold`; None where it is in use."""
+        """Return what `hold` does, or None where the context is in use."""
         hold = Hold()
         try:
             taken = self._taken(weakref.ref(hold))
@@ -262,7 +262,7 @@ class Context:
             return True
 
     def _alone(self, work: Callable[[], T]) -> T:
-        """The result of `work`, during which nobody else uses the context."""
+        """Return the result of `work`, which has the context to itself."""
         hold = self.hold()
         try:
             return work()

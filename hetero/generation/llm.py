@@ -82,7 +82,7 @@ class LLM:
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
     without a context have one of their own each; where the memory has no room for one they wait for
     other threads' calls. Answers on different contexts take turns step by step, whichever threads
-    they are read from; a stream that is not read keeps nobody else waiting. Raises `UserError`
+    they are read from; an unread stream blocks no other. Raises `UserError`
     (`ModelError`) for what the user can mend, `DeviceError` for what a device could not do.
     """
 

@@ -69,7 +69,7 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """What was opened. `strategy` is that of the plan; `numbers` `measured` or `emulated`."""
+    """The opened model. `strategy` is that of the plan; `numbers` `measured` or `emulated`."""
 
     load_s: float
     choice: str

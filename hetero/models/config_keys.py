@@ -14,7 +14,7 @@ from hetero.models.architectures.base import Decoder, kinds_of
 from hetero.models.fields import Fields
 from hetero.terminal.notices import tell_once
 
-# Beside null, false, 0 and what is empty: the values that change nothing.
+# Values that change nothing; so do null, false, 0 and what is empty.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     # scales of embeddings, residuals, scores and logits
     "embedding_multiplier": (1,), "residual_multiplier": (1,), "logits_scaling": (1,),

@@ -37,9 +37,9 @@ _PLAIN_S: Final = ("<|tool_response>", "<|plamo:eos|>")
 
 
 def not_ends(ends: set[str]) -> set[str]:
-    """Return those of `ends` that do not end a generation beside the others."""
-    found = {"<|end|>"} if any(pair <= ends for pair in _END_GOES_ON) else set()
-    return (found | ({"</s>"} if not ends.isdisjoint(_PLAIN_S) else set())) & ends
+    """Return those of `ends` that do not end a generation, given the others."""
+    plain = {"<|end|>"} if any(pair <= ends for pair in _END_GOES_ON) else set()
+    return (plain | ({"</s>"} if not ends.isdisjoint(_PLAIN_S) else set())) & ends
 
 
 def named_ends(ids: Mapping[str, int], fim: Iterable[str] = FIM_ENDS) -> dict[str, int]:

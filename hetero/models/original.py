@@ -24,7 +24,7 @@ def without_floats(model: str) -> Manifest | None:
 
 def find_original(model: str, manifest: Manifest) -> str | None:
     """Return the MODEL that a quantised directory was made from: `demo`, or what has the name in
-    its manifest and lies beside it or here, with floats and the same shapes; None without one.
+    its manifest, next to it or in the current folder, with floats and the same shapes; else None.
     """
     if manifest.source == DEMO_DIRECTORY.name and _same_shapes(model, "demo"):
         return "demo"

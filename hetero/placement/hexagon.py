@@ -39,7 +39,7 @@ def expected() -> bool:
 
 
 def needed() -> bool:
-    """Whether a machine is at fault without a working NPU: not a Raspberry Pi or an Arm server."""
+    """Return whether a machine needs a working NPU: not a Raspberry Pi or an Arm server."""
     return not snapdragon.is_snapdragon() or npu_driver.names_qualcomm()
 
 

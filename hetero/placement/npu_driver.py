@@ -55,7 +55,7 @@ def linux_state() -> State:
 
 
 def names_qualcomm() -> bool:
-    """Whether anything on this system is of a Snapdragon; on Windows, every 64-bit Arm is one."""
+    """Return whether anything here is of a Snapdragon; on Windows every 64-bit Arm is one."""
     if sys.platform == "win32" or fastrpc_nodes(ROOT) or _compute_dsp() is not None:
         return True
     named = b""

@@ -85,8 +85,8 @@ class _LastRow(BoundCall):
 
 
 class StepKey(NamedTuple):
-    """What a step is lowered for. `position` of a window: about where its context is.
-    `taps`: it tells what attention its sampled rows give. `rows`: each of a context of its own."""
+    """The key of a lowered step. `position` of a window: about where its context is.
+    `taps`: it sums the attention of its sampled rows. `rows`: each of a context of its own."""
 
     phase: Phase
     chunks: tuple[int, ...]

@@ -27,7 +27,7 @@ log = logging.getLogger("hetero")
 
 
 class Runner(Protocol):
-    """What runs steps: `hetero.runtime.executor.Executor`."""
+    """Runs steps: `hetero.runtime.executor.Executor`."""
 
     running: tuple[Step, list[float], int] | None
 
@@ -56,14 +56,14 @@ def hung_call(executor: Runner, now_s: float, limit_s: float = DEFAULT_DEADLINE_
 
 
 def _ends(action: Action) -> bool:
-    """Whether an action has a deadline of its own."""
+    """Return whether an action has a deadline of its own."""
     site = getattr(action.target, "__self__", None)
     polls = isinstance(site, Site) and site.owner.method == "fast"
     return action.code in (LOADED, RING) or (action.code == WAIT and polls)
 
 
 def _sleeps(thread: int) -> bool:
-    """Whether a thread of this process waits for something (Linux; elsewhere nobody knows)."""
+    """Return whether a thread of this process sleeps (Linux; elsewhere unknown)."""
     try:
         stat = Path(f"/proc/self/task/{thread}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

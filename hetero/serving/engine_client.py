@@ -156,7 +156,7 @@ class EngineClient:
         self._stopping = True
         if self._process is None:
             return
-        with suppress(OSError, TimeoutError):  # a full pipe that nobody reads
+        with suppress(OSError, TimeoutError):  # a full pipe without a reader
             await asyncio.wait_for(self._tell(Stop()), TERMINATE_S)
         await self._end()
         if self._reader is not None:

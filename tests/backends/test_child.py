@@ -66,7 +66,7 @@ subprocess.run([sys.executable, "-c", sys.argv[1], str(os.getpid())])
 
 
 def test_where_the_system_does_not_end_a_child_a_thread_does() -> None:
-    """As on macOS."""
+    """Without the call that macOS lacks."""
     command = [sys.executable, "-c", STARTER, WATCHED]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

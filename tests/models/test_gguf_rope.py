@@ -120,7 +120,7 @@ FACTORS = {
 def test_factors_of_longrope(
     entries: dict[str, Any], short: float, long: float, tmp_path: Path
 ) -> None:
-    """llama.cpp divides by a factor beside them, and takes 1 for the one that is not there."""
+    """llama.cpp divides by a factor as well, and takes 1 for the one that is not there."""
     original = {"scaling__type": "longrope", "scaling__original_context_length": 32}
     entries = {f"rope__{name}": value for name, value in (original | entries).items()}
     path = write_tiny(tmp_path / "m.gguf", tensors=FACTORS, **entries)
@@ -164,7 +164,7 @@ DIVISORS = {"rope_freqs.weight": np.array([1, 2, 4, 3], np.float32)}
 
 
 def test_frequencies_are_divided_by_their_tensor_and_by_a_factor(tmp_path: Path) -> None:
-    """As llama.cpp does where a file has both."""
+    """llama.cpp does so where a file has both."""
     for factor in (1.0, 4.0):
         path = write_tiny(tmp_path / "m.gguf", tensors=DIVISORS, rope__scaling__factor=factor)
         config = read_config(GgufFile(path))
@@ -176,7 +176,7 @@ def test_frequencies_are_divided_by_their_tensor_and_by_a_factor(tmp_path: Path)
 
 @pytest.mark.parametrize("architecture", ["llama", "internlm2"])
 def test_tensors_that_would_be_ignored_are_refused(architecture: str, tmp_path: Path) -> None:
-    """Of the two kinds of tensors, llama.cpp reads one: which one is said by type and family."""
+    """llama.cpp reads one of the two kinds of tensors; type and family decide which."""
     kind = None if architecture == "llama" else "longrope"
     path = write_tiny(
         tmp_path / "m.gguf", arch=architecture, tensors=FACTORS | DIVISORS,

@@ -77,7 +77,7 @@ class KernelStore:
                 return
 
     def is_used(self) -> bool:
-        """Whether anything was kept."""
+        """Return whether anything was kept."""
         return any(os.listdir(folder) for folder in self.folders if os.access(folder, os.R_OK))
 
     def clear(self) -> None:

@@ -172,7 +172,7 @@ def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
     """Return the scaling that `rope_freqs.weight` holds as divisors of the frequencies: mostly that
     of Llama 3.1; others are LongRoPE's with one factor for all lengths.
 
-    Raises `ModelError` where they are not in place, or beside YaRN or LongRoPE.
+    Raises `ModelError` where they are not in place, or together with YaRN or LongRoPE.
     """
     info = file.tensors["rope_freqs.weight"]
     half = config.head_dim // 2

@@ -108,7 +108,7 @@ class GgufFile:
         return file
 
     def release(self) -> None:
-        """Keep it for nobody else: it is unmapped when the last of its users is gone."""
+        """Drop it from the cache: it is unmapped when its last user is gone."""
         if _LAST.get("file") is self:
             _LAST.pop("file", None)
 

@@ -1,4 +1,4 @@
-"""What is done with every metadata entry of a GGUF file that llama.cpp knows.
+"""Rules for every metadata entry of a GGUF file that llama.cpp knows.
 
 Names are those of `llama-arch.cpp` and of the `gguf` package, without the architecture in front.
 
@@ -9,7 +9,7 @@ Names are those of `llama-arch.cpp` and of the `gguf` package, without the archi
     FOREIGN   of other architectures: supported where it is 0, false or empty
 
 A `FIXED` or `FOREIGN` entry with another value is an error: the numbers would be wrong. An `UNREAD`
-entry that differs from its default, and an entry that nobody knows, is one notice.
+entry that differs from its default, and an unknown entry, are one notice.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def token_types(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _ends(metadata: Mapping[str, Any]) -> tuple[tuple[int, ...], set[str]]:
-    """Return the ids that end a generation, and the names that would, but do not beside them."""
+    """Return the ids that end a generation, and the names that do not, given them."""
     tokens = vocabulary(metadata)
     given = [id_ for name in _ENDS if (id_ := special_id(metadata, name)) is not None]
     if not tokens:

@@ -1,4 +1,4 @@
-"""What the first OpenCL device of a process decides for later ones: they get it, or say so."""
+"""Later OpenCL devices of a process get what they ask for, or say what the first one decided."""
 
 from __future__ import annotations
 
