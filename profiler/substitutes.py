@@ -111,7 +111,7 @@ def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
     for wanted in FILE_SUBSTITUTES:
         own = {"weight_format": wanted}
         predictors += tuple(
-            _of_file(p, wanted, profile.devices[p.device]) for p in _sources(predictors, wanted)
+            _of_file(p, wanted, profile.devices.get(p.device)) for p in _sources(predictors, wanted)
         )
         preparation += tuple(p.model_copy(update=own) for p in _sources(preparation, wanted))
         contention += tuple(p.model_copy(update=own) for p in _sources(contention, wanted))
@@ -139,11 +139,11 @@ def _sources(records: Sequence[OfFormat], wanted: WeightFormat) -> list[OfFormat
 
 
 def _of_file(
-    source: MatMulPredictor, wanted: WeightFormat, device: DeviceRecord
+    source: MatMulPredictor, wanted: WeightFormat, device: DeviceRecord | None
 ) -> MatMulPredictor:
     by_bytes = wanted.storage.bytes_per_weight / source.weight_format.storage.bytes_per_weight
     ratios: dict[Phase, float] = {"prefill": 1.0, "decode": by_bytes}
-    if "cpu" in device.details or device.backend == "ort-cpu":
+    if device is not None and ("cpu" in device.details or device.backend == "ort-cpu"):
         ratios |= ON_PROCESSORS.get((device.backend, source.weight_format, wanted), {})
     scale = {phase: source.scale.get(phase, 1.0) * ratio for phase, ratio in ratios.items()}
     return source.model_copy(update={"weight_format": wanted, "scale": scale})

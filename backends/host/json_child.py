@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from hetero.backends.host.child import child_command
 
 EXIT_S: Final = 5.0  # for a child to leave by itself, and again after SIGTERM
+AGAIN_S: Final = 0.01  # until a finaliser has ended
 Message = dict[str, Any]
 
 
@@ -123,7 +124,17 @@ def serving() -> Iterator[tuple[Iterator[Message], Callable[[Message], None]]]:
             out.flush()
 
         signal.signal(signal.SIGTERM, _leave)
+        sys.unraisablehook = _leave_later
         yield map(json.loads, sys.stdin.buffer), say
+
+
+def _leave_later(unraisable: Any) -> None:
+    """Send SIGTERM again where its exception was raised, and lost, in a finaliser."""
+    if unraisable.exc_type is not SystemExit:
+        sys.__unraisablehook__(unraisable)
+        return
+    signal.signal(signal.SIGTERM, _leave)
+    threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 def _leave(_number: int, _frame: object) -> None:
