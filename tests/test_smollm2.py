@@ -36,11 +36,10 @@ TEXTS: Final = (
     "Dear Sir or Madam,\n\nI am writing to",
     "Q: What is 12 times 12?\nA:",
     "La capitale de la France est",
-    "".join(f"On day {i} the crew sailed {37 * i % 101} miles to the west. " for i in range(40)),
+    "".join(f"On day {i} the crew sailed {37 * i % 101} miles to the west. " for i in range(24)),
 )
 
 
-DEVICES: Final = ("gpu", "npu", "hetero")
 CALM: Final = (1, 9, 14, 17)  # prompts on which caches in f16 are worth the most, and others
 
 
@@ -49,7 +48,7 @@ def _open(device: Any, kv: str) -> LLM:
     return LLM(path, device=device, weights="gguf-a16", kv=kv, max_seq_len=2048)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=["gpu", "npu", "hetero"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with _open(request.param, "f16") as opened:
         placement = opened.generate("Hello", max_tokens=2).stats.placement
@@ -84,12 +83,11 @@ def assert_greedy(llm: LLM, number: int, atol: float) -> None:
 
 @pytest.mark.parametrize("number", range(len(CHATS) + len(TEXTS)))
 def test_greedy_answers_equal_float32(llm: LLM, number: int) -> None:
-    """With caches of 16 bits, whose rounding alone is worth 0.012 on one of these prompts."""
-    assert_greedy(llm, number, 0.02)
+    """With caches of 16 bits, whose rounding on both devices is worth 0.012 on one prompt."""
+    assert_greedy(llm, number, 0.01 if len(llm.plan.devices()) == 1 else 0.02)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_greedy_answers_equal_float32_more_nearly_with_exact_caches(device: str) -> None:
-    with _open(device, "f32") as exact:
+def test_greedy_answers_equal_float32_more_nearly_with_exact_caches() -> None:
+    with _open("hetero", "f32") as exact:
         for number in CALM:
             assert_greedy(exact, number, 0.01)

@@ -371,7 +371,8 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
             runners = prepare_references(workload, tasks)
             start_s = time.perf_counter()
             with _at_most(time_limit(LIMITS.timing_s)):
-                seconds = time_references(workload, runners, LIMITS.timed_s, LIMITS.most_s)
+                most_s = time_limit(LIMITS.most_s)
+                seconds = time_references(workload, runners, LIMITS.timed_s, most_s)
             spent_s = time.perf_counter() - start_s
         devices = {kind: device.info.fingerprint for kind, device in opened.devices.items()}
         return {"seconds": seconds, "devices": devices, "spent_s": spent_s}
