@@ -58,7 +58,7 @@ FILE_SUBSTITUTES: Final = {
 ON_PROCESSORS: Final[dict[tuple[str, WeightFormat, WeightFormat], dict[Phase, float]]] = {
     ("opencl", WeightFormat.W4A16, WeightFormat.GGUF_A16): {"prefill": 1.25},
     ("opencl", WeightFormat.W4A8, WeightFormat.GGUF_A8): {"prefill": 1.25},
-    ("ort-cpu", WeightFormat.W4A16, WeightFormat.GGUF_A16): {"prefill": 1.5, "decode": 1.05},
+    ("ort-cpu", WeightFormat.W4A16, WeightFormat.GGUF_A16): {"prefill": 1.5},
     ("ort-cpu", WeightFormat.W4A8, WeightFormat.GGUF_A8): {"prefill": 1.75, "decode": 1.6},
 }
 
