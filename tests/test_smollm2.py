@@ -40,7 +40,7 @@ TEXTS: Final = (
 )
 
 
-CALM: Final = (1, 9, 14, 17)  # prompts on which caches in f16 are worth the most, and others
+COMPARED: Final = (1, 9, 14, 17)  # prompts on which caches in f16 are worth the most, and others
 
 
 def _open(device: Any, kv: str) -> LLM:
@@ -89,5 +89,5 @@ def test_greedy_answers_equal_float32(llm: LLM, number: int) -> None:
 
 def test_greedy_answers_equal_float32_more_nearly_with_exact_caches() -> None:
     with _open("hetero", "f32") as exact:
-        for number in CALM:
+        for number in COMPARED:
             assert_greedy(exact, number, 0.01)

@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +21,10 @@ from hetero.models import open_model
 from hetero.runtime import memory
 from hetero.runtime.engine import ContextFullError, Engine
 from hetero.solver.handmade import layer_level
-from tests.contexts.models import VOCABULARY, WAYS, open_llm, plan_of
-from tests.runtime.models import tiny_model
+from tests.contexts.models import VOCABULARY, open_llm, plan_of
 from tests.runtime.test_faults import make_engine
 
 SAMPLED: dict[str, Any] = {"max_tokens": 9, "logprobs": 2, "temperature": 1.2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module", params=WAYS)
-def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """On every kind of plan."""
-    with open_llm(folder, request.param) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def one(folder: Path) -> Iterator[LLM]:
-    """On the plan that opens fastest."""
-    with open_llm(folder, "npu") as opened:
-        yield opened
 
 
 def ids(seed: int, count: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero import LLM, UserError
-from tests.contexts.models import WAYS, open_llm
+from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids, numbers, run_in_threads
-from tests.runtime.models import tiny_model
 from tests.thinning import examples
 
 PROMPTS = [ids(1, 40), ids(2, 3), ids(3, 23)]
 OPTIONS: dict[str, Any] = {"max_tokens": 7, "logprobs": 1, "temperature": 1.1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module", params=WAYS)
-def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with open_llm(folder, request.param) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def one(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder, "npu") as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
