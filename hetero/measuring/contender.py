@@ -28,6 +28,7 @@ from hetero.profiler.errors import ProfileWarning
 SILENCE_S: Final = 600.0  # the longest wait for a message, kernels compiled on a slow machine
 SLOWEST_TOKEN_S: Final = 5.0  # and for each token of a round
 PROGRESS_S: Final = 1.0  # between two messages of progress
+WARM_STEPS: Final = 2  # untimed: other contenders have had the cores and their caches
 
 
 class Sample(NamedTuple):
@@ -246,8 +247,11 @@ def _planned(llm: LLM) -> str:
 
 
 def time_round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[Sample, Sample]:
-    """Return prefill and decode of one round; decode follows the prompt."""
+    """Return prefill and decode of one warm round; decode follows the prompt."""
     engine, context = llm.engine, llm.context
+    context.truncate(0)
+    for _ in range(WARM_STEPS):
+        engine.decode(context, 0)
     context.truncate(0)
     before, start = engine.copied_bytes, time.perf_counter()
     logits = engine.prefill(context, prompt if prompt else [0])
