@@ -17,17 +17,21 @@ EVERY_CORE: Final = "opencl-cores"
 
 @dataclass(frozen=True)
 class Backend:
-    """One entry of the table: module with `open(**options) -> Device`, kind, vendor packages."""
+    """One entry of the table: kind, vendor packages, the submodule (default: the package itself)
+    that has `open(**options) -> Device`.
+    """
 
     name: str
     kind: DeviceKind
     requires: tuple[str, ...] = ()
     install_hint: str = ""
+    submodule: str = ""
 
     @property
     def module(self) -> str:
-        """Import path of the sub-package."""
-        return f"hetero.backends.{self.name.replace('-', '_')}"
+        """Return the import path of the module that opens it."""
+        package = f"hetero.backends.{self.name.replace('-', '_')}"
+        return f"{package}.{self.submodule}" if self.submodule else package
 
     def missing_packages(self) -> tuple[str, ...]:
         """Vendor packages that are not installed, found without importing them."""
@@ -42,7 +46,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("opencl", "gpu", ("pyopencl",), PYOPENCL),
         Backend(EVERY_CORE, "gpu", ("pyopencl",), PYOPENCL),
         Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
-        Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'"),
+        Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'", "opening"),
         Backend("reference", "npu"),
         Backend("null", "npu"),
         Backend("simulated", "npu"),

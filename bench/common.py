@@ -27,11 +27,11 @@ from hetero.backends.weights import (
     scales_dtype,
     scales_shape,
 )
-from hetero.contexts.context import Context
 from hetero.measuring.benchmark import environment
 from hetero.models import LoadedModel
 from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
+from hetero.runtime.kv.context import Context
 from hetero.runtime.program import AHEAD, RUN, SUBMIT, WAIT
 from hetero.solver.execution_plan import ExecutionPlan
 

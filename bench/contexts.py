@@ -25,13 +25,13 @@ import typer
 from common import finish, integers, new_app, table
 
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec
-from hetero.contexts.kv_cache import CacheLayout
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.managers import Manager, contenders
 from hetero.contexts.measured import measure_encoding
 from hetero.contexts.service import AppContext, Service
 from hetero.contexts.simulated import Call, Machine, SimulatedService, most_tokens
 from hetero.generation.llm import LLM
+from hetero.runtime.kv.kv_cache import CacheLayout
 
 app = new_app(__doc__)
 HOURS, CALLS_PER_HOUR, WINDOW = 72, 12, 4096

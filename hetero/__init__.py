@@ -12,7 +12,6 @@ from hetero.collecting import collecting_later
 
 if TYPE_CHECKING:
     from hetero.backends.errors import DeviceError
-    from hetero.contexts.context import Context
     from hetero.contexts.service import Service
     from hetero.errors import ModelError, UserError
     from hetero.generation.llm import LLM
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from hetero.placement.planning import plan
     from hetero.profiler.errors import ProfileError
     from hetero.profiler.records import DeviceProfile
+    from hetero.runtime.kv.context import Context
     from hetero.solver.errors import PlanError
     from hetero.solver.execution_plan import ExecutionPlan
 
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "LLM": "hetero.generation.llm",
-    "Context": "hetero.contexts.context",
+    "Context": "hetero.runtime.kv.context",
     "DeviceError": "hetero.backends.errors",
     "DeviceProfile": "hetero.profiler.records",
     "ExecutionPlan": "hetero.solver.execution_plan",

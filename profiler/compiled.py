@@ -228,7 +228,7 @@ def _preparation(scheduler: Scheduler, n: int, k: int, tokens: Sequence[int]) ->
 def _assemble(
     soc: str, rows: Sequence[MatMulRow], preparation: Sequence[PreparationRow]
 ) -> DeviceProfile:
-    from hetero.backends.qnn import open as open_qnn
+    from hetero.backends.qnn.opening import open as open_qnn
 
     base = DeviceProfile.load(shipped_path(BASE_PROFILE))
     sizes = tuple(sorted({row.m for row in rows}))

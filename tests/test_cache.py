@@ -17,11 +17,11 @@ from hetero.cache.kinds import KINDS, OTHER_CODE, OTHER_HERE
 from hetero.cli.cache import NAMES
 from hetero.cli.work.cache import ago, parse_age
 from hetero.errors import UserError
-from hetero.measuring.first_start import FirstStart, Machine
 from hetero.measuring.profiling import lock_path
 from hetero.models.gguf import store
 from hetero.models.packed_file import file_header
 from hetero.placement import decisions
+from hetero.placement.first_start import FirstStart, Machine
 from tests.helpers import Command
 
 DAY_S = 86400.0

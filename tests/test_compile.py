@@ -12,18 +12,18 @@ import pytest
 
 from hetero import LLM
 from hetero.cli.app import main
-from hetero.compiling.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
 from hetero.compiling.graphs import CompileRequest, compile_model, prepare
 from hetero.contexts.service import Service
 from hetero.errors import ModelError, UserError
 from hetero.models import model_spec
+from hetero.models.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_bundle
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.checkpoints import Case, make_checkpoint
 from tests.helpers import own_cache
 from tests.thinning import examples
 
-pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
 REQUEST = CompileRequest("demo", "sm8650", graph_sizes=(1, 32), max_seq_len=96)
 

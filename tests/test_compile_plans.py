@@ -23,7 +23,7 @@ from tests.checkpoints import Case, make_checkpoint
 from tests.helpers import own_cache
 from tests.runtime.plans import random_plan
 
-pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
 GRAPHS = (8, 32)
 TOKENS = 45

@@ -23,7 +23,7 @@ from hetero.solver.plan import FusedGroup
 from tests.checkpoints import Case, make_checkpoint
 from tests.models.model_helpers import small_config
 
-pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
 TEXT = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 4
 MOST_OFF = 0.2  # results of 8 bits

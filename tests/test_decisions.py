@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from hetero.measuring import first_start
-from hetero.measuring.first_start import FirstStart, Machine
 from hetero.models import model_spec
-from hetero.placement import choosing, decisions
+from hetero.placement import choosing, decisions, first_start
 from hetero.placement.choosing import Choice, Wishes, choose
+from hetero.placement.first_start import FirstStart, Machine
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from tests.test_choosing import named

@@ -14,9 +14,9 @@ import pytest
 
 from hetero.backends import opencl, registry, snapdragon
 from hetero.backends.errors import DeviceUnavailableError, UserError
+from hetero.backends.qnn import hexagon, npu_driver
 from hetero.cli.app import main
 from hetero.cli.work import doctor
-from hetero.placement import hexagon, npu_driver
 from hetero.placement.device_set import backend_name
 
 SURROUNDINGS = ["chip", "NPU driver", "FastRPC", "Hexagon skeleton", "shared memory"]

@@ -16,13 +16,12 @@ import pytest
 import hetero
 from hetero.backends.registry import open_device
 from hetero.errors import UserError
-from hetero.measuring import first_start
-from hetero.measuring.first_start import FirstStart, Machine, forget_if_other, scaled_here
 from hetero.models import model_spec
-from hetero.placement import planning
+from hetero.placement import first_start, planning
 from hetero.placement.choosing import Wishes, choose, plan_on
 from hetero.placement.comparing import Work, compare
 from hetero.placement.device_set import open_devices
+from hetero.placement.first_start import FirstStart, Machine, forget_if_other, scaled_here
 from hetero.profiler.cost import CostModel
 from hetero.profiler.files import shipped_host
 from hetero.profiler.model_graph import ModelGraph
@@ -356,7 +355,7 @@ def test_a_process_that_answers_nothing(
 
 def test_a_call_that_never_returns_ends_the_process() -> None:
     code = (
-        "import time; from hetero.measuring.first_start import _at_most\n"
+        "import time; from hetero.placement.first_start import _at_most\n"
         "with _at_most(5.0): pass\n"
         "print('before', flush=True)\n"
         "with _at_most(0.2): time.sleep(60)\n"
@@ -373,7 +372,7 @@ def test_devices_that_cannot_be_opened_say_why(host: DeviceProfile, tmp_path: Pa
     request = {"tasks": reference_tasks(host), "backends": {"gpu": "opencl", "npu": "ort-cpu"},
                "cores": sorted(os.sched_getaffinity(0))}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "hetero.measuring.first_start"],
+        [sys.executable, "-P", "-m", "hetero.placement.first_start"],
         input=json.dumps(request),
         env={**os.environ, "OCL_ICD_VENDORS": str(tmp_path / "none"), "OCL_ICD_FILENAMES": ""},
         capture_output=True,

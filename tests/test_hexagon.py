@@ -11,8 +11,8 @@ import pytest
 
 from hetero.backends import snapdragon
 from hetero.backends.errors import DeviceUnavailableError
+from hetero.backends.qnn import hexagon, npu_driver
 from hetero.cli.work.doctor import _check_together, diagnose
-from hetero.placement import hexagon, npu_driver
 from hetero.placement.device_set import backend_name
 
 
@@ -67,7 +67,7 @@ def test_the_chip_is_named_by_the_kernel(
 
 
 def test_a_bundle_for_another_chip_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     (tmp_path / "machine").write_text("SM8550")
     monkeypatch.setattr(snapdragon, "MACHINE_FILE", tmp_path / "machine")
     with pytest.raises(DeviceUnavailableError, match=r"WRONG_CHIP.*sm8550.*not a.*--soc sm8550"):
@@ -182,7 +182,7 @@ def test_another_machine_says_that_it_has_no_hexagon(monkeypatch: Any) -> None:
 
 
 def test_missing_fastrpc_has_a_remedy(monkeypatch: Any) -> None:
-    pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     monkeypatch.setattr("hetero.backends.qnn.library.fastrpc", lambda: None)
     found = hexagon.fastrpc_state()
     assert not found.ok
@@ -190,7 +190,7 @@ def test_missing_fastrpc_has_a_remedy(monkeypatch: Any) -> None:
 
 
 def test_doctor_checks_the_emulated_hexagon_and_both_at_once() -> None:
-    pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     found = {finding.name: finding for finding in diagnose()}
     assert found["qnn"].ok
     assert "emulated" in found["qnn"].detail

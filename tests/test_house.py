@@ -1,4 +1,4 @@
-"""The rooms and the direction of imports between them (ARCHITECTURE)."""
+"""The packages and their layers: imports go down only."""
 
 from __future__ import annotations
 
@@ -41,23 +41,50 @@ def imports(path: Path) -> Iterator[str]:
             yield from (name if is_module(name) else node.module or "" for name in inner)
 
 
-def room_of(name: str) -> str | None:
-    parts = name.split(".")
-    if parts[0] != "hetero":
+LAYERS = (
+    ("backends",),
+    ("profiler",),
+    ("solver",),
+    ("errors",),
+    ("arguments", "collecting", "terminal"),
+    ("models",),
+    ("runtime",),
+    ("placement", "compiling"),
+    ("generation",),
+    ("contexts",),
+    ("measuring", "serving"),
+    ("cache",),
+    ("cli",),
+    ("__init__", "start"),
+    ("__main__",),
+)
+LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
+
+
+def package_of(name: str) -> str | None:
+    """Return the package (or module) directly below `hetero`; None for other libraries."""
+    top, _, rest = name.partition(".")
+    if top != "hetero":
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "hetero"
+    first = rest.partition(".")[0]
+    return first if first and is_module(f"hetero.{first}") else "__init__"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_itself_and_those_below(room: str) -> None:
-    allowed = ROOMS[: ROOMS.index(room) + 1]
-    edges = [
+def test_every_package_has_a_layer() -> None:
+    assert {package_of(name) for _, name, _ in modules()} == set(LEVEL)
+
+
+@pytest.mark.parametrize("package", LEVEL)
+def test_a_package_imports_only_itself_and_lower_layers(package: str) -> None:
+    upward = [
         (name, target)
-        for own, name, path in modules()
+        for _, name, path in modules()
         for target in imports(path)
-        if own == room and room_of(target) not in (*allowed, None)
+        if package_of(name) == package
+        and package_of(target) not in (package, None)
+        and LEVEL[str(package_of(target))] >= LEVEL[package]
     ]
-    assert edges == []
+    assert upward == []
 
 
 def test_there_is_no_import_cycle() -> None:

@@ -16,9 +16,9 @@ import typer
 from hetero.cli import app as cli
 from hetero.cli.system_errors import system_sentence
 from hetero.cli.work.generate import _prompt_text
-from hetero.compiling.bundle import find_bundle
 from hetero.errors import ModelError
 from hetero.models import DEMO_DIRECTORY, default_weights, hub, model_path, open_model
+from hetero.models.bundle import find_bundle
 from hetero.models.config import ModelConfig
 from hetero.models.quantized import save
 from hetero.models.tokenizer import HfTokenizer

@@ -52,7 +52,7 @@ def _first_starts(folder: Path) -> Iterator[Entry]:
     mine = [path for path in whole if path.name.startswith("first-start-")]
     if not mine:
         return
-    from hetero.measuring.first_start import Machine
+    from hetero.placement.first_start import Machine
 
     here = Machine.here()
     # Held to other cores, or asked for another driver, it is the same machine.

@@ -48,8 +48,8 @@ from hetero.cli.options import (
     parse_strategy,
     sampling_given,
 )
-from hetero.contexts.constants import SINKS
 from hetero.generation.constants import DEFAULT_MAX_TOKENS
+from hetero.runtime.kv.constants import SINKS
 
 if TYPE_CHECKING:
     from hetero.generation.options import GenerateOptions

@@ -17,7 +17,11 @@ from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import Chip, find_chip
-from hetero.compiling.bundle import (
+from hetero.compiling.jobs import Job, Sharing, all_jobs, sharing
+from hetero.compiling.limits import Estimate, check_limits, estimate, mib
+from hetero.errors import UserError
+from hetero.models import LoadedModel, open_model
+from hetero.models.bundle import (
     BUNDLE_FILE,
     GRAPHS_DIRECTORY,
     PLAN_FILE,
@@ -25,10 +29,6 @@ from hetero.compiling.bundle import (
     GraphRecord,
     find_bundle,
 )
-from hetero.compiling.jobs import Job, Sharing, all_jobs, sharing
-from hetero.compiling.limits import Estimate, check_limits, estimate, mib
-from hetero.errors import UserError
-from hetero.models import LoadedModel, open_model
 from hetero.models.manifest import is_quantised
 from hetero.models.quantized import save
 from hetero.models.weights import BlockWeights, ModelWeights
@@ -146,8 +146,8 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     An interrupted compilation goes on where it was; finished graphs are verified, not made again.
     Raises `UserError`, `DeviceError`.
     """
-    from hetero.backends.qnn import QnnDevice
-    from hetero.backends.qnn import open as open_qnn
+    from hetero.backends.qnn.device import QnnDevice
+    from hetero.backends.qnn.opening import open as open_qnn
 
     state, out = _state(plan), expand_user(out).resolve()  # the compiler works in other folders
     _begin(plan, out, state)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hetero.backends.groups import Group
 from hetero.backends.ops import Attention, Embed, MatMul, Op
 from hetero.backends.weights import packed_bytes
-from hetero.contexts.kv_cache import Sliding
+from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.errors import PlanError

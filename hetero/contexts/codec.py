@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from hetero.backends.kv_codes import decoded, spread, unpacked
 from hetero.backends.kv_rows import Rows, rounded_up
-from hetero.contexts.kv_cache import CacheLayout, KvCache
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 CODEC_VERSION: Final = 1
 CHUNK_TOKENS: Final = 16

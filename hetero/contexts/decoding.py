@@ -18,7 +18,7 @@ from hetero.backends.memory import Tensor
 from hetero.backends.ops import DecodeChunks
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, port_dtype, port_shape
 from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, ChunkCodec, Codes
-from hetero.contexts.kv_cache import CacheLayout, KvCache
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 Parts: TypeAlias = Sequence[tuple[int, Codes]]
 STAGED_BYTES: Final = 10 * DECODED_TOGETHER  # what the host's work would take (`workspace_bytes`)

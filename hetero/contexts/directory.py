@@ -25,9 +25,9 @@ from filelock import FileLock, Timeout
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.contexts.codec import CODEC_VERSION
 from hetero.contexts.encryption import SealError, Vault, check_key
-from hetero.contexts.kv_cache import CacheLayout
-from hetero.contexts.session_file import Identity
 from hetero.errors import UserError
+from hetero.runtime.kv.kv_cache import CacheLayout
+from hetero.runtime.kv.session_file import Identity
 
 VERSION: Final = 1
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hetero.contexts.context import Context
 from hetero.contexts.working_set import WorkingSet
 from hetero.errors import UserError
 from hetero.generation.loop import Generation
+from hetero.runtime.kv.context import Context
 
 
 @dataclass(eq=False)

@@ -25,11 +25,11 @@ from hetero.contexts.codec import (
     channel_scales,
     relative_errors,
 )
-from hetero.contexts.context import Context
 from hetero.contexts.decoding import Decoder, HostDecoder
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.prompt_times import HeldTimes, Point, PricedTimes, PromptTimes
 from hetero.errors import UserError
+from hetero.runtime.kv.context import Context
 
 MEASURES: Final = 4  # counts what is measured: a folder that has other facts measures again
 SAMPLE_TOKENS: Final = 64

@@ -29,10 +29,7 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.codec import ChunkCodec
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
-from hetero.contexts.context import Context
-from hetero.contexts.conversation import Conversation
 from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
-from hetero.contexts.density import AttentionMass
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
@@ -54,9 +51,12 @@ from hetero.contexts.turn import WAIT_S, Turn
 from hetero.contexts.unbound import UnboundApps
 from hetero.contexts.working_set import CallTimes, Held, Switch, WorkingSet
 from hetero.errors import QuotaError, UserError
+from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Later, Piece, decode_together
 from hetero.placement.planning import parse_size
+from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.context import Context
 from hetero.runtime.usage import Work, total
 
 

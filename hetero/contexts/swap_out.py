@@ -21,9 +21,9 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import RAW, ChunkCodec, CodecError, Codes
 from hetero.contexts.compaction import compact, make_room
-from hetero.contexts.kv_cache import KvCache
 from hetero.contexts.unbound import UnboundApps
 from hetero.errors import UserError
+from hetero.runtime.kv.kv_cache import KvCache
 
 When: TypeAlias = Literal["ahead", "pressure", "never"]
 _LOOK_S: Final = 0.1  # how often signals are looked for in a wait

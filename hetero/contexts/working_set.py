@@ -26,19 +26,19 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, ChunkCodec, Codes
 from hetero.contexts.decoding import Decoder, HostDecoder
-from hetero.contexts.density import AttentionMass
-from hetero.contexts.kv_cache import KvCache
-from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
 from hetero.contexts.swap_out import STALLED_S, Job, SwapOut, stalled
 from hetero.errors import UserError
+from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.kv_cache import KvCache
+from hetero.runtime.kv.layer_gate import LayerGate, LoadError
 
 T = TypeVar("T")
 TRIES: Final = 4  # of a call whose chunks cannot be read
 
 
 class Active(Protocol):
-    """What the devices compute on (`hetero.contexts.context.Context`)."""
+    """What the devices compute on (`hetero.runtime.kv.context.Context`)."""
 
     gate: LayerGate | None
     mass: AttentionMass | None

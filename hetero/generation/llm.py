@@ -28,14 +28,13 @@ from hetero.backends.host.files import is_replaceable
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.collecting import collecting_later
-from hetero.compiling.bundle import find_bundle
-from hetero.contexts.context import Context, check_shift
-from hetero.contexts.conversation import Conversation
 from hetero.errors import ModelError, UserError
+from hetero.generation.conversation import Conversation
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import Asked, GenerateOptions, read_options
 from hetero.generation.own_contexts import OwnContexts
 from hetero.models import LoadedModel, open_model
+from hetero.models.bundle import find_bundle
 from hetero.models.tokenizer import Tokenizer
 from hetero.placement.choosing import Choice, Wishes, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
@@ -43,6 +42,7 @@ from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kernels import Progress
+from hetero.runtime.kv.context import Context, check_shift
 from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod

@@ -14,7 +14,6 @@ from typing import Final, Literal, Protocol, Self, TypeAlias
 import numpy as np
 
 from hetero.backends.errors import DeviceError
-from hetero.contexts.context import Context, Hold
 from hetero.errors import UserError
 from hetero.generation.options import Asked
 from hetero.generation.sampling import Logits, Sampler, SamplingParams, TokenLogprob, token_logprob
@@ -22,6 +21,7 @@ from hetero.generation.speculative import Acceptance, LookupDecoder
 from hetero.models import LoadedModel
 from hetero.models.tokenizer import StreamDecoder
 from hetero.runtime.engine import Engine
+from hetero.runtime.kv.context import Context, Hold
 from hetero.runtime.usage import Work
 
 FinishReason: TypeAlias = Literal["stop", "length", "context"]

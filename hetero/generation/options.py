@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from hetero.arguments import check_count, check_stop
-from hetero.contexts.constants import SINKS
-from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.generation.constants import DEFAULT_MAX_TOKENS
 from hetero.generation.sampling import Constraint, SamplingParams
+from hetero.runtime.kv.constants import SINKS
+from hetero.runtime.kv.context import Context
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -47,7 +47,7 @@ class GenerateOptions(SamplingOptions, total=False):
     speculative  tokens that are guessed ahead from the text so far; changes no answer
     context_shift  go on where prompt and answer fill the context: half of the tokens behind the
                  first `keep` are forgotten, the rest moves up without being computed again. Only
-                 nearly what the model would say (`hetero.contexts.shift`)
+                 nearly what the model would say (`hetero.runtime.kv.shift`)
     keep         tokens that a shift leaves at the beginning (default 4)
     """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hetero.contexts.context import Context, Hold
 from hetero.errors import UserError
+from hetero.runtime.kv.context import Context, Hold
 
 
 class OwnContexts:

@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hetero.contexts.context import Context
 from hetero.errors import UserError
 from hetero.runtime.engine import Engine
+from hetero.runtime.kv.context import Context
 from hetero.runtime.sizes import LONGEST_VERIFIED
 
 Logits = npt.NDArray[np.float32]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from hetero.backends.qnn import hexagon
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import CHIPS
 from hetero.errors import UserError
 from hetero.models import model_spec
-from hetero.placement import hexagon
 from hetero.profiler.compiled import SHAPES, compiler_profile
 from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile

@@ -17,13 +17,13 @@ import numpy as np
 
 from hetero.contexts.chunks import Chunk, spans
 from hetero.contexts.codec import CHUNK_TOKENS, NESTED, ChunkCodec
-from hetero.contexts.context import Context
-from hetero.contexts.density import AttentionMass
 from hetero.contexts.measured import errors_of, measure_channels
 from hetero.contexts.ratios import least_error, paper
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.sampling import log_softmax
+from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.context import Context
 
 RANDOM: Final = "random"  # mixed bits, by densities in another order
 Chooser = Callable[[Sequence[float]], list[int]]

@@ -37,8 +37,8 @@ from hetero.backends.ops import (
     Rope,
 )
 from hetero.backends.protocol import CACHE_PORTS
-from hetero.contexts.kv_cache import Sliding
 from hetero.models.config import ModelConfig
+from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
 
 SHADOW: Final = "_shadow"  # of a node, behind the name of its matmul

@@ -15,13 +15,14 @@ from hetero.backends.opencl import (
     every_core_count,
 )
 from hetero.backends.protocol import KINDS, Device, DeviceKind
+from hetero.backends.qnn import hexagon
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
-from hetero.measuring.first_start import forget_if_other, profile_facts, scaled_here
-from hetero.placement import decisions, hexagon
+from hetero.placement import decisions
 from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
+from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
 from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import ProfileLike, locate_profile
 from hetero.profiler.cost import CostModel

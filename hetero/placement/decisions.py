@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from hetero import backends, measuring, placement, profiler, runtime, solver
+from hetero import backends, placement, profiler, runtime, solver
 from hetero.backends.host.files import atomic_write
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import DeviceKind
@@ -29,7 +29,7 @@ from hetero.profiler.environment import hetero_version
 VERSION: Final = 1  # of the files
 MOST: Final = 128  # that are kept: those that were used last
 LARGEST_BYTES: Final = 1 << 16
-DECIDING: Final = (backends, measuring, placement, profiler, runtime, solver)
+DECIDING: Final = (backends, placement, profiler, runtime, solver)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias, get_args
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.host.affinity import assign_cores
 from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind
+from hetero.backends.qnn import hexagon
 from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device, split_driver
 from hetero.errors import FallbackWarning, ModelError
-from hetero.placement import hexagon
 
 DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
 DRIVEN = ("opencl", EVERY_CORE)  # backends whose driver can be named

@@ -14,9 +14,9 @@ from typing import Literal, TypeAlias
 from hetero.arguments import check_one_of
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.errors import UserError
-from hetero.measuring.first_start import scaled_here
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
+from hetero.placement.first_start import scaled_here
 from hetero.placement.in_flight import with_forms
 from hetero.profiler import files
 from hetero.profiler.cost import CostModel

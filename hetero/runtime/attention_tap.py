@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import Attention, ColumnMass
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, Operand
-from hetero.contexts.density import DECODE_EVERY, PROMPT_EVERY, column_mass, sampled
+from hetero.runtime.kv.attention_stats import DECODE_EVERY, PROMPT_EVERY, column_mass, sampled
 from hetero.solver.plan import Phase
 
 EVERY: Final[Mapping[Phase, int]] = {"prefill": PROMPT_EVERY, "decode": DECODE_EVERY}

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Final
 
 from hetero.backends.protocol import BoundCall, Completion, Kernel, Operand
-from hetero.contexts.kv_cache import KvCache
-from hetero.contexts.layer_gate import LayerGate
+from hetero.runtime.kv.kv_cache import KvCache
+from hetero.runtime.kv.layer_gate import LayerGate
 from hetero.runtime.program import AHEAD, LOADED, RUN, SUBMIT, Action, Launch
 
 LAUNCHING: Final = (SUBMIT, RUN, AHEAD)

@@ -11,11 +11,11 @@ from typing import Final
 
 from hetero.backends.errors import DeviceError, KernelBuildError
 from hetero.backends.protocol import parts_of
-from hetero.contexts.context import Context
 from hetero.errors import FallbackWarning
 from hetero.models.config import ModelConfig
 from hetero.runtime.executor import Executor
 from hetero.runtime.kernels import Devices
+from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.step import Step
 

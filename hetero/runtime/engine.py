@@ -18,10 +18,6 @@ from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutErro
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
-from hetero.contexts.context import Context
-from hetero.contexts.kv_cache import CacheLayout
-from hetero.contexts.session_file import Identity
-from hetero.contexts.store import ContextStore
 from hetero.errors import FallbackWarning, UserError, memory_for
 from hetero.models.graph import model_graph, rope_of
 from hetero.models.weights import ModelWeights
@@ -36,6 +32,10 @@ from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, no
 from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chunks, rounded
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
+from hetero.runtime.kv.context import Context
+from hetero.runtime.kv.context_store import ContextStore
+from hetero.runtime.kv.kv_cache import CacheLayout
+from hetero.runtime.kv.session_file import Identity
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.lowering import Lowering, StepKey
 from hetero.runtime.memory import Needs, check_contexts, fitting_window

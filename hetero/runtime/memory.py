@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from hetero.backends.host.processor import memory_bytes
 from hetero.backends.ops import OUTPUT_PORTS, MatMul, Outliers
 from hetero.backends.protocol import Device, DeviceKind, takes_panels
-from hetero.contexts.kv_cache import CacheLayout
 from hetero.errors import UserError
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows
+from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.runtime.slots import SlotRef

@@ -12,12 +12,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Doorbell, Operand
-from hetero.contexts.kv_cache import KvCache
-from hetero.contexts.layer_gate import LayerGate
 from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
 from hetero.runtime.chains import chain_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
+from hetero.runtime.kv.kv_cache import KvCache
+from hetero.runtime.kv.layer_gate import LayerGate
 from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec, Span
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.program import (

@@ -19,11 +19,11 @@ from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.codec import RAW, ChunkCodec
 from hetero.contexts.eviction import Policy
-from hetero.contexts.kv_cache import CacheLayout, KvCache
-from hetero.contexts.layer_gate import LayerGate
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.swap_out import SwapOut
 from hetero.contexts.working_set import Held, Switch, WorkingSet
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
+from hetero.runtime.kv.layer_gate import LayerGate
 
 LAYOUT = CacheLayout(layers=3, kv_heads=2, capacity=160, head_dim=4)
 LONGEST = 128

@@ -21,7 +21,7 @@ from hetero.contexts.codec import (
     channel_scales,
     relative_errors,
 )
-from hetero.contexts.kv_cache import CacheLayout
+from hetero.runtime.kv.kv_cache import CacheLayout
 
 
 def layout(size: int) -> CacheLayout:

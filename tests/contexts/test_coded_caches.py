@@ -10,7 +10,7 @@ import pytest
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, CodecError
-from hetero.contexts.kv_cache import CacheLayout, KvCache
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 TOKENS = 3 * CHUNK_TOKENS
 

@@ -20,7 +20,7 @@ from hetero.backends.protocol import Device
 from hetero.backends.registry import open_device
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
 from hetero.contexts.decoding import DeviceDecoder, HostDecoder, decode_operation, decoders
-from hetero.contexts.kv_cache import CacheLayout, KvCache
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from tests.contexts.models import open_llm
 from tests.runtime.models import tiny_model
 

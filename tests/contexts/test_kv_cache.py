@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.memory import HostBuffer
-from hetero.contexts.kv_cache import CacheLayout, KvCache
 from hetero.errors import UserError
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 LAYOUT = CacheLayout(layers=3, kv_heads=2, capacity=40, head_dim=8)
 

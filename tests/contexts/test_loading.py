@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.contexts.layer_gate import LayerGate, LoadError
 from hetero.contexts.load_plan import Piece, Rates, plan_load
 from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS
 from hetero.contexts.prompt_times import HeldTimes, PricedTimes, PromptTimes, price_prompts
+from hetero.runtime.kv.layer_gate import LayerGate, LoadError
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.models import tiny_model
 

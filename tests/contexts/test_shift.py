@@ -14,8 +14,8 @@ from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import Rope, RopeScaling
 from hetero.backends.rope import tables
-from hetero.contexts.kv_cache import CacheLayout, KvCache
-from hetero.contexts.shift import forget, turned_back
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
+from hetero.runtime.kv.shift import forget, turned_back
 from tests.checkpoints import CASES, make_checkpoint
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids

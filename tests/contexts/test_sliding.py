@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from hetero import LLM, Context, ModelError, UserError
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
-from hetero.contexts.kv_cache import KEPT, CacheLayout, KvCache, Sliding, stride_of
 from hetero.contexts.service import Service
 from hetero.measuring.kv_quality import kv_quality
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.models.safetensors_file import SafetensorsFile
+from hetero.models.sliding import KEPT, Sliding, stride_of
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.sizes import cache_layout
 from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import open_llm

@@ -16,8 +16,8 @@ from typing import Any
 from hetero.backends import reference
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.compiling.bundle import BUNDLE_FILE, BundleManifest, GraphRecord, find_bundle
 from hetero.models import LoadedModel, open_model
+from hetero.models.bundle import BUNDLE_FILE, BundleManifest, GraphRecord, find_bundle
 from hetero.models.manifest import MANIFEST_FILE
 from hetero.models.quantized import save
 from hetero.placement.planning import load_either

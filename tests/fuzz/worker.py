@@ -17,8 +17,8 @@ import atheris
 
 INSTRUMENTED = [
     "hetero.models",
-    "hetero.contexts.session_file",
-    "hetero.compiling.bundle",
+    "hetero.runtime.kv.session_file",
+    "hetero.models.bundle",
     "hetero.solver.plan",
     "hetero.solver.report",
     "hetero.placement.planning",

@@ -56,7 +56,7 @@ def test_the_fitted_model_is_physical() -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> DeviceProfile:
-    pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     shapes = ((256, 256), (512, 256), (256, 512), (512, 512))
     return compiler_profile(
         "sm8750", shapes, (1, 32, 64), directory=tmp_path_factory.mktemp("schedules")
@@ -96,7 +96,7 @@ def test_a_name_that_is_no_chip_measures_this_machine(capsys: Any, monkeypatch: 
 
 
 def test_the_command_writes_a_profile(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+    pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("hetero.profiler.compiled.TOKENS", (1, 32))
     out = tmp_path / "chip.json"

@@ -6,8 +6,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from hetero.contexts.context import Context
 from hetero.runtime.engine import Engine
+from hetero.runtime.kv.context import Context
 from tests.checkpoints import Case, make_checkpoint
 
 

@@ -25,9 +25,9 @@ import pyopencl as cl
 
 from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
-from hetero.contexts.context import Context
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
+from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.program import AHEAD, RUN, SUBMIT
 from hetero.runtime.step import Step

@@ -11,12 +11,12 @@ import pytest
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.backends.registry import open_device
-from hetero.contexts.context import Context
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.adaptive import Adapter, Habits
 from hetero.runtime.engine import Engine
+from hetero.runtime.kv.context import Context
 from hetero.solver.overheads import Overheads
 from hetero.solver.placement import Placement
 from hetero.solver.planner import Planner

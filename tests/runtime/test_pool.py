@@ -19,9 +19,9 @@ from hetero.backends.host.affinity import assign_cores, pinned, unpinned
 from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
-from hetero.contexts.kv_cache import CacheLayout, KvCache
 from hetero.models import open_model
 from hetero.runtime.engine import STEPS_KEPT
+from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
 from hetero.runtime.slots import SlotRef
 from hetero.solver.handmade import layer_level

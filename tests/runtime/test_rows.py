@@ -16,11 +16,11 @@ import pytest
 from hetero import LLM
 from hetero.backends.errors import DeviceError
 from hetero.backends.registry import open_device
-from hetero.contexts.context import Context
-from hetero.contexts.density import AttentionMass
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
 from hetero.runtime.engine import ContextFullError, Engine
+from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.context import Context
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.placement import Placement
 from tests.checkpoints import CASES, make_checkpoint, relative_error

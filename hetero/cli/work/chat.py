@@ -16,8 +16,8 @@ from hetero.cli.options import (
     stderr,
 )
 from hetero.cli.work.generate import print_stats
-from hetero.contexts.conversation import Conversation
 from hetero.errors import UserError
+from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.options import (
     GenerateOptions,

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hetero.compiling.bundle import BundleManifest
 from hetero.compiling.graphs import Compilation, compile_model
 from hetero.compiling.jobs import Sharing
+from hetero.models.bundle import BundleManifest
 
 
 def with_progress(compilation: Compilation, out: Path) -> BundleManifest:

@@ -19,11 +19,11 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Add, MatMul
 from hetero.backends.protocol import Device
+from hetero.backends.qnn import hexagon
+from hetero.backends.qnn.npu_driver import State
 from hetero.backends.registry import BACKENDS, Backend, open_device
 from hetero.backends.weights import pack
 from hetero.errors import one_sentence
-from hetero.placement import hexagon
-from hetero.placement.npu_driver import State
 from hetero.terminal import printable
 
 REAL_BACKENDS = ("opencl", "ort-cpu", "qnn")

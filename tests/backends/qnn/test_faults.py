@@ -22,7 +22,7 @@ from hetero.errors import FallbackWarning
 from hetero.placement import device_set
 from tests.backends.cases import make_tensors, make_weights
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 from hetero.backends.qnn import graphs, session, startup  # noqa: E402
 from hetero.backends.qnn.compiler import Compiler  # noqa: E402
 

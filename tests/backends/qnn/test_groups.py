@@ -19,7 +19,7 @@ from hetero.backends.reference.compute import program
 from tests.backends.cases import make_weights
 from tests.helpers import assert_close
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
 D, F = 96, 172
 UP = ops.MatMul(n=2 * F, k=D, weight_format=WeightFormat.W4A16)

@@ -16,7 +16,7 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import PackedWeight, pack
 from tests.backends.cases import make_tensors
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
 N, K, M = 96, 172, 64
 SIZES = (1, 32, M)

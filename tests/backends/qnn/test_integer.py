@@ -13,7 +13,7 @@ from hetero.backends.weights import pack
 from tests.backends.cases import make_tensors
 from tests.helpers import relative_difference
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
 N, K, M = 200, 172, 33
 # What is rounded: 16-bit codes of x and y, and fp16 where each group has a scale of its own.

@@ -16,7 +16,7 @@ from hetero.backends import ops
 from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_weights
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 from hetero.backends.qnn import catalog, integer, schedule  # noqa: E402
 
 # MatMulNBits of 32×512×512 for sm8650, onnxruntime-qnn 2.7.0.

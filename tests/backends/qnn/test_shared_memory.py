@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 from hetero.backends.qnn.library import fastrpc  # noqa: E402
 from hetero.backends.qnn.shared_memory import SharedBuffer  # noqa: E402
 

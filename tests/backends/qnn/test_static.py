@@ -15,7 +15,7 @@ from hetero.backends.memory import new_tensor
 from hetero.backends.reference.compute import static_codes
 from hetero.backends.weights import PackedWeight, pack
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 catalog = pytest.importorskip("hetero.backends.qnn.catalog", exc_type=ImportError)
 
 N, K, M = 96, 172, 64

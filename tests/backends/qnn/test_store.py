@@ -18,7 +18,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_tensors, make_weights
 
-qnn = pytest.importorskip("hetero.backends.qnn", exc_type=ImportError)
+qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 from hetero.backends.qnn import catalog, store  # noqa: E402
 
 OP = ops.MatMul(n=37, k=64, weight_format=WeightFormat.W4A16)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hetero.backends.ops import Rope
 from hetero.backends.rope import inverse_frequencies
-from hetero.contexts.kv_cache import KvCache
+from hetero.runtime.kv.kv_cache import KvCache
 
 Array = npt.NDArray[Any]
 MOVED_TOGETHER: Final = 1024  # tokens: bounds the copies

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hetero.backends.host.files import read_document
 from hetero.backends.host.folders import expand_user
-from hetero.contexts.kv_cache import Sliding
 from hetero.errors import ModelError, UserError
 from hetero.models import model_path
+from hetero.models.sliding import Sliding
 from hetero.solver.execution_plan import ExecutionPlan
 
 BUNDLE_FILE = "compiled.json"
@@ -95,7 +95,7 @@ class BundleManifest(BaseModel):
             )
 
     def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Options of `hetero.backends.qnn.open` for the bundle in `directory`."""
+        """Options of `hetero.backends.qnn.opening.open` for the bundle in `directory`."""
         graphs = expand_user(directory) / GRAPHS_DIRECTORY
         return {
             "soc": self.soc,

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
 
 from hetero.backends.ops import Rope
-from hetero.contexts.density import AttentionMass
-from hetero.contexts.kv_cache import KvCache
-from hetero.contexts.layer_gate import LayerGate, LoadError
-from hetero.contexts.session_file import Identity, read_session, save_session
-from hetero.contexts.shift import forget
 from hetero.errors import UserError
+from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.kv_cache import KvCache
+from hetero.runtime.kv.layer_gate import LayerGate, LoadError
+from hetero.runtime.kv.session_file import Identity, read_session, save_session
+from hetero.runtime.kv.shift import forget
 from hetero.runtime.step_lock import lost_error
 from hetero.runtime.usage import Work
 
@@ -28,7 +28,7 @@ _NAP_S: Final = 1e-3
 
 
 class Home(Protocol):
-    """The model that a context belongs to (`hetero.contexts.store`)."""
+    """The model that a context belongs to (`hetero.runtime.kv.context_store`)."""
 
     identity: Identity
     max_tokens: int
@@ -123,7 +123,7 @@ class Context:
 
     def shift(self, keep: int, drop: int) -> None:
         """Forget tokens [keep, keep + drop); those behind move up, without being computed again. An
-        approximation: they were computed from the tokens that went (`hetero.contexts.shift`).
+        approximation: they were computed from the tokens that went (`hetero.runtime.kv.shift`).
 
         Raises `UserError` for tokens that it does not hold, or a model with learned positions.
         """

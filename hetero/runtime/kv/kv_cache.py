@@ -15,9 +15,9 @@ them a call begins. Keys were turned to their positions before, so that moving t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,50 +27,10 @@ from hetero.backends.kv_rows import Rows
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
+from hetero.models.sliding import Sliding
 
 Allocate: TypeAlias = Callable[[int], HostBuffer]
 Array: TypeAlias = npt.NDArray[Any]
-KEPT: Final = 64  # tokens behind the window: a text may be cut by so many and go on
-STRIDES: Final = (64, 1024)  # tokens that a cache moves at a time: the least and the most
-STRIDE_PART: Final = 8  # of a window is such a stride
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sliding:
-    """`layers` that see the last `window` tokens at most have room for `rows` of them."""
-
-    layers: frozenset[int]
-    window: int
-    rows: int
-
-    @classmethod
-    def of(cls, windows: Sequence[int], capacity: int, written: int | None) -> Self | None:
-        """Of a model whose layers have these windows (0: none), in calls that write up to `written`
-        tokens before anything moves; None: all tokens have rows, as in the other layers.
-        """
-        layers = frozenset(i for i, window in enumerate(windows) if window)
-        if not layers:
-            return None
-        window = max(windows[i] for i in layers)
-        rows = capacity if written is None else window + KEPT + stride_of(window) + written
-        return cls(layers=layers, window=window, rows=min(rows, capacity))
-
-    def seen(self, position: int) -> int:
-        """The first token that the one at `position` sees."""
-        return max(position - self.window + 1, 0)
-
-    def base(self, position: int) -> int:
-        """The first token that has a row where a call begins at `position`. It follows from that
-        alone, and by whole strides, so that equal texts lie alike however they came about.
-        """
-        stride = stride_of(self.window)
-        return max(self.seen(position) - KEPT, 0) // stride * stride
-
-
-def stride_of(window: int) -> int:
-    """Tokens by which caches of such a window move: a power of two, up to an eighth of it."""
-    least, most = STRIDES
-    return min(max(1 << max((window // STRIDE_PART).bit_length() - 1, 0), least), most)
 
 
 @dataclass(frozen=True, kw_only=True)

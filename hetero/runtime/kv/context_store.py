@@ -9,10 +9,10 @@ from typing import TypeAlias
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.host import forks
 from hetero.backends.ops import Rope
-from hetero.contexts.context import Context
-from hetero.contexts.kv_cache import Allocate, Array, CacheLayout, KvCache
-from hetero.contexts.session_file import Identity
 from hetero.errors import UserError
+from hetero.runtime.kv.context import Context
+from hetero.runtime.kv.kv_cache import Allocate, Array, CacheLayout, KvCache
+from hetero.runtime.kv.session_file import Identity
 from hetero.runtime.step_lock import StepLock
 
 Admit: TypeAlias = Callable[[int], None]

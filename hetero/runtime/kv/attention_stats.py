@@ -13,13 +13,12 @@ and one step in 16 of those that decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.ops import Attention
-from hetero.contexts.chunks import Chunk
 
 Array = npt.NDArray[Any]
 PROMPT_EVERY: Final = 4
@@ -67,6 +66,21 @@ def column_mass(op: Attention, queries: Array, keys: Array, positions: Sequence[
     return found / op.heads
 
 
+class Span(Protocol):
+    """A run of tokens whose density is known: the mean over the `seen` rows that were sampled."""
+
+    seen: int
+    density: float
+
+    @property
+    def start(self) -> int:
+        """Return the first token."""
+
+    @property
+    def stop(self) -> int:
+        """Return the token after the last."""
+
+
 class AttentionMass:
     """What sampled rows of one call gave to the columns of a context. Control thread.
 
@@ -89,7 +103,7 @@ class AttentionMass:
         for position in positions:
             self.rows[: position + 1] += 1
 
-    def give(self, chunks: Sequence[Chunk]) -> None:
+    def give(self, chunks: Sequence[Span]) -> None:
         """Add what was seen to the chunks' densities: means over all rows since they are known."""
         for chunk in chunks:
             rows = self.rows[chunk.start : chunk.stop]

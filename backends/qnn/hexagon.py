@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hetero.backends import snapdragon
 from hetero.backends.errors import DeviceError
+from hetero.backends.qnn import npu_driver
+from hetero.backends.qnn.npu_driver import State
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import DEFAULT_CHIP, Chip, chip_here
-from hetero.placement import npu_driver
-from hetero.placement.npu_driver import State
 
 FASTRPC_REMEDY = (
     "install the FastRPC user library of your system (package libfastrpc1: Ubuntu; Debian's "
@@ -27,7 +27,7 @@ def present() -> bool:
     if not snapdragon.is_snapdragon() or find("qnn").missing_packages():
         return False
     try:
-        from hetero.backends.qnn import hexagon_present
+        from hetero.backends.qnn.library import hexagon_present
     except (ImportError, OSError):  # a package for another system: `qnn` by name says so
         return False
     return hexagon_present()
@@ -133,8 +133,8 @@ def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") 
 
 def shared_memory_state() -> State:
     """Whether OpenCL and the Hexagon can work on the same bytes. Without, tensors are copied."""
-    from hetero.backends.qnn import QnnDevice
-    from hetero.backends.qnn import open as open_qnn
+    from hetero.backends.qnn.device import QnnDevice
+    from hetero.backends.qnn.opening import open as open_qnn
 
     try:
         with open_qnn(cache=None) as device:

@@ -325,7 +325,7 @@ def _in_process(
     """What `main` answers."""
     request = {"tasks": list(tasks), "backends": backends, "cores": list(cores)}
     done = subprocess.run(
-        child_command("hetero.measuring.first_start"),
+        child_command("hetero.placement.first_start"),
         input=json.dumps(request),
         capture_output=True,
         text=True,

@@ -28,9 +28,9 @@ from hetero.arguments import check_messages
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import atomic_writer
 from hetero.backends.kv_rows import Rows
-from hetero.contexts.kv_cache import KvCache
 from hetero.errors import ModelError, UserError
 from hetero.models.safetensors_file import SafetensorsFile
+from hetero.runtime.kv.kv_cache import KvCache
 
 KIND: Final = "hetero-session"
 WHOLE: Final = "2"  # schema version of files that have all tokens of every layer

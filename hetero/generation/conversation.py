@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from hetero.arguments import check_messages
-from hetero.contexts.context import Context
 from hetero.errors import UserError
+from hetero.runtime.kv.context import Context
 
 if TYPE_CHECKING:
     from hetero.generation.loop import Generation, GenerationResult, Piece

@@ -1,0 +1,1 @@
+"""The KV cache, contexts and sessions: texts that a model continues, as values."""
