@@ -25,8 +25,8 @@ from hetero.backends.opencl.calls import Launch, Native, OpenCLCall
 from hetero.backends.opencl.failures import decoded
 from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
-from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
 from hetero.backends.opencl.resources import Memory, Resources, Scratch
+from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
 from hetero.backends.protocol import Stages
 
 HEAD: Final = 4  # words of an entry before its arguments

@@ -19,7 +19,7 @@ from hetero.backends.opencl.program_source import (
     program_source,
     source_of,
 )
-from hetero.backends.opencl.proving.compiler import Compiler, Variant
+from hetero.backends.opencl.self_test.compiler import Compiler, Variant
 
 MOST_NOTED: Final = 64
 

@@ -19,8 +19,8 @@ from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.kernel_files import all_sources
 from hetero.backends.opencl.program import ProgramCache
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.proving import compiler as compiling
-from hetero.backends.opencl.proving.compiler import Compiler
+from hetero.backends.opencl.self_test import compiler as compiling
+from hetero.backends.opencl.self_test.compiler import Compiler
 
 
 class Notes(Compiler):
