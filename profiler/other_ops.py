@@ -422,7 +422,7 @@ class OtherMeter:
             for _ in range(count):
                 kernel = self.device.prepare(op, self._pool.weights(op))
                 found.append(kernel.bind(tensors, case.m))
-            self.device.settle()
+            self.device.compact_weights()
             found[0].run()
             each_s = max(self._batch(found[: policy.turns]), policy.least_s)
             leads = TimingPolicy().leads(policy.lead_s, each_s)

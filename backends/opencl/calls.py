@@ -138,7 +138,7 @@ class OpenCLCall(BoundCall):
     set.
     """
 
-    chains = True
+    fusible = True
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ def try_cases(device: OpenCLDevice, part: int = 0, of: int = 1) -> Iterator[tupl
         _try(device, case, random)
         yield number, len(listed)
     if part == of - 1 and device.flag() is not None:
-        device.doorbell()
+        device.stream_signal()
     device.finish()
 
 
