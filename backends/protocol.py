@@ -206,7 +206,9 @@ class StreamSignal(ABC):
 
     @abstractmethod
     def signal(self) -> None:
-        """Pass the oldest wait that is not signalled, submitted or not. Earlier stores are visible."""
+        """Pass the oldest wait that is not signalled, submitted or not. Earlier stores are
+        visible.
+        """
 
     @abstractmethod
     def release(self) -> None:

@@ -395,7 +395,7 @@ class DeviceSync(Record):
 
     submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
                                      a launch takes from submission to end in an empty queue
-    ring_s     from a signal (`Device.stream_signal`) until the call after its wait starts; None: none
+    ring_s     from a signal (`Device.stream_signal`) until the call after its wait starts
     chain_s    how much less a launch takes in a fused launch (`Device.fuse`) than in a full queue
     wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
                (blocking call), `event` (its status polled), `flag` (a completion flag polled),

@@ -95,7 +95,9 @@ class ProgramCache:
         self._entry = ""
 
     def _note(self) -> None:
-        """Record the programs that are used, where that has a purpose, with those of earlier times."""
+        """Record the programs that are used, where that has a purpose, with those of earlier
+        times.
+        """
         known = self._noted or []
         used = [x for x in self._sources.values() if x.files]
         if self._entry and (self._noted is None or not set(used) <= set(known)):
@@ -111,7 +113,9 @@ class ProgramCache:
         self._coming.clear()
 
     def first_launch(self, program: cl.Program, variant: Variant) -> AbstractContextManager[None]:
-        """Return a context for the first launch of a kernel of one of these programs at some sizes."""
+        """Return a context for the first launch of a kernel of one of these programs at some
+        sizes.
+        """
         return self._compiler.variant(self._sources[id(program)], variant)
 
     def close(self) -> None:

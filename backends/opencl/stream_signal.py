@@ -121,7 +121,9 @@ class OpenCLStreamSignal(StreamSignal):
 
 
 def find_stream_signal(device: Resources, flag: Flag | None) -> OpenCLStreamSignal | None:
-    """Return a signal that works on this device, which has this flag; probing takes milliseconds."""
+    """Return a signal that works on this device, which has this flag; probing takes
+    milliseconds.
+    """
     if flag is None or platform.machine() not in ORDERED_STORES:
         return None
     signal = OpenCLStreamSignal(device, flag)
