@@ -192,7 +192,7 @@ def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict
     return {kind: float(np.median(values)) for kind, values in found.items()}
 
 
-class OtherRow(Stats):
+class NonMatmulRow(Stats):
     """Time of an operation that is not a matmul. `op` is the record's class name, `sizes` its sizes
     by name, `context` the tokens that the KV cache held before the call.
     """
@@ -322,7 +322,7 @@ class MatMulPredictor(Record):
         return self
 
 
-class OtherPredictor(Record):
+class NonMatmulPredictor(Record):
     """seconds = Σ coefficient · work, with the work terms of `hetero.profiler.predict.work`.
 
     Up to `DECODE_TOKENS` tokens the coefficients are those of `decode` where there are some: what
@@ -521,10 +521,10 @@ class DeviceProfile(Record):
     every_core: tuple[EveryCore, ...] = ()
     power: Power | None = None
     predictors: tuple[MatMulPredictor, ...] = ()
-    other_predictors: tuple[OtherPredictor, ...] = ()
+    other_predictors: tuple[NonMatmulPredictor, ...] = ()
     preparation_predictors: tuple[PreparationPredictor, ...] = ()
     matmuls: tuple[MatMulRow, ...] = ()
-    others: tuple[OtherRow, ...] = ()
+    others: tuple[NonMatmulRow, ...] = ()
     preparation: tuple[PreparationRow, ...] = ()
     references: tuple[ReferencePoint, ...] = ()
     stage_checks: tuple[StageCheck, ...] = ()
