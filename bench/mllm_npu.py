@@ -54,7 +54,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
-from hetero.runtime.forms import WINDOW, Forms
+from hetero.runtime.prefill_mode import WINDOW, Forms
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.schedule import Order, windows
 from hetero.solver.calls import split

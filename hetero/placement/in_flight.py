@@ -9,7 +9,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime.forms import WINDOW, Forms
+from hetero.runtime.prefill_mode import WINDOW, Forms
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement, PlanSource

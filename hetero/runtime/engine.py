@@ -21,7 +21,7 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import OnDeviceBusy, nothing
-from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight
+from hetero.runtime.prefill_mode import WHOLE_QUEUES, Forms, most_in_flight
 from hetero.runtime.gpu_share import GpuShare
 from hetero.runtime.kernels import Devices, Progress, prepare_kernels
 from hetero.runtime.kv.context import Context

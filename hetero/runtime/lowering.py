@@ -36,7 +36,7 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
-from hetero.runtime.attention_tap import EVERY, AttentionTap, MassReader, RowMasses
+from hetero.runtime.attention_scores import EVERY, AttentionTap, MassReader, RowMasses
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet

@@ -8,7 +8,7 @@ from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, model_graph
 from hetero.models.sliding import Sliding
-from hetero.runtime.forms import WINDOW, most_in_flight
+from hetero.runtime.prefill_mode import WINDOW, most_in_flight
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import nbytes_of, slot_shapes
 from hetero.solver.execution_plan import ExecutionPlan

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Doorbell, Operand
 from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
-from hetero.runtime.chains import chain_program
+from hetero.runtime.fused_launch import chain_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.kv_cache import KvCache

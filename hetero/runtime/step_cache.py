@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetero.errors import memory_for
-from hetero.runtime.forms import padded_chunks, rounded
+from hetero.runtime.prefill_mode import padded_chunks, rounded
 from hetero.runtime.kernels import OnlineCall
 from hetero.runtime.kv.context import Context
 from hetero.runtime.launch_costs import LaunchCosts

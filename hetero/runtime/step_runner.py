@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 
 from hetero.errors import UserError
 from hetero.runtime.adaptive import Adapter
-from hetero.runtime.attention_tap import rows_of
-from hetero.runtime.chain_proof import chained, chains_are_right
+from hetero.runtime.attention_scores import rows_of
+from hetero.runtime.fused_check import chained, chains_are_right
 from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import Executor, OnDeviceBusy, nothing
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s

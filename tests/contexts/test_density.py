@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hetero import LLM
 from hetero.backends.ops import Attention
 from hetero.contexts.chunks import Chunk
-from hetero.runtime import attention_tap
+from hetero.runtime import attention_scores as attention_tap
 from hetero.runtime.kv.attention_stats import AttentionMass, column_mass, sampled
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.models import tiny_model

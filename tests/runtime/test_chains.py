@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetero.backends.protocol import KINDS, BoundCall, DeviceKind
-from hetero.runtime.chains import LONGEST, SHORTEST, chain_program
+from hetero.runtime.fused_launch import LONGEST, SHORTEST, chain_program
 from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT, WAIT, Action, Launch
 
 

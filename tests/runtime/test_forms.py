@@ -17,9 +17,9 @@ from hetero.placement.planning import planned
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime import forms as forms_module
+from hetero.runtime import prefill_mode as forms_module
 from hetero.runtime.engine import Engine
-from hetero.runtime.forms import SAME, Forms
+from hetero.runtime.prefill_mode import SAME, Forms
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchGraph
 from hetero.runtime.schedule import in_order, seconds_of

@@ -25,7 +25,7 @@ from hetero.models import open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
-from hetero.runtime.forms import padded_chunks
+from hetero.runtime.prefill_mode import padded_chunks
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
 

@@ -12,7 +12,7 @@ from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.runtime.waits.contention import Contention
 from hetero.runtime.waits.policy import WaitPolicy
-from hetero.runtime.waits.predictor import SleepTimes
+from hetero.runtime.waits.prediction import SleepTimes
 
 SyncMethod: TypeAlias = Literal["fast", "event", "finish", "copy"]
 

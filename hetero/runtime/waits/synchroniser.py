@@ -14,8 +14,8 @@ from hetero.backends.protocol import (
     Doorbell,
 )
 from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
-from hetero.runtime.waits.poll import Site, SiteKey
-from hetero.runtime.waits.predictor import SleepTimes
+from hetero.runtime.waits.wait_point import Site, SiteKey
+from hetero.runtime.waits.prediction import SleepTimes
 from hetero.runtime.waits.shared import SharedWaits, SyncMethod
 from hetero.runtime.waits.trials import Trials
 

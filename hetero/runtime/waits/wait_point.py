@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from hetero.backends.protocol import Completion, DeviceKind
-from hetero.runtime.waits.predictor import Prediction
+from hetero.runtime.waits.prediction import Prediction
 from hetero.runtime.waits.shared import SharedWaits
 
 # The phase, its chunks' tokens, who waits and who is waited for.
