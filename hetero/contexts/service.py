@@ -55,7 +55,7 @@ from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Later, Piece, decode_together
 from hetero.placement.planning import parse_size
-from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 from hetero.runtime.usage import Work, total
 
@@ -134,7 +134,7 @@ class Service:
 
             def lane(active: Context) -> Lane:
                 if kv_bits == "mixed":
-                    active.mass = AttentionMass(self.llm.max_seq_len)
+                    active.mass = ScoreStats(self.llm.max_seq_len)
                 working = WorkingSet(
                     active,
                     self.memory,

@@ -171,7 +171,7 @@ class LLM:
     @property
     def _purpose(self) -> str:
         """What kernels are prepared for, at every start that asks for the same: all that decides
-        which ones, and how they are chained, for what is foreseen is not tried again. No length
+        which ones, and how they are fused, for what is foreseen is not tried again. No length
         of context, and nothing that `auto` compared.
         """
         names = [self.devices.name(kind) for kind in KINDS]

@@ -21,7 +21,7 @@ from hetero.runtime.step import Step
 POISON: Final = -1e30
 
 
-def chains_are_right(
+def fused_results_match(
     steps: Sequence[Step],
     contexts: Sequence[Context],
     pool: ActivationPool,
@@ -39,7 +39,7 @@ def chains_are_right(
     """
     pairs = []
     for step in steps:
-        ran, compiled = chained(step, devices)
+        ran, compiled = fused(step, devices)
         if not compiled:
             return False
         if ran is not step:
@@ -61,12 +61,12 @@ def chains_are_right(
     return False
 
 
-def chained(step: Step, devices: Devices) -> tuple[Step, bool]:
-    """The step for runs that nobody times call by call (`Step.chained`); itself and False, which is
+def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
+    """The step for runs that nobody times call by call (`Step.fused`); itself and False, which is
     told, where the driver's compiler fails on the program of many kernels, as it did on none.
     """
     try:
-        return step.chained(devices), True
+        return step.fused(devices), True
     except KernelBuildError as error:
         _tell(devices, f"are not compiled by this driver: {error}")
         return step, False

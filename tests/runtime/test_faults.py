@@ -21,7 +21,7 @@ from hetero.errors import FallbackWarning
 from hetero.models import open_model
 from hetero.runtime import executor
 from hetero.runtime.engine import Engine
-from hetero.runtime.program import RING, SUBMIT
+from hetero.runtime.program import SIGNAL, SUBMIT
 from hetero.runtime.step import Step
 from hetero.runtime.waits import WaitPolicy
 from hetero.runtime.waits.trials import Trials
@@ -263,7 +263,7 @@ def test_a_core_that_others_use_gets_steps_without_gates(
     with gated_engine(folder, monkeypatch, "gpu") as engine:
         assert answer(engine, 2) == wanted[:2]
         assert engine.runner.last_step.bell is not None
-        engine.synchroniser.contention.crowd()
+        engine.synchroniser.contention.mark_contended()
         assert answer(engine) == wanted
         assert engine.runner.last_step.bell is None
         for _ in range(WaitPolicy().gateless_steps):
@@ -292,7 +292,7 @@ def test_gates_change_no_token_whatever_is_late(
     with gated_engine(folder, monkeypatch, rest) as engine:
         assert answer(engine) == wanted
         step = engine.steps.step(context_of(engine), "decode", 1)
-        assert RING in {action.code for action in step.program}
+        assert SIGNAL in {action.code for action in step.program}
         program = tuple(a._replace(target=late(a.target)) for a in step.program)
         late_step = dataclasses.replace(step, program=program)
         engine.steps.lowered("decode", 1, 1).bound[context_of(engine).cache] = late_step

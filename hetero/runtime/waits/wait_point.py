@@ -1,4 +1,4 @@
-"""One wait: how much of it is slept, and what watches the rest."""
+"""One wait: sleep through most of it, poll the rest."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from hetero.backends.protocol import Completion, DeviceKind
 from hetero.runtime.waits.prediction import Prediction
 from hetero.runtime.waits.shared import SharedWaits
 
-# The phase, its chunks' tokens, who waits and who is waited for.
-SiteKey: TypeAlias = tuple[str, tuple[int, ...], str, str]
+# The phase, its chunks' tokens, the waiting and the awaited operation.
+WaitKey: TypeAlias = tuple[str, tuple[int, ...], str, str]
 
 
-class Site:
-    """A place in the steps of one token count where a device is waited for; all layers share it.
+class WaitPoint:
+    """A point in the steps of one token count that waits for a device; all layers share it.
 
-    `prediction` is learned from every run. `wait` returns the seconds that the control thread
-    slept.
+    `prediction` learns from every wait. `wait` returns the seconds that the control thread slept.
     """
 
-    def __init__(self, owner: SharedWaits, key: SiteKey, kind: DeviceKind, name: str) -> None:
+    def __init__(self, owner: SharedWaits, key: WaitKey, kind: DeviceKind, name: str) -> None:
         self.owner, self.key, self.kind, self.name = owner, key, kind, name
         self.prediction = Prediction(owner.policy)
         self.deadline_s = owner.deadline_s + sum(key[1]) * owner.token_s
 
     @property
     def wait(self) -> Callable[[Completion], float]:
-        """See the class. Not kept: an object that keeps a method of its own is a circle."""
+        """Return the wait by the owner's method (not stored: that would be a reference cycle)."""
         return {
             "fast": self._fast,
             "event": self._event,
@@ -43,76 +42,76 @@ class Site:
         start_s = now()
         polls = owner.polls(self.kind)
         expected_s, late_s = self.prediction.expected_s, owner.sleep.late_s
-        nap_s, napped_s = expected_s - late_s, 0.0
-        nap_s -= min(policy.early * expected_s, policy.earliest_s)
-        # A third of all sleeps is later than expected, and what runs next finds the core cold: in
-        # a short wait that costs more time than is slept.
+        sleep_s, slept_s = expected_s - late_s, 0.0
+        sleep_s -= min(policy.early * expected_s, policy.earliest_s)
+        # A third of all sleeps returns later than expected, to a cold core: in a short wait that
+        # costs more time than polling would.
         worth = not polls or expected_s > min(policy.worth * late_s, policy.long_s)
-        if worth and nap_s > policy.shortest_nap_s:
-            looked_s, napped_s = self._nap(completion, start_s, nap_s)
+        if worth and sleep_s > policy.min_sleep_s:
+            polled_s, slept_s = self._sleep(completion, start_s, sleep_s)
             if completion.done():
-                self.prediction.learn(looked_s + policy.overslept * (napped_s - looked_s))
-                owner.totals.add(napped_s, 0.0)
-                return napped_s
+                self.prediction.learn(polled_s + policy.overslept * (slept_s - polled_s))
+                owner.totals.add(slept_s, 0.0)
+                return slept_s
         elif expected_s > policy.long_s:
-            owner.sleep.doubt()
-        (self._poll if polls else self._doze)(completion, start_s)
+            owner.sleep.decay()
+        (self._poll if polls else self._sleep_poll)(completion, start_s)
         waited_s = now() - start_s
         if not polls:
-            napped_s = waited_s
+            slept_s = waited_s
         self.prediction.learn(waited_s)
-        owner.totals.add(napped_s, waited_s - napped_s)
-        return napped_s
+        owner.totals.add(slept_s, waited_s - slept_s)
+        return slept_s
 
-    def _nap(self, completion: Completion, start_s: float, nap_s: float) -> tuple[float, float]:
-        """Sleep for so long, or less if the launch is done before; seconds from `start_s` to the
-        last look at it before the end of the sleep, and to that.
+    def _sleep(self, completion: Completion, start_s: float, sleep_s: float) -> tuple[float, float]:
+        """Sleep for `sleep_s`, or less if the launch completes; return seconds from `start_s` to
+        the last poll before the end of the sleep, and to that end.
         """
         clock, policy, sleep = self.owner.clock, self.owner.policy, self.owner.sleep
-        end_s, longest_s = start_s + nap_s, max(policy.longest_nap_s, policy.nap * nap_s)
-        looked_s, left_s = start_s, nap_s
+        end_s, longest_s = start_s + sleep_s, max(policy.max_sleep_s, policy.sleep_slice * sleep_s)
+        polled_s, left_s = start_s, sleep_s
         while True:
-            last = left_s < longest_s + sleep.late_s + policy.shortest_nap_s
-            asked_s = left_s if last else longest_s
-            clock.sleep(asked_s)
+            last = left_s < longest_s + sleep.late_s + policy.min_sleep_s
+            request_s = left_s if last else longest_s
+            clock.sleep(request_s)
             woke_s = clock.now()
-            sleep.saw(woke_s - looked_s - asked_s)
-            left_s = end_s - woke_s  # none is left where this piece was very late
-            if last or left_s < policy.shortest_nap_s or completion.done():
-                return looked_s - start_s, woke_s - start_s
-            looked_s = woke_s
+            sleep.observe(woke_s - polled_s - request_s)
+            left_s = end_s - woke_s  # negative where this slice returned very late
+            if last or left_s < policy.min_sleep_s or completion.done():
+                return polled_s - start_s, woke_s - start_s
+            polled_s = woke_s
 
     def _poll(self, completion: Completion, start_s: float) -> None:
         owner, policy, clock = self.owner, self.owner.policy, self.owner.clock
         done, now, preempted_s = completion.done, clock.now, policy.preempted_s
         late_s = start_s + self.prediction.expected_s + policy.late_s
         give_up_s = start_s + self.deadline_s
-        looked_s = now()
+        polled_s = now()
         while not done():
             at_s = now()
-            if at_s - looked_s > preempted_s:
-                owner.contention.preempted(at_s, at_s - looked_s)
-                give_up_s += policy.stopped(at_s - looked_s)
-            looked_s = at_s
+            if at_s - polled_s > preempted_s:
+                owner.contention.preempted(at_s, at_s - polled_s)
+                give_up_s += policy.stopped(at_s - polled_s)
+            polled_s = at_s
             if at_s > late_s:
                 if at_s > give_up_s:
                     raise owner.timeout(self.name, self.kind, self.deadline_s)
-                clock.sleep(policy.late_nap_s)
-                looked_s = now()
-                give_up_s += policy.stopped(looked_s - at_s)
+                clock.sleep(policy.late_sleep_s)
+                polled_s = now()
+                give_up_s += policy.stopped(polled_s - at_s)
 
-    def _doze(self, completion: Completion, start_s: float) -> None:
-        """Wait in naps: who polls on a core that others use as well loses it for milliseconds, or
-        takes it from the device that is waited for.
+    def _sleep_poll(self, completion: Completion, start_s: float) -> None:
+        """Poll between short sleeps: a thread that polls on a contended core loses it for
+        milliseconds, or takes it from the device that it waits for.
         """
         owner, policy, clock = self.owner, self.owner.policy, self.owner.clock
-        looked_s = clock.now()
+        polled_s = clock.now()
         give_up_s = start_s + self.deadline_s
         while not completion.done():
-            clock.sleep(policy.shortest_nap_s)
+            clock.sleep(policy.min_sleep_s)
             at_s = clock.now()
-            give_up_s += policy.stopped(at_s - looked_s)
-            looked_s = at_s
+            give_up_s += policy.stopped(at_s - polled_s)
+            polled_s = at_s
             if at_s > give_up_s:
                 raise owner.timeout(self.name, self.kind, self.deadline_s)
 
