@@ -62,7 +62,7 @@ class Synchroniser(SharedWaits):
         return self.contention.gates_now()
 
     def wait_point(self, key: WaitKey, kind: DeviceKind, name: str) -> WaitPoint:
-        """Return the wait point of a phase, its chunks' tokens, the waiting and the awaited node."""
+        """Return the wait point of a phase, its chunks' tokens, the waiting and awaited node."""
         if (key, kind) not in self._wait_points:
             self._wait_points[key, kind] = WaitPoint(self, key, kind, name)
         return self._wait_points[key, kind]
