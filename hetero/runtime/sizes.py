@@ -8,9 +8,9 @@ from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, model_graph
 from hetero.models.sliding import Sliding
-from hetero.runtime.forms import WINDOW, most_in_flight
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import nbytes_of, slot_shapes
+from hetero.runtime.prefill_mode import WINDOW, most_in_flight
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import CapabilitiesByDevice, Placement, PlanSource, fitted, reach
 

@@ -147,7 +147,7 @@ def test_any_order_of_steps_gives_the_logits_of_whole_caches(
         open_llm(folder, way, max_seq_len=LENGTH, kv=kv, whole_caches=True) as whole,
     ):
         assert sliding.context.cache.layout.slides > whole.context.cache.layout.slides
-        assert sliding.engine.needs.context_bytes < whole.engine.needs.context_bytes
+        assert sliding.engine.memory.context_bytes < whole.engine.memory.context_bytes
 
         @FEW
         @given(steps=STEPS, seed=st.integers(0, 999))
@@ -192,7 +192,7 @@ def test_calls_of_a_prompt_that_are_in_flight_together(tmp_path: Path) -> None:
         with LLM(str(tmp_path), device="hetero", strategy="chunked", **options) as llm:
             assert llm.engine.window == 4
             found.append(llm.engine.prefill(llm.context, ids(8, 1700)).copy())
-            assert len(llm.engine.last_step.chunks) > 1
+            assert len(llm.engine.runner.last_step.chunks) > 1
             assert (llm.context.cache.base == 0) == whole
     assert relative_error(*found) < OFF["f16"]
 

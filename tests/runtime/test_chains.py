@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetero.backends.protocol import KINDS, BoundCall, DeviceKind
-from hetero.runtime.chains import LONGEST, SHORTEST, chain_program
-from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT, WAIT, Action, Launch
+from hetero.runtime.fused_launch import LONGEST, SHORTEST, fuse_program
+from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT, Action, Launch
 
 
 class Call(BoundCall):
@@ -57,13 +57,13 @@ def random_program(rng: random.Random) -> tuple[list[Action], list[Launch]]:
             call = Call(number, rng.random() > rarely / 4)
             device: DeviceKind = KINDS[kind]
             launches.append(Launch(f"node {node}", device, call, (0, 1), None))
-            code = AHEAD if rng.random() < rarely / 4 else RUN if kind and number % 2 else SUBMIT
+            code = PREQUEUE if rng.random() < rarely / 4 else RUN if kind and number % 2 else SUBMIT
             program.append(Action(code, number, kind, call.run))
             if rng.random() < rarely:
                 waiting.append(number)
         while waiting and rng.random() < 0.5:
             number = waiting.pop(rng.randrange(len(waiting)))
-            code = rng.choice([WAIT, RING])
+            code = rng.choice([WAIT, SIGNAL])
             program.append(Action(code, number, KINDS.index(launches[number].kind), min))
     return program, launches
 
@@ -73,10 +73,10 @@ def check(seed: int) -> int:
     rng = random.Random(seed)
     program, launches = random_program(rng)
     devices: Any = {kind: Device(refuses=kind == "npu" and seed % 2 == 0) for kind in KINDS}
-    found = chain_program(tuple(program), tuple(launches), devices)
+    found = fuse_program(tuple(program), tuple(launches), devices)
     chains = 0
     expected = iter(program)
-    awaited = {action.launch for action in program if action.code in (WAIT, RING)}
+    awaited = {action.launch for action in program if action.code in (WAIT, SIGNAL)}
     for action in found:
         whole = getattr(getattr(action.target, "__self__", None), "stages", None)
         if whole is None:

@@ -1,4 +1,4 @@
-"""Which ways of starting a launch and of seeing its end are faster here: tried, never assumed."""
+"""Measures which way of starting a launch and of observing its end is faster on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PORTS: Final = ("x", "residual", "y")
 
 
 class Trials:
-    """Trials of the devices of one model, on the control thread."""
+    """Times launches on the devices of one model, on the control thread."""
 
     def __init__(
         self, devices: Mapping[DeviceKind, Device], policy: WaitPolicy, clock: Clock
@@ -64,8 +64,8 @@ class Trials:
     def flag_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal | None) -> bool:
         """A small kernel's end by its event and by a flag behind it, in turns.
 
-        Where launches wait behind gates so does this one: who asks a driver for a launch that is
-        just being started may hold it up (PoCL: 38 us by event and 26 by flag, behind a gate 3 and
+        Where launches wait behind gates, so does this one: querying the driver for a launch that is
+        just being started may delay it (PoCL: 38 us by event and 26 by flag; behind a gate 3 and
         4).
         """
         call = self._trial(device)
@@ -76,8 +76,8 @@ class Trials:
         return statistics.median(by_flag) < self._policy.flag_gain * statistics.median(by_event)
 
     def _end_s(self, calls: Sequence[BoundCall], bell: StreamSignal | None) -> float:
-        """From submitting some calls, or ringing the bell that they wait for, until the last one's
-        end is seen.
+        """Return seconds from submitting some calls, or ringing the bell that they wait for, until
+        the last one's end is seen.
         """
         if bell is not None:
             bell.wait_value.submit()
@@ -98,7 +98,7 @@ class Trials:
                 completion.wait(0.0)  # raises
 
     def _trial(self, device: Device) -> BoundCall:
-        """A small kernel."""
+        """Return a small kernel, bound."""
         width = self._policy.trial_width
         tensors = {port: Tensor(device.allocate(4 * width), (1, width)) for port in PORTS}
         return device.prepare(Add(d=width), {}).bind(tensors, 1)

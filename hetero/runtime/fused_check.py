@@ -12,7 +12,6 @@ from typing import Final
 from hetero.backends.errors import DeviceError, KernelBuildError
 from hetero.backends.protocol import parts_of
 from hetero.errors import FallbackWarning
-from hetero.models.config import ModelConfig
 from hetero.runtime.executor import Executor
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.context import Context
@@ -22,13 +21,13 @@ from hetero.runtime.step import Step
 POISON: Final = -1e30
 
 
-def chains_are_right(
+def fused_results_match(
     steps: Sequence[Step],
     contexts: Sequence[Context],
     pool: ActivationPool,
     devices: Devices,
     executor: Executor,
-    config: ModelConfig,
+    vocab_size: int,
     max_seq_len: int,
 ) -> bool:
     """Run those steps of a context, or of as many as they have rows, that have chains both ways on
@@ -40,7 +39,7 @@ def chains_are_right(
     """
     pairs = []
     for step in steps:
-        ran, compiled = chained(step, devices)
+        ran, compiled = fused(step, devices)
         if not compiled:
             return False
         if ran is not step:
@@ -49,7 +48,7 @@ def chains_are_right(
         return True
     if any(x.gate is not None or x.cached >= max_seq_len for x in contexts):
         return False
-    token = config.vocab_size // 2  # the first ones may stand for nothing: zeros are always right
+    token = vocab_size // 2  # the first ones may stand for nothing: zeros are always right
     positions, bases = [x.cached for x in contexts], [x.cache.base for x in contexts]
     pool.feed_rows([token] * len(contexts), positions, bases)
     with suppress(DeviceError):
@@ -62,12 +61,12 @@ def chains_are_right(
     return False
 
 
-def chained(step: Step, devices: Devices) -> tuple[Step, bool]:
-    """The step for runs that nobody times call by call (`Step.chained`); itself and False, which is
+def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
+    """The step for runs that nobody times call by call (`Step.fused`); itself and False, which is
     told, where the driver's compiler fails on the program of many kernels, as it did on none.
     """
     try:
-        return step.chained(devices), True
+        return step.fused(devices), True
     except KernelBuildError as error:
         _tell(devices, f"are not compiled by this driver: {error}")
         return step, False

@@ -2,7 +2,7 @@
 
 A step that is to tell it has a launch behind each attention, on the same device where that has the
 operation (`ops.ColumnMass`), whose sums the host reads once a step. Elsewhere a host call reads the
-queries of the sampled rows and the context's keys (`AttentionTap`, numpy). Steps whose attention is
+queries of the sampled rows and the context's keys (`HostScores`, numpy). Steps whose attention is
 inside an NPU graph, or reads its queries from panels, have none.
 """
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import Attention, ColumnMass
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, Operand
-from hetero.runtime.kv.attention_stats import DECODE_EVERY, PROMPT_EVERY, column_mass, sampled
+from hetero.runtime.kv.attention_stats import DECODE_EVERY, PROMPT_EVERY, sampled, sum_scores
 from hetero.solver.plan import Phase
 
 EVERY: Final[Mapping[Phase, int]] = {"prefill": PROMPT_EVERY, "decode": DECODE_EVERY}
@@ -28,7 +28,7 @@ def rows_of(phase: Phase, first: int, count: int) -> list[int]:
     return sampled(first, count, EVERY[phase])
 
 
-class StepMass:
+class StepScores:
     """Sums of the step that runs: over its sampled rows and the layers that told any."""
 
     def __init__(self, columns: int, layers: int) -> None:
@@ -58,12 +58,12 @@ class StepMass:
         return self._sums / self._layers if self._told == self._layers * chunks else None
 
 
-class MassReader(BoundCall):
+class ScoreReader(BoundCall):
     """Takes what a device has added up of a chunk of a prompt, or of a step that decodes."""
 
-    name = "reading column masses"
+    name = "reading column row_scores"
 
-    def __init__(self, mass: StepMass, tensor: Tensor, layers: int, m: int) -> None:
+    def __init__(self, mass: StepScores, tensor: Tensor, layers: int, m: int) -> None:
         self.m = m
         self._mass, self._tensor, self._layers = mass, tensor, layers
 
@@ -73,14 +73,14 @@ class MassReader(BoundCall):
         self._tensor.array[:] = 0
 
 
-class RowMasses:
+class RowScores:
     """Those of a step's rows, of several contexts; a step on one context has the first alone. And
     the devices' kernels that add some up.
     """
 
     def __init__(self, columns: int, layers: int, devices: Mapping[DeviceKind, Device]) -> None:
         self._columns, self._layers, self._devices = columns, layers, devices
-        self._masses: list[StepMass] = []
+        self._row_scores: list[StepScores] = []
         self._kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
 
     def kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
@@ -91,22 +91,22 @@ class RowMasses:
             self._kernels[key] = device.prepare(op, {}) if device.accepts(op) else None
         return self._kernels[key]
 
-    def of(self, row: int) -> StepMass:
+    def of(self, row: int) -> StepScores:
         """Of one row."""
-        while row >= len(self._masses):
-            self._masses.append(StepMass(self._columns, self._layers))
-        return self._masses[row]
+        while row >= len(self._row_scores):
+            self._row_scores.append(StepScores(self._columns, self._layers))
+        return self._row_scores[row]
 
     def begin(self) -> None:
         """A step begins."""
-        for mass in self._masses:
+        for mass in self._row_scores:
             mass.begin()
 
 
-class AttentionTap(Kernel):
+class HostScores(Kernel):
     """Bound like the attention that it follows, without its output and its values."""
 
-    def __init__(self, op: Attention, mass: StepMass, every: int) -> None:
+    def __init__(self, op: Attention, mass: StepScores, every: int) -> None:
         self.op, self._mass, self._every = op, mass, every
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
@@ -125,7 +125,7 @@ class _TapCall(BoundCall):
     def __init__(
         self,
         op: Attention,
-        mass: StepMass,
+        mass: StepScores,
         every: int,
         qkv: Tensor,
         position: Tensor,
@@ -144,4 +144,4 @@ class _TapCall(BoundCall):
         queries = self._qkv.array[rows, : op.heads * op.head_dim]
         queries = queries.reshape(len(rows), op.heads, op.head_dim)
         keys = self._keys.array[:, : positions[-1] + 1 if rows else 0]
-        self._mass.add(column_mass(op, queries, keys, positions))
+        self._mass.add(sum_scores(op, queries, keys, positions))

@@ -61,7 +61,7 @@ def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
     return (*first, padded if fits else last)
 
 
-class FormOf(NamedTuple):
+class PrefillChoice(NamedTuple):
     """A prompt's form, its calls, and predicted seconds of every form that it could have."""
 
     form: Form
@@ -76,7 +76,7 @@ class FormOf(NamedTuple):
         return f"{text} (predicted: {every})" if every else text
 
 
-class Forms:
+class PrefillModes:
     """Decides for prompts of one placement, `window` calls of which may be in flight together.
 
     `able` are the capabilities of the devices. The form of prompts that need no decision is `cut`,
@@ -106,14 +106,14 @@ class Forms:
         self._chunk = min(CHUNK_TOKENS, placement.longest)
         self._known: dict[tuple[int, int], tuple[Form, Mapping[Form, float]]] = {}
 
-    def of(self, tokens: int, position: int = 0) -> FormOf:
+    def of(self, tokens: int, position: int = 0) -> PrefillChoice:
         """The form of a prompt behind `position` tokens that is predicted to be fastest."""
         form: Form = "cut"
         seconds: Mapping[Form, float] = {}
         if self._forms and tokens > self._chunk:
             form, seconds = self._decided(tokens, position)
             form = self.take or form
-        return FormOf(form, self.calls(form, tokens), seconds)
+        return PrefillChoice(form, self.calls(form, tokens), seconds)
 
     def calls(self, form: Form, tokens: int) -> tuple[int, ...]:
         """Token counts of a prompt's calls: the plan's, or chunks that are alike but for the last

@@ -1,4 +1,4 @@
-"""What is learned from every wait: how long the next one takes, and how late sleeps return."""
+"""Predicts the length of waits and the lateness of sleeps from those before."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
 
 @dataclass(slots=True)
 class Prediction:
-    """The length of one place's next wait, from the moment that the control thread arrives."""
+    """Predicts the next wait at one point, from when the control thread arrives there."""
 
     policy: WaitPolicy = DEFAULT
     expected_s: float = 0.0
     samples: int = 0
 
     def learn(self, waited_s: float) -> None:
-        """A wait took so long."""
+        """Record the length of a wait."""
         policy = self.policy
         self.samples += 1
         if self.samples == 1:
             self.expected_s = waited_s
             return
-        seen_s = min(waited_s, policy.outlier * self.expected_s + policy.shortest_nap_s)
+        seen_s = min(waited_s, policy.outlier * self.expected_s + policy.min_sleep_s)
         rate = policy.rise if seen_s > self.expected_s else policy.fall
         self.expected_s += rate * (seen_s - self.expected_s)
 
 
 @dataclass(slots=True)
 class SleepTimes:
-    """How late a sleep returns here: it is asked for so much less.
+    """Tracks how late sleeps return, so that shorter ones can be requested.
 
-    Learned from every sleep, as it changes with what else the machine does: steps of one size up
-    and down, whose odds settle at a quantile.
+    It changes with the machine's load, so every sleep moves the estimate by a fixed step up or down
+    (a stochastic quantile estimate).
     """
 
     late_s: float
     policy: WaitPolicy = DEFAULT
 
-    def saw(self, late_s: float) -> None:
-        """A sleep was so late."""
+    def observe(self, late_s: float) -> None:
+        """Record how late a sleep returned."""
         policy = self.policy
         share = policy.lateness if late_s > self.late_s else policy.lateness - 1
         self.late_s = max(0.0, self.late_s + share * policy.lateness_step_s)
         if late_s < self.late_s / policy.far:
-            self.doubt()
+            self.decay()
 
-    def doubt(self) -> None:
-        """Sleeps are not so late, or so late that a long wait was not slept through: that may be
-        left from a disturbance, and only another sleep can tell.
+    def decay(self) -> None:
+        """Reduce the estimate: sleeps return earlier, or it is so large that a long wait was not
+        slept through, maybe after a disturbance, which only another sleep can correct.
         """
-        self.late_s *= 1 - self.policy.doubt
+        self.late_s *= 1 - self.policy.decay
 
     @classmethod
     def measure(cls, clock: Clock, policy: WaitPolicy = DEFAULT) -> SleepTimes:
-        """The same quantile of a few sleeps; some milliseconds."""
+        """Measure that quantile of a few sleeps (some milliseconds)."""
         late = lateness(clock, policy.calibration_s, policy.calibration_sleeps)
         return cls(late[int(policy.lateness * len(late))], policy)

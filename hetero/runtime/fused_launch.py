@@ -12,14 +12,14 @@ from itertools import groupby
 from typing import Final, TypeAlias
 
 from hetero.backends.protocol import KINDS, BoundCall, Device, DeviceKind
-from hetero.runtime.program import RING, SUBMIT, WAIT, Action, Launch
+from hetero.runtime.program import SIGNAL, SUBMIT, WAIT, Action, Launch
 
 LONGEST: Final = 64  # launches
 SHORTEST: Final = 8  # fewer gain less than it costs to compile a program for them
 Run: TypeAlias = Sequence[Action]
 
 
-def chain_program(
+def fuse_program(
     program: tuple[Action, ...], launches: tuple[Launch, ...], devices: Mapping[DeviceKind, Device]
 ) -> tuple[Action, ...]:
     """The program with chains in place of the submissions that can be; itself if none can."""
@@ -42,7 +42,7 @@ def chain_program(
 
 def _runs(program: Sequence[Action], launches: Sequence[Launch]) -> Iterator[Run]:
     """The program in pieces: what may be a chain, and everything else action by action."""
-    awaited = {action.launch for action in program if action.code in (WAIT, RING)}
+    awaited = {action.launch for action in program if action.code in (WAIT, SIGNAL)}
     run: list[Action] = []
     for action in program:
         fits = action.code == SUBMIT and launches[action.launch].call.fusible
