@@ -186,11 +186,11 @@ def synchronisation(profile: DeviceProfile) -> Chart | None:
         return None
     axes = new_axes(height=0.8 + 0.25 * len(costs))
     labels = [label for label, _, _ in costs]
-    least_us = 0.05  # shorter bars cannot be seen on a logarithmic axis
-    values = [max(seconds * 1e6, least_us) for _, seconds, _ in costs]
+    min_us = 0.05  # shorter bars cannot be seen on a logarithmic axis
+    values = [max(seconds * 1e6, min_us) for _, seconds, _ in costs]
     axes.barh(labels, values, color=[COLORS[color] for _, _, color in costs], height=0.6)
     for label, value in zip(labels, values, strict=True):
-        said = f" {value:.3g}" if value > least_us else f" below {least_us}"
+        said = f" {value:.3g}" if value > min_us else f" below {min_us}"
         axes.annotate(said, (value, label), va="center", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlim(right=max(values) * 4)

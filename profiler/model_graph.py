@@ -31,8 +31,8 @@ from hetero.backends.protocol import CACHE_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
 
 SCHEMA_VERSION: Final = 1
-MOST_NODES: Final = 1 << 17
-MOST_LAYERS: Final = 4096
+MAX_NODES: Final = 1 << 17
+MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
 MAY_BE_ZERO: Final = frozenset({"hot", "window", "rotary_dim", "offset", "original_max_position"})
 
@@ -104,7 +104,7 @@ class Node:
     op: AnyOp
     slots: dict[Name, Name]
     plan_op: OpName | None = None
-    layer: Annotated[int, Field(ge=0, lt=MOST_LAYERS)] | None = None
+    layer: Annotated[int, Field(ge=0, lt=MAX_LAYERS)] | None = None
     members: tuple[tuple[OpName, Annotated[int, Field(ge=0, le=LARGEST)]], ...] = ()
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class ModelGraph(BaseModel):
     architecture: str
     max_position: int = Field(ge=1, le=LARGEST)
     weight_format: WeightFormat
-    nodes: tuple[Node, ...] = Field(min_length=1, max_length=MOST_NODES)
+    nodes: tuple[Node, ...] = Field(min_length=1, max_length=MAX_NODES)
     also: tuple[WeightFormat, ...] = ()
     base: WeightFormat | None = None
 

@@ -59,7 +59,7 @@ class NonMatmulPolicy:
 
     samples          of a case,
     batched_s        and how long the launches of one take, where they are batched
-    least_s          no launch takes less
+    min_s          no launch takes less
     checked_tokens   the larger token count that a kernel is checked at
     own_caches       pairs of key and value caches that attention of few tokens takes turns with
 
@@ -80,7 +80,7 @@ class NonMatmulPolicy:
 
     samples: int = 9
     batched_s: float = 2e-3
-    least_s: float = 3e-7
+    min_s: float = 3e-7
     checked_tokens: int = 32
     own_caches: int = 8
 
@@ -403,7 +403,7 @@ class NonMatmulMeter:
             lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
             queue = [x for each in between for x in (*each, next(matmuls.calls))]
             seconds[whole] += time_behind(lead, queue, self.clock)[0] / 2
-        return max((seconds[True] - seconds[False]) / len(calls), self.policy.least_s)
+        return max((seconds[True] - seconds[False]) / len(calls), self.policy.min_s)
 
     def _matmuls_of(self, case: Case) -> Matmuls:
         """Those that calls of the case's token count go between."""
@@ -424,7 +424,7 @@ class NonMatmulMeter:
                 found.append(kernel.bind(tensors, case.m))
             self.device.compact_weights()
             found[0].run()
-            each_s = max(self._batch(found[: policy.turns]), policy.least_s)
+            each_s = max(self._batch(found[: policy.turns]), policy.min_s)
             leads = TimingPolicy().leads(policy.lead_s, each_s)
             self._matmuls[key] = Matmuls(itertools.cycle(found), leads)
         return self._matmuls[key]

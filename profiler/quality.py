@@ -1,7 +1,7 @@
 """What a profile comes to: who is faster at what, how well it predicts, and whether it is any good.
 
 A profile is bad where predictions of one of its devices cannot be relied on: nothing was measured
-or left out to check them by, or they are off by more than `MOST_ERROR` on the mean.
+or left out to check them by, or they are off by more than `MAX_ERROR` on the mean.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile, Phase
 
-MOST_ERROR: Final = 0.3
+MAX_ERROR: Final = 0.3
 PREFILL_TOKENS: Final = 256
 
 
@@ -114,7 +114,7 @@ def _problems(profile: DeviceProfile) -> Iterator[str]:
             what = f"{kind.upper()} {phase}"
             if what not in errors:
                 yield f"too little of {what} was measured to check its predictions"
-            elif errors[what] > MOST_ERROR:
+            elif errors[what] > MAX_ERROR:
                 yield f"{what} is predicted with a mean error of {errors[what]:.0%}"
 
 

@@ -25,7 +25,7 @@ from hetero.profiler.errors import ProfileError, ProfileWarning
 
 SCHEMA_VERSION: Final = 1
 DECODE_TOKENS: Final = 8  # largest token count of the decode phase (speculative verification)
-LEAST_SAMPLES: Final = 5  # of a row that says how its kind varies
+MIN_SAMPLES: Final = 5  # of a row that says how its kind varies
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Numbers: TypeAlias = Literal["measured", "compiler-predicted", "simulated"]
@@ -187,7 +187,7 @@ def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict
     """Median over a kind of what says how samples vary, without rows that have few of them."""
     found: dict[Kind, list[float]] = {}
     for row in rows:
-        if row.samples >= LEAST_SAMPLES:
+        if row.samples >= MIN_SAMPLES:
             found.setdefault(row.kind, []).append(of(row))
     return {kind: float(np.median(values)) for kind, values in found.items()}
 

@@ -46,14 +46,14 @@ PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 class ReferencePolicy:
     """How a profile's reference kernels are timed on another machine, within seconds.
 
-    least_samples  undisturbed ones of a kernel
+    min_samples  undisturbed ones of a kernel
     warm_s         launches of a kernel before it is timed take so long at most
     repeats        timings that a batch's length is chosen by, so that one that is held up does not
     batch_s        a batch in a queue: the shorter, the fewer are disturbed
     shorter        part of a batch where time is up and samples are missing
     """
 
-    least_samples: int = 3
+    min_samples: int = 3
     warm_s: float = 0.2
     repeats: int = 4
     batch_s: float = 2e-3
@@ -212,7 +212,7 @@ def time_references(
     workload: Workload,
     runners: Sequence[Runner],
     for_s: float,
-    most_s: float,
+    max_s: float,
     policy: ReferencePolicy = DEFAULT,
 ) -> list[float]:
     """Median seconds of each kernel, out of cache, from samples in turns for `for_s`.
@@ -220,18 +220,18 @@ def time_references(
     As in a profile, samples during which a thread of ours waited for a core do not count. The next
     sample is of a kernel that has the fewest which do, so that other programs, which take one core
     more than the other, leave some of each. A kernel that has too few by then is timed on until
-    `most_s`, in shorter batches, which are seldom disturbed but a few per cent too long. Raises
+    `max_s`, in shorter batches, which are seldom disturbed but a few per cent too long. Raises
     `ProfileError` if that is not enough.
     """
     now, order = workload.clock.now, np.random.default_rng(0)
     clean: list[list[float]] = [[] for _ in runners]
     full = [runner.batch for runner in runners]
     start_s, taken = now(), 0
-    while now() < start_s + for_s or min(map(len, clean)) < policy.least_samples:
-        if now() >= start_s + most_s:
+    while now() < start_s + for_s or min(map(len, clean)) < policy.min_samples:
+        if now() >= start_s + max_s:
             busy = taken > 2 * sum(map(len, clean))
             why = "other programs keep the cores busy" if busy else "its reference kernels are slow"
-            raise ProfileError(f"{why} (too few timings in {most_s:g} s)")
+            raise ProfileError(f"{why} (too few timings in {max_s:g} s)")
         index = min(range(len(runners)), key=lambda i: (len(clean[i]), order.random()))
         if now() >= start_s + for_s:
             shorter = max(full[index] // policy.shorter, 1)

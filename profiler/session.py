@@ -255,10 +255,10 @@ class Session:
         if not self.options.keep_budget or self.rows or until_s > self.clock.now():
             return
         self.journal.add({"kind": "spent", "spent_s": self.spent_s})
-        least_s = 10 * math.ceil(1.5 * self.spent_s / 10)
+        min_s = 10 * math.ceil(1.5 * self.spent_s / 10)
         raise ProfileError(
             f"a budget of {self.options.budget_s:.0f} s is too short here: what is no matmul took "
-            f"{self.spent_s:.0f} s; go on with --resume --budget {least_s}s"
+            f"{self.spent_s:.0f} s; go on with --resume --budget {min_s}s"
         )
 
     def _host_sync(self) -> list[HostSync]:

@@ -21,15 +21,15 @@ class TimingPolicy:
 
     cache_bytes       size of the last-level cache where the system does not tell it
     colder            so many times that cache is read to push everything out of it,
-    most_cold_bytes   and at most so much
+    max_cold_bytes   and at most so much
     uses              of a blocking call of a small model before it is timed, if they read no more
                       than the caches hold
 
     Copies of a weight, that launches of one batch take turns with:
 
     copied_bytes      in all, as far as the number of copies allows
-    least_copies
-    most_copies
+    min_copies
+    max_copies
     kept_bytes        kernels beyond this are dropped, least recently used first
 
     Leads, the calls before a timed one:
@@ -37,7 +37,7 @@ class TimingPolicy:
     lead_size         n, k of their weight
     lead_s            how long they run in an asynchronous device's queue: a core that was idle
                       takes some time to full speed
-    most_leads        and at most so many
+    max_warm_ups        and at most so many
     lead_calls        where calls block
     late              share of a batch's time that the leads' end may be seen late by
 
@@ -53,17 +53,17 @@ class TimingPolicy:
 
     cache_bytes: int = 1 << 25
     colder: int = 4
-    most_cold_bytes: int = 1 << 29
+    max_cold_bytes: int = 1 << 29
     uses: int = 4
 
     copied_bytes: int = 1 << 25
-    least_copies: int = 4
-    most_copies: int = 64
+    min_copies: int = 4
+    max_copies: int = 64
     kept_bytes: int = 1 << 31
 
     lead_size: tuple[int, int] = (512, 512)
     lead_s: float = 3e-3
-    most_leads: int = 256
+    max_warm_ups: int = 256
     lead_calls: int = 2
     late: float = 0.02
 
@@ -76,7 +76,7 @@ class TimingPolicy:
 
     def leads(self, seconds: float, each_s: float) -> int:
         """How many leads keep a queue at work for so long."""
-        return int(min(max(seconds / each_s, 1), self.most_leads))
+        return int(min(max(seconds / each_s, 1), self.max_warm_ups))
 
     def batch(self, each_s: float, most: int) -> int:
         """Launches that take `batch_s` together, if each takes so many seconds; at most `most`."""
@@ -105,7 +105,7 @@ def last_level_cache_bytes() -> int | None:
 def cold_bytes(policy: TimingPolicy = DEFAULT) -> int:
     """Reading that pushes everything out of the caches."""
     cache = last_level_cache_bytes() or policy.cache_bytes
-    return min(policy.colder * cache, policy.most_cold_bytes)
+    return min(policy.colder * cache, policy.max_cold_bytes)
 
 
 def time_behind(

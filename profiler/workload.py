@@ -292,10 +292,8 @@ class Workload:
         self.evict(runner, copies)
         return None
 
-    def warm_up(
-        self, runner: Runner, repeats: int | None = None, most_s: float = math.inf
-    ) -> float:
-        """Launch every copy once, as far as `most_s` reaches, then choose how many launches make a
+    def warm_up(self, runner: Runner, repeats: int | None = None, max_s: float = math.inf) -> float:
+        """Launch every copy once, as far as `max_s` reaches, then choose how many launches make a
         batch. Returns seconds.
 
         The length of a batch follows from the shortest of several timings (`repeats`, or the
@@ -307,7 +305,7 @@ class Workload:
         start_s = self.clock.now()
         for copy in range(len(runner.calls)):
             runner.launch([copy])
-            if self.clock.now() - start_s > most_s:
+            if self.clock.now() - start_s > max_s:
                 break
         seconds = self.time(runner)
         if runner.device.capabilities.asynchronous and 0 < seconds < policy.held_up_s:
@@ -375,8 +373,8 @@ class Workload:
         if self.clock.now() - start_s >= policy.held_up_s:  # as many more would take seconds
             return [call]
         start_s = self.clock.now()
-        [call.submit() for _ in range(policy.most_copies)][-1].wait()
-        each_s = max((self.clock.now() - start_s) / policy.most_copies, 1e-6)
+        [call.submit() for _ in range(policy.max_copies)][-1].wait()
+        each_s = max((self.clock.now() - start_s) / policy.max_copies, 1e-6)
         return [call] * policy.leads(policy.lead_s, each_s)
 
     def _prepare(self, task: Task) -> _Prepared:
@@ -385,7 +383,7 @@ class Workload:
             device = self.devices[task.device]
             copies = 1
             if device.capabilities.asynchronous:
-                least, most = self.policy.least_copies, self.policy.most_copies
+                least, most = self.policy.min_copies, self.policy.max_copies
                 size = int(weight_bytes(task.weight_format, task.n, task.k))
                 places = max(self.pool.nbytes // size, 1)  # where copies share none
                 copies = min(max(self._copied // size, least), most, places)

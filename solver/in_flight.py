@@ -30,7 +30,7 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
 
-MOST_WAYS: Final = 8  # of one matmul
+MAX_WAYS: Final = 8  # of one matmul
 
 
 class _Ways(NamedTuple):
@@ -102,8 +102,8 @@ def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
     """The NPU's rows end at a cut that the plan prepares, or nowhere, or at the last row."""
     space = planner.space(name)
     rows = [int(x) for x in space.rows]
-    if len(rows) > MOST_WAYS:
-        places = np.linspace(0, len(rows) - 1, MOST_WAYS).round().astype(int)
+    if len(rows) > MAX_WAYS:
+        places = np.linspace(0, len(rows) - 1, MAX_WAYS).round().astype(int)
         rows = [rows[i] for i in dict.fromkeys(places.tolist())]
     columns = [int(np.searchsorted(space.rows, x)) for x in rows]
     if space.sizes:

@@ -29,7 +29,7 @@ from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
 
 Extra = Mapping[OpName, list[Option]]
-MOST_SAVED: Final = 0.8  # of a step, by chains: what is measured of short launches has limits
+MAX_SAVED: Final = 0.8  # of a step, by chains: what is measured of short launches has limits
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,7 @@ class Planner:
         )
         if scenario.phase == "prefill" or not found.alone_on("gpu"):
             return found
-        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MOST_SAVED * found.seconds)
+        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * found.seconds)
         return found._replace(around_s=around_s - saved_s)
 
     def _check_length(self, scenario: Scenario) -> None:

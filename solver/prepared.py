@@ -30,7 +30,7 @@ from hetero.solver.options import Option
 from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
-from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_of
+from hetero.solver.request import DECODE, MAX_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
@@ -47,7 +47,7 @@ def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
     sizes = [g for g in graph_sizes if g > DECODE_TOKENS] or [32, 64, 128, 256, 512, 1024]
     wanted = {m for g in sizes for m in (g, g + max(g // 16, 1), g + g // 4, g + g // 2)}
     found = sorted(m for m in wanted if m <= longest) or [longest]
-    return tuple(found[:: -(-len(found) // MOST_LENGTHS)])
+    return tuple(found[:: -(-len(found) // MAX_LENGTHS)])
 
 
 def prepare_solver(

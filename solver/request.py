@@ -11,16 +11,16 @@ import numpy as np
 from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
 from hetero.solver.kernel_times import Precision
-from hetero.solver.names import MOST_TOKENS
+from hetero.solver.names import MAX_TOKENS
 from hetero.solver.options import INF
 from hetero.solver.solution import Scenario
 
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 DEFAULT_LENGTHS = (64, 256, 1024)
 DECODE = Scenario("decode", 1)
-MOST_LENGTHS = 128  # solved in ten seconds
-MOST_LENGTHS_AUTO = 12  # for which graph sizes are chosen in half a minute
-MOST_SIZES = 64
+MAX_LENGTHS = 128  # solved in ten seconds
+MAX_LENGTHS_AUTO = 12  # for which graph sizes are chosen in half a minute
+MAX_SIZES = 64
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class PlanRequest:
     def check(self) -> None:
         """Raises `PlanError` for a value that means nothing, or takes too long."""
         auto = self.graph_sizes == "auto"
-        most = MOST_LENGTHS_AUTO if auto else MOST_LENGTHS
+        most = MAX_LENGTHS_AUTO if auto else MAX_LENGTHS
         where = " with --graph-sizes auto" if auto else ""
         _check_tokens(self.seq_lens, "prompt lengths", "--seq-lens", most, where)
         if self.graph_sizes is not None and not auto:
-            _check_tokens(self.graph_sizes, "graph sizes", "--graph-sizes", MOST_SIZES)
+            _check_tokens(self.graph_sizes, "graph sizes", "--graph-sizes", MAX_SIZES)
         if self.step_tokens is not None and self.step_tokens < 1:
             raise PlanError(f"a call has at least one token, got step_tokens={self.step_tokens}")
         if self.length_weights and (
@@ -117,8 +117,8 @@ class PlanRequest:
             raise PlanError(f"--max-gpu-share is between 0 and 1, got {self.max_gpu_share:g}")
         if not 0 <= self.margin < 1:
             raise PlanError(f"the margin is a fraction from 0 to 1, got {self.margin:g}")
-        if not 0 <= self.context <= MOST_TOKENS:
-            raise PlanError(f"--context is from 0 to {MOST_TOKENS} tokens, got {self.context}")
+        if not 0 <= self.context <= MAX_TOKENS:
+            raise PlanError(f"--context is from 0 to {MAX_TOKENS} tokens, got {self.context}")
         if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
             raise PlanError(
                 f"--memory-budget is at least a byte, got {self.memory_budget_bytes}: give one "
@@ -133,9 +133,9 @@ def _check_tokens(
     if len(set(values)) > most:
         raise PlanError(f"at most {most} {what} are solved{where}, got {len(set(values))}")
     whole = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values)
-    if not values or not all(whole) or not all(1 <= x <= MOST_TOKENS for x in values):  # type: ignore[operator]
+    if not values or not all(whole) or not all(1 <= x <= MAX_TOKENS for x in values):  # type: ignore[operator]
         raise PlanError(
-            f"{what} are token counts from 1 to {MOST_TOKENS}, got {list(values)}: give {option} "
+            f"{what} are token counts from 1 to {MAX_TOKENS}, got {list(values)}: give {option} "
             "such as 64,256,1024"
         )
 

@@ -76,7 +76,7 @@ def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName,
     if result is not None:
         return result
     name = programs[-1].planner.spec.name
-    least = sum(program.least_bytes() for program in programs)
+    least = sum(program.min_bytes() for program in programs)
     if least > limits.together:
         raise PlanError(
             f"no plan of {name} fits {limits.together / 2**30:.2f} GiB of weights: they take "
@@ -126,7 +126,7 @@ class _Program:
             )
         return self._options[key]
 
-    def least_bytes(self) -> float:
+    def min_bytes(self) -> float:
         """Of all weights, each row where it takes least."""
         return sum(
             min(sum(held_bytes(self.planner, name, held)) for held in self.choices[name])

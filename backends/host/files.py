@@ -33,7 +33,7 @@ LONGEST_TEXT_BYTES: Final = 256 << 20
 PIPE_WAIT_S: float = 10.0  # silence of the other end of a pipe
 _LONGEST_NAME_BYTES: Final = 200  # of 255 that file systems take
 _PIECE_BYTES: Final = 4096  # a pipe that is ready takes so much without blocking (PIPE_BUF)
-_MOST_LINKS: Final = 40
+_MAX_LINKS: Final = 40
 ROOM_BYTES: Final = 1 << 20  # compiled kernels take more, but only a full disk has less
 OPEN_FILES_HOLD_FOLDERS = os.name == "nt"  # a folder cannot be renamed while a file in it is open
 _OPEN: Final = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
@@ -151,8 +151,8 @@ def remove_partials(target: Path) -> None:
                 _remove_unlocked(Path(entry.path), target)
 
 
-def read_file(path: AnyPath, most_bytes: int) -> bytes:
-    """The contents of a file or a pipe, read once. Raises `OSError` for more than `most_bytes`, and
+def read_file(path: AnyPath, max_bytes: int) -> bytes:
+    """The contents of a file or a pipe, read once. Raises `OSError` for more than `max_bytes`, and
     for a pipe of which nothing comes within `PIPE_WAIT_S`.
     """
     if "\0" in os.fspath(path):
@@ -163,7 +163,7 @@ def read_file(path: AnyPath, most_bytes: int) -> bytes:
         if stat.S_ISDIR(kind):
             raise _error(errno.EISDIR, path)
         pieces: list[bytes] = []
-        left = most_bytes + 1
+        left = max_bytes + 1
         while left:
             if not stat.S_ISREG(kind):
                 _await(descriptor, stat.S_ISFIFO(kind))
@@ -177,19 +177,19 @@ def read_file(path: AnyPath, most_bytes: int) -> bytes:
             left -= len(piece)
     finally:
         os.close(descriptor)
-    raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB")
+    raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB")
 
 
-def read_text(path: AnyPath, most_bytes: int) -> str:
+def read_text(path: AnyPath, max_bytes: int) -> str:
     """Return UTF-8 text without a byte order mark, read as by `read_file`. Raises `OSError`,
     `UnicodeDecodeError`.
     """
-    return io.TextIOWrapper(io.BytesIO(read_file(path, most_bytes)), encoding="utf-8-sig").read()
+    return io.TextIOWrapper(io.BytesIO(read_file(path, max_bytes)), encoding="utf-8-sig").read()
 
 
-def read_document(path: AnyPath, most_bytes: int = LONGEST_DOCUMENT_BYTES) -> bytes:
+def read_document(path: AnyPath, max_bytes: int = LONGEST_DOCUMENT_BYTES) -> bytes:
     """Return the bytes of `read_file` without a byte order mark, which Windows editors write."""
-    return read_file(path, most_bytes).removeprefix(codecs.BOM_UTF8)
+    return read_file(path, max_bytes).removeprefix(codecs.BOM_UTF8)
 
 
 def sync_directory(path: Path) -> None:
@@ -213,7 +213,7 @@ def _destination(path: AnyPath) -> tuple[Path, bool]:
     if "\0" in os.fspath(path):
         raise _error(errno.EINVAL, path)
     target = Path(path).absolute()
-    for _ in range(_MOST_LINKS):
+    for _ in range(_MAX_LINKS):
         folder = Path(os.path.realpath(target.parent))
         target = folder / target.name
         if folder.is_relative_to("/proc") or _DESCRIPTORS.fullmatch(str(folder)):

@@ -11,8 +11,8 @@ from hetero.backends.errors import UserError
 
 VARIABLE: Final = "HETERO_TIMEOUT_SCALE"
 PROC: Final = Path("/proc")
-LEAST_WORK: Final = 0.01  # of a core, of a process that is at work
-MOST_WORK: Final = 0.9  # of the limit, in seconds of a core, of one that works for ever
+MIN_WORK: Final = 0.01  # of a core, of a process that is at work
+MAX_WORK: Final = 0.9  # of the limit, in seconds of a core, of one that works for ever
 _CPU_FIELDS: Final = slice(11, 15)  # of /proc/PID/stat behind the name: own and children's time
 
 
@@ -61,5 +61,5 @@ class Patience:
         if now_s is None or self._begun_s is None or self._seen_s is None:
             return True
         worked_s, self._seen_s = now_s - self._seen_s, now_s
-        idle = worked_s < LEAST_WORK * self.limit_s
-        return idle or now_s - self._begun_s >= MOST_WORK * self.limit_s
+        idle = worked_s < MIN_WORK * self.limit_s
+        return idle or now_s - self._begun_s >= MAX_WORK * self.limit_s

@@ -22,13 +22,13 @@ PIECE_BYTES: Final = 64 << 20  # others who change mappings wait for no longer
 MEMINFO: Final = Path("/proc/meminfo")
 
 
-def bring(memory: npt.NDArray[np.uint8]) -> threading.Thread | None:
+def prefetch(memory: npt.NDArray[np.uint8]) -> threading.Thread | None:
     """Map the pages of an array by a thread, which keeps the array alive and ends with the process;
     None where the system cannot, or memory is short.
     """
     if not sys.platform.startswith("linux") or 2 * memory.nbytes > available_bytes():
         return None
-    thread = threading.Thread(target=_bring, args=(memory,), name="hetero-pages", daemon=True)
+    thread = threading.Thread(target=_prefetch, args=(memory,), name="hetero-pages", daemon=True)
     thread.start()
     return thread
 
@@ -43,7 +43,7 @@ def available_bytes() -> int:
     return next((int(words[1]) << 10 for words in found), 0)
 
 
-def _bring(memory: npt.NDArray[np.uint8]) -> None:
+def _prefetch(memory: npt.NDArray[np.uint8]) -> None:
     madvise = ctypes.CDLL(None).madvise  # Python's own holds the interpreter meanwhile
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     first = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE

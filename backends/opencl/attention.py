@@ -25,7 +25,7 @@ CACHE_DEFINES: Final[dict[CacheFormat, dict[str, int]]] = {
     CacheFormat.Q8: {"CACHE_CODES": 1},
 }
 BUSY_AT_LEAST = 0.8  # of the workers' time, or contexts are split
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_DIM / lanes each
 
 
@@ -51,7 +51,7 @@ def prepare_attention_heads(
     parts = splits(heads.count, device.threads)
     program = device.programs.get(
         "attention_cpu.cl",
-        attention_defines(device.tuning, op) | {"MOST_PARTS": MOST_SPLITS},
+        attention_defines(device.tuning, op) | {"MAX_PARTS": MAX_SPLITS},
         before=("caches.cl", *caps(op), "scores_cpu.cl"),
     )
 
@@ -71,7 +71,7 @@ def splits(heads: int, workers: int) -> int:
     rounds = -(-heads // workers)
     if heads >= BUSY_AT_LEAST * rounds * workers:
         return 1
-    return min(workers // math.gcd(heads, workers), MOST_SPLITS)
+    return min(workers // math.gcd(heads, workers), MAX_SPLITS)
 
 
 def _attend_few(

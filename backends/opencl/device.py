@@ -19,7 +19,7 @@ from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
-from hetero.backends.opencl.fused_launch import fuse
+from hetero.backends.opencl.megakernel import fuse
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.stream_signal import OpenCLStreamSignal, find_stream_signal

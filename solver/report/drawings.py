@@ -30,7 +30,7 @@ from hetero.solver.report.content import (
 )
 
 WIDTH: Final = 960.0
-LEAST_LABEL: Final = 4.0  # percent of the width, below which a bar has no name in it
+MIN_LABEL: Final = 4.0  # percent of the width, below which a bar has no name in it
 LEGEND: Final = (("gpu", "GPU"), ("npu", "NPU"), ("rest", "other operators (norms, attention, …)"))
 
 
@@ -167,7 +167,7 @@ def _lane(kind: str, bars: Sequence[Bar], end_s: float) -> Lane:
     labels = tuple(
         Label(f"{percent(b.start_s):.2f}", f"{percent(b.end_s - b.start_s):.2f}", b.name)
         for b in bars
-        if percent(b.end_s - b.start_s) > max(LEAST_LABEL, 0.9 * len(b.name))
+        if percent(b.end_s - b.start_s) > max(MIN_LABEL, 0.9 * len(b.name))
     )
     busy = sum(b.end_s - b.start_s for b in bars) / end_s
     svg = _svg(WIDTH, 40, drawn, f"{kind} in one block")

@@ -16,7 +16,7 @@ from hetero.measuring.profiling import LEAST_BUDGET_S, lock_path
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.pages import COLORS
-from hetero.profiler.quality import MOST_ERROR, grade
+from hetero.profiler.quality import MAX_ERROR, grade
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
@@ -59,8 +59,8 @@ def test_who_is_faster_is_what_the_profile_measured(host: DeviceProfile) -> None
 
 
 def test_a_profile_that_predicts_badly_is_bad(host: DeviceProfile) -> None:
-    assert grade(with_error(host, 0.9 * MOST_ERROR)).good
-    assert grade(with_error(host, 1.1 * MOST_ERROR)).problems == (
+    assert grade(with_error(host, 0.9 * MAX_ERROR)).good
+    assert grade(with_error(host, 1.1 * MAX_ERROR)).problems == (
         "NPU prefill is predicted with a mean error of 33%",
     )
     gpu = tuple(p for p in host.predictors if p.device == "gpu")

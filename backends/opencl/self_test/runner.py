@@ -41,7 +41,7 @@ from hetero.backends.opencl.self_test.run_folder import run_folder
 from hetero.backends.opencl.self_test.store import KernelStore, keep_newest
 from hetero.backends.opencl.self_test.supervisor import Job, Worker, WorkerGoneError, hello
 
-MOST_PARTS: Final = 4
+MAX_PARTS: Final = 4
 LOCK_S: Final = 300.0  # how long another process's self-test of the same is waited for
 
 Tell: TypeAlias = Callable[[str], None]
@@ -265,7 +265,7 @@ class _Child:
 
 def _parts(candidate: Candidate) -> int:
     """Children that share a self-test's cases: compilers take one core each."""
-    return min(MOST_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
+    return min(MAX_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
 
 
 def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:

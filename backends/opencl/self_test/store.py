@@ -21,7 +21,7 @@ from typing import Final
 
 MAGIC: Final = b"hetero-kernels-1\n"
 SUFFIX: Final = ".kernels"
-MOST_STORES: Final = 32  # of a machine: a driver's have about 10 MB for each level
+MAX_STORES: Final = 32  # of a machine: a driver's have about 10 MB for each level
 _HASH: Final = 32
 
 
@@ -88,7 +88,7 @@ class KernelStore:
                     path.unlink(missing_ok=True)
 
 
-def keep_newest(root: Path, most: int = MOST_STORES) -> None:
+def keep_newest(root: Path, most: int = MAX_STORES) -> None:
     """Remove stores of a folder but those that were used last: another version's kernels, or
     another driver's, have one of their own. Who still uses one that went compiles again.
     """
