@@ -54,13 +54,13 @@ def block_count(blocks: Blocks, groups: int) -> int:
 
 
 def interleaved(blocks: Blocks, parts: BlockParts) -> tuple[npt.NDArray[np.uint32], Bytes]:
-    """`data` and `scales` of rows whose number is a multiple of 16."""
+    """Return `data` and `scales` of rows whose number is a multiple of 16."""
     codes = np.ascontiguousarray(parts.codes)
     return _interleaved_codes(blocks, codes), _interleaved_scales(blocks, parts)
 
 
 def taken_apart(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]) -> BlockParts:
-    """The reverse of `interleaved`."""
+    """Return the reverse of `interleaved`."""
     count, groups = data.shape[:2]
     rows = count * ROWS_OF_BLOCK
     words = np.ascontiguousarray(data[:, :, :4].transpose(0, 3, 1, 2)).view(np.uint8)
@@ -76,7 +76,7 @@ def taken_apart(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]
 
 
 def values_of(blocks: Blocks, parts: BlockParts) -> Float32Array:
-    """The weights as float32 [rows, G, 32]; d · s and e · t are exact in it."""
+    """Return the weights as float32 [rows, G, 32]; d · s and e · t are exact in it."""
     groups = parts.codes.shape[1]
     scale = _of_groups(blocks, parts.d, groups)[..., None] * parts.s.astype(np.float32).reshape(
         len(parts.s), groups, blocks.halves
@@ -215,8 +215,8 @@ def set_uppers(words: Words, values: Bytes, shifts: Sequence[int], mask: int) ->
 
 
 def nibble_words(codes: Bytes) -> npt.NDArray[np.uint32]:
-    """The low halves of codes [rows, G, 32] as words [rows, G, 4] of eight. By pairs: neighbours in
-    strided arrays take several times as long.
+    """Return the low halves of codes [rows, G, 32] as words [rows, G, 4] of eight. By pairs:
+    neighbours in strided arrays take several times as long.
     """
     pairs = np.ascontiguousarray(codes).view("<u2")
     return (pairs & 15 | pairs >> 4 & 240).astype(np.uint8).view("<u4")

@@ -44,7 +44,7 @@ def packed(weights: Mapping[str, WeightValue]) -> PackedWeight:
 
 
 def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.float32]:
-    """A one-dimensional float32 weight of an operation that passed `check_weights`."""
+    """Return a one-dimensional float32 weight of an operation that passed `check_weights`."""
     value: Any = weights[name]
     assert not isinstance(value, PackedWeight)
     assert value.dtype == np.float32
@@ -53,7 +53,9 @@ def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.floa
 
 
 def slab(weights: Mapping[str, WeightValue]) -> tuple[npt.NDArray[np.int32], PackedWeight]:
-    """The hot features of an `Outliers` that passed `check_weights`, and their weights [n, hot]."""
+    """Return the hot features of an `Outliers` that passed `check_weights`, and their weights [n,
+    hot].
+    """
     hot: Any = weights["hot"]
     kept = weights["hot_weight"]
     assert isinstance(kept, PackedWeight)
@@ -74,7 +76,7 @@ def check_token_count(
 
 
 def accept_format(capabilities: Capabilities, op: Op) -> Acceptance:
-    """Whether the weight format of a MatMul or Embed is among the device's."""
+    """Return whether the weight format of a MatMul or Embed is among the device's."""
     if isinstance(op, ops.MatMul | ops.Embed):
         formats = capabilities.weight_formats
         if op.weight_format not in formats:
@@ -85,7 +87,7 @@ def accept_format(capabilities: Capabilities, op: Op) -> Acceptance:
 def first_position(
     backend: str, call: str, position: npt.NDArray[np.int32], m: int, limit: int
 ) -> int:
-    """The position of a call's first token, for devices whose host side reads it.
+    """Return the position of a call's first token, for devices whose host side reads it.
 
     Raises `DeviceError` when m tokens from there pass `limit` (a cache's capacity, a table's end).
     """

@@ -40,7 +40,7 @@ class CacheFormat(StrEnum):
 
     @property
     def coded(self) -> bool:
-        """Whether values are integer codes with scales."""
+        """Return whether values are integer codes with scales."""
         return self is CacheFormat.Q8
 
     def row(self, head_dim: int) -> int:
@@ -88,14 +88,14 @@ class StorageFormat(StrEnum):
 
     @property
     def scales(self) -> WeightScales:
-        """What shares a scale: a `group` of `GROUP_SIZE` weights along k (fp16), a whole `row`
-        (fp32), as its `blocks` say, as the `parts` have it; `none`: floating point.
+        """Return what shares a scale: a `group` of `GROUP_SIZE` weights along k (fp16), a whole
+        `row` (fp32), as its `blocks` say, as the `parts` have it; `none`: floating point.
         """
         return _STORAGE[self].scales
 
     @property
     def blocks(self) -> Blocks:
-        """How blocks are made up. Raises `ValueError` for a storage without them."""
+        """Return how blocks are made up. Raises `ValueError` for a storage without them."""
         found = _STORAGE[self].blocks
         if found is None:
             raise ValueError(f"{self} weights are not stored in blocks")
@@ -103,7 +103,7 @@ class StorageFormat(StrEnum):
 
     @property
     def quantised(self) -> bool:
-        """Whether weights are integer codes, padded along k to whole groups, with scales."""
+        """Return whether weights are integer codes, padded along k to whole groups, with scales."""
         return self.scales != "none"
 
     @property
@@ -200,7 +200,7 @@ class Activations:
 
     @property
     def are_floats(self) -> bool:
-        """Whether nothing is quantised."""
+        """Return whether nothing is quantised."""
         return self.bits == 0
 
     @property
@@ -237,17 +237,17 @@ class WeightFormat(StrEnum):
 
     @property
     def storage(self) -> StorageFormat:
-        """How the weights lie in memory, whatever the activations are."""
+        """Return how the weights lie in memory, whatever the activations are."""
         return _FORMATS[self].storage
 
     @property
     def of_file(self) -> bool:
-        """Whether its weights are those of a GGUF file and cannot be made of others."""
+        """Return whether its weights are those of a GGUF file and cannot be made of others."""
         return self.storage is StorageFormat.MIXED
 
     @property
     def activations(self) -> Activations:
-        """How its input is rounded."""
+        """Return how its input is rounded."""
         return _FORMATS[self].activations
 
     @property
@@ -259,13 +259,15 @@ class WeightFormat(StrEnum):
 
     @property
     def half_is_enough(self) -> bool:
-        """Whether fp16 arithmetic keeps to it: no integers to be exact in, no 32-bit weights."""
+        """Return whether fp16 arithmetic keeps to it: no integers to be exact in, no 32-bit
+        weights.
+        """
         return self.activations.are_floats and self.storage is not StorageFormat.F32
 
 
 def activations_of(activations: Activations, storage: StorageFormat) -> Activations:
-    """How the input of a part is rounded: not for codes of 8 bits and floats, of which sums of
-    integers have no kernels.
+    """Return how the input of a part is rounded: not for codes of 8 bits and floats, of which sums
+    of integers have no kernels.
     """
     rounded = storage is StorageFormat.Q4 or storage.scales == "block"
     return activations if rounded else FLOATS

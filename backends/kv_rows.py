@@ -87,7 +87,7 @@ class Rows:
 
 
 def cache_rows(op: Op, array: Array) -> Rows:
-    """A cache of an operation that has some."""
+    """Return a cache of an operation that has some."""
     of = op.attention if isinstance(op, ColumnMass | AttentionHeads) else op
     assert isinstance(of, Attention | DecodeChunks)
     return Rows(array, of.kv, of.head_dim)

@@ -60,7 +60,7 @@ class HostBuffer:
     def array(
         self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset_bytes: int = 0
     ) -> npt.NDArray[Any]:
-        """A view of `shape` that starts `offset_bytes` into the buffer."""
+        """Return a view of `shape` that starts `offset_bytes` into the buffer."""
         count = math.prod(shape) * np.dtype(dtype).itemsize
         if offset_bytes < 0 or offset_bytes + count > self.nbytes:
             raise ValueError(
@@ -169,7 +169,7 @@ class Panels:
         return sum(part.nbytes for part in self.parts)
 
     def gather(self, m: int) -> npt.NDArray[Any]:
-        """The first m tokens in one array [m, features]: a copy."""
+        """Return the first m tokens in one array [m, features]: a copy."""
         return np.concatenate([part.array[:m] for part in self.parts], axis=1)
 
     def rows(self, start: int, stop: int) -> Panels:
@@ -178,7 +178,7 @@ class Panels:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Tensor:
-    """A tensor in a buffer of its own."""
+    """Return a tensor in a buffer of its own."""
     kind = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     return Tensor(HostBuffer(count), shape, kind)

@@ -318,7 +318,7 @@ class DecodeChunks:
         return self.tokens if self.keys_by_token else 1, self.tokens if self.by_token else 1
 
     def chunk_bytes(self, bits: int) -> int:
-        """That a chunk takes in `codes`."""
+        """Return that a chunk takes in `codes`."""
         return bits * self.values // 8 + (0 if bits > 8 else 2 * self.amplitudes)
 
 

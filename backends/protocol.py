@@ -140,7 +140,7 @@ class Completion(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the launch and everything before it has completed; never blocks.
+        """Return whether the launch and everything before it has completed; never blocks.
 
         Raises `DeviceError` when the launch failed.
         """
@@ -157,7 +157,7 @@ class Completion(ABC):
         self.wait()
 
     def span(self) -> tuple[float, float] | None:
-        """When a completed launch ran, in seconds of `time.perf_counter`; None if not known
+        """Return when a completed launch ran, in seconds of `time.perf_counter`; None if not known
         (`Device.set_timing`).
         """
         return None
@@ -269,7 +269,7 @@ class Device(ABC):
 
     @abstractmethod
     def accepts(self, op: Op) -> Acceptance:
-        """Whether `prepare` would succeed, decided from data alone."""
+        """Return whether `prepare` would succeed, decided from data alone."""
 
     @abstractmethod
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -336,9 +336,9 @@ class Device(ABC):
         return None
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
-        """A call that copies between host memory and an equal tensor in memory of this device's
-        own, in the order of its calls; None where the device has no such command. For comparisons:
-        nothing is copied on unified memory otherwise.
+        """Return a call that copies between host memory and an equal tensor in memory of this
+        device's own, in the order of its calls; None where the device has no such command. For
+        comparisons: nothing is copied on unified memory otherwise.
         """
         return None
 
@@ -415,7 +415,7 @@ _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
 def takes_panels(op: Op, port: str) -> bool:
-    """Whether a port may be the output of a cut matmul, where the device reads `Panels`."""
+    """Return whether a port may be the output of a cut matmul, where the device reads `Panels`."""
     match op:
         case ops.RMSNorm() | ops.LayerNorm():
             return port == ("residual" if op.add else "x")
@@ -432,13 +432,13 @@ def takes_panels(op: Op, port: str) -> bool:
 
 
 def whole(operand: Operand) -> Tensor:
-    """An operand that is one tensor, as `check_tensors` has made sure."""
+    """Return an operand that is one tensor, as `check_tensors` has made sure."""
     assert isinstance(operand, Tensor)
     return operand
 
 
 def parts_of(operand: Operand) -> tuple[Tensor, ...]:
-    """The tensors that make an operand: its panels, or itself."""
+    """Return the tensors that make an operand: its panels, or itself."""
     return operand.parts if isinstance(operand, Panels) else (operand,)
 
 

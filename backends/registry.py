@@ -55,7 +55,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def find(name: str) -> Backend:
-    """The backend of that name. Raises `ValueError` with the nearest known name."""
+    """Return the backend of that name. Raises `ValueError` with the nearest known name."""
     if name in BACKENDS:
         return BACKENDS[name]
     near = difflib.get_close_matches(name, BACKENDS, n=1)

@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def one_sentence(message: str) -> str:
-    """A message on one line of at most about 1000 characters, control characters escaped."""
+    """Return a message on one line of at most about 1000 characters, control characters escaped."""
     line = printable(re.sub(r"\s*\n\s*", " ", message))
     if len(line) <= LONGEST_SENTENCE:
         return line
@@ -26,5 +26,5 @@ def one_sentence(message: str) -> str:
 
 
 def escaped(found: re.Match[str]) -> str:
-    """A character as its escape."""
+    """Return a character as its escape."""
     return found.group().encode("unicode_escape").decode("ascii")

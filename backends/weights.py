@@ -97,7 +97,7 @@ class PackedWeight:
         return PackedWeight(self.storage, stop - start, self.k, self.data[first:last], scales)
 
     def dequantize(self) -> Float32Array:
-        """The weight as float32 [n, k]: the numbers that every kernel must compute with."""
+        """Return the weight as float32 [n, k]: the numbers that every kernel must compute with."""
         if self.parts:
             return np.concatenate([part.dequantize() for part in self.parts])
         count = self.data.shape[0]
@@ -133,7 +133,7 @@ class PackedWeight:
                 yield part.rows(low, high)
 
     def codes(self) -> npt.NDArray[np.int8]:
-        """The codes of a q4, q8 or q8r weight as int8 [n, k]; q4: -8…7."""
+        """Return the codes of a q4, q8 or q8r weight as int8 [n, k]; q4: -8…7."""
         full = self._values().reshape(self.data.shape[0] * ROW_BLOCK, -1)
         return np.ascontiguousarray(full[: self.n, : self.k], dtype=np.int8)
 
@@ -262,7 +262,7 @@ def pack_blocks(parts: blocks.BlockParts, storage: StorageFormat, n: int, k: int
 
 
 def stacked(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """A mixed weight of the rows of `parts`; all but the last have a multiple of 16 rows."""
+    """Return a mixed weight of the rows of `parts`; all but the last have a multiple of 16 rows."""
     n = sum(part.n for part in parts)
     return PackedWeight(
         StorageFormat.MIXED, n, parts[0].k, np.empty(0, np.uint8), None, tuple(parts)

@@ -119,9 +119,9 @@ def measure_restart(
     rounds: int,
     policy: ConcurrentPolicy = DEFAULT,
 ) -> float:
-    """How much longer an NPU call takes after its thread has submitted to the GPU and polled it
-    than after another NPU call, as in a model whose matmuls are all on the NPU: seconds, by medians
-    of so many turns. 0 where the NPU's calls do not block a thread, or the GPU's do.
+    """Return how much longer an NPU call takes after its thread has submitted to the GPU and polled
+    it than after another NPU call, as in a model whose matmuls are all on the NPU: seconds, by
+    medians of so many turns. 0 where the NPU's calls do not block a thread, or the GPU's do.
     """
     devices = workload.devices
     if len(devices) < 2 or not devices["gpu"].capabilities.asynchronous:
@@ -150,7 +150,7 @@ def measure_restart(
 
 
 def _shared(workload: Workload, weight_formats: Sequence[WeightFormat]) -> list[WeightFormat]:
-    """Formats that every device computes."""
+    """Return formats that every device computes."""
     known = [device.capabilities.weight_formats for device in workload.devices.values()]
     return [x for x in weight_formats if all(x in formats for formats in known)]
 
@@ -195,7 +195,7 @@ def _runner(
 def _experiment(
     workload: Workload, gpu: Runner, npu: Runner, rounds: int, policy: ConcurrentPolicy
 ) -> ConcurrentTimes:
-    """Rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
+    """Return rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
 
     Alone is the mean of before and after, and a round's factors are ratios within it, so that drift
     from round to round cancels. What the factors are is the medians over the rounds.
@@ -254,7 +254,7 @@ def _round(
 
 
 def _submit(runner: Runner, count: int) -> list[Completion]:
-    """Launches in the queue of an asynchronous device; none where calls block."""
+    """Return launches in the queue of an asynchronous device; none where calls block."""
     if not runner.device.capabilities.asynchronous:
         return []
     return [runner.calls[copy].submit() for copy in runner.next_copies(count)]

@@ -36,7 +36,7 @@ def check_matmul(task: Task, runner: Runner) -> Quarantine | None:
 
 
 def failed_matmul(task: Task, reason: str) -> Quarantine:
-    """The entry of a kernel that could not be prepared or launched."""
+    """Return the entry of a kernel that could not be prepared or launched."""
     return _entry(task, None, reason)
 
 

@@ -229,7 +229,7 @@ def accuracy(profile: DeviceProfile) -> Chart | None:
 
 
 def drift(profile: DeviceProfile) -> Chart | None:
-    """Reference kernels over the run."""
+    """Return reference kernels over the run."""
     if not profile.references:
         return None
     axes = new_axes()

@@ -65,7 +65,9 @@ def completed(
     *,
     clock: Clock | None = None,
 ) -> DeviceProfile:
-    """The profile with what it was `lacking`; the caller pins the thread. Raises `ProfileError`."""
+    """Return the profile with what it was `lacking`; the caller pins the thread. Raises
+    `ProfileError`.
+    """
     wanted = lacking(profile, devices)
     if not wanted:
         return profile
@@ -113,7 +115,7 @@ def completed(
 def _wrong(
     profile: DeviceProfile, wanted: Sequence[Lack], found: Sequence[Quarantine]
 ) -> list[Quarantine]:
-    """The wanted kernels that compute wrongly. Raises `ProfileError` if a known one does."""
+    """Return the wanted kernels that compute wrongly. Raises `ProfileError` if a known one does."""
     new = {lack[:2] for lack in wanted}
     known = next((x for x in found if (x.device, x.op) not in new), None)
     if known is not None:
@@ -156,7 +158,9 @@ def _medians(rounds: Sequence[Sequence[tuple[NonMatmulRow, Op]]]) -> list[tuple[
 def _factor(
     source: NonMatmulPredictor, timed: list[tuple[NonMatmulRow, Op]], *, few: bool
 ) -> float:
-    """What times of just now, of few tokens or of many, are multiplied by to be the profile's."""
+    """Return what times of just now, of few tokens or of many, are multiplied by to be the
+    profile's.
+    """
     ratios = [
         other_s(source, op, row.m, row.context) / row.seconds
         for row, op in timed

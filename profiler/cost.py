@@ -77,11 +77,13 @@ class CostModel:
         }
 
     def with_profile(self, profile: DeviceProfile) -> CostModel:
-        """The same for another profile, such as one with other graphs."""
+        """Return the same for another profile, such as one with other graphs."""
         return CostModel(profile)
 
     def device(self, device: DeviceKind) -> DeviceRecord:
-        """The device's record. Raises `ProfileError` if the profile has none of that kind."""
+        """Return the device's record. Raises `ProfileError` if the profile has none of that
+        kind.
+        """
         try:
             return self.profile.devices[device]
         except KeyError:
@@ -153,8 +155,8 @@ class CostModel:
         return Cost(self._sound(seconds), np.asarray(outside))
 
     def _sound(self, seconds: Floats) -> Floats:
-        """The seconds. Raises `ProfileError` where a damaged profile predicts what no kernel takes,
-        which no sum could hold.
+        """Return the seconds. Raises `ProfileError` where a damaged profile predicts what no kernel
+        takes, which no sum could hold.
         """
         if seconds.size and not seconds.max() <= LONGEST_S:
             raise ProfileError(
@@ -164,8 +166,8 @@ class CostModel:
         return seconds
 
     def other(self, device: DeviceKind, op: Op) -> NonMatmulPredictor:
-        """What predicts an operation that is not a matmul: its own times, or those of a similar one
-        by its bytes. Raises `ProfileError` without either.
+        """Return what predicts an operation that is not a matmul: its own times, or those of a
+        similar one by its bytes. Raises `ProfileError` without either.
         """
         name = predict.op_name(op)
         source = self._others.get((device, self.measured_as(device, name) or name))
@@ -177,8 +179,8 @@ class CostModel:
         return source if source.op == name else proxy_predictor(source, name)
 
     def measured_as(self, device: DeviceKind, name: str) -> str | None:
-        """The operation whose times predict one by that name (`predict.op_name`): itself, or what
-        stands in for it (`substitutes`); None if the profile has neither.
+        """Return the operation whose times predict one by that name (`predict.op_name`): itself, or
+        what stands in for it (`substitutes`); None if the profile has neither.
         """
         names = (name, *SUBSTITUTES.get(name, ()))
         return next((found for found in names if (device, found) in self._others), None)
@@ -192,7 +194,7 @@ class CostModel:
         k: int,
         order: OperandOrder = "plain",
     ) -> Allowed:
-        """Whether a matmul kernel exists here and computes correctly."""
+        """Return whether a matmul kernel exists here and computes correctly."""
         if device not in self.profile.devices:
             return Allowed(False, f"the profile has no {device}")
         if (device, weight_format, order) not in self._matmuls:
@@ -206,8 +208,8 @@ class CostModel:
         return Allowed(True)
 
     def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:  # noqa: ARG002
-        """Whether an operation that is not a matmul (or what stands in for it) was measured and
-        computes correctly.
+        """Return whether an operation that is not a matmul (or what stands in for it) was measured
+        and computes correctly.
         """
         name = predict.op_name(op)
         source = self.measured_as(device, name)
@@ -228,7 +230,7 @@ class CostModel:
         return self._sync(device).ring_s
 
     def chain_s(self, device: DeviceKind) -> float:
-        """What a launch saves in a chain; 0 if the device has none."""
+        """Return what a launch saves in a chain; 0 if the device has none."""
         return self._sync(device).chain_s or 0.0
 
     def wait_s(self, device: DeviceKind, method: WaitMethod = "fast") -> float:
@@ -237,16 +239,18 @@ class CostModel:
         return waits.get(method, min(waits.values(), default=0.0))
 
     def restart_s(self) -> float:
-        """How much longer an NPU call takes after other work of its thread than after a call."""
+        """Return how much longer an NPU call takes after other work of its thread than after a
+        call.
+        """
         sync = self.profile.sync.get("npu")
         return 0.0 if sync is None else sync.restart_s
 
     def call_s(self, device: DeviceKind) -> float:
-        """Fixed cost of a blocking call (contained in its kernels' times)."""
+        """Return fixed cost of a blocking call (contained in its kernels' times)."""
         return self._sync(device).call_s
 
     def copy_s(self, device: DeviceKind, nbytes: int) -> float:
-        """Moving activations to or from the device; 0 where memory is unified."""
+        """Return moving activations to or from the device; 0 where memory is unified."""
         if self.device(device).capabilities.unified_memory:
             return 0.0
         sync = self._sync(device)
@@ -318,7 +322,7 @@ class CostModel:
         return entry.fixed_s + entry.s_per_byte * nbytes + entry.s_per_token * m
 
     def layers_share(self, device: DeviceKind, weight_format: WeightFormat) -> bool:
-        """Whether one graph serves a matmul of all layers."""
+        """Return whether one graph serves a matmul of all layers."""
         entry = self._preparation(device, weight_format)
         return entry is not None and entry.layers_share
 

@@ -49,7 +49,7 @@ class ConcurrentBandwidth(Record):
 
     @classmethod
     def median(cls, found: Sequence[ConcurrentBandwidth]) -> ConcurrentBandwidth:
-        """The median of every value of measurements of the same devices and formats."""
+        """Return the median of every value of measurements of the same devices and formats."""
         first = found[0]
         return cls(
             bandwidth=_median(first.bandwidth, [x.bandwidth for x in found]),
@@ -61,7 +61,7 @@ class ConcurrentBandwidth(Record):
 
 
 def _median(record: R, found: Sequence[R]) -> R:
-    """The record with the median of each of its numbers."""
+    """Return the record with the median of each of its numbers."""
     names = [name for name, value in record if isinstance(value, float)]
     return record.model_copy(
         update={name: statistics.median(getattr(x, name) for x in found) for name in names}
@@ -108,12 +108,12 @@ class DeviceOverheads:
         return 20 if self.options.quick else 60
 
     def environment(self) -> list[Environment]:
-        """The machine."""
+        """Return the machine."""
         options = self.options
         return [read_environment(gpu_core=options.gpu_core, control_core=options.control_core)]
 
     def device(self, kind: DeviceKind) -> list[DeviceRecord]:
-        """A device with the stages that were found; a quick profile looks for none."""
+        """Return a device with the stages that were found; a quick profile looks for none."""
         device = self.devices[kind]
         device.flag()  # so that the capabilities say whether one is seen in time
         if self.options.quick:
@@ -146,11 +146,11 @@ class DeviceOverheads:
         return [found]
 
     def sleep(self) -> list[HostSync]:
-        """What the host's threads pay."""
+        """Return what the host's threads pay."""
         return [sync_costs.measure_host(self.clock, repeats=self.repeats, wake=not self.virtual)]
 
     def preparation(self) -> list[PreparationRow]:
-        """Preparing graphs and kernels."""
+        """Return preparing graphs and kernels."""
         return preparation.measure_preparation(
             self.devices,
             self.workload.pool,
@@ -180,7 +180,7 @@ class DeviceOverheads:
         return [MaybePower(power=energy.measure_power(self.clock, loads), note="")]
 
     def others(self, records: Mapping[DeviceKind, DeviceRecord]) -> list[NonMatmulRows]:
-        """The kernels that are not matmuls: checked, timed, fitted."""
+        """Return the kernels that are not matmuls: checked, timed, fitted."""
         timed, quarantined = self.timed_others(records)
         return [
             NonMatmulRows(
@@ -197,7 +197,7 @@ class DeviceOverheads:
         records: Mapping[DeviceKind, DeviceRecord],
         wanted: Callable[[DeviceKind, Op], bool] = lambda *_: True,
     ) -> tuple[list[tuple[NonMatmulRow, Op]], list[Quarantine]]:
-        """Those that are wanted, checked and timed; and those that are wrong."""
+        """Return those that are wanted, checked and timed; and those that are wrong."""
         timed: list[tuple[NonMatmulRow, Op]] = []
         quarantined: list[Quarantine] = []
         for kind in self.devices:

@@ -26,7 +26,7 @@ class Meter:
 
 
 def find_meter(root: Path = SYS) -> Meter | None:
-    """The best source there is, or None."""
+    """Return the best source there is, or None."""
     for path in sorted(root.glob("class/powercap/*rapl:0/energy_uj")):
         if _number(path) is not None:
             wraps = _number(path.with_name("max_energy_range_uj")) or 0.0

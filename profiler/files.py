@@ -27,12 +27,14 @@ INLINE_BELOW = 120  # characters: shorter lists and objects stay on one line
 
 
 def read_document(path: str | Path, current_version: int) -> Document:
-    """The JSON object of a profile file, migrated. Raises `ProfileError` for anything else."""
+    """Return the JSON object of a profile file, migrated. Raises `ProfileError` for anything
+    else.
+    """
     return parse_document(read_profile(path), path, current_version)
 
 
 def read_profile(path: str | Path) -> str:
-    """The text of a profile file. Raises `ProfileError`."""
+    """Return the text of a profile file. Raises `ProfileError`."""
     try:
         return read_text(path, LONGEST_DOCUMENT_BYTES)
     except OSError as error:
@@ -106,7 +108,7 @@ def _format(value: Any, indent: str) -> str:
 
 
 def _row(item: Any, indent: str) -> str:
-    """An item of a list: measured rows (an object without lists of objects) on one line."""
+    """Return an item of a list: measured rows (an object without lists of objects) on one line."""
     if isinstance(item, dict) and not any(_is_large(part) for part in item.values()):
         return json.dumps(item, allow_nan=False)
     return _format(item, indent)
@@ -134,19 +136,21 @@ def refuse_folder(path: str | Path) -> None:
 
 
 def own_profile_path() -> Path:
-    """Where `hetero profile` puts this machine's profile unless told otherwise: among the user's
-    data, because ten minutes of measuring are no cache.
+    """Return where `hetero profile` puts this machine's profile unless told otherwise: among the
+    user's data, because ten minutes of measuring are no cache.
     """
     return data_folder() / "profiles" / "host.json"
 
 
 def cached_profile_path() -> Path:
-    """Where earlier versions put it; it is still read there, and first starts are kept beside."""
+    """Return where earlier versions put it; it is still read there, and first starts are kept
+    beside.
+    """
     return cache_folder() / "profiles" / "host.json"
 
 
 def taken_profile_path() -> Path:
-    """Where this machine's profile is, if there is one."""
+    """Return where this machine's profile is, if there is one."""
     own, cached = own_profile_path(), cached_profile_path()
     return cached if os.path.exists(cached) and not os.path.exists(own) else own
 

@@ -112,7 +112,7 @@ class Table:
     def of(
         cls, device: DeviceRecord, rows: Sequence[MatMulRow], fitting: Fitting = DEFAULT
     ) -> Table:
-        """Padded sizes; rows that are less certain weigh less."""
+        """Return padded sizes; rows that are less certain weigh less."""
         m, n, k, seconds = (
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
             for name in ("m", "n", "k", "seconds")
@@ -220,7 +220,7 @@ def fit_knots(table: Table, fitting: Fitting = DEFAULT) -> Knots:
 
 
 def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats, shrink: float) -> float:
-    """How far the rows of one m lie above the prior, as one factor.
+    """Return how far the rows of one m lie above the prior, as one factor.
 
     Kernels work in tiles of tokens (six cost what eight do), which no fit that is smooth in m sees;
     one row or two tell it: those of large shapes, whose time is n·k's. Shrunk towards 1.
@@ -315,7 +315,7 @@ def export_tree(tree: object) -> Tree:
 
 
 def _groups(rows: Sequence[MatMulRow]) -> npt.NDArray[np.intp]:
-    """Number of each row's (n, k) pair."""
+    """Return number of each row's (n, k) pair."""
     pairs = sorted({(row.n, row.k) for row in rows})
     return np.asarray([pairs.index((row.n, row.k)) for row in rows])
 

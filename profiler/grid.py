@@ -82,7 +82,7 @@ def pad(value: int, multiple: int) -> int:
 
 
 def stage_key(device: DeviceRecord, task: Task) -> Task:
-    """The task of the largest size in the same stage."""
+    """Return the task of the largest size in the same stage."""
     sizes = [size for size in sorted(device.capabilities.graph_sizes) if size >= task.m]
     if device.capabilities.static_shapes and sizes:
         tokens = sizes[0]

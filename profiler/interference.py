@@ -49,5 +49,5 @@ def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> f
 
 
 def find_interference() -> Interference:
-    """The scheduler's counters where they exist."""
+    """Return the scheduler's counters where they exist."""
     return SchedulerWaits() if (TASKS.parent / "schedstat").exists() else NoInterference()

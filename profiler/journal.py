@@ -162,13 +162,13 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def to_line(entry: Entry) -> str:
-    """A line of a journal."""
+    """Return a line of a journal."""
     crc32 = zlib.crc32(json.dumps(entry, allow_nan=False).encode())
     return json.dumps({"crc32": crc32, **entry}) + "\n"
 
 
 def _entry(line: bytes) -> Entry | None:
-    """The entry of a whole, undamaged line of a known kind."""
+    """Return the entry of a whole, undamaged line of a known kind."""
     try:
         found = json.loads(line.decode("utf-8"))
         if not line.endswith(b"\n") or not isinstance(found, dict):

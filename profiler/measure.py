@@ -201,7 +201,7 @@ class Meter:
         return float(np.mean(seconds)) / self.base[key]
 
     def _slowness(self, task: Task) -> float:
-        """How slow the device is now for a task (1: as at the start of the run)."""
+        """Return how slow the device is now for a task (1: as at the start of the run)."""
         ratios = {phase: self._ratio_now((task.device, phase)) for phase in REFERENCE_SIZES}
         sizes = (task.m, task.n, task.k)
         share = memory_share(sizes, self.reference_s(task.device))
@@ -220,7 +220,7 @@ class Meter:
         return float(np.median([ratio for _, ratio in recent]))
 
     def reference_runner(self, key: Reference) -> Runner:
-        """The reference kernel of a device and phase, warmed up when first asked for."""
+        """Return the reference kernel of a device and phase, warmed up when first asked for."""
         device, phase = key
         m, n, k = REFERENCE_SIZES[phase]
         sizes = self.workload.devices[device].capabilities.graph_sizes
@@ -249,7 +249,7 @@ class Meter:
         return Sample(seconds, 1.0, waited_s)
 
     def _clean_time(self, runner: Runner, attempts: int = 3) -> Sample:
-        """The first undisturbed sample, else the least disturbed, its waiting taken off."""
+        """Return the first undisturbed sample, else the least disturbed, its waiting taken off."""
         samples: list[Sample] = []
         for _ in range(attempts):
             samples.append(self._timed(runner))
@@ -327,7 +327,8 @@ def _without_wait(sample: Sample) -> float:
 
 
 def memory_share(sizes: tuple[int, int, int], reference_s: Mapping[Phase, float]) -> float:
-    """How much streaming weights binds a matmul (m, n, k): 1 memory alone, 0 arithmetic alone.
+    """Return how much streaming weights binds a matmul (m, n, k): 1 memory alone, 0 arithmetic
+    alone.
 
     From what its bytes would take at the decode reference's speed and its arithmetic at the prefill
     reference's; squares, because the two overlap.

@@ -42,7 +42,7 @@ Name = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 def _read_op(value: Any) -> Op:
-    """An operation from its record or its document. Raises `ValueError`."""
+    """Return an operation from its record or its document. Raises `ValueError`."""
     if isinstance(value, _OPS):
         given: Op = value
         return given
@@ -154,7 +154,7 @@ class Stage(NamedTuple):
 
     @property
     def attends(self) -> bool:
-        """Whether attention is behind it."""
+        """Return whether attention is behind it."""
         return any(isinstance(share.op, Attention) for share in self.behind)
 
 
@@ -194,12 +194,12 @@ class ModelGraph(BaseModel):
         update: Mapping[str, Any] | None = None,
         deep: bool = False,  # noqa: ARG002  (nothing in it can be changed)
     ) -> Self:
-        """A copy that is validated, and derives all anew that it derives."""
+        """Return a copy that is validated, and derives all anew that it derives."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**fields | dict(update or {}))
 
     def with_capacity(self, capacity: int) -> Self:
-        """The same with KV caches of `capacity` tokens."""
+        """Return the same with KV caches of `capacity` tokens."""
 
         def fit(op: Op) -> Op:
             match op:
@@ -212,7 +212,7 @@ class ModelGraph(BaseModel):
         return self.model_copy(update={"nodes": tuple(_with_op(x, fit(x.op)) for x in self.nodes)})
 
     def with_caches(self, kv: CacheFormat) -> Self:
-        """The same with KV caches of a format."""
+        """Return the same with KV caches of a format."""
         if self._attention.kv is kv:
             return self
 
@@ -222,7 +222,7 @@ class ModelGraph(BaseModel):
         return self.model_copy(update={"nodes": tuple(_with_op(x, fit(x.op)) for x in self.nodes)})
 
     def with_weight_format(self, weight_format: WeightFormat) -> Self:
-        """The same with weights of another format."""
+        """Return the same with weights of another format."""
 
         def fit(op: Op) -> Op:
             if isinstance(op, MatMul | Embed):
@@ -233,8 +233,8 @@ class ModelGraph(BaseModel):
         return self.model_copy(update={"nodes": nodes, "weight_format": weight_format})
 
     def in_format(self, weight_format: WeightFormat) -> Self:
-        """The same on matrices that are stored in another of its formats: what is planned for it
-        says so of every tile.
+        """Return the same on matrices that are stored in another of its formats: what is planned
+        for it says so of every tile.
         """
         if weight_format is self.weight_format:
             return self
@@ -249,14 +249,14 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def matmuls(self) -> tuple[MatMulSpec, ...]:
-        """What a plan may cut, in the order in which it runs."""
+        """Return what a plan may cut, in the order in which it runs."""
         return tuple(
             MatMulSpec(name=name, n=op.n, k=op.k, count=count, bias=op.bias)  # type: ignore[arg-type]
             for name, (op, count) in self._plan_ops.items()
         )
 
     def matmul(self, name: MatMulName) -> MatMulSpec:
-        """The matmul of that name. Raises `KeyError` if the model has none."""
+        """Return the matmul of that name. Raises `KeyError` if the model has none."""
         return next((x for x in self.matmuls if x.name == name), None) or _raise(name)
 
     def matmul_op(self, name: MatMulName) -> MatMul:
@@ -279,7 +279,7 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def head(self) -> tuple[Share, ...]:
-        """What runs once, before the first matmul."""
+        """Return what runs once, before the first matmul."""
         return _shares(self._behind[None], 1)
 
     @cached_property

@@ -152,8 +152,8 @@ def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool =
 
 
 def graph_ops(graph: ModelGraph) -> list[Op]:
-    """A model's operations between its matmuls, as they are timed: with caches of `CAPACITY` tokens
-    (whose windows are none where they are as long) and a vocabulary of 4096 tokens at most.
+    """Return a model's operations between its matmuls, as they are timed: with caches of `CAPACITY`
+    tokens (whose windows are none where they are as long) and a vocabulary of 4096 tokens at most.
     """
     found: dict[Op, None] = {}
     for op in graph.with_capacity(CAPACITY).others:
@@ -219,7 +219,7 @@ def cases(
     graph: ModelGraph | None = None,
     outliers: bool = False,
 ) -> list[Case]:
-    """What to time on a device; `graph` is the one model that the profile is for."""
+    """Return what to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
     graphs = prepared_sizes(device.capabilities)
     padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
@@ -336,14 +336,14 @@ class NonMatmulMeter:
         return [self._batch([call] * count) for _ in samples]
 
     def _leaves_caches(self, case: Case) -> bool:
-        """Whether tensors are gone from the caches by the next layer: of many tokens, but in a
-        model that fits into them.
+        """Return whether tensors are gone from the caches by the next layer: of many tokens, but in
+        a model that fits into them.
         """
         return case.m > DECODE_TOKENS and not self._small
 
     @property
     def _small(self) -> bool:
-        """Whether the whole model fits into the caches."""
+        """Return whether the whole model fits into the caches."""
         cold_bytes = 0 if self._cold is None else self._cold.nbytes
         return self._model_bytes is not None and self._model_bytes < cold_bytes
 
@@ -376,7 +376,7 @@ class NonMatmulMeter:
         return time_calls(calls, self.device, self.clock) / len(calls)
 
     def _with_own_caches(self, case: Case, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
-        """The same call on several caches."""
+        """Return the same call on several caches."""
         kernel = self.device.prepare(case.op, self._weights_of(case.op))
         found = []
         for _ in range(self.policy.own_caches):
@@ -406,7 +406,7 @@ class NonMatmulMeter:
         return max((seconds[True] - seconds[False]) / len(calls), self.policy.min_s)
 
     def _matmuls_of(self, case: Case) -> Matmuls:
-        """Those that calls of the case's token count go between."""
+        """Return those that calls of the case's token count go between."""
         policy = self.policy
         size = min(case.layer_bytes / 4, policy.matmul_bytes)
         key = (case.m, int(size))

@@ -104,7 +104,7 @@ class Options:
         return self.tokens or default
 
     def header(self) -> dict[str, Any]:
-        """What must be the same for a run to go on from another's journal."""
+        """Return what must be the same for a run to go on from another's journal."""
         return {
             "quick": self.quick,
             "pairs": [list(pair) for pair in self.grid_pairs()],

@@ -68,7 +68,7 @@ def measure_preparation(
 
 
 def fit_preparation(rows: Iterable[PreparationRow]) -> tuple[PreparationPredictor, ...]:
-    """Fixed time and time per byte of the weight, for each device and format."""
+    """Return fixed time and time per byte of the weight, for each device and format."""
     groups: dict[tuple[DeviceKind, WeightFormat], list[PreparationRow]] = {}
     for row in rows:
         groups.setdefault((row.device, row.weight_format), []).append(row)

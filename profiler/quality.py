@@ -26,12 +26,12 @@ class QualityGrade(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether plans can be made from the profile."""
+        """Return whether plans can be made from the profile."""
         return not self.problems
 
 
 def grade(profile: DeviceProfile) -> QualityGrade:
-    """The verdict on a profile."""
+    """Return the verdict on a profile."""
     problems = tuple(_problems(profile))
     said = list(_speeds(profile))
     if checked := _errors(profile):
@@ -49,7 +49,7 @@ def grade(profile: DeviceProfile) -> QualityGrade:
 
 
 def _left(profile: DeviceProfile) -> str:
-    """Which token counts have fewer rows than others."""
+    """Return which token counts have fewer rows than others."""
     counts: dict[int, int] = {}
     for row in profile.matmuls:
         counts[row.m] = counts.get(row.m, 0) + 1
@@ -58,7 +58,7 @@ def _left(profile: DeviceProfile) -> str:
 
 
 def _speeds(profile: DeviceProfile) -> Iterator[str]:
-    """Who is faster in each phase, at the largest weight that both were measured at."""
+    """Yield who is faster in each phase, at the largest weight that both were measured at."""
     if set(profile.devices) != {"gpu", "npu"}:
         return
     found: dict[str, str] = {}

@@ -174,7 +174,7 @@ class MatMulRow(Stats):
 
     @property
     def key(self) -> tuple[str, str, str, int, int, int]:
-        """What identifies the kernel and size."""
+        """Return what identifies the kernel and size."""
         return (self.device, self.weight_format.value, self.order, self.m, self.n, self.k)
 
     @property
@@ -531,7 +531,7 @@ class DeviceProfile(Record):
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Which profile it is; its document is `model_dump_json()`."""
+        """Return which profile it is; its document is `model_dump_json()`."""
         devices = ", ".join(f"{kind}={r.name!r}" for kind, r in self.devices.items())
         return f"DeviceProfile({self.name!r}, {devices}, {len(self.matmuls)} matmuls)"
 
@@ -543,7 +543,7 @@ class DeviceProfile(Record):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
     def differences(self, devices: Iterable[Device]) -> list[str]:
-        """How open devices differ from those measured; empty if the profile is theirs."""
+        """Return how open devices differ from those measured; empty if the profile is theirs."""
         found = []
         for device in devices:
             kind = device.capabilities.kind
@@ -569,7 +569,7 @@ class DeviceProfile(Record):
             )
 
     def to_json(self) -> str:
-        """The document that `save` writes."""
+        """Return the document that `save` writes."""
         return files.to_text(self.model_dump(mode="json"))
 
     def save(self, path: str | Path) -> None:
@@ -585,7 +585,7 @@ class DeviceProfile(Record):
 
     @classmethod
     def parse(cls, text: str, path: str | Path) -> Self:
-        """The profile that was read from `path`. Raises `ProfileError`."""
+        """Return the profile that was read from `path`. Raises `ProfileError`."""
         document = files.parse_document(text, path, SCHEMA_VERSION)
         try:
             return cls.model_validate(document)

@@ -22,7 +22,7 @@ def write_report(profile: DeviceProfile, path: str | Path) -> None:
 
 
 def to_html(profile: DeviceProfile) -> str:
-    """The page as text; the same profile always gives the same page."""
+    """Return the page as text; the same profile always gives the same page."""
     from hetero.profiler.charts import all_charts  # matplotlib takes a second
 
     kinds = sorted({record.numbers for record in profile.devices.values()})

@@ -64,7 +64,7 @@ DEFAULT: Final = ReferencePolicy()
 
 
 def scaled(profile: DeviceProfile, factors: Factors) -> DeviceProfile:
-    """The profile with the times of every device and phase multiplied.
+    """Return the profile with the times of every device and phase multiplied.
 
     A matmul's factor is that of its format. What has no format (the other operators, bandwidths,
     the reference kernels) has that of the format in which the profile's reference kernels ran,
@@ -173,7 +173,8 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def reference_tasks(profile: DeviceProfile) -> tuple[Task, ...]:
-    """The reference kernels of every device and phase, in every format that the profile has of it.
+    """Return the reference kernels of every device and phase, in every format that the profile has
+    of it.
 
     Raises `ProfileError` for a profile that measured no kernels (of a simulated chip).
     """

@@ -206,8 +206,8 @@ class Session:
         several: bool = False,
         fits: Callable[[R], bool] = lambda _: True,
     ) -> list[R]:
-        """Records of one part of the profile, one unless `several`: from the journal, where all of
-        them fit what is here, or measured and written to it.
+        """Return records of one part of the profile, one unless `several`: from the journal, where
+        all of them fit what is here, or measured and written to it.
         """
         for entry in self.journal.of_kind("part"):
             if entry["name"] == name and (several or len(entry["values"]) == 1):
@@ -516,7 +516,7 @@ class Session:
 
 
 def _is_of(device: Device, record: DeviceRecord) -> bool:
-    """Whether a record is of this device, with the graphs that it has now."""
+    """Return whether a record is of this device, with the graphs that it has now."""
     known = record.capabilities.model_copy(update={"early_visibility": None})
     here = DeviceRecord.of(device).capabilities.model_copy(update={"early_visibility": None})
     return (record.fingerprint, known) == (device.info.fingerprint, here)

@@ -64,7 +64,7 @@ class _Times:
         return float(self.cost.other_s(self.kind, op, m, self.context).seconds)
 
     def _matmul(self, op: MatMul, m: int) -> float:
-        """The operation's own format and order, else the fastest that is known."""
+        """Return the operation's own format and order, else the fastest that is known."""
         wanted: WeightFormat = op.weight_format
         if (self.kind, wanted, op.order) in self.known:
             found = self.cost.matmul_s(self.kind, wanted, m, op.n, op.k, op.order)

@@ -76,7 +76,7 @@ class Substitution(NamedTuple):
 
 
 def proxy_predictor(source: NonMatmulPredictor, op: str) -> NonMatmulPredictor:
-    """What predicts `op` by the work of another operation."""
+    """Return what predicts `op` by the work of another operation."""
     ratio = TENSORS.get(op, 1) / TENSORS.get(source.op, 1)
 
     def scaled(terms: dict[str, float]) -> dict[str, float]:
@@ -92,7 +92,9 @@ def proxy_predictor(source: NonMatmulPredictor, op: str) -> NonMatmulPredictor:
 
 
 def file_substitution(profile: DeviceProfile, wanted: WeightFormat) -> Substitution | None:
-    """What a file's format is predicted from, None where it was measured or nothing is like it."""
+    """Return what a file's format is predicted from, None where it was measured or nothing is like
+    it.
+    """
     known = {p.weight_format for p in profile.predictors}
     if wanted in known:
         return None

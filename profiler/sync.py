@@ -140,8 +140,8 @@ def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> t
 
 
 def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
-    """A launch in a full queue less one in a chain, both in turns and behind longer ones, during
-    which they are submitted; None where calls are not chained, or a chain does not compile.
+    """Return a launch in a full queue less one in a chain, both in turns and behind longer ones,
+    during which they are submitted; None where calls are not chained, or a chain does not compile.
     """
     call, lead = _call(device, policy.small), _call(device, policy.medium)
     try:
@@ -189,9 +189,9 @@ def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> flo
 def _waits(
     device: Device, clock: Clock, repeats: int, policy: SyncPolicy = DEFAULT
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Added latency of each way to learn of a kernel's end: from its end by the device's clock, all
-    ways in turns. Without such a clock what a launch takes over its time in a full queue; that
-    contains the start in an empty one.
+    """Return added latency of each way to learn of a kernel's end: from its end by the device's
+    clock, all ways in turns. Without such a clock what a launch takes over its time in a full
+    queue; that contains the start in an empty one.
     """
     call = _call(device, policy.medium)
     call.run()
@@ -234,7 +234,9 @@ def _pass(clock: Clock) -> None:
 
 
 def _copy(device: Device, clock: Clock) -> tuple[float, float]:
-    """(fixed seconds, seconds per byte) of copying between a pool buffer and other memory."""
+    """Return (fixed seconds, seconds per byte) of copying between a pool buffer and other
+    memory.
+    """
     points = []
     for nbytes in COPIED_BYTES:
         source, target = HostBuffer(nbytes), device.allocate(nbytes)
@@ -248,14 +250,16 @@ def _copy(device: Device, clock: Clock) -> tuple[float, float]:
 
 
 def _mapping(device: Device, clock: Clock, repeats: int, width: int) -> float:
-    """Mapping a buffer that the device knows: what zero copies cost instead of a copy."""
+    """Return mapping a buffer that the device knows: what zero copies cost instead of a copy."""
     tensor = new_tensor((1, width))
     device.map(tensor.buffer)
     return _median(clock, lambda: device.map(tensor.buffer), repeats)
 
 
 def measure_sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:
-    """How late sleeps of so many seconds return, with the timer slack that the caller has set."""
+    """Return how late sleeps of so many seconds return, with the timer slack that the caller has
+    set.
+    """
     late = lateness(clock, wanted_s, repeats)
     return Sleep(
         requested_s=wanted_s,

@@ -20,7 +20,7 @@ class TableData(NamedTuple):
 
 
 def markdown_table(table: TableData) -> str:
-    """The rows alone."""
+    """Return the rows alone."""
     rule = ("---:" if name in table.numbers else "---" for name in table.head)
     return "\n".join([_row(table.head), f"|{'|'.join(rule)}|", *map(_row, table.rows)])
 

@@ -75,11 +75,13 @@ class TimingPolicy:
     polled_s: float = 0.1
 
     def leads(self, seconds: float, each_s: float) -> int:
-        """How many leads keep a queue at work for so long."""
+        """Return how many leads keep a queue at work for so long."""
         return int(min(max(seconds / each_s, 1), self.max_warm_ups))
 
     def batch(self, each_s: float, most: int) -> int:
-        """Launches that take `batch_s` together, if each takes so many seconds; at most `most`."""
+        """Return launches that take `batch_s` together, if each takes so many seconds; at most
+        `most`.
+        """
         return int(min(max(self.batch_s / each_s, 1), most))
 
 
@@ -103,7 +105,7 @@ def last_level_cache_bytes() -> int | None:
 
 
 def cold_bytes(policy: TimingPolicy = DEFAULT) -> int:
-    """Reading that pushes everything out of the caches."""
+    """Return reading that pushes everything out of the caches."""
     cache = last_level_cache_bytes() or policy.cache_bytes
     return min(policy.colder * cache, policy.max_cold_bytes)
 

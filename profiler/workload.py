@@ -68,8 +68,8 @@ class WeightPool:
         self._scales: dict[tuple[StorageFormat, int], Any] = {}
 
     def weight(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
-        """The next weight: another place in memory each time, until the block is used up. A mixed
-        one has the parts of a usual file.
+        """Return the next weight: another place in memory each time, until the block is used up. A
+        mixed one has the parts of a usual file.
         """
         if storage is StorageFormat.MIXED:
             rows = usual_rows(n)
@@ -91,8 +91,8 @@ class WeightPool:
         return stacked([self.weight(USUAL_PARTS[0][0], n, k)])
 
     def weights(self, op: MatMul) -> dict[str, WeightValue]:
-        """What a matmul without a bias takes: the next weight, and the scale of its input, which is
-        standard normal here.
+        """Return what a matmul without a bias takes: the next weight, and the scale of its input,
+        which is standard normal here.
         """
         found: dict[str, WeightValue] = {
             "weight": self.weight(op.weight_format.storage, op.n, op.k)
@@ -163,7 +163,7 @@ class Runner:
     lead: list[BoundCall] = field(default_factory=list)
 
     def next_copies(self, count: int | None = None) -> list[int]:
-        """Indices of the copies that the next `count` launches use (default: a batch)."""
+        """Return indices of the copies that the next `count` launches use (default: a batch)."""
         first, count = self.cycle, count or self.batch
         self.cycle += count
         return [(first + i) % len(self.calls) for i in range(count)]
@@ -320,7 +320,7 @@ class Workload:
         return seconds
 
     def activation(self, name: str, rows: int, width: int) -> Tensor:
-        """A [rows, width] float32 tensor in memory that all tasks share, filled once."""
+        """Return a [rows, width] float32 tensor in memory that all tasks share, filled once."""
         nbytes = 4 * rows * width
         if name not in self._activations or self._activations[name].nbytes < nbytes:
             buffer = self._allocate(nbytes)
@@ -336,7 +336,7 @@ class Workload:
         self._leads.clear()
 
     def make_runner(self, task: Task, *, copies: int) -> Runner:
-        """A runner of its own, with so many copies of the weight; the caller keeps it."""
+        """Return a runner of its own, with so many copies of the weight; the caller keeps it."""
         return self._bind(task, self._kernels_of(task, copies))
 
     def _bind(self, task: Task, prepared: _Prepared) -> Runner:
@@ -350,7 +350,7 @@ class Workload:
         return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, lead=lead)
 
     def _lead(self, task: Task) -> list[BoundCall]:
-        """Calls of a small weight to go before those of a task."""
+        """Return calls of a small weight to go before those of a task."""
         n, k = self.policy.lead_size
         small = task._replace(n=n, k=k)
         if small not in self._leads:

@@ -27,7 +27,9 @@ CHUNKED_AT: Final = 1 << 20  # a prompt longer than any chunk
 
 
 def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
-    """The step under a named strategy. Raises `PlanError` where it is unknown or cannot run."""
+    """Return the step under a named strategy. Raises `PlanError` where it is unknown or cannot
+    run.
+    """
     if strategy == "auto":
         return planner.solve(scenario)
     planner = planner.with_heads(())  # which cuts no attention
@@ -121,7 +123,7 @@ def _whole(planner: Planner, name: OpName) -> list[Option]:
 
 
 def _padding(m: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The next graph; several of the largest for more."""
+    """Return the next graph; several of the largest for more."""
     largest = sizes[-1] if sizes else m
     whole, left = divmod(m, largest)
     fitting = [g for g in sizes if g >= left]

@@ -72,8 +72,9 @@ def assemble(
     longest: int | None = None,
     decoder: Planner | None = None,
 ) -> ExecutionPlan:
-    """The document of solutions for the request's prompts, which run in calls of at most `longest`
-    tokens (None: of the planner's). A `decoder` of its own decodes, and has the output head.
+    """Return the document of solutions for the request's prompts, which run in calls of at most
+    `longest` tokens (None: of the planner's). A `decoder` of its own decodes, and has the output
+    head.
     """
     spec, profile = planner.spec, planner.profile
     separate = decoder is not None and decoder is not planner
@@ -122,7 +123,9 @@ def assemble(
 
 
 def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[AttentionShare, ...]:
-    """Who has which heads of attention in each prompt's call; nothing where no call shares them."""
+    """Return who has which heads of attention in each prompt's call; nothing where no call shares
+    them.
+    """
     calls = [s for s in solutions if s.scenario.phase == "prefill"]
     if not any(s.heads for s in calls):
         return ()
@@ -130,7 +133,7 @@ def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[Atten
 
 
 def share_of(planner: Planner, call: Solution) -> AttentionShare:
-    """The heads of one call's attention."""
+    """Return the heads of one call's attention."""
     every, chosen = planner.spec.kv_heads, call.attention
     gpu = every - call.heads if call.non_matmul.device == "gpu" else 0
     return AttentionShare(
@@ -154,7 +157,7 @@ def errors_of(profile: DeviceProfile, weight_format: WeightFormat) -> dict[Phase
 
 
 def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:
-    """What only a report needs."""
+    """Return what only a report needs."""
     if not request.curves:
         return {}
     scenarios = scenarios_of(request.in_calls(planner.step_tokens).seq_lens)
@@ -186,7 +189,9 @@ def entries(
     pipe: bool = False,
     decoder: Planner | None = None,
 ) -> Iterable[OpPlan]:
-    """The plan's entries: one for each matmul and scenario; the output head once per phase."""
+    """Return the plan's entries: one for each matmul and scenario; the output head once per
+    phase.
+    """
     heads: set[str] = set()
     decoder = decoder or planner
     for solution in solutions:
@@ -256,7 +261,7 @@ def totals_of(
 def _prompt_total(
     planner: Planner, tokens: int, steps: Sequence[int], solved: Mapping[int, Solution]
 ) -> Total:
-    """A prompt in calls that are solved as if each came first."""
+    """Return a prompt in calls that are solved as if each came first."""
     done = prompt_of(
         planner.evaluate(scenario, known.options, known.non_matmul.device, heads=known.heads)
         for scenario in call_scenarios(steps)
@@ -295,13 +300,13 @@ def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt |
 
 
 def numbers_of(profile: DeviceProfile) -> Numbers:
-    """What kind of numbers a plan of this profile has."""
+    """Return what kind of numbers a plan of this profile has."""
     simulated = any(d.numbers == "simulated" for d in profile.devices.values())
     return "simulated" if simulated else "predicted"
 
 
 def non_matmul_devices_of(solutions: Sequence[Solution]) -> NonMatmulDevices:
-    """The device of each phase; its scenarios agree."""
+    """Return the device of each phase; its scenarios agree."""
     found = {s.scenario.phase: s.non_matmul.device for s in solutions}
     return NonMatmulDevices(prefill=found["prefill"], decode=found["decode"])
 

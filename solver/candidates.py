@@ -75,8 +75,8 @@ class Reasons:
     def _in_the_step(
         self, planner: Planner, option: Option, solution: Solution, name: OpName
     ) -> str:
-        """Why a tiling that is faster alone is not there, tried with the step's other matmuls and
-        with the row cuts that are prepared.
+        """Return why a tiling that is faster alone is not there, tried with the step's other
+        matmuls and with the row cuts that are prepared.
         """
         before, after = (
             planner.whole.evaluate(solution.scenario, options, solution.non_matmul.device).seconds
@@ -134,7 +134,7 @@ def _no_cut(planner: Planner, strategy: Strategy, m: int) -> str:
 
 
 def describe(option: Option, m: int, n: int) -> str:
-    """The tiling in words."""
+    """Return the tiling in words."""
     if option.pieces is None:
         return f"GPU {m} × {n}"
     graphs = "+".join(str(g) if g else str(m) for g in option.pieces.sizes)

@@ -103,7 +103,7 @@ class Chooser:
         return self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
 
     def made(self, space: MatMulSpace, m: int, grid: Grid, picked: SelectedCuts) -> list[Option]:
-        """The options of these places, the margin applied (`options`)."""
+        """Return the options of these places, the margin applied (`options`)."""
         overheads = self.overheads.at(m)
         gpu = [] if picked.gpu_s is None else [self._gpu_only(space, m, overheads, picked.gpu_s)]
         npu = [] if picked.npu is None else [self._npu_only(space, m, grid, picked.npu)]
@@ -114,7 +114,7 @@ class Chooser:
         return [*singles, *self._with_margin(singles, cuts)]
 
     def named(self, space: MatMulSpace, m: int) -> list[Option]:
-        """The best option of every strategy, entered from `GPU`; for explanations."""
+        """Return the best option of every strategy, entered from `GPU`; for explanations."""
         grid = space.grid(m, every=True)
         best: dict[str, Option] = {}
         for state_only in self._every_strategy(space, grid, m):
@@ -150,7 +150,7 @@ class Chooser:
     def cheapest(
         self, spaces: Sequence[MatMulSpace], m: int, grid: Grid, cost: Floats
     ) -> CheapestCuts:
-        """The cheapest cuts of a grid of these matmuls, each with as many columns."""
+        """Return the cheapest cuts of a grid of these matmuls, each with as many columns."""
         costs = np.where(grid.npu_dominant == _BY_MODE, cost, INF)[None]
         if self.overheads.copies:
             rows = grid.rows.reshape(len(spaces), -1)
@@ -273,7 +273,7 @@ class Chooser:
 
 
 def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
-    """The paper's name of a tiling (docs/solver.md)."""
+    """Return the paper's name of a tiling (docs/solver.md)."""
     one, whole = len(pieces.spans) == 1, pieces.tokens == m
     exact = pieces.sizes[-1] in (None, pieces.spans[-1][1] - pieces.spans[-1][0])
     if rows == n:

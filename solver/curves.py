@@ -21,7 +21,7 @@ WEIGHTS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 def curve_lengths(planner: Planner, seq_lens: Iterable[int]) -> tuple[int, ...]:
-    """The asked lengths, graph sizes, and lengths between and just above those."""
+    """Return the asked lengths, graph sizes, and lengths between and just above those."""
     wanted = set(seq_lens)
     longest = max(*wanted, 64) if planner.sizes else max(wanted)
     for g in planner.sizes:

@@ -55,7 +55,7 @@ def row_cuts(
 
 
 def _fewer(cost: Callable[[Subset], float], kept: Subset, count: int) -> Subset:
-    """What is left when the least useful is taken away again and again, at its cheapest."""
+    """Return what is left when the least useful is taken away again and again, at its cheapest."""
     best = (cost(kept), kept)
     while kept:
         found = min((cost(fewer), fewer) for fewer in combinations(kept, len(kept) - 1))
@@ -142,7 +142,7 @@ def _call(chooser: Chooser, space: MatMulSpace, m: int, share: float) -> _Call:
 
 
 def _column(call: _Call) -> int:
-    """The row cut that a call wants; the last where one device alone is as fast."""
+    """Return the row cut that a call wants; the last where one device alone is as fast."""
     cost = call.cost.min(axis=0)
     return int(cost.argmin()) if cost.min() < call.alone else len(cost) - 1
 

@@ -16,7 +16,7 @@ class ExecutionPlan(Plan):
     """The document that a solver makes and the runtime executes (`hetero.solver.plan`)."""
 
     def __repr__(self) -> str:
-        """Which plan it is; its document is `model_dump_json()`."""
+        """Return which plan it is; its document is `model_dump_json()`."""
         cuts = sum(op.strategy not in ("gpu-only", "npu-only") for op in self.ops)
         return (
             f"ExecutionPlan({self.model!r} on {self.profile!r}, plan_id={self.plan_id!r}, "
@@ -26,7 +26,7 @@ class ExecutionPlan(Plan):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """The report, for notebooks, in a frame of its own: its style is not theirs."""
+        """Return the report, for notebooks, in a frame of its own: its style is not theirs."""
         return (
             f'<iframe srcdoc="{escape(page.to_html(self), quote=True)}" '
             'style="width:100%;height:600px;border:0"></iframe>'

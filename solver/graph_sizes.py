@@ -56,7 +56,8 @@ def choose(
     budget_bytes: float | None,
     cost: Callable[[Planner], float],
 ) -> GraphChoice:
-    """The best sizes for prompts of these lengths and weights. Raises `PlanError` if nothing fits.
+    """Return the best sizes for prompts of these lengths and weights. Raises `PlanError` if nothing
+    fits.
 
     Where each size has weights of its own and memory is limited (`budget_bytes` for weights on
     both devices, or the NPU's own limit), fewer sizes leave the NPU more rows: then every number
@@ -103,11 +104,11 @@ class SizeProgram:
         self._prepare = np.asarray([planner.preparation_s(g) for g in self.sizes])
 
     def with_sizes(self, sizes: Sequence[int]) -> Planner:
-        """The planner with these graphs and decoding's."""
+        """Return the planner with these graphs and decoding's."""
         return self.planner.with_graph_sizes({*sizes, *self._decode})
 
     def best(self, budgets: Budgets) -> GraphChoice:
-        """The sizes that minimise expected prefill seconds within the budgets."""
+        """Return the sizes that minimise expected prefill seconds within the budgets."""
         rows = [(np.ones(len(self.sizes)), float(budgets.graphs))]
         allowed = np.ones(len(self.sizes))
         if self._one_graph:  # it is prepared once, whatever its sizes
@@ -199,7 +200,7 @@ class SizeProgram:
 
 
 def _candidates(planner: Planner, lengths: Mapping[int, float]) -> list[int]:
-    """Standard sizes, and each length rounded up and down to the token alignment."""
+    """Return standard sizes, and each length rounded up and down to the token alignment."""
     npu = planner.profile.devices.get("npu")
     if npu is None:
         raise PlanError(f"profile {planner.profile.name} has no NPU, so there are no graphs")

@@ -63,7 +63,9 @@ class HeadShares:
             self._longest = max(sizes, default=None)
 
     def _able(self, kind: DeviceKind, attentions: Iterable[Attention]) -> bool:
-        """Whether a device computes some heads of these, in memory that both work on in place."""
+        """Return whether a device computes some heads of these, in memory that both work on in
+        place.
+        """
         record = self._cost.profile.devices.get(kind)
         if record is None or not record.capabilities.attention_heads:
             return False
@@ -148,8 +150,8 @@ def _option(
 def allowed(
     whole: Option, shared: Iterable[Option], heads: Heads, margin: float, objective: Objective
 ) -> list[Option]:
-    """What a chain may choose from: attention whole, and shared as `heads` says. A free choice is
-    closed from each state where it is not faster than the whole by a margin.
+    """Return what a chain may choose from: attention whole, and shared as `heads` says. A free
+    choice is closed from each state where it is not faster than the whole by a margin.
     """
     if isinstance(heads, int):
         return [o for o in shared if o.rows == heads] or [whole]

@@ -122,7 +122,7 @@ class HostQueue(Overheads):
         return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
 
     def gates(self, m: int) -> bool:
-        """Whether launches are queued ahead behind gates in a step of m tokens."""
+        """Return whether launches are queued ahead behind gates in a step of m tokens."""
         return self.ring_s is not None and phase_of(m) == "decode"
 
     def cut(self, kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
@@ -153,13 +153,13 @@ class HostQueue(Overheads):
 
 
 def spread_of(kernels: KernelTimes, m: int) -> Spread:
-    """How much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
+    """Return how much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
     cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
     return cost.spread("gpu", *key), cost.spread("npu", *key)
 
 
 def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
-    """Expected value of the longer of two times with these relative standard deviations.
+    """Return expected value of the longer of two times with these relative standard deviations.
 
     Two times that vary are never both at their mean: what takes 10 ms on either device, give or
     take 1 ms, takes 10.6 ms on both (C. E. Clark, "The greatest of a finite set of random
@@ -180,8 +180,8 @@ def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
 
 
 def later(a: Floats, b: Floats, spread: Spread) -> Floats:
-    """The chance that the first of two times is the longer one, as in `longer`; 0 where either is
-    infinite.
+    """Return the chance that the first of two times is the longer one, as in `longer`; 0 where
+    either is infinite.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         apart = (a - b) / _deviation(a, b, spread)
@@ -189,11 +189,11 @@ def later(a: Floats, b: Floats, spread: Spread) -> Floats:
 
 
 def _deviation(a: Floats, b: Floats, spread: Spread) -> Floats:
-    """Standard deviation of the difference of two times with these relative ones."""
+    """Return standard deviation of the difference of two times with these relative ones."""
     with np.errstate(invalid="ignore"):  # no spread, and a time that is infinite
         return np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
 
 
 def _below(x: Floats) -> Floats:
-    """The normal distribution function to 5e-4 (numpy has none)."""
+    """Return the normal distribution function to 5e-4 (numpy has none)."""
     return np.asarray(0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3))

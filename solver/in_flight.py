@@ -57,8 +57,9 @@ def in_flight(
     held: Mapping[OpName, ResidentRows],
     limits: Limits,
 ) -> tuple[InFlight, ...]:
-    """The forms that balance calls of m tokens behind `context` others best, `whole` and, where
-    that differs, `both`; none where one device has everything, or the NPU the other operators.
+    """Return the forms that balance calls of m tokens behind `context` others best, `whole` and,
+    where that differs, `both`; none where one device has everything, or the NPU the other
+    operators.
 
     Rows that a device does not hold yet (`held`) may be used where all fit the `limits`.
     """
@@ -99,7 +100,7 @@ def in_flight_of(
 
 
 def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
-    """The NPU's rows end at a cut that the plan prepares, or nowhere, or at the last row."""
+    """Return the NPU's rows end at a cut that the plan prepares, or nowhere, or at the last row."""
     space = planner.space(name)
     rows = [int(x) for x in space.rows]
     if len(rows) > MAX_WAYS:
@@ -125,7 +126,7 @@ def _only(ways: _Ways, allowed: Bools) -> _Ways:
 
 
 def _within(ways: _Ways, held: ResidentRows) -> _Ways:
-    """Those of rows that the devices hold."""
+    """Return those of rows that the devices hold."""
     rows = np.asarray(ways.rows)
     gpu_from = np.where(rows < ways.space.n, rows, ways.space.n)
     return _only(ways, (rows <= held.npu) & (gpu_from >= held.gpu))
@@ -134,7 +135,9 @@ def _within(ways: _Ways, held: ResidentRows) -> _Ways:
 def _fits(
     planner: Planner, every: Sequence[_Ways], held: Mapping[OpName, ResidentRows], limits: Limits
 ) -> bool:
-    """Whether both devices may hold all rows of these matmuls beside what they hold of others."""
+    """Return whether both devices may hold all rows of these matmuls beside what they hold of
+    others.
+    """
     wanted = dict(held)
     for ways in every:
         n = ways.space.n
@@ -147,8 +150,8 @@ def _fits(
 
 
 def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ...] | None:
-    """The way of each matmul (places in C) that minimises max(Σ gpu, Σ npu), with what each call on
-    the NPU costs the thread that drives it; None where none is possible.
+    """Return the way of each matmul (places in C) that minimises max(Σ gpu, Σ npu), with what each
+    call on the NPU costs the thread that drives it; None where none is possible.
     """
     counts = [len(ways.rows) for ways in every]
     gpu_s, npu_s = np.full((1,) * len(every), rest_s), np.zeros((1,) * len(every))

@@ -62,7 +62,7 @@ class JointSpace:
         self._allowed[-1] = fits[1]  # the last cut takes all tokens
 
     def options(self, m: int, chooser: Chooser) -> dict[OpName, list[Option]]:
-        """What every matmul may choose from at m tokens (`Chooser.options` with a mask)."""
+        """Return what every matmul may choose from at m tokens (`Chooser.options` with a mask)."""
         grid = self._grid(m)
         last = len(grid.cuts) - 1
         cost = chooser.cost_of(grid, self._allowed[-last - 1 :])
@@ -112,7 +112,7 @@ class JointSpace:
 
 
 def _wide(tables: Sequence[Cells]) -> Cells:
-    """The columns of all tables, a table's first one repeated where others have more."""
+    """Return the columns of all tables, a table's first one repeated where others have more."""
     width = max(x.shape[1] for x in tables)
     return np.concatenate(
         [np.pad(x, ((0, 0), (width - x.shape[1], 0)), mode="edge") for x in tables], axis=1

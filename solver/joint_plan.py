@@ -76,8 +76,8 @@ def solve_within(
     request: PlanRequest,
     notes: list[str],
 ) -> list[Solution]:
-    """The best solutions that one plan can have: one device for the other operators of a phase,
-    weights within the memory budget and within what each device can hold.
+    """Return the best solutions that one plan can have: one device for the other operators of a
+    phase, weights within the memory budget and within what each device can hold.
     """
     solutions = solve_free(planner, scenarios, objective)
     limits = limits_of(planner.profile, request.memory_budget_bytes)
@@ -126,7 +126,7 @@ def solve_free(
 
 
 def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[str]:
-    """Which limits the best plans exceed."""
+    """Return which limits the best plans exceed."""
     if memory.total_bytes > limits.together:
         yield "the memory budget limits the cuts"
     for kind, nbytes, limit in (
@@ -163,7 +163,9 @@ def _able(planner: Planner, solutions: Sequence[Solution]) -> list[DeviceKind]:
 
 
 def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective) -> list[Solution]:
-    """The same options with one device for the other operators of each phase, the better one."""
+    """Return the same options with one device for the other operators of each phase, the better
+    one.
+    """
     found: list[Solution] = []
     for phase in PHASES:
         members = [s for s in solutions if s.scenario.phase == phase]
@@ -180,7 +182,7 @@ def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective)
 
 
 def cuts_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, tuple[int, ...]]:
-    """Where the rows of each matmul are cut in some solution."""
+    """Return where the rows of each matmul are cut in some solution."""
     found: dict[OpName, set[int]] = {}
     for solution in solutions:
         for name, option in solution.options.items():

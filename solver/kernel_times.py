@@ -66,11 +66,11 @@ class KernelTimes:
         self._allowed: dict[tuple[DeviceKind, KernelOption, str, str], bool] = {}
 
     def has(self, device: DeviceKind) -> bool:
-        """Whether the device has any kernel for this model."""
+        """Return whether the device has any kernel for this model."""
         return bool(self.options[device])
 
     def table(self, device: DeviceKind, ms: npt.ArrayLike, ns: npt.ArrayLike, k: int) -> Table:
-        """Times of all pairs of token counts [M] and rows [N]; nothing (0) costs nothing."""
+        """Return times of all pairs of token counts [M] and rows [N]; nothing (0) costs nothing."""
         tokens, rows = np.asarray(ms, np.float64), np.asarray(ns, np.float64)
         parts = [self._seconds(device, option, tokens, rows, k) for option in self.options[device]]
         if not parts:
@@ -87,7 +87,7 @@ class KernelTimes:
         return Table(chosen, index)
 
     def choice(self, device: DeviceKind, m: int, n: int, k: int) -> KernelOption:
-        """The kernel that gives the time of one pair of sizes."""
+        """Return the kernel that gives the time of one pair of sizes."""
         options = self.options[device]
         if len(options) == 1:
             return options[0]

@@ -33,13 +33,13 @@ class Limits(NamedTuple):
     npu: float = INF
 
     def hold(self, memory: Memory) -> bool:
-        """Whether a plan with this memory fits."""
+        """Return whether a plan with this memory fits."""
         parts = (memory.total_bytes, memory.gpu_bytes, memory.npu_bytes)
         return all(nbytes <= limit for nbytes, limit in zip(parts, self, strict=True))
 
 
 def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limits:
-    """A budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
+    """Return a budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
     held = {kind: x.capabilities.memory_limit_bytes for kind, x in profile.devices.items()}
     gpu, npu = (held.get(kind) or INF for kind in KINDS)
     return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu)
@@ -53,7 +53,7 @@ class ResidentRows(NamedTuple):
 
 
 def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
-    """What one tiling needs."""
+    """Return what one tiling needs."""
     if option.pieces is None or option.rows == 0:
         return ResidentRows(0, 0)
     if option.pieces.tokens < m:
@@ -107,20 +107,22 @@ def held_bytes(planner: Tables, name: OpName, held: ResidentRows) -> tuple[float
 
 
 def copies(planner: Tables, name: OpName) -> int:
-    """How often the NPU holds the rows that it has of a matmul."""
+    """Return how often the NPU holds the rows that it has of a matmul."""
     if name == "lm_head" or not _graphs_own_weights(planner):  # the head always sees one token
         return 1
     return max(len(planner.sizes), 1)
 
 
 def holds_alone(planner: Tables, device: DeviceKind) -> bool:
-    """Whether a device can hold all weights, each once."""
+    """Return whether a device can hold all weights, each once."""
     _, *limits = limits_of(planner.profile)
     return _all_rows_bytes(planner, device) <= limits[device == "npu"]
 
 
 def graph_bytes(planner: Tables) -> float:
-    """What one more graph size takes if the NPU has all rows of a block: 0 where graphs share."""
+    """Return what one more graph size takes if the NPU has all rows of a block: 0 where graphs
+    share.
+    """
     return _all_rows_bytes(planner, "npu", head=False) if _graphs_own_weights(planner) else 0.0
 
 

@@ -54,7 +54,7 @@ class NonMatmulTimes:
 
     @property
     def device(self) -> DeviceKind:
-        """Which device that is."""
+        """Return which device that is."""
         return "gpu" if self.head.mode == "gpu" else "npu"
 
 
@@ -88,7 +88,7 @@ class NonMatmulCosts:
         return [check.reason for check in checks if not check]
 
     def _where(self, kind: DeviceKind, op: Op) -> DeviceKind:
-        """Where it runs if `kind` runs the rest."""
+        """Return where it runs if `kind` runs the rest."""
         return device_of_other(op, kind, self.cost.profile.devices)
 
     def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
@@ -98,7 +98,7 @@ class NonMatmulCosts:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is predicted from something else, for people."""
+        """Return what is predicted from something else, for people."""
         found: dict[str, None] = {}
         for kind in self.devices:
             for _, share in self._shares:
@@ -109,7 +109,7 @@ class NonMatmulCosts:
         return tuple(found)
 
     def on(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
-        """Times of m tokens after `context` others on one of `devices`."""
+        """Return times of m tokens after `context` others on one of `devices`."""
         key = (kind, m, context)
         if key not in self._known:
             if len(self._known) >= KEPT:
@@ -156,7 +156,7 @@ def seconds_by_kind(graph: ModelGraph, non_matmul: NonMatmulTimes) -> dict[str, 
 
 
 def _kind(shares: Iterable[Share]) -> str | None:
-    """What operators do, if they all do the same."""
+    """Return what operators do, if they all do the same."""
     kinds = {WORK.get(type(share.op)) for share in shares}
     return kinds.pop() if len(kinds) == 1 else None
 

@@ -103,12 +103,12 @@ class Option(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether both devices compute."""
+        """Return whether both devices compute."""
         return self.mode.endswith("dominant")
 
     @property
     def devices(self) -> frozenset[DeviceKind]:
-        """Those that compute."""
+        """Return the devices that compute."""
         return BOTH if self.is_cut else frozenset({"gpu" if self.mode == "gpu" else "npu"})
 
     def seconds(self, state: int = GPU) -> float:
@@ -126,9 +126,9 @@ class Option(NamedTuple):
         return power.joules(*alone, both, self.seconds(state))
 
     def forbid(self, *states: int) -> Option:
-        """The same, closed to these states as well."""
+        """Return the same, closed to these states as well."""
         return self._replace(forbidden=self.forbidden | frozenset(states))
 
     def unrestricted(self) -> Option:
-        """The same, open to both states."""
+        """Return the same, open to both states."""
         return self._replace(forbidden=frozenset())

@@ -51,7 +51,9 @@ class CutTimes:
 
     @property
     def behind_gpu_s(self) -> float:
-        """How much longer a tiling without the GPU takes behind the GPU than behind other calls."""
+        """Return how much longer a tiling without the GPU takes behind the GPU than behind other
+        calls.
+        """
         return 0.0
 
 
@@ -115,20 +117,20 @@ class Overheads:
         gpu_s: Floats,
         npu_s: Floats,
     ) -> CutTimes:
-        """What halves of m tokens make together."""
+        """Return what halves of m tokens make together."""
         return CutTimes(gpu_s, npu_s)
 
     def around_s(self, rest: DeviceKind) -> float:  # noqa: ARG002
-        """What a step takes besides its operators, the first of which `rest` computes."""
+        """Return what a step takes besides its operators, the first of which `rest` computes."""
         return 0.0
 
     def chained_s(self, launches: int) -> float:  # noqa: ARG002
-        """What a decoding step on the GPU alone takes less than its launches one by one."""
+        """Return what a decoding step on the GPU alone takes less than its launches one by one."""
         return 0.0
 
     @property
     def copies(self) -> bool:
-        """Whether activations are copied at all."""
+        """Return whether activations are copied at all."""
         return self.copy_s != 0 or self.copy_s_per_byte != 0
 
     def copy(self, nbytes: float) -> float:

@@ -101,7 +101,7 @@ class _Pairs(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _pairs(sizes: tuple[int, ...], smaller: int) -> _Pairs:
-    """Where only so many graphs may come before another one."""
+    """Return where only so many graphs may come before another one."""
     one, places = len(sizes), range(len(sizes))
     pairs = [(i, one) for i in places] + [(i, j) for i in range(smaller) for j in range(i + 1)]
     tokens = (*sizes, 0)

@@ -67,7 +67,7 @@ class Segment(NamedTuple):
     precision: WeightFormat | None = None
 
     def op(self, whole: MatMul) -> MatMul:
-        """The operation on these rows."""
+        """Return the operation on these rows."""
         start, stop = self.rows
         weight_format = self.precision or whole.weight_format
         return dataclasses.replace(
@@ -114,7 +114,7 @@ class Heads(NamedTuple):
     graph: int
 
     def op(self, whole: Attention) -> AttentionHeads:
-        """The operation on these heads."""
+        """Return the operation on these heads."""
         return AttentionHeads(attention=whole, first=self.first, count=self.stop - self.first)
 
 
@@ -166,7 +166,7 @@ class Placement:
         self._check_heads()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
-        """The same devices and kernels with another plan within the same cuts."""
+        """Return the same devices and kernels with another plan within the same cuts."""
         found = Placement(plan, self.graph, self._capabilities, source=source)
         found._prepared = self._prepared
         return found
@@ -196,7 +196,7 @@ class Placement:
 
     @property
     def online(self) -> bool:
-        """Whether graphs are prepared while a prompt waits."""
+        """Return whether graphs are prepared while a prompt waits."""
         return self.plan.strategy == "online-prepare"
 
     @property
@@ -219,10 +219,10 @@ class Placement:
     def at(
         self, phase: Phase, m: int, logit_rows: int = 1, *, form: Form = "cut"
     ) -> Iterator[Assignment]:
-        """What computes a call of m tokens, in the model's order; the output head sees the last
-        `logit_rows` tokens, and is left out where that is none. Rows of several contexts decode so,
-        too; but what knows a position runs for each of them, on the same device (`row_graph`).
-        `form`: of calls in flight.
+        """Yield what computes a call of m tokens, in the model's order; the output head sees the
+        last `logit_rows` tokens, and is left out where that is none. Rows of several contexts
+        decode so, too; but what knows a position runs for each of them, on the same device
+        (`row_graph`). `form`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
@@ -241,9 +241,10 @@ class Placement:
                 yield Assignment(node, *self._other(node, phase, m), heads=heads)
 
     def heads(self, phase: Phase, m: int, form: Form = "cut") -> tuple[Heads, ...]:
-        """The launches of an attention of m tokens that both devices share: the NPU has the first
-        key/value heads. None where the device of the other operators has all; it has in decoding,
-        of calls that are cut for being in flight together, and where no graph holds m tokens.
+        """Return the launches of an attention of m tokens that both devices share: the NPU has the
+        first key/value heads. None where the device of the other operators has all; it has in
+        decoding, of calls that are cut for being in flight together, and where no graph holds m
+        tokens.
         """
         if phase != "prefill" or form != "cut" or len(self._capabilities) < len(KINDS):
             return ()
@@ -258,7 +259,7 @@ class Placement:
         return (Heads("gpu", count, count + found.gpu, m), Heads("npu", 0, count, graph))
 
     def _head_counts(self, m: int) -> HeadCounts | None:
-        """What holds for the attention of a call of m tokens."""
+        """Return what holds for the attention of a call of m tokens."""
         known = {x.m for x in self.plan.attention}
         if self._source is not None and not known & {m, None}:
             return self._source.plan_for(m).heads(m) if self._source.heads else None
@@ -266,7 +267,7 @@ class Placement:
 
     @cached_property
     def head_cuts(self) -> tuple[int, ...]:
-        """How many heads the NPU may have of an attention beside the GPU, rising."""
+        """Return how many heads the NPU may have of an attention beside the GPU, rising."""
         if self._prepared is not self:
             return self._prepared.head_cuts
         later = self._source.heads if self._source is not None else ()
@@ -275,7 +276,7 @@ class Placement:
         )
 
     def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
-        """The runs of key/value heads that a device computes of some attention."""
+        """Return the runs of key/value heads that a device computes of some attention."""
         if len(self._capabilities) < len(KINDS):
             return ()
         last = self.graph.kv_heads
@@ -303,8 +304,8 @@ class Placement:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether rows of several contexts can decode in one step: not where attention is inside
-        the graph of a whole block, which knows one position.
+        """Return whether rows of several contexts can decode in one step: not where attention is
+        inside the graph of a whole block, which knows one position.
         """
         return not any(
             group.fixed and self.fused(group, "decode", 1) is not None
@@ -312,9 +313,9 @@ class Placement:
         )
 
     def parts(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
-        """Launches of a matmul node at m tokens, in the plan's order. They cover its output, with
-        the same rows wherever they share one. On a device with static shapes the rows of each are
-        one of its `segments`, unless it is prepared while a prompt waits.
+        """Return launches of a matmul node at m tokens, in the plan's order. They cover its output,
+        with the same rows wherever they share one. On a device with static shapes the rows of each
+        are one of its `segments`, unless it is prepared while a prompt waits.
         """
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
@@ -325,7 +326,7 @@ class Placement:
         return self._parts[key]
 
     def _tiles(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
-        """A part for each tile of the plan."""
+        """Return a part for each tile of the plan."""
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
         if key not in self._tiled:
@@ -338,7 +339,9 @@ class Placement:
         return self._tiled[key]
 
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
-        """What computes the matmuls of a call of m tokens, in order; the output head sees one."""
+        """Return what computes the matmuls of a call of m tokens, in order; the output head sees
+        one.
+        """
         first = {node.plan_op: node for node in reversed(self.graph.nodes) if node.plan_op}
         return tuple(
             entry
@@ -379,7 +382,7 @@ class Placement:
     # --- which kernels exist ----------------------------------------------------------------
 
     def segments(self, node: Node, kind: DeviceKind) -> tuple[Segment, ...]:
-        """What a device holds of a matmul's weight."""
+        """Return what a device holds of a matmul's weight."""
         if self._prepared is not self:
             return self._prepared.segments(node, kind)
         spans: dict[tuple[OperandOrder, WeightFormat | None], set[Span]] = {}
@@ -413,7 +416,7 @@ class Placement:
         return self._edges[key]
 
     def cuts_rows(self, node: Node) -> bool:
-        """Whether a matmul's output is ever made of several runs of rows."""
+        """Return whether a matmul's output is ever made of several runs of rows."""
         assert isinstance(node.op, MatMul)
         spans = {_rows(tile, shift) for _, tile, shift in self._listed(node)}
         return len(spans) > 1 or any(row < node.op.n for row in self._later_cuts(node))
@@ -455,8 +458,9 @@ class Placement:
         return packed_bytes(op.weight_format.storage, op.n, op.k)
 
     def _copies(self, node: Node, kind: DeviceKind) -> int:
-        """How often a device may come to hold the weights of a matmul: prompts of other lengths
-        than the plan lists use any graph that it has, the output head always sees one token.
+        """Return how often a device may come to hold the weights of a matmul: prompts of other
+        lengths than the plan lists use any graph that it has, the output head always sees one
+        token.
         """
         capabilities = self._capabilities[kind]
         if capabilities.per_graph_size != "weights" or node.name == "lm_head":
@@ -478,7 +482,7 @@ class Placement:
                     yield entry, tile, 0
 
     def _names(self, node: Node) -> Sequence[tuple[OpName, int]]:
-        """The plan's names for a node's rows, with the first row of each."""
+        """Return the plan's names for a node's rows, with the first row of each."""
         assert node.plan_op is not None
         whole = any((phase, node.plan_op) in self._entries for phase in PHASES)
         unfused = any(
@@ -509,8 +513,8 @@ class Placement:
         return [(entry, shift) for entry, _, shift in parts if entry is not None]
 
     def _is_apart(self, node: Node, phase: Phase, m: int) -> bool:
-        """Whether the members of a matmul have entries for exactly m tokens, and it has none: they
-        go before what the plan says of it at other token counts.
+        """Return whether the members of a matmul have entries for exactly m tokens, and it has
+        none: they go before what the plan says of it at other token counts.
         """
         assert node.plan_op is not None
         whole, *members = (
@@ -520,7 +524,7 @@ class Placement:
         return not whole and bool(members) and all(members)
 
     def _entry(self, name: OpName, phase: Phase, m: int) -> OpPlan | None:
-        """What holds for a matmul in a call of m tokens."""
+        """Return what holds for a matmul in a call of m tokens."""
         known = self._entries.get((phase, name))
         if known is None:
             return None
@@ -534,8 +538,8 @@ class Placement:
         return None if found is None else self._in_smallest_graphs(found.clipped(m))
 
     def _in_smallest_graphs(self, entry: OpPlan) -> OpPlan:
-        """An entry for other tokens than the plan listed: `_graph_of` chooses among the graphs that
-        are prepared.
+        """Return an entry for other tokens than the plan listed: `_graph_of` chooses among the
+        graphs that are prepared.
         """
         tiles = [
             tile.model_copy(update={"graph_size": None})
@@ -616,7 +620,7 @@ class Placement:
 def fitted(
     plan: ExecutionPlan, capabilities: CapabilitiesByDevice, *, solved: bool = False
 ) -> ExecutionPlan:
-    """The plan in calls that devices can run; `solved` as in `ExecutionPlan.for_graphs`."""
+    """Return the plan in calls that devices can run; `solved` as in `ExecutionPlan.for_graphs`."""
     return plan.for_graphs(
         {kind: prepared_sizes(x) for kind, x in capabilities.items()}, solved=solved
     )
@@ -645,7 +649,7 @@ def _by_name(ops: Iterable[OpPlan]) -> dict[tuple[Phase, str], dict[int | None, 
 
 
 def _open(entry: OpPlan) -> OpPlan:
-    """An entry whose tiles have all tokens of a call."""
+    """Return an entry whose tiles have all tokens of a call."""
     tiles = tuple(tile.model_copy(update={"tokens": (0, None)}) for tile in entry.tiles)
     return entry.model_copy(update={"tiles": tiles})
 
@@ -656,7 +660,7 @@ def _rows(tile: Tile, shift: int) -> Span:
 
 
 def _is_whole_on_npu(node: Node, parts: Sequence[Part]) -> bool:
-    """Whether these are one graph of all rows, as groups are prepared."""
+    """Return whether these are one graph of all rows, as groups are prepared."""
     assert isinstance(node.op, MatMul)
     first = parts[0]
     plain = first.order == "plain" and first.precision is None
@@ -689,13 +693,13 @@ def _no_graph(name: str, size: int, kind: DeviceKind, able: Capabilities) -> Pla
 
 
 def _storage(node: Node, precision: WeightFormat | None) -> StorageFormat:
-    """How the weights are stored that a tile or part computes with."""
+    """Return how the weights are stored that a tile or part computes with."""
     assert isinstance(node.op, MatMul)
     return (precision or node.op.weight_format).storage
 
 
 def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
-    """The pieces between edges that lie inside some span."""
+    """Return the pieces between edges that lie inside some span."""
     spans = list(spans)
     return [
         (a, b)

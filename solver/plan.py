@@ -70,12 +70,12 @@ class Tile(_Record):
         return self
 
     def resolved(self, m: int) -> Tile:
-        """The same tile with an open token range ended at m."""
+        """Return the same tile with an open token range ended at m."""
         start, stop = self.tokens
         return self.model_copy(update={"tokens": (start, m if stop is None else stop)})
 
     def clipped(self, m: int) -> Tile:
-        """The same tile without the tokens from m on; its graph is padded."""
+        """Return the same tile without the tokens from m on; its graph is padded."""
         start, stop = self.tokens
         return self.model_copy(update={"tokens": (start, m if stop is None else min(stop, m))})
 
@@ -121,7 +121,8 @@ class OpPlan(_Record):
         return self
 
     def clipped(self, m: int) -> OpPlan:
-        """The same partition with the outputs of the first m tokens only (m at most the entry's).
+        """Return the same partition with the outputs of the first m tokens only (m at most the
+        entry's).
 
         Its times are those of the longer call.
         """
@@ -140,7 +141,7 @@ class HeadCounts(_Record):
 
     @property
     def shared(self) -> bool:
-        """Whether both have some."""
+        """Return whether both have some."""
         return self.gpu > 0 and self.npu > 0
 
 
@@ -343,8 +344,9 @@ class Plan(_Record):
         return tuple(tile.resolved(m) for tile in self.entry(phase, m, op).tiles)
 
     def entry(self, phase: Phase, m: int, op: str) -> OpPlan:
-        """The entry for one matmul at m tokens: that for exactly m, else that for any m, else the
-        next longer one without the tokens that are not there. Raises `PlanError` if there is none.
+        """Return the entry for one matmul at m tokens: that for exactly m, else that for any m,
+        else the next longer one without the tokens that are not there. Raises `PlanError` if there
+        is none.
         """
         known: dict[int | None, OpPlan] = {}
         for found in self.ops:
@@ -373,7 +375,8 @@ class Plan(_Record):
     def for_graphs(
         self, graphs: Mapping[DeviceKind, Sequence[int]], *, solved: bool = False
     ) -> Self:
-        """The same with `steps` that devices with these NPU graphs can run (none: any token count).
+        """Return the same with `steps` that devices with these NPU graphs can run (none: any token
+        count).
 
         `solved`: a solver answers for token counts that the plan does not list. Where the plan says
         nothing itself, calls are of up to `STEP_TOKENS` (of the longest entry, where all entries
@@ -400,12 +403,12 @@ class Plan(_Record):
 
     @property
     def shares_attention(self) -> bool:
-        """Whether both devices have heads of some attention."""
+        """Return whether both devices have heads of some attention."""
         return any(x.heads.shared for x in self.attention)
 
     def heads(self, m: int) -> HeadCounts | None:
-        """Who has which heads of attention in a prompt's call of m tokens: as said for exactly m,
-        else for any, else for the next longer call; None where nothing is said.
+        """Return who has which heads of attention in a prompt's call of m tokens: as said for
+        exactly m, else for any, else for the next longer call; None where nothing is said.
         """
         known = {x.m: x.heads for x in self.attention}
         longer = [count for count in known if count is not None and count > m]
@@ -499,7 +502,7 @@ def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
 
 
 def no_entry(op: str, phase: Phase, m: int, known: Iterable[int | None]) -> PlanError:
-    """What is raised where a plan has entries of a matmul for these token counts alone."""
+    """Return what is raised where a plan has entries of a matmul for these token counts alone."""
     longest = max((count for count in known if count is not None), default=None)
     hint = "" if longest is None else f", only for up to {longest}"
     return PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens{hint}")
@@ -516,7 +519,7 @@ def write(path: str | os.PathLike[str], text: str, what: str) -> None:
 
 
 def _without_report(text: str) -> str:
-    """A plan's document, without the tables that a report adds."""
+    """Return a plan's document, without the tables that a report adds."""
     if f'"{REPORT_KEY}"' not in text:
         return text
     try:

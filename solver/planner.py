@@ -98,7 +98,7 @@ class Planner:
         options: Extra | None = None,
         rest: DeviceKind | None = None,
     ) -> Solution:
-        """The best plan of one scenario.
+        """Return the best plan of one scenario.
 
         `options` replaces what a matmul may choose from, by name; `rest` fixes the device of the
         other operators. `PlanError` if nothing is possible.
@@ -122,7 +122,7 @@ class Planner:
         return best
 
     def with_graph_sizes(self, sizes: Iterable[int]) -> Planner:
-        """The same with other NPU graphs."""
+        """Return the same with other NPU graphs."""
         profile = with_graph_sizes(self.profile, sizes)
         return Planner(
             self.spec,
@@ -135,7 +135,7 @@ class Planner:
         )
 
     def with_heads(self, heads: tuple[int, ...]) -> Planner:
-        """The same with one of these numbers of attention's heads on the NPU, or none."""
+        """Return the same with one of these numbers of attention's heads on the NPU, or none."""
         planner = copy.copy(self)  # the tables are shared, what depends on heads is not
         planner.heads = heads
         planner.__dict__.pop("whole_rows", None)
@@ -143,7 +143,7 @@ class Planner:
         return planner
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
-        """The same with these row cuts alone, which are prepared (`MatMulSpace`)."""
+        """Return the same with these row cuts alone, which are prepared (`MatMulSpace`)."""
         limited = Planner(
             self.spec,
             self.profile,
@@ -157,7 +157,7 @@ class Planner:
         return limited
 
     def drifted(self, factors: Factors) -> Planner:
-        """The same with devices that take so many times as long as the profile says."""
+        """Return the same with devices that take so many times as long as the profile says."""
         cost = DriftedCost(self.cost, factors)
         return Planner(
             self.spec,
@@ -170,7 +170,7 @@ class Planner:
         )
 
     def candidates(self, name: OpName, m: int, objective: Objective) -> list[Option]:
-        """What a matmul may choose from (`Chooser.options`), worked out once."""
+        """Return what a matmul may choose from (`Chooser.options`), worked out once."""
         key = (name, m, objective)
         if key not in self._candidates:
             chooser = Chooser(self.overheads, self.settings.rules, objective)
@@ -223,7 +223,7 @@ class Planner:
     def non_matmul_times(
         self, scenario: Scenario, only: DeviceKind | None = None
     ) -> dict[DeviceKind, NonMatmulTimes]:
-        """Times of all other operators by device; of one device alone if it can run them."""
+        """Return times of all other operators by device; of one device alone if it can run them."""
         context = 0 if scenario.phase == "prefill" else self.settings.context
         if scenario.context is not None:
             context = scenario.context
@@ -244,8 +244,8 @@ class Planner:
         *,
         heads: Heads = 0,
     ) -> Solution:
-        """The step with these options and no choice left but the rest's device; so many `heads` of
-        attention are the NPU's.
+        """Return the step with these options and no choice left but the rest's device; so many
+        `heads` of attention are the NPU's.
         """
         single: Extra = {name: [o.unrestricted()] for name, o in options.items()}
         wanted = self.non_matmul_times(scenario, rest).values()
@@ -296,7 +296,7 @@ class Planner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to say of the operators' times."""
+        """Return what to say of the operators' times."""
         return self._non_matmul_costs.notes
 
     @cached_property
@@ -326,8 +326,8 @@ class Planner:
         return best
 
     def _shared(self, alone: Solution, objective: Objective, options: Extra) -> Solution | None:
-        """The best step of a prompt in which a matmul leaves the one device of the step `alone`,
-        margin or not, and the rest stays; None where no matmul can, and in decoding.
+        """Return the best step of a prompt in which a matmul leaves the one device of the step
+        `alone`, margin or not, and the rest stays; None where no matmul can, and in decoding.
         """
         if alone.scenario.phase != "prefill":
             return None
@@ -363,7 +363,9 @@ class Planner:
         return best
 
     def _beats(self, found: Solution, best: Solution, objective: Objective) -> bool:
-        """Whether a chain with groups apart is better by the margin on the groups that differ."""
+        """Return whether a chain with groups apart is better by the margin on the groups that
+        differ.
+        """
         differ = set(best.options) - set(found.options)
         weight = sum(
             self.spec.layers * objective.cost(best.options[x].unrestricted(), 0) for x in differ
@@ -450,12 +452,12 @@ class _Run:
 
 
 def shortest(*limits: int | None) -> int | None:
-    """The least of some limits, of which None is no limit."""
+    """Return the least of some limits, of which None is no limit."""
     return min([x for x in limits if x is not None], default=None)
 
 
 def with_graph_sizes(profile: DeviceProfile, sizes: Iterable[int]) -> DeviceProfile:
-    """The profile of a device with these graphs prepared. Raises `PlanError`."""
+    """Return the profile of a device with these graphs prepared. Raises `PlanError`."""
     wanted = tuple(sorted(set(sizes)))
     npu = profile.devices.get("npu")
     if npu is None or not npu.capabilities.static_shapes:

@@ -53,8 +53,8 @@ def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
 def prepare_solver(
     spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, cuts: int = CUTS
 ) -> PreparedSolver:
-    """A solver for any prompt length, with at most `cuts` row cuts of each matmul, chosen for the
-    lengths of the request. Raises `PlanError` or `ProfileError`.
+    """Return a solver for any prompt length, with at most `cuts` row cuts of each matmul, chosen
+    for the lengths of the request. Raises `PlanError` or `ProfileError`.
 
     Of a model that is stored in several formats prompts and decoding take the fastest each, within
     one memory budget; formats that the profile does not know are left out.
@@ -72,7 +72,7 @@ def _fastest_formats(
     request: PlanRequest,
     cuts: int,
 ) -> PreparedSolver:
-    """The best of each format alone and of the fastest ones of prompts and of decoding."""
+    """Return the best of each format alone and of the fastest ones of prompts and of decoding."""
     found: list[PreparedSolver] = []
     planners: list[Planner] = []
     failed: list[PlanError | ProfileError] = []
@@ -189,7 +189,7 @@ class PreparedSolver:
         return sum(request.distribution[x.m] * x.predicted_s for x in totals)
 
     def plan_for(self, m: int, phase: Phase = "prefill") -> ExecutionPlan:
-        """The plan of one call of m tokens, in at most 2 ms (Llama-3-8B, one core of a PC).
+        """Return the plan of one call of m tokens, in at most 2 ms (Llama-3-8B, one core of a PC).
 
         Raises `PlanError` for more tokens than two graphs hold: `plan.steps` cuts such prompts.
         """
@@ -206,7 +206,7 @@ class PreparedSolver:
         return self._plans[phase, m]
 
     def drifted(self, factors: Factors) -> PreparedSolver:
-        """The same row cuts on devices that take so many times as long as the profile says.
+        """Return the same row cuts on devices that take so many times as long as the profile says.
 
         The GPU may compute any row of a matmul that it has rows of (it maps the packed weights),
         the NPU only rows that it holds. `plan` has decoding and the first length of this one's;
@@ -253,11 +253,11 @@ class PreparedSolver:
         return self.plan.model_copy(update=found)
 
     def prompt(self, tokens: int, context: int = 0) -> Prompt:
-        """A prompt of any length behind `context` tokens, in the plan's calls."""
+        """Return a prompt of any length behind `context` tokens, in the plan's calls."""
         return solve_prompt(self.plan.steps(tokens), self.solution_for, context)
 
     def solution_for(self, scenario: Scenario) -> Solution:
-        """The best options of one call and its predicted seconds."""
+        """Return the best options of one call and its predicted seconds."""
         if scenario.phase == "decode" and self._decoder is not self._planner:
             known = self._decoding
             return self._decoder.evaluate(

@@ -36,13 +36,15 @@ class Prompt(NamedTuple):
 
 
 def call_scenarios(steps: Sequence[int], context: int = 0) -> list[Scenario]:
-    """The calls of a prompt behind `context` tokens: attention of each sees those before it."""
+    """Return the calls of a prompt behind `context` tokens: attention of each sees those before
+    it.
+    """
     starts = accumulate(steps[:-1], initial=context)
     return [Scenario("prefill", m, start) for m, start in zip(steps, starts, strict=True)]
 
 
 def prompt_of(calls: Iterable[Solution]) -> Prompt:
-    """A prompt of solved calls."""
+    """Return a prompt of solved calls."""
     *before, last = calls
     return Prompt((*(call.without_head() for call in before), last))
 
@@ -50,13 +52,13 @@ def prompt_of(calls: Iterable[Solution]) -> Prompt:
 def solve_prompt(
     steps: Sequence[int], solve: Callable[[Scenario], Solution], context: int = 0
 ) -> Prompt:
-    """A prompt in these calls, each solved."""
+    """Return a prompt in these calls, each solved."""
     return prompt_of(map(solve, call_scenarios(steps, context)))
 
 
 def prompt_alone(planner: Planner, steps: Sequence[int], kind: DeviceKind) -> Prompt | None:
-    """A prompt in these calls with all matmuls on one device, and the rest too if it can; None if
-    the device cannot compute or hold them all.
+    """Return a prompt in these calls with all matmuls on one device, and the rest too if it can;
+    None if the device cannot compute or hold them all.
     """
     calls = [planner.single(scenario, kind) for scenario in call_scenarios(steps)]
     found = [call for call in calls if call is not None]
@@ -64,7 +66,7 @@ def prompt_alone(planner: Planner, steps: Sequence[int], kind: DeviceKind) -> Pr
 
 
 def steps_alone(planner: Planner, tokens: int, kind: DeviceKind) -> tuple[int, ...]:
-    """The calls of a prompt on one device alone: one that runs the rest as well runs it in its
-    graphs.
+    """Return the calls of a prompt on one device alone: one that runs the rest as well runs it in
+    its graphs.
     """
     return split(tokens, (), longest_step(planner, f"{kind}-only") or tokens)

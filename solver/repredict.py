@@ -75,7 +75,7 @@ def repredict(
 
 
 def _calls(plan: ExecutionPlan, step: Scenario) -> list[Scenario]:
-    """The calls of a step: several of a prompt that is longer than one."""
+    """Return the calls of a step: several of a prompt that is longer than one."""
     if step.phase == "decode":
         return [step]
     return call_scenarios(plan.steps(step.m), step.context or 0)
@@ -93,7 +93,7 @@ def _tokens(step: Scenario, name: OpName) -> int:
 
 
 def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Option:
-    """This tiling with the times of the planner's profile."""
+    """Return this tiling with the times of the planner's profile."""
     space = planner.space(name)
     npu = [tile for tile in tiles if tile.device == "npu"]
     grid = space.grid(m, every=True)
@@ -119,7 +119,7 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
 
 
 def _graph(planner: Planner, start: int, stop: int | None) -> int | None:
-    """The graph of a tile that leaves it open: the smallest that holds it; None where the NPU
-    takes any token count.
+    """Return the graph of a tile that leaves it open: the smallest that holds it; None where the
+    NPU takes any token count.
     """
     return next((size for size in planner.sizes if start + size >= (stop or start)), None)

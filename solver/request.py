@@ -60,7 +60,7 @@ class PlanRequest:
 
     @property
     def distribution(self) -> dict[int, float]:
-        """How often a prompt of each length comes; 1 on average."""
+        """Return how often a prompt of each length comes; 1 on average."""
         weights = self.length_weights or (1.0,) * len(self.seq_lens)
         found = dict.fromkeys(sorted(self.seq_lens), 0.0)
         for m, weight in zip(self.seq_lens, weights, strict=True):
@@ -68,8 +68,8 @@ class PlanRequest:
         return {m: weight * len(found) / sum(weights) for m, weight in found.items()}
 
     def in_calls(self, longest: int | None) -> PlanRequest:
-        """The same for the calls of at most `longest` tokens that the prompts run in: `seq_lens`
-        are their lengths, and each comes as often as the prompts have it.
+        """Return the same for the calls of at most `longest` tokens that the prompts run in:
+        `seq_lens` are their lengths, and each comes as often as the prompts have it.
         """
         if longest is None or max(self.seq_lens) <= longest:
             return self
@@ -82,7 +82,7 @@ class PlanRequest:
         return replace(self, seq_lens=lengths, length_weights=tuple(counts[m] for m in lengths))
 
     def weight(self, scenario: Scenario) -> float:
-        """How much a step counts where several share something."""
+        """Return how much a step counts where several share something."""
         if scenario.phase == "decode":
             return float(self.decode_tokens_per_prompt)
         return self.distribution[scenario.m]

@@ -115,7 +115,7 @@ class _Program:
         self._options: dict[tuple[Scenario, OpName, ResidentRows], list[Option]] = {}
 
     def options(self, scenario: Scenario, name: OpName, held: ResidentRows) -> list[Option]:
-        """What a matmul may choose from when these rows live on each device."""
+        """Return what a matmul may choose from when these rows live on each device."""
         key = (scenario, name, held)
         if key not in self._options:
             m = 1 if name == "lm_head" else scenario.m
@@ -149,7 +149,7 @@ class _Program:
         return [ResidentRows(r, s) for r in (0, *rows) for s in (0, *rows) if s <= r or r == n == s]
 
     def _best_rows(self, name: OpName, scenario: Scenario) -> int:
-        """The row cut that this scenario alone would like."""
+        """Return the row cut that this scenario alone would like."""
         m = 1 if name == "lm_head" else scenario.m
         grid = self._grid(name, m)
         j = int(np.argmin(np.min(grid.elapsed_s, axis=0)))

@@ -47,7 +47,7 @@ class Solution(NamedTuple):
         return frozenset({self.non_matmul.device}).union(*block)
 
     def alone_on(self, device: DeviceKind) -> bool:
-        """Whether one device computes everything."""
+        """Return whether one device computes everything."""
         others = [option.devices for option in self.options.values()]
         return self.devices.union(*others) == {device}
 
@@ -57,7 +57,7 @@ class Solution(NamedTuple):
         return self.attention.rows if self.attention is not None else 0
 
     def without_head(self) -> Solution:
-        """The same step without logits: a call that is not the last one of its prompt."""
+        """Return the same step without logits: a call that is not the last one of its prompt."""
         options = dict(self.options)
         options.pop("lm_head", None)
         return self._replace(options=options, path=self.path._replace(tail=()))

@@ -61,7 +61,9 @@ class Grid:
         return self.choices.cuts
 
     def pieces(self, cut: int, row: int) -> Pieces:
-        """The fastest pieces for a cut and a number of rows (places in `cuts` and `rows`)."""
+        """Return the fastest pieces for a cut and a number of rows (places in `cuts` and
+        `rows`).
+        """
         group = self.choices.group(cut)
         choice = group.start
         if group.stop > choice + 1:

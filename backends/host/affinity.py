@@ -51,7 +51,7 @@ def _cores_of(thread: int) -> set[int]:
 
 
 def assign_cores() -> CoreAssignment:
-    """The GPU's worker on the first allowed core, the control thread (the NPU) on the last.
+    """Return the GPU's worker on the first allowed core, the control thread (the NPU) on the last.
 
     With one core, or where the system has no affinity, nothing is pinned.
     """

@@ -23,7 +23,7 @@ FOR_EVER: Final = 0xFFFFFFFF
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module as a script in a child of the calling process.
+    """Return the command that runs a module as a script in a child of the calling process.
 
     The child ends with the *thread* that starts it: that must wait for the child, or outlive it.
     """

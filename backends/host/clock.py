@@ -35,7 +35,7 @@ class ManualClock:
         self._now_s = start_s
 
     def now(self) -> float:
-        """Current virtual time."""
+        """Return current virtual time."""
         return self._now_s
 
     def sleep(self, duration_s: float) -> None:

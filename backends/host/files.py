@@ -51,7 +51,9 @@ def atomic_write(path: AnyPath, data: str | bytes, *, durable: bool = True) -> N
 
 @contextmanager
 def atomic_writer(path: AnyPath, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file whose contents become those of `path` when the block ends without an exception."""
+    """Yield a file whose contents become those of `path` when the block ends without an
+    exception.
+    """
     target, special = _destination(path)
     if special:
         gathered = io.BytesIO()
@@ -80,7 +82,9 @@ def atomic_writer(path: AnyPath, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def scratch_directory(target: Path) -> Iterator[Path]:
-    """A new directory beside `target`, for `replace_directory`; gone, or moved, at the end."""
+    """Yield a new directory beside `target`, for `replace_directory`; gone, or moved, at the
+    end.
+    """
     remove_partials(target)
     partial = _partial_name(target)
     partial.mkdir()
@@ -152,8 +156,8 @@ def remove_partials(target: Path) -> None:
 
 
 def read_file(path: AnyPath, max_bytes: int) -> bytes:
-    """The contents of a file or a pipe, read once. Raises `OSError` for more than `max_bytes`, and
-    for a pipe of which nothing comes within `PIPE_WAIT_S`.
+    """Return the contents of a file or a pipe, read once. Raises `OSError` for more than
+    `max_bytes`, and for a pipe of which nothing comes within `PIPE_WAIT_S`.
     """
     if "\0" in os.fspath(path):
         raise _error(errno.EINVAL, path)
@@ -204,12 +208,14 @@ def sync_directory(path: Path) -> None:
 
 
 def is_replaceable(path: AnyPath) -> bool:
-    """Whether `path` is, or would become, a regular file. Raises `OSError` where it cannot tell."""
+    """Return whether `path` is, or would become, a regular file. Raises `OSError` where it cannot
+    tell.
+    """
     return not _destination(path)[1]
 
 
 def _destination(path: AnyPath) -> tuple[Path, bool]:
-    """Where the links of `path` end, and whether that is written to instead of replaced."""
+    """Return where the links of `path` end, and whether that is written to instead of replaced."""
     if "\0" in os.fspath(path):
         raise _error(errno.EINVAL, path)
     target = Path(path).absolute()
@@ -249,7 +255,7 @@ def _write_through(target: Path, data: memoryview) -> None:
 
 
 def _open_special(target: Path) -> int:
-    """A descriptor to write to; waits for the reader of a pipe."""
+    """Return a descriptor to write to; waits for the reader of a pipe."""
     own = str(target.parent) in ("/dev/fd", f"/proc/{os.getpid()}/fd")
     if own and target.name.isdecimal():
         return os.dup(int(target.name))  # opened anew, a file would be written from its start
@@ -277,7 +283,7 @@ def _await(descriptor: int, limited: bool, *, writing: bool = False) -> None:
 
 
 def _new_partial(target: Path) -> tuple[Path, BinaryIO]:
-    """A new, locked file beside `target`."""
+    """Return a new, locked file beside `target`."""
     while True:
         partial = _partial_name(target)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
@@ -352,8 +358,8 @@ def hold(descriptor: int) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody writes a file, or `hold`s it. On Windows nothing shows, but what is open
-    cannot be removed either.
+    """Return whether somebody writes a file, or `hold`s it. On Windows nothing shows, but what is
+    open cannot be removed either.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _OPEN)

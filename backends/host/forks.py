@@ -32,7 +32,7 @@ def start(backend: str) -> None:
 
 
 def is_lost(backend: str) -> bool:
-    """Whether `start` would raise."""
+    """Return whether `start` would raise."""
     return backend in _lost
 
 

@@ -84,7 +84,7 @@ def private_mappings() -> Iterator[tuple[int, int]]:
 
 
 def _resident(library: Any, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Runs of huge pages whose small pages are all in memory, up to `STEP_BYTES` long."""
+    """Yield runs of huge pages whose small pages are all in memory, up to `STEP_BYTES` long."""
     seen: npt.NDArray[np.uint8] = np.zeros((stop - start) // mmap.PAGESIZE, dtype=np.uint8)
     if library.mincore(start, stop - start, seen.ctypes.data) != 0:
         return

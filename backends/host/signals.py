@@ -87,7 +87,7 @@ def let_handlers_run() -> None:
 
 
 def whole(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that runs `uninterrupted`."""
+    """Return a function that runs `uninterrupted`."""
 
     @functools.wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> T:

@@ -44,7 +44,9 @@ def prepare_attention_heads(
     _weights: Mapping[str, WeightValue],
     whole: Attention | None = None,
 ) -> OpenCLKernel:
-    """The program of all heads, launched for some; of all of them as the operation `whole`."""
+    """Return the program of all heads, launched for some; of all of them as the operation
+    `whole`.
+    """
     op = heads.attention
     if device.tuning.lanes > 1:
         return _prepare_group(device, heads, whole)
@@ -102,19 +104,19 @@ def head_vector(head_dim: int, widest: int) -> int:
 
 
 def lengths(op: Attention) -> tuple[int, int]:
-    """The last arguments of most kernels: how many tokens a head of the caches has room for, and
-    the window. They are no part of programs, which take seconds to compile.
+    """Return the last arguments of most kernels: how many tokens a head of the caches has room for,
+    and the window. They are no part of programs, which take seconds to compile.
     """
     return op.capacity, op.window
 
 
 def caps(op: Attention) -> tuple[str, ...]:
-    """What scores that have a soft cap need."""
+    """Return what scores that have a soft cap need."""
     return ("activations.cl",) if op.softcap else ()
 
 
 def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
-    """What the kernels of attention want to know."""
+    """Return what the kernels of attention want to know."""
     shape: dict[str, Define] = {
         **tuning.defines,
         "HV": head_vector(op.head_dim, tuning.vector),

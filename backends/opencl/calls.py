@@ -195,7 +195,9 @@ class OpenCLCall(BoundCall):
         return [value for argument in launch.args for value in self._native(argument)]
 
     def _bind(self, launch: Launch, values: Sequence[Native]) -> tuple[cl.Kernel, Size, Size]:
-        """A kernel object of its own with its arguments set, specialised by an empty launch."""
+        """Return a kernel object of its own with its arguments set, specialised by an empty
+        launch.
+        """
         kernel = cl.Kernel(launch.program, launch.name)
         for at, value in enumerate(values):
             kernel.set_arg(at, value)
@@ -336,7 +338,7 @@ class _Region:
 def _regions(
     device: Resources, tensors: Mapping[str, Operand], ports: frozenset[str], m: int
 ) -> list[_Region]:
-    """The rows of each port that a call touches; caches and positions whole."""
+    """Return the rows of each port that a call touches; caches and positions whole."""
     regions = []
     for port, operand in tensors.items():
         for tensor in parts_of(operand) if port in ports else ():

@@ -105,7 +105,9 @@ class FlagCompletion(Completion):
 
 
 def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
-    """Whether the flag is seen before the driver reports the end, with all data before it."""
+    """Return whether the flag is seen before the driver reports the end, with all data before
+    it.
+    """
     from hetero.backends.ops import Add
 
     width = policy.floats

@@ -54,7 +54,7 @@ IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-    """Whether `prepare_matmul` takes the record: every format, shape and operand order."""
+    """Return whether `prepare_matmul` takes the record: every format, shape and operand order."""
     return Acceptance(op.weight_format in WEIGHT_FORMATS)
 
 
@@ -90,7 +90,7 @@ def _all_launches(
     operands: Mapping[str, Operand],
     m: int,
 ) -> list[Launch]:
-    """Those of every part, which write to columns of their own."""
+    """Return those of every part, which write to columns of their own."""
     tensors = tensors_of(operands)
     found = []
     for plan in plans:
@@ -130,7 +130,7 @@ class _Plan:
         return padded(self.op.k, GROUP_SIZE) if self.kind.storage.quantised else self.op.k
 
     def columns(self, y: Tensor) -> Tensor:
-        """Where its columns of the first token lie; the other tokens are `op.n` apart."""
+        """Return where its columns of the first token lie; the other tokens are `op.n` apart."""
         return Tensor(
             y.buffer, (1, self.n), y.dtype, y.offset_bytes + y.dtype.itemsize * self.first
         )
@@ -139,7 +139,7 @@ class _Plan:
 def _capped(
     device: Resources, op: MatMul, launches: Launches, operands: Mapping[str, Operand], m: int
 ) -> list[Launch]:
-    """The matmul, then the soft cap on its output in place."""
+    """Return the matmul, then the soft cap on its output in place."""
     cap = softcap_launch(device, op.softcap, whole(operands["y"]), m)
     return [*launches(operands, m), cap]
 
@@ -201,12 +201,12 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
 
 
 def kind_defines(kind: Kind) -> dict[str, int]:
-    """What tells kernels how weights lie."""
+    """Return what tells kernels how weights lie."""
     return block_defines(kind.storage) if isinstance(kind, BlockFormat) else {kind.name: 1}
 
 
 def block_defines(storage: StorageFormat) -> dict[str, int]:
-    """The same of a storage in blocks."""
+    """Return the same of a storage in blocks."""
     blocks = storage.blocks
     return {
         "BLOCKS": 1,
@@ -270,7 +270,7 @@ def _simt_program(plan: _Plan, *, tokens: int, splits: int) -> cl.Program:
 def _simt_rounding(
     plan: _Plan, program: cl.Program, x: Tensor, m: int
 ) -> tuple[Launch, tuple[Argument, ...]]:
-    """The launch that rounds x, and the arguments that stand for x then."""
+    """Return the launch that rounds x, and the arguments that stand for x then."""
     op, device = plan.op, plan.device
     args: tuple[Argument, ...]
     x_args: tuple[Argument, ...]
@@ -306,7 +306,8 @@ def _operands(
 def _mapped(
     device: Resources, array: npt.NDArray[Any], *, itemsize: int | None = None
 ) -> tuple[cl.Buffer, int]:
-    """A buffer over the array and the offset of its first element, in the kernel's item size.
+    """Return a buffer over the array and the offset of its first element, in the kernel's item
+    size.
 
     A view of a mapped file is aligned to 64 bytes; a driver that wants more gets the memory from
     the aligned address before it (of the same page, so that it exists).

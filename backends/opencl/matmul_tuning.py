@@ -31,7 +31,7 @@ Kind: TypeAlias = WeightFormat | BlockFormat
 
 
 def kind_of(weight_format: WeightFormat, storage: StorageFormat) -> Kind:
-    """How rows in `storage` are multiplied in a format."""
+    """Return how rows in `storage` are multiplied in a format."""
     if not weight_format.of_file:
         return weight_format
     activations = activations_of(weight_format.activations, storage)
@@ -83,7 +83,7 @@ class CpuTuning:
     x_panel_bytes: int = 4 << 20
 
     def tile(self, weight_format: Kind, m: int) -> Tile:
-        """The smallest tile for m tokens."""
+        """Return the smallest tile for m tokens."""
         if isinstance(weight_format, BlockFormat):
             planes = 2 if weight_format.activations.are_floats else 1
             return next(tile for tile in self.block_tiles[planes] if m <= tile.max_m)
@@ -91,8 +91,8 @@ class CpuTuning:
         return next(tile for tile in tiles if m <= tile.max_m)
 
     def nibbles_stay(self, weight_format: Kind, tile: Tile) -> bool:
-        """Whether floats meet 4-bit weights without a shift: AVX2 has no permutation of 16 values,
-        so that widening is most of the work.
+        """Return whether floats meet 4-bit weights without a shift: AVX2 has no permutation of 16
+        values, so that widening is most of the work.
         """
         floats = weight_format is WeightFormat.W4A16 and not tile.planes
         return floats and self.rows == 8 and not tile.widen
@@ -226,5 +226,5 @@ _SIMT: dict[str, SimtTuning] = {"pocl-x86-64": SimtTuning(splits=16)}
 
 
 def matmul_tuning(family: str) -> CpuTuning | SimtTuning:
-    """The record of a family: a CPU's or, for every other, a GPU's."""
+    """Return the record of a family: a CPU's or, for every other, a GPU's."""
     return _CPU.get(family) or _SIMT.get(family, SimtTuning())

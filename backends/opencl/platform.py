@@ -62,8 +62,8 @@ class TestedDevice:
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:
-    """Where results and kernels lie: the folder that is asked for, else POCL_CACHE_DIR, else the
-    user's cache. Raises `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
+    """Return where results and kernels lie: the folder that is asked for, else POCL_CACHE_DIR, else
+    the user's cache. Raises `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
     """
     if cache_dir is not None:
         return cache_dir
@@ -188,7 +188,7 @@ def _choose(
     every_core: bool,
     here: Loaded | None,
 ) -> TestedDevice:
-    """The first device in order of preference. Raises as `find_device`."""
+    """Return the first device in order of preference. Raises as `find_device`."""
     reasons: list[str] = []
     names: list[str] = []
     missed: list[str] = []
@@ -271,8 +271,8 @@ def _nothing(
 
 
 def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
-    """The chosen driver, and those that are proven already: what is not loaded at first cannot be
-    later.
+    """Return the chosen driver, and those that are proven already: what is not loaded at first
+    cannot be later.
     """
     found = [_wanted(self_tests, chosen.candidate, chosen.level)]
     for candidate in candidates():
@@ -293,7 +293,7 @@ def _wanted(self_tests: SelfTests, candidate: Candidate, level: Level) -> Wanted
 
 
 def _native(loaded: Loaded, chosen: TestedDevice) -> cl.Device:
-    """The device of this process that the result is about."""
+    """Return the device of this process that the result is about."""
     known = chosen.device
     for device in loaded.devices(chosen.candidate):
         facts = (device.platform.version, device.name, device.driver_version)
@@ -337,7 +337,7 @@ def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> str:
 
 
 def _cores(on_cpu: bool, cpu: int | None, every_core: bool) -> tuple[int, ...]:
-    """Where a CPU driver's threads belong; empty for a device that has cores of its own."""
+    """Return where a CPU driver's threads belong; empty for a device that has cores of its own."""
     if not on_cpu:
         return ()
     allowed = allowed_cores()

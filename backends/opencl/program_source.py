@@ -47,13 +47,13 @@ def program_source(
 
 
 def source_of(files: Sequence[str], options: Sequence[str]) -> ProgramSource:
-    """The program of files of `kernels/`, whose name is the last one's."""
+    """Return the program of files of `kernels/`, whose name is the last one's."""
     text = "".join(source(part) for part in files)
     return ProgramSource(files[-1], text, tuple(options), tuple(files))
 
 
 def uncached(context: cl.Context, text: str) -> cl.Program:
-    """A program that pyopencl does not keep in its own cache."""
+    """Return a program that pyopencl does not keep in its own cache."""
     return cl.Program(cl._cl._Program(context, text))
 
 

@@ -79,7 +79,7 @@ class Resources(Device):
         self._health = Health(BACKEND, threads=True)
 
     def map(self, buffer: HostBuffer) -> Memory:
-        """The buffer's pages on unified memory, else device memory of the same size."""
+        """Return the buffer's pages on unified memory, else device memory of the same size."""
         self.check()
         if buffer not in self._mapped:
             with decoded(f"mapping {buffer.nbytes} bytes"):
@@ -114,7 +114,9 @@ class Resources(Device):
         self._health.check("using the device")
 
     def failed(self, operation: str, code: int) -> DeviceError:
-        """The error of a failed command; a device that cannot recover is lost from here on."""
+        """Return the error of a failed command; a device that cannot recover is lost from here
+        on.
+        """
         error = device_error(operation, code)
         if code_name(code) in FATAL or code < cl.status_code.INVALID_VALUE:
             self._health.lose(str(error))

@@ -45,7 +45,9 @@ def open(
 
 
 def default_path(flags: frozenset[str]) -> ActivationPath:
-    """What `auto` means on a processor with these instruction sets (measured, bench/RESULTS.md)."""
+    """Return what `auto` means on a processor with these instruction sets (measured,
+    bench/RESULTS.md).
+    """
     return "both" if "avx2" in flags and "avx512f" not in flags else "fp32"
 
 

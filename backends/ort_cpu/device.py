@@ -246,7 +246,9 @@ class OrtCpuDevice(Device):
                 return [(most, False)]
 
     def _packed(self, op: ops.MatMul, split: bool, parts: tuple[mixed.Part, ...]) -> frozenset[str]:
-        """Initializers that ONNX Runtime has packed and reads no more, tried on a small weight."""
+        """Return initializers that ONNX Runtime has packed and reads no more, tried on a small
+        weight.
+        """
         key = (op.weight_format.value, split, *(part.storage for part in parts))
         if key not in self._packed_inputs:
             storages = tuple(part.storage for part in parts)
@@ -257,7 +259,9 @@ class OrtCpuDevice(Device):
 def _probe_packed(
     weight_format: WeightFormat, split: bool, storages: tuple[StorageFormat, ...]
 ) -> frozenset[str]:
-    """Which initializers may be erased after the session is made without changing a result."""
+    """Return which initializers may be erased after the session is made without changing a
+    result.
+    """
     op = ops.MatMul(n=96 * len(storages), k=172, weight_format=weight_format)
     rng = np.random.default_rng(0)
     parts = [pack(rng.standard_normal((96, op.k), dtype=np.float32), x) for x in storages]
@@ -285,7 +289,7 @@ def _probe_packed(
 
 
 def _staged(weight: PackedWeight) -> dict[str, packing.Staging]:
-    """The weight as the initializers of `_matmul_graph`."""
+    """Return the weight as the initializers of `_matmul_graph`."""
     if weight.parts:
         return mixed.staged(weight)
     if weight.storage.scales == "row":
@@ -307,7 +311,7 @@ def int8_pack_bytes() -> float:
 
 
 def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
-    """What ONNX Runtime's own pack holds of each weight, measured for large ones."""
+    """Return what ONNX Runtime's own pack holds of each weight, measured for large ones."""
     match weight_format.storage:
         case StorageFormat.Q4 if split or weight_format is WeightFormat.W4A8:
             return int8_pack_bytes()
@@ -333,7 +337,9 @@ def _held_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> f
 
 
 def _own_bytes(weight_format: WeightFormat, *, split: bool) -> float:
-    """The same with what it goes on reading of ours: the scales of 4-bit weights (fp32 kernel)."""
+    """Return the same with what it goes on reading of ours: the scales of 4-bit weights (fp32
+    kernel).
+    """
     scales = weight_format is WeightFormat.W4A16 and not split
     return _pack_bytes(weight_format, split=split) + 4 / GROUP_SIZE * scales
 
@@ -348,7 +354,7 @@ def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
 def _outlier_inputs(
     op: ops.Outliers, weights: Mapping[str, WeightValue]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Copies: the packed layouts are the GPU's."""
+    """Return copies: the packed layouts are the GPU's."""
     found: dict[str, npt.NDArray[Any]] = {}
     if op.hot:
         hot, kept = checks.slab(weights)

@@ -88,7 +88,7 @@ def static_matmul(op: ops.MatMul, codes: npt.DTypeLike) -> bytes:
 
 
 def weight_is_unsigned(codes: npt.DTypeLike) -> bool:
-    """Whether codes are uint8, with zero at 128."""
+    """Return whether codes are uint8, with zero at 128."""
     return np.dtype(codes) == np.uint8
 
 
@@ -241,7 +241,7 @@ def _scaled(graph: GraphBuilder, tokens: str, values: str, width: int) -> str:
 
 
 def norm(op: ops.RMSNorm | ops.LayerNorm) -> bytes:
-    """The normalisations, with ONNX Runtime's fused residual addition if `add`."""
+    """Return the normalisations, with ONNX Runtime's fused residual addition if `add`."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.d))
     graph.output("y", F32, ("m", op.d))
@@ -400,7 +400,7 @@ def _channels(graph: GraphBuilder, op: ops.Attention) -> str:
 
 
 def _visible(graph: GraphBuilder, end: str, window: int) -> str:
-    """Which keys each query attends to, bool [m, end]."""
+    """Return which keys each query attends to, bool [m, end]."""
     zero, one = graph.constant(np.array(0, np.int64)), graph.constant(np.array(1, np.int64))
     stop = graph.node("Squeeze", end)
     start = graph.node("Squeeze", "first")

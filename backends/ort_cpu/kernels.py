@@ -427,7 +427,7 @@ def _pieces(
     step: int,
     extra: Mapping[str, Array],
 ) -> list[Launch]:
-    """Launches of up to `step` tokens each."""
+    """Return launches of up to `step` tokens each."""
     return [
         _launch(session, _rows(tensors, start, m), min(step, m - start), extra)
         for start in range(0, m, step)

@@ -45,12 +45,12 @@ class Part(NamedTuple):
 
     @property
     def shifted(self) -> bool:
-        """Whether it has a minimum."""
+        """Return whether it has a minimum."""
         return self.storage.scales == "block" and self.storage.blocks.minimum
 
 
 def parts_of(weight: PackedWeight) -> tuple[Part, ...]:
-    """What `graph` and the probe of packed initializers have to know of a weight."""
+    """Return what `graph` and the probe of packed initializers have to know of a weight."""
     return tuple(Part(part.storage, part.n) for _, part in weight.spans())
 
 
@@ -228,7 +228,7 @@ def _codes(builder: GraphBuilder, tokens: str, of: Blocks, groups: int) -> str:
 
 
 def embed_inputs(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
-    """What `embed` reads, where it lies."""
+    """Return what `embed` reads, where it lies."""
     assert weight.scales is not None
     flat = weight.scales.reshape(-1)
     return {

@@ -88,7 +88,7 @@ def contexts(capacity: int, m: int) -> list[int]:
 
 
 def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Graph:
-    """The graph of m tokens of an operation other than attention.
+    """Return the graph of m tokens of an operation other than attention.
 
     `digest` names the weights that are constants of the graph (`constants_digest`).
     """
@@ -105,7 +105,7 @@ def integer_graph(
     digest: str,
     activations: integer.Activations,
 ) -> Graph:
-    """The graph of m tokens of a matmul with integer activations."""
+    """Return the graph of m tokens of a matmul with integer activations."""
     plain = replace(op, order="plain")
     return Graph(
         Identity(f"{plain!r} {activations}", m, weights=digest),
@@ -114,7 +114,7 @@ def integer_graph(
 
 
 def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
-    """The graph of m tokens over `context` positions.
+    """Return the graph of m tokens over `context` positions.
 
     The capacity and the window are in the caller's buffers and masks, not in the graph.
     """
@@ -126,7 +126,7 @@ def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
 def group_graph(
     found: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], digest: str, context: int
 ) -> Graph:
-    """The graph of m tokens of a group; `context` is 0 without attention."""
+    """Return the graph of m tokens of a group; `context` is 0 without attention."""
     return Graph(
         Identity(repr(found), m, context, digest),
         lambda: graphs.group(found, m, weights, context),
@@ -151,7 +151,9 @@ def group_piece_rows(found: Group) -> int:
 
 
 def has_constants(op: Op) -> bool:
-    """Whether weights are part of the graph, so that each set of weights has graphs of its own."""
+    """Return whether weights are part of the graph, so that each set of weights has graphs of its
+    own.
+    """
     return isinstance(op, ops.MatMul | ops.Embed)
 
 

@@ -124,7 +124,9 @@ class Compiler:
         )
 
     def _exchange(self, job: str) -> tuple[str, int, str]:
-        """The answer to a job; else "", the code that the child ended with and its last words."""
+        """Return the answer to a job; else "", the code that the child ended with and its last
+        words.
+        """
         if self._child is None or self._child.poll() is not None:
             self.close_quietly()
             # Closed with the child. Unbuffered: both processes have one offset in it.
@@ -166,7 +168,7 @@ class Compiler:
 
 
 def _last_line(said: IO[bytes] | None) -> str:
-    """The end of what a child said: the last line of a traceback, for one."""
+    """Return the end of what a child said: the last line of a traceback, for one."""
     if said is None:
         return ""
     said.seek(max(0, said.seek(0, os.SEEK_END) - 1000))

@@ -246,7 +246,7 @@ def capabilities_of(
     *,
     shared_weights: bool = False,
 ) -> Capabilities:
-    """What a chip can do with graphs of these token counts."""
+    """Return what a chip can do with graphs of these token counts."""
     return Capabilities(
         kind="npu",
         static_shapes=True,
@@ -262,7 +262,7 @@ def capabilities_of(
 
 
 def weight_formats(chip: Chip, activations: Activations = "float16") -> tuple[WeightFormat, ...]:
-    """Formats of matmuls that a chip takes."""
+    """Return formats of matmuls that a chip takes."""
     if activations != "float16":
         own = (WeightFormat.W8A16,) if activations == "int8" else BLOCK_FORMATS
         return (*own, WeightFormat.W8A8)

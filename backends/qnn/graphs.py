@@ -110,7 +110,9 @@ def results(found: Group) -> tuple[str, ...]:
 
 
 def peaks(found: Group) -> tuple[str, ...]:
-    """Outputs of the graph of a group that hold the largest codes of its matmuls of codes."""
+    """Return outputs of the graph of a group that hold the largest codes of its matmuls of
+    codes.
+    """
     return tuple(peak(i) for i, step in enumerate(found.steps) if is_static(step.op))
 
 
@@ -120,9 +122,9 @@ def peak(step: int) -> str:
 
 
 def is_static(op: Op) -> bool:
-    """Whether the operation is a matmul of 8-bit codes whatever the device's own activations are:
-    its format says so. Alone it has the scale of x from the host (`integer`), in a group it is a
-    constant of the graph.
+    """Return whether the operation is a matmul of 8-bit codes whatever the device's own activations
+    are: its format says so. Alone it has the scale of x from the host (`integer`), in a group it is
+    a constant of the graph.
     """
     return isinstance(op, ops.MatMul) and op.weight_format.activations.static
 
@@ -133,7 +135,7 @@ def result(slot: str) -> str:
 
 
 def vectors_of(op: Op, weights: Mapping[str, WeightValue]) -> dict[str, npt.NDArray[np.float32]]:
-    """The vectors that `single` takes as inputs."""
+    """Return the vectors that `single` takes as inputs."""
     if isinstance(op, ops.MatMul | ops.Embed | ops.AddPositions):
         return {}
     return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in weight_names(op)}

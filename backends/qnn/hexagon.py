@@ -23,7 +23,7 @@ FASTRPC_REMEDY = (
 
 
 def present() -> bool:
-    """Whether a real Hexagon can be driven here; on other machines nothing is imported."""
+    """Return whether a real Hexagon can be driven here; on other machines nothing is imported."""
     if not snapdragon.is_snapdragon() or find("qnn").missing_packages():
         return False
     try:
@@ -34,7 +34,7 @@ def present() -> bool:
 
 
 def expected() -> bool:
-    """Whether a check of the NPU makes sense: a Snapdragon, or the emulator is installed."""
+    """Return whether a check of the NPU makes sense: a Snapdragon, or the emulator is installed."""
     return snapdragon.is_snapdragon() or not find("qnn").missing_packages()
 
 
@@ -62,7 +62,7 @@ def surroundings() -> list[tuple[str, Callable[[], State]]]:
 
 
 def elsewhere_state(missing: bool) -> State:
-    """Why nothing of a Hexagon is checked on another machine."""
+    """Return why nothing of a Hexagon is checked on another machine."""
     found = (
         "the package onnxruntime-qnn, which compiles for one and emulates it, is not installed "
         "(pip install 'hetero[qnn]')"
@@ -77,14 +77,14 @@ def elsewhere_state(missing: bool) -> State:
 
 
 def chip_state(chip: Chip | None) -> State:
-    """Which chip this is: without its name, the skeleton's version cannot be compared."""
+    """Return which chip this is: without its name, the skeleton's version cannot be compared."""
     if chip is not None:
         return State(True, chip.label)
     return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} unless told")
 
 
 def fastrpc_state() -> State:
-    """Whether the library that calls into the Hexagon loads."""
+    """Return whether the library that calls into the Hexagon loads."""
     from hetero.backends.qnn.library import FASTRPC, fastrpc
 
     library = fastrpc()
@@ -108,7 +108,8 @@ def installed_skeleton_state() -> State:
 
 
 def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") -> State:
-    """Whether the code that runs on the Hexagon is there, for its architecture if it is known.
+    """Return whether the code that runs on the Hexagon is there, for its architecture if it is
+    known.
 
     FastRPC takes the first that it finds, which must be of the library's version `sdk`.
     """
@@ -132,7 +133,9 @@ def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") 
 
 
 def shared_memory_state() -> State:
-    """Whether OpenCL and the Hexagon can work on the same bytes. Without, tensors are copied."""
+    """Return whether OpenCL and the Hexagon can work on the same bytes. Without, tensors are
+    copied.
+    """
     from hetero.backends.qnn.device import QnnDevice
     from hetero.backends.qnn.opening import open as open_qnn
 

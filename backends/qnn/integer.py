@@ -65,12 +65,13 @@ def codes_of(weight: PackedWeight) -> tuple[npt.NDArray[np.int8], npt.NDArray[np
 
 
 def has_row_scales(weight: PackedWeight) -> bool:
-    """Whether all groups of a row have the same scale, in every row."""
+    """Return whether all groups of a row have the same scale, in every row."""
     return bool((np.ptp(codes_of(weight)[1], axis=1) == 0).all())
 
 
 def row_units(weight: PackedWeight) -> npt.NDArray[np.float32]:
-    """What rows are divided by, [n]: the power of two that brings the norm of each to [0.5, 1).
+    """Return what rows are divided by, [n]: the power of two that brings the norm of each to [0.5,
+    1).
 
     Negative where the one scale of a row is, since QNN takes positive scales only.
     """
@@ -179,7 +180,7 @@ def height(m: int, k: int) -> int:
 
 
 def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "") -> str:
-    """The same numbers as `_product`, by a 1×1 convolution over m pixels."""
+    """Return the same numbers as `_product`, by a 1×1 convolution over m pixels."""
     graph, step = coder.graph, coder.x_step
     width = padded(weight.k, GROUP_SIZE)
     tall = height(m, weight.k)

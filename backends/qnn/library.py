@@ -52,7 +52,9 @@ class Library:
 
 
 def fastrpc() -> ctypes.CDLL | None:
-    """The library that calls into the Hexagon and shares memory with it; None where absent."""
+    """Return the library that calls into the Hexagon and shares memory with it; None where
+    absent.
+    """
     names = FASTRPC.get(sys.platform, ())
     folder = driver_folder()
     for name in (*names, *(str(folder / name) for name in names if folder)):
@@ -64,7 +66,7 @@ def fastrpc() -> ctypes.CDLL | None:
 
 
 def driver_folder() -> PurePath | None:
-    """Where Windows keeps the NPU's driver; None elsewhere or without one."""
+    """Return where Windows keeps the NPU's driver; None elsewhere or without one."""
     if sys.platform == "win32":
         import winreg
 
@@ -76,7 +78,9 @@ def driver_folder() -> PurePath | None:
 
 
 def image_folder(image: str, system_root: str) -> PureWindowsPath:
-    """The folder of a driver's `ImagePath`, in which the system's folder has another name."""
+    """Return the folder of a driver's `ImagePath`, in which the system's folder has another
+    name.
+    """
     plain = image.removeprefix("\\??\\")
     prefix = "\\systemroot\\"
     if plain.lower().startswith(prefix):
@@ -146,7 +150,7 @@ def _register() -> None:
 
 
 def _npu(devices: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The NPU's handle; on x86-64 the emulator calls itself a CPU."""
+    """Return the NPU's handle; on x86-64 the emulator calls itself a CPU."""
     kinds = {str(device.device.type).rsplit(".", maxsplit=1)[-1]: device for device in devices}
     found = kinds.get("NPU") or (None if is_snapdragon() else kinds.get("CPU"))
     if found is None:

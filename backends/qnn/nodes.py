@@ -47,11 +47,11 @@ class Site(ABC):
 
     @abstractmethod
     def feed(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
-        """A tensor that the caller fills before each call."""
+        """Return a tensor that the caller fills before each call."""
 
     @abstractmethod
     def vector(self, name: str, value: WeightValue | None, width: int) -> str:
-        """A vector of weights."""
+        """Return a vector of weights."""
 
 
 def emit(op: Op, weights: Weights, site: Site) -> dict[str, str]:
@@ -68,7 +68,7 @@ def emit(op: Op, weights: Weights, site: Site) -> dict[str, str]:
 
 
 def _simple(op: Op, weights: Weights, site: Site) -> str:
-    """The operations whose result is `y` alone."""
+    """Return the operations whose result is `y` alone."""
     graph, out = site.graph, site.outputs["y"]
     match op:
         case ops.MatMul():
@@ -116,7 +116,9 @@ def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
 
 
 def _static_matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
-    """A matmul of 8-bit codes inside a group: x is rounded by the graph, with its static scale."""
+    """Return a matmul of 8-bit codes inside a group: x is rounded by the graph, with its static
+    scale.
+    """
     graph, scale = site.graph, float(checks.vector(weights, "x_scale")[0])
     graph.output(site.peak, F32, (1, 1))
     found = integer.emit_static(
@@ -185,7 +187,7 @@ def _embed(op: ops.Embed, weight: PackedWeight, site: Site) -> str:
 
 
 def _norm(op: ops.RMSNorm | ops.LayerNorm, weights: Weights, site: Site) -> dict[str, str]:
-    """The normalisations; with `add` the sum of the residual stream is an output too."""
+    """Return the normalisations; with `add` the sum of the residual stream is an output too."""
     graph, x, found = site.graph, site.inputs["x"], {}
     names = ("weight", "bias") if isinstance(op, ops.LayerNorm) else ("weight",)
     vectors = [site.vector(name, weights.get(name), op.d) for name in names]
@@ -228,7 +230,9 @@ def _rotate(op: ops.Rope, weights: Weights, site: Site) -> str:
 
 
 def _rotated(graph: GraphBuilder, op: ops.Rope, heads: str, tables: list[str]) -> str:
-    """(a, b) to (a·cos - b·sin, b·cos + a·sin) on the halves of the first R of D dimensions."""
+    """Return (a, b) to (a·cos - b·sin, b·cos + a·sin) on the halves of the first R of D
+    dimensions.
+    """
     cos, sin = tables
     half = op.rotated // 2
     first = graph.slice(heads, 0, half, axis=2)
@@ -291,7 +295,7 @@ def _attention(op: ops.Attention, site: Site) -> str:
 
 
 def _own(op: ops.Attention, site: Site, head: int) -> str:
-    """A head of this call's keys or values, [m, D]."""
+    """Return a head of this call's keys or values, [m, D]."""
     first = head * op.head_dim
     return site.graph.slice(site.inputs["qkv"], first, first + op.head_dim, axis=1)
 

@@ -31,7 +31,7 @@ class State(NamedTuple):
 
 
 def state() -> State:
-    """The driver of the Hexagon on this system."""
+    """Return the driver of the Hexagon on this system."""
     return windows_state() if sys.platform == "win32" else linux_state()
 
 
@@ -89,7 +89,7 @@ def windows_state() -> State:
 
 
 def _accelerators() -> list[dict[str, object]]:
-    """The registry's values of each driver; none on other systems."""
+    """Return the registry's values of each driver; none on other systems."""
     found: list[dict[str, object]] = []
     if sys.platform == "win32":
         import winreg
@@ -108,7 +108,9 @@ def _accelerators() -> list[dict[str, object]]:
 
 
 def loaded_file(library: ctypes.CDLL) -> str:
-    """The file of a loaded library, links followed: on Linux its name ends in the version."""
+    """Return the file of a loaded library, links followed: on Linux its name ends in the
+    version.
+    """
     name = Path(library._name).name
     try:
         maps = (ROOT / "proc/self/maps").read_text(encoding="utf-8")

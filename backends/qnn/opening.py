@@ -34,7 +34,7 @@ from hetero.backends.snapdragon import CHIPS, DEFAULT_CHIP, Chip, chip_here, fin
 
 
 def cache_directory() -> Path:
-    """Where compiled graphs are kept; may be deleted at any time."""
+    """Return where compiled graphs are kept; may be deleted at any time."""
     return cache_folder() / "qnn"
 
 
@@ -69,7 +69,7 @@ def open(
 
 
 def _chosen(soc: str | None, here: Chip | None) -> Chip:
-    """The chip asked for, which must be this machine's if that is known."""
+    """Return the chip asked for, which must be this machine's if that is known."""
     wanted = find_chip(soc) if soc is not None else here or find_chip(DEFAULT_CHIP)
     if here is not None and here != wanted:
         raise DeviceUnavailableError(

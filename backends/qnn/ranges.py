@@ -23,7 +23,7 @@ COMFORTABLE = (2.0**-8, 2.0**12)
 
 
 def saturated(values: Array) -> bool:
-    """Whether any value is at or beyond the end of fp16's range."""
+    """Return whether any value is at or beyond the end of fp16's range."""
     return bool(values.max() >= LARGEST or values.min() <= -LARGEST)
 
 
@@ -51,7 +51,7 @@ class Guard:
 
 
 def overflow(name: str) -> DeviceError:
-    """A value beyond fp16."""
+    """Return a value beyond fp16."""
     return DeviceError(
         BACKEND,
         name,

@@ -106,7 +106,7 @@ def _section(text: str, name: str) -> str:
 
 
 def _unit(flags: str) -> str:
-    """An operation without a unit of its own only moves data."""
+    """Return an operation without a unit of its own only moves data."""
     return next((unit for unit in UNITS if f"uses_{unit}" in flags), "dma")
 
 
@@ -120,7 +120,9 @@ class ScheduleStore:
         self._compiler = Compiler(target)
 
     def find(self, identity: Identity, build: Callable[[], bytes]) -> Schedule:
-        """The schedule of a graph, from the file or from the compiler. Raises `DeviceError`."""
+        """Return the schedule of a graph, from the file or from the compiler. Raises
+        `DeviceError`.
+        """
         path = self.directory / f"{entry_key(identity, self._about)}.json"
         known = _load(path)
         if known is not None:
@@ -156,7 +158,7 @@ class ScheduleStore:
 
 
 def _load(path: Path) -> Schedule | None:
-    """A stored schedule; None if there is none or it cannot be read."""
+    """Return a stored schedule; None if there is none or it cannot be read."""
     try:
         fields = json.loads(read_file(path, LONGEST_DOCUMENT_BYTES))
         for unit in UNITS:

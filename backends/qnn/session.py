@@ -98,7 +98,9 @@ class Target:
     shared_memory: bool = False
 
     def options(self) -> dict[str, str]:
-        """Provider options. Misspelt ones are ignored without a word, so they are written once."""
+        """Return provider options. Misspelt ones are ignored without a word, so they are written
+        once.
+        """
         options = {
             "backend_path": str(self.library.path),
             "soc_model": str(self.chip.soc_model),
@@ -178,7 +180,7 @@ def logged_cause(log: str, what: str) -> DeviceError | None:
 
 
 def device_error(error: Exception, what: str) -> DeviceError:
-    """The provider's message with the native code by name, its cause and the remedy."""
+    """Return the provider's message with the native code by name, its cause and the remedy."""
     text = " ".join(str(error).split())
     for pattern, code, remedy in REMEDIES:
         if re.search(pattern, text):
@@ -187,7 +189,7 @@ def device_error(error: Exception, what: str) -> DeviceError:
 
 
 def _short(text: str) -> str:
-    """The message without ONNX Runtime's preamble and source locations."""
+    """Return the message without ONNX Runtime's preamble and source locations."""
     found = re.search(r"\[ONNXRuntimeError\] : \d+ : \w+ : (.*)", text)
     plain = re.sub(r"/\S+\.(cc|h):\d+ \S+( \[[^]]*\])?", "", found.group(1) if found else text)
     return plain.strip()[:240]

@@ -115,7 +115,7 @@ def device_kind() -> Any:
 
 
 def is_shared(found: Argument) -> bool:
-    """Whether an argument lies in one of the buffers."""
+    """Return whether an argument lies in one of the buffers."""
     return any(
         buffer.address <= found.address < buffer.address + buffer.nbytes for buffer in _buffers
     )

@@ -101,7 +101,7 @@ class GraphStore:
         self._is_full = False  # the directory takes no further graphs
 
     def session(self, identity: Identity, build: Callable[[], bytes]) -> ort.InferenceSession:
-        """A new session of a graph, from disk or compiled now.
+        """Return a new session of a graph, from disk or compiled now.
 
         `build` gives the ONNX model. Raises `DeviceError`.
         """
@@ -117,7 +117,7 @@ class GraphStore:
         )
 
     def shared(self, identity: Identity, build: Callable[[], bytes]) -> ort.InferenceSession:
-        """The one session of a graph that has no weights, kept until the store is closed."""
+        """Return the one session of a graph that has no weights, kept until the store is closed."""
         if identity not in self._sessions:
             self._sessions[identity] = self.session(identity, build)
         return self._sessions[identity]
@@ -157,7 +157,7 @@ class GraphStore:
         return path
 
     def _find_shared(self, identity: Identity) -> Path | None:
-        """The graph's file in a sound shared entry, where the device can open one."""
+        """Return the graph's file in a sound shared entry, where the device can open one."""
         if self.target.library.emulated or not identity.weights or self.directory is None:
             return None
         group = group_of(identity)
@@ -239,7 +239,7 @@ def shared_name(tokens: int) -> str:
 
 
 def describe_target(target: Target) -> dict[str, str]:
-    """What of the target a compiled graph depends on."""
+    """Return what of the target a compiled graph depends on."""
     chip = target.chip
     options = {k: v for k, v in target.options().items() if k != "backend_path"}
     return {
@@ -278,7 +278,7 @@ def file_digest(path: Path) -> str:
 
 
 def read_entry(path: Path) -> Entry:
-    """The metadata of an entry. Raises `DamagedEntryError`."""
+    """Return the metadata of an entry. Raises `DamagedEntryError`."""
     try:
         fields = json.loads(read_file(path / ENTRY, LONGEST_DOCUMENT_BYTES))
         entry = Entry(**fields)

@@ -33,7 +33,7 @@ Program: TypeAlias = Callable[[Arrays], None]
 
 
 def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, PLR0912
-    """The function that computes `op`, and the bytes of weights that it holds."""
+    """Return the function that computes `op`, and the bytes of weights that it holds."""
     match op:
         case ops.MatMul():
             return matmul(op, packed(weights), weights)
@@ -87,7 +87,7 @@ def matmul(op: ops.MatMul, weight: PackedWeight, weights: Weights) -> tuple[Prog
 
 
 def _rounds(op: ops.MatMul, part: PackedWeight) -> bool:
-    """Whether a part meets rounded activations."""
+    """Return whether a part meets rounded activations."""
     activations = op.weight_format.activations
     if op.weight_format.of_file:
         activations = activations_of(activations, part.storage)
@@ -373,7 +373,7 @@ def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
 
 
 def excess(x: Array, scale: float | np.float32) -> Float64Array:
-    """What of the activations is beyond the codes of `static_codes`."""
+    """Return what of the activations is beyond the codes of `static_codes`."""
     whole = np.rint(x.astype(np.float32) / np.float32(scale)).astype(np.float64)
     beyond: Float64Array = (whole - whole.clip(-128, 127)) * np.float64(scale)
     return beyond
@@ -388,7 +388,7 @@ _erf: Callable[[Float64Array], Float64Array] = np.vectorize(math.erf, otypes=[np
 
 
 def _wide(weights: Weights) -> dict[str, Float64Array]:
-    """The one-dimensional weights as float64."""
+    """Return the one-dimensional weights as float64."""
     names = [name for name, value in weights.items() if not isinstance(value, PackedWeight)]
     return {name: vector(weights, name).astype(np.float64) for name in names}
 

@@ -69,7 +69,7 @@ class Chip:
         return job
 
     def run(self, kind: DeviceKind, name: str, work_s: float) -> Job:
-        """A blocking launch: time goes on until it is done."""
+        """Return a blocking launch: time goes on until it is done."""
         job = self.submit(kind, name, work_s)
         self.finish(job)
         return job

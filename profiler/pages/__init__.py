@@ -25,12 +25,12 @@ LINES: Final = (
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of the folder `profiler/pages`; `values` are text, unless they are `Markup`."""
+    """Return a page of the folder `profiler/pages`; `values` are text, unless they are `Markup`."""
     return _environment().get_template(template).render(colors=COLORS, **values)
 
 
 def markup(svg: str) -> Markup:
-    """A drawing of ours, as it is."""
+    """Return a drawing of ours, as it is."""
     from markupsafe import Markup  # as Jinja, of which it is a part
 
     return Markup(svg)

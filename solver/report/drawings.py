@@ -175,7 +175,7 @@ def _lane(kind: str, bars: Sequence[Bar], end_s: float) -> Lane:
 
 
 def step(plan: Plan, total: Total) -> Step | None:
-    """The tiles of every matmul of a step: rows to the right, tokens down, to one scale."""
+    """Return the tiles of every matmul of a step: rows to the right, tokens down, to one scale."""
     m = drawn_tokens(total)
     ops = [o for o in plan.ops if o.phase == total.phase and o.m == m]
     if not ops:

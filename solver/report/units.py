@@ -32,7 +32,7 @@ def energy(joules: float | None) -> str:
 
 
 def gain(new_s: float, old_s: float) -> str:
-    """How much faster, as the paper says it (+24 %)."""
+    """Return how much faster, as the paper says it (+24 %)."""
     if not new_s:
         return "n/a"
     return f"{100 * (old_s / new_s - 1):+.0f} %"

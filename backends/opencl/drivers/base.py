@@ -28,11 +28,11 @@ class Driver(ABC):
 
     @abstractmethod
     def owns_library(self, library: str) -> bool:
-        """Whether a library's path or name is this implementation's."""
+        """Return whether a library's path or name is this implementation's."""
 
     @abstractmethod
     def owns_platform(self, platform_name: str) -> bool:
-        """Whether `CL_PLATFORM_NAME` is this implementation's."""
+        """Return whether `CL_PLATFORM_NAME` is this implementation's."""
 
     def levels(self) -> tuple[Level, ...]:
         """Levels to try on this machine, the best first."""
@@ -46,8 +46,8 @@ class Driver(ABC):
         return {}
 
     def library(self, path: str, level: Level, folder: Path, store: KernelStore) -> str:
-        """What to load so that `path` works at a level; may make links in `folder`, and keep in the
-        level's store what takes time to make.
+        """Return what to load so that `path` works at a level; may make links in `folder`, and keep
+        in the level's store what takes time to make.
         """
         del level, folder, store
         return path
@@ -63,4 +63,4 @@ class Driver(ABC):
 
     @abstractmethod
     def family(self, level: Level, device_name: str) -> str:
-        """The tuning record (`tuning.FAMILIES`) of its kernels at a level."""
+        """Return the tuning record (`tuning.FAMILIES`) of its kernels at a level."""

@@ -57,7 +57,9 @@ class Candidate:
         return next((p for p in (Path(f) / name for f in folders if f) if os.path.exists(p)), None)
 
     def fingerprint(self) -> str:
-        """Changes whenever the library does, or the devices that a GPU's driver could find."""
+        """Return changes whenever the library does, or the devices that a GPU's driver could
+        find.
+        """
         path = self.path
         facts = [self.library, str(path), self.driver.revision()]
         if path is not None:
@@ -123,7 +125,7 @@ def _bundled() -> Iterator[tuple[str, str]]:
 
 
 def _first_line(icd: Path) -> str:
-    """The library that an .icd file names; empty for one that cannot be read."""
+    """Return the library that an .icd file names; empty for one that cannot be read."""
     try:
         with icd.open(encoding="utf-8", errors="replace") as file:
             return file.readline(4096).strip()

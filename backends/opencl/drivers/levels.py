@@ -49,7 +49,7 @@ LEVELS: Final = {level.name: level for level in (*X86_LEVELS, GENERIC)}
 
 
 def find_level(name: str) -> Level:
-    """The level of that name. Raises `DeviceOptionError` with the known ones."""
+    """Return the level of that name. Raises `DeviceOptionError` with the known ones."""
     if name in LEVELS:
         return LEVELS[name]
     near = difflib.get_close_matches(name, LEVELS, n=1)
@@ -69,8 +69,8 @@ def processor_levels(flags: frozenset[str] | None = None) -> tuple[Level, ...]:
 
 
 def chosen_level() -> Level | None:
-    """What HETERO_OPENCL_LEVEL asks for, None where it is not set. Raises `DeviceOptionError` for
-    an unknown level and one above the machine's own.
+    """Return what HETERO_OPENCL_LEVEL asks for, None where it is not set. Raises
+    `DeviceOptionError` for an unknown level and one above the machine's own.
     """
     name = os.environ.get(LEVEL_VARIABLE, "").strip()
     if not name:

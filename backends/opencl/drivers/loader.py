@@ -84,7 +84,7 @@ _lock = threading.Lock()
 
 
 def loaded() -> Loaded | None:
-    """What was loaded into this process, None if nothing was yet."""
+    """Return what was loaded into this process, None if nothing was yet."""
     return _process[0] if _process else None
 
 

@@ -58,8 +58,9 @@ def make_headers(folder: Path, target: Path, store: KernelStore) -> None:
 
 
 def short(text: str, words: frozenset[str]) -> str:
-    """A header without the declarations of functions that are not among the words, whole or on both
-    sides of a number, which macros of kernels put there (`convert_float16`, `vstore_half4_rte`).
+    """Return a header without the declarations of functions that are not among the words, whole or
+    on both sides of a number, which macros of kernels put there (`convert_float16`,
+    `vstore_half4_rte`).
     """
     kept = "".join(
         f"{statement}\n" for statement in _statements(_COMMENT.sub("", text))

@@ -34,12 +34,14 @@ _strings: list[ctypes.Array[ctypes.c_char]] = []  # PoCL keeps the pointers as l
 
 
 def applies(platform_version: str) -> bool:
-    """Whether a PoCL takes its compiler's target from the struct alone (before 5.0)."""
+    """Return whether a PoCL takes its compiler's target from the struct alone (before 5.0)."""
     return re.search(r"PoCL 3\.", platform_version) is not None
 
 
 def target_triple(device_version: str) -> str:
-    """The compiler's target that a device reports, `x86_64-unknown-linux-gnu`; empty if none."""
+    """Return the compiler's target that a device reports, `x86_64-unknown-linux-gnu`; empty if
+    none.
+    """
     found = REPORTED.search(device_version)
     return found["triple"] if found else ""
 

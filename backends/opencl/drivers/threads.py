@@ -20,7 +20,7 @@ def tasks() -> set[int]:
 
 
 def native_tasks() -> set[int]:
-    """Those that Python did not start."""
+    """Return those that Python did not start."""
     return tasks() - {thread.native_id for thread in threading.enumerate() if thread.native_id}
 
 

@@ -135,7 +135,7 @@ def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue
 
 
 def outlier_weight(op: ops.Outliers, name: str, random: np.random.Generator) -> WeightValue:
-    """A weight of an `Outliers`; a tenth of standard normal activations is in excess."""
+    """Return a weight of an `Outliers`; a tenth of standard normal activations is in excess."""
     match name:
         case "hot":
             return np.sort(random.choice(op.k, op.hot, replace=False)).astype(np.int32)
@@ -148,7 +148,7 @@ def outlier_weight(op: ops.Outliers, name: str, random: np.random.Generator) -> 
 
 
 def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Tensor]:
-    """Inputs; outputs and cache rows that are not written yet are NaN."""
+    """Return inputs; outputs and cache rows that are not written yet are NaN."""
     found = {}
     for port in op.ports:
         tensor = new_tensor(port_shape(op, port, m), port_dtype(op, port))

@@ -58,22 +58,22 @@ class Compiler(ABC):
 
     @abstractmethod
     def program(self, context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
-        """A built program. Raises `DeviceError` with the first lines of the build log."""
+        """Return a built program. Raises `DeviceError` with the first lines of the build log."""
 
     @abstractmethod
     def variant(
         self, source: ProgramSource, variant: Variant
     ) -> contextlib.AbstractContextManager[None]:
-        """The first launch of a kernel at these sizes goes inside."""
+        """Return the first launch of a kernel at these sizes goes inside."""
 
     def known(
         self, _context: cl.Context, _device: cl.Device, _source: ProgramSource
     ) -> cl.Program | None:
-        """A program that is compiled already, None where it is not."""
+        """Return a program that is compiled already, None where it is not."""
         return None
 
     def recall(self, _entry: str) -> bytes | None:
-        """What was noted under a name, None where nothing was or can be."""
+        """Return what was noted under a name, None where nothing was or can be."""
         return None
 
     def note(self, entry: str, content: bytes) -> None:  # noqa: B027
@@ -197,7 +197,7 @@ class Remote(Compiler):
                 self._here.add(entry)
 
     def _unpacked(self, entry: str, folder: Path) -> bool:
-        """Whether an entry's files are in the folder, from the store if need be."""
+        """Return whether an entry's files are in the folder, from the store if need be."""
         if entry not in self._here:
             with contextlib.suppress(OSError):
                 if self._store.unpack(entry, folder):
@@ -252,7 +252,7 @@ def _quiet() -> Iterator[None]:
 def _from_binary(
     context: cl.Context, device: cl.Device, store: KernelStore, source: ProgramSource
 ) -> cl.Program | None:
-    """A program from its binary, None where there is none or the driver refuses it."""
+    """Return a program from its binary, None where there is none or the driver refuses it."""
     files: dict[str, bytes] | None = store.get(source.digest)
     if not files or not files.get(BINARY):
         return None

@@ -71,7 +71,7 @@ class DeviceResult(_Record):
     attempts: tuple[Attempt, ...] = ()
 
     def attempt(self, level: Level) -> Attempt | None:
-        """The self-test of a level, None if it was not tried."""
+        """Return the self-test of a level, None if it was not tried."""
         return next((a for a in self.attempts if a.level == level.name), None)
 
     @property
@@ -135,13 +135,13 @@ def result_key(candidate: Candidate) -> str:
 
 
 def result_path(root: Path, key: str) -> Path:
-    """Where a result is kept."""
+    """Return where a result is kept."""
     return root / FOLDER / f"{key[:32]}.json"
 
 
 def read_result(path: Path, key: str) -> SelfTestResult | None:
-    """The result of this key, None where there is none that is whole, or where a driver had no
-    device in other circumstances.
+    """Return the result of this key, None where there is none that is whole, or where a driver had
+    no device in other circumstances.
     """
     try:
         found = SelfTestResult.model_validate_json(path.read_bytes())

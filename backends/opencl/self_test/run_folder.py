@@ -100,7 +100,7 @@ _folders: dict[Path, RunFolder] = {}  # by root, of this process
 
 
 def run_folder(root: Path) -> RunFolder:
-    """This process's folder; a process that was forked from another has one of its own."""
+    """Return this process's folder; a process that was forked from another has one of its own."""
     known = _folders.get(root)
     if known is None or known.pid != os.getpid() or not known.path.exists():
         known = _folders[root] = RunFolder(root)
@@ -127,7 +127,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is a file of this user, and no link. Raises `OSError`."""
+    """Return whether it is a file of this user, and no link. Raises `OSError`."""
     state = path.lstat()
     mine = not hasattr(os, "getuid") or state.st_uid == os.getuid()
     return mine and stat.S_ISREG(state.st_mode)

@@ -66,19 +66,19 @@ class SelfTests:
         self.run.suspects.clear()
 
     def known(self, candidate: Candidate) -> SelfTestResult | None:
-        """The kept result, None where there is none."""
+        """Return the kept result, None where there is none."""
         key = result_key(candidate)
         return self._read(result_path(self.root, key), key)
 
     def path(self, candidate: Candidate) -> Path:
-        """Where a driver's result is kept."""
+        """Return where a driver's result is kept."""
         return result_path(self.root, result_key(candidate))
 
     def examine(
         self, candidate: Candidate, forced: Level | None = None, *, retry: bool = False
     ) -> SelfTestResult:
-        """The result on a driver: of its best level that holds, or of the one that is forced. With
-        `retry`, one that had no device is loaded again.
+        """Return the result on a driver: of its best level that holds, or of the one that is
+        forced. With `retry`, one that had no device is loaded again.
         """
         key = result_key(candidate)
         path = result_path(self.root, key)
@@ -104,7 +104,7 @@ class SelfTests:
         return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)
 
     def job(self, candidate: Candidate, level: Level, folder: Path) -> Job:
-        """What a child is told."""
+        """Return what a child is told."""
         stores = tuple(map(str, self.store(candidate, level).folders))
         return Job(candidate.library, candidate.origin, level.name, str(folder), stores)
 
@@ -132,7 +132,7 @@ class SelfTests:
         levels: tuple[Level, ...],
         meter: _Meter,
     ) -> SelfTestResult:
-        """The result with an attempt of this level for each device of which none passed."""
+        """Return the result with an attempt of this level for each device of which none passed."""
         store = self.store(candidate, level)
         used = store.is_used()
         child = _Child(self, candidate, level, 0)
@@ -218,7 +218,7 @@ class _Child:
         self._worker: Worker | None = None
 
     def rows(self) -> tuple[dict[str, str], ...]:
-        """The driver's devices. Raises `WorkerGoneError`.
+        """Return the driver's devices. Raises `WorkerGoneError`.
 
         Each process has a folder of its own: what killed one is not there for the next.
         """
@@ -306,7 +306,7 @@ class _Meter:
 
 
 def _is_complete(result: SelfTestResult, levels: tuple[Level, ...]) -> bool:
-    """Whether there is nothing left to try of these levels."""
+    """Return whether there is nothing left to try of these levels."""
     if result.problem:
         return True
     return bool(result.devices) and all(
@@ -316,7 +316,7 @@ def _is_complete(result: SelfTestResult, levels: tuple[Level, ...]) -> bool:
 
 
 def passed_level(device: DeviceResult, levels: tuple[Level, ...]) -> Level | None:
-    """The best of these levels that passed."""
+    """Return the best of these levels that passed."""
     for level in levels:
         attempt = device.attempt(level)
         if attempt is not None and attempt.outcome == "passed":
@@ -325,7 +325,7 @@ def passed_level(device: DeviceResult, levels: tuple[Level, ...]) -> Level | Non
 
 
 def folder_prefix(candidate: Candidate) -> str:
-    """How the names of a driver's folders with kernels begin."""
+    """Return how the names of a driver's folders with kernels begin."""
     return _short(candidate.fingerprint())
 
 

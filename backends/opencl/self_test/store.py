@@ -99,7 +99,7 @@ def keep_newest(root: Path, most: int = MAX_STORES) -> None:
 
 
 def encode(files: Mapping[str, bytes]) -> bytes:
-    """The bytes of an entry."""
+    """Return the bytes of an entry."""
     index = json.dumps([[name, len(content)] for name, content in files.items()]).encode() + b"\n"
     body = b"".join([index, *files.values()])
     return MAGIC + hashlib.sha256(body).digest() + body

@@ -71,7 +71,7 @@ class Job:
 
 
 def worker_command() -> Sequence[str]:
-    """The command of a child."""
+    """Return the command of a child."""
     return child_command(MODULE)
 
 
@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended: the system ends it with the thread that started it."""
+        """Return whether it has not ended: the system ends it with the thread that started it."""
         return self._child.poll() is None
 
     def say(self, message: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class Worker:
             raise self._gone() from None
 
     def hear(self) -> dict[str, Any]:
-        """The next message. Raises `WorkerGoneError`."""
+        """Return the next message. Raises `WorkerGoneError`."""
         line = self._next_line(Patience(self._child.pid, time_limit(SILENCE_S)))
         if line is None:
             raise self._gone()
@@ -165,7 +165,7 @@ class Worker:
         self._lines.put(None)
 
     def _gone(self) -> WorkerGoneError:
-        """Why there is no answer."""
+        """Return why there is no answer."""
         try:
             code = self._child.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -188,7 +188,7 @@ class Worker:
                 log.debug("worker: %s", text)
 
     def _last_words(self) -> str:
-        """The last thing that it wrote to standard error but warnings, on one line."""
+        """Return the last thing that it wrote to standard error but warnings, on one line."""
         self._readers[1].join(ENDING_S)
         told = [line for line in self._words if line and "warning" not in line.lower()]
         return f": {told[-1][:WORDS]}" if told else ""
@@ -282,7 +282,7 @@ def _remedy(gone: WorkerGoneError) -> str:
 
 
 def hello(job: Job) -> tuple[Worker, Sequence[dict[str, Any]]]:
-    """A child with its driver loaded, and its devices. Raises `WorkerGoneError`."""
+    """Return a child with its driver loaded, and its devices. Raises `WorkerGoneError`."""
     worker = Worker(job)
     answer = worker.hear()
     if "error" in answer:

@@ -68,7 +68,7 @@ class Session:
         self._programs: dict[str, cl.Program] = {}
 
     def hello(self) -> dict[str, Any]:
-        """The driver's devices, or why there are none."""
+        """Return the driver's devices, or why there are none."""
         try:
             wanted = [Wanted(self.candidate, self.level, self.store)]
             self._loaded = load(wanted, workers=1, folder=self.folder)
@@ -158,7 +158,7 @@ def _row(device: cl.Device) -> dict[str, str]:
 
 
 def _own_output() -> IO[bytes]:
-    """The pipe to the parent; whatever else writes to standard output writes to the log."""
+    """Return the pipe to the parent; whatever else writes to standard output writes to the log."""
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return pipe
