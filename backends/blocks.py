@@ -125,8 +125,9 @@ def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
 
 
 def _two_levels(wanted: Float32Array, count: int, inside: int) -> tuple[Halves, Small]:
-    """fp16 [rows, S] and int8 0…63 [rows, S · inside cut], whose products are near `wanted`; one
-    factor of a block of one group is 1.
+    """fp16 [rows, S] and int8 0…63 [rows, S · inside cut], whose products are near `wanted`.
+
+    One factor of a block of one group is 1.
     """
     rows, width = wanted.shape
     full = np.zeros((rows, count * inside), np.float32)
@@ -215,8 +216,9 @@ def set_uppers(words: Words, values: Bytes, shifts: Sequence[int], mask: int) ->
 
 
 def nibble_words(codes: Bytes) -> npt.NDArray[np.uint32]:
-    """Return the low halves of codes [rows, G, 32] as words [rows, G, 4] of eight. By pairs:
-    neighbours in strided arrays take several times as long.
+    """Return the low halves of codes [rows, G, 32] as words [rows, G, 4] of eight.
+
+    By pairs: neighbours in strided arrays take several times as long.
     """
     pairs = np.ascontiguousarray(codes).view("<u2")
     return (pairs & 15 | pairs >> 4 & 240).astype(np.uint8).view("<u4")

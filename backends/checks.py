@@ -66,7 +66,8 @@ def slab(weights: Mapping[str, WeightValue]) -> tuple[npt.NDArray[np.int32], Pac
 def check_token_count(
     capabilities: Capabilities, op: Op, m: int, *, own: int | None = None
 ) -> None:
-    """Raise `ValueError` for a token count that a device with static shapes has no graph for;
+    """Raise `ValueError` for a token count that a device with static shapes has no graph for.
+
     `own` is the kernel's `graph`.
     """
     if capabilities.static_shapes and m not in (own, *capabilities.graph_sizes):

@@ -108,8 +108,10 @@ class StorageFormat(StrEnum):
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight, its part of a group's scale included; padding and scales of rows,
-        which are 4 bytes for k weights, not. Of parts: what they come to in a usual file (Q4_K_M).
+        """Bytes of a weight, its part of a group's scale included.
+
+        Padding and scales of rows, which are 4 bytes for k weights, not. Of parts: what they come
+        to in a usual file (Q4_K_M).
         """
         if self is StorageFormat.MIXED:
             return 21 / 32

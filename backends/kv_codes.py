@@ -145,8 +145,9 @@ def random_channels(op: DecodeChunks, random: np.random.Generator) -> npt.NDArra
 def random_chunks(
     op: DecodeChunks, m: int, random: np.random.Generator
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """Codes and table of m chunks of every kind, at any positions and bytes, for trials and tests;
-    every fifth row is none.
+    """Codes and table of m chunks of every kind, at any positions and bytes, for trials and tests.
+
+    Every fifth row is none.
     """
     codes = random.integers(0, 256, op.room, np.uint8)
     slots = random.permutation(op.capacity // op.tokens)[:m]

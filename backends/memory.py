@@ -28,8 +28,9 @@ CHUNK_BYTES = 1 << 25
 
 
 def private_pages(nbytes: int) -> mmap.mmap:
-    """Anonymous memory of this process alone: a forked child has its own copy. On Linux only
-    private pages can be huge or be given back in place.
+    """Anonymous memory of this process alone: a forked child has its own copy.
+
+    On Linux only private pages can be huge or be given back in place.
     """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if POSIX else {}
     return mmap.mmap(-1, nbytes, **private)
@@ -118,8 +119,9 @@ class Tensor:
 
     @cached_property
     def array(self) -> npt.NDArray[Any]:
-        """The elements as a numpy view (no copy). Made once: every step reads some, and numpy's
-        code is out of all caches by then.
+        """The elements as a numpy view (no copy).
+
+        Made once: every step reads some, and numpy's code is out of all caches by then.
         """
         return self.buffer.array(self.dtype, self.shape, self.offset_bytes)
 

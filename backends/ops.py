@@ -170,8 +170,10 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Append this call's keys and values to the caches, then attend causally. Positions are rows
-    of the caches: a caller who leaves out tokens that no window reaches counts from the first row.
+    """Append this call's keys and values to the caches, then attend causally.
+
+    Positions are rows of the caches: a caller who leaves out tokens that no window reaches counts
+    from the first row.
 
     Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache` of
     the shape `kv.shape(G, C, D)` (updated in place at positions position … position + m - 1), `out`

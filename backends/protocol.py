@@ -41,8 +41,9 @@ def other_kind(kind: DeviceKind) -> DeviceKind:
 
 
 class Acceptance(NamedTuple):
-    """Answer of `Device.accepts`; `reason` is empty when accepted, `remedy` where only another
-    device or weight format would help.
+    """Answer of `Device.accepts`.
+
+    `reason` is empty when accepted, `remedy` where only another device or weight format would help.
     """
 
     ok: bool
@@ -176,8 +177,10 @@ class BoundCall(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Execute and return when the result is visible to the host. Releases the GIL meanwhile.
-        Has no deadline: where it hangs `hetero.runtime.watchdog` says so.
+        """Execute and return when the result is visible to the host.
+
+        Releases the GIL meanwhile. Has no deadline: where it hangs `hetero.runtime.watchdog` says
+        so.
         """
 
     def submit(self) -> Completion:
@@ -206,8 +209,9 @@ class StreamSignal(ABC):
 
     @abstractmethod
     def signal(self) -> None:
-        """Pass the oldest wait that is not signalled, submitted or not. Earlier stores are
-        visible.
+        """Pass the oldest wait that is not signalled, submitted or not.
+
+        Earlier stores are visible.
         """
 
     @abstractmethod
@@ -258,8 +262,9 @@ class Device(ABC):
     note: str = ""  # what it would have in a process of its own, and lacks in this one
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
-        """Pool memory that this device and every mapping device can use in place; `huge` as in
-        `HostBuffer`, where the memory is the host's own.
+        """Pool memory that this device and every mapping device can use in place.
+
+        `huge` as in `HostBuffer`, where the memory is the host's own.
         """
         return HostBuffer(nbytes, huge=huge)
 

@@ -70,8 +70,10 @@ def split_driver(name: str) -> tuple[str, str | None]:
 
 
 def open_device(name: str, **options: Any) -> Device:
-    """Open a device by backend name, or `opencl:DRIVER`. Raises `DeviceUnavailableError` with the
-    remedy, `DeviceOptionError` for a driver that is not there.
+    """Open a device by backend name, or `opencl:DRIVER`.
+
+    Raises `DeviceUnavailableError` with the remedy, `DeviceOptionError` for a driver that is not
+    there.
     """
     name, driver = split_driver(name)
     if driver is not None:

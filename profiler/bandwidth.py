@@ -67,8 +67,9 @@ def measure_concurrent(
     rounds: int = 7,
     policy: ConcurrentPolicy = DEFAULT,
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
-    """Bandwidth of each device alone and together, and contention by phase and weight format;
-    needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
+    """Bandwidth of each device alone and together, and contention by phase and weight format.
+
+    Needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
     first format. In decoding, `shapes` of a model are stood for by the largest matmul of a block. A
     round takes some four of the policy's windows.
     """
@@ -221,8 +222,10 @@ def _experiment(
 def _round(
     workload: Workload, gpu: Runner, npu: Runner, count: int, launches: int, share: float
 ) -> tuple[ConcurrentTimes, bool]:
-    """One round; whether the NPU worked for more than that share of it: where it is still at work
-    when the GPU is done, it hides the GPU's end.
+    """One round.
+
+    Whether the NPU worked for more than that share of it: where it is still at work when the GPU is
+    done, it hides the GPU's end.
 
     The GPU's queue takes T0 alone. Beside an NPU that works for W it takes T: in W it does what
     alone takes W / f, then the rest at full speed, so f = W / (T0 - T + W). Of the NPU's calls the

@@ -65,8 +65,9 @@ def completed(
     *,
     clock: Clock | None = None,
 ) -> DeviceProfile:
-    """Return the profile with what it was `lacking`; the caller pins the thread. Raises
-    `ProfileError`.
+    """Return the profile with what it was `lacking`.
+
+    The caller pins the thread. Raises `ProfileError`.
     """
     wanted = lacking(profile, devices)
     if not wanted:

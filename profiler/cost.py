@@ -81,8 +81,9 @@ class CostModel:
         return CostModel(profile)
 
     def device(self, device: DeviceKind) -> DeviceRecord:
-        """Return the device's record. Raises `ProfileError` if the profile has none of that
-        kind.
+        """Return the device's record.
+
+        Raises `ProfileError` if the profile has none of that kind.
         """
         try:
             return self.profile.devices[device]
@@ -100,8 +101,10 @@ class CostModel:
         k: Sizes,
         order: OperandOrder = "plain",
     ) -> Cost:
-        """Predicted seconds of matmul kernels; m, n, k broadcast. Raises `ProfileError` if the
-        profile has no predictor for the format and order.
+        """Predicted seconds of matmul kernels.
+
+        M, n, k broadcast. Raises `ProfileError` if the profile has no predictor for the format and
+        order.
         """
         predictor = self._predictor(device, weight_format, order)
         record = self.device(device)
@@ -155,8 +158,10 @@ class CostModel:
         return Cost(self._sound(seconds), np.asarray(outside))
 
     def _sound(self, seconds: Floats) -> Floats:
-        """Return the seconds. Raises `ProfileError` where a damaged profile predicts what no kernel
-        takes, which no sum could hold.
+        """Return the seconds.
+
+        Raises `ProfileError` where a damaged profile predicts what no kernel takes, which no sum
+        could hold.
         """
         if seconds.size and not seconds.max() <= LONGEST_S:
             raise ProfileError(

@@ -85,9 +85,10 @@ class NonMatmulRows(Record):
 
 @dataclass(frozen=True)
 class DeviceOverheads:
-    """Measures the parts, each when it is asked for. `virtual`: null devices, whose results are not
-    checked, on a clock that threads know nothing of. `checkpoint` is called between measurements
-    and may end them by an exception.
+    """Measures the parts, each when it is asked for.
+
+    `virtual`: null devices, whose results are not checked, on a clock that threads know nothing of.
+    `checkpoint` is called between measurements and may end them by an exception.
     """
 
     devices: Mapping[DeviceKind, Device]

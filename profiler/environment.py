@@ -47,8 +47,10 @@ def hetero_version() -> str:
 
 
 def clock_hz(core: int | None = None) -> float | None:
-    """Return current clock of a core; by default of the one with the highest clock, since the first
-    is a little one on many of Arm's processors.
+    """Return current clock of a core.
+
+    By default of the one with the highest clock, since the first is a little one on many of Arm's
+    processors.
     """
     text = _text(_frequencies(core) / "scaling_cur_freq")
     if text is not None and text.isdigit():

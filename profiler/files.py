@@ -27,8 +27,9 @@ INLINE_BELOW = 120  # characters: shorter lists and objects stay on one line
 
 
 def read_document(path: str | Path, current_version: int) -> Document:
-    """Return the JSON object of a profile file, migrated. Raises `ProfileError` for anything
-    else.
+    """Return the JSON object of a profile file, migrated.
+
+    Raises `ProfileError` for anything else.
     """
     return parse_document(read_profile(path), path, current_version)
 
@@ -143,8 +144,9 @@ def own_profile_path() -> Path:
 
 
 def cached_profile_path() -> Path:
-    """Return where earlier versions put it; it is still read there, and first starts are kept
-    beside.
+    """Return where earlier versions put it.
+
+    It is still read there, and first starts are kept beside.
     """
     return cache_folder() / "profiles" / "host.json"
 

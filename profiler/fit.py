@@ -43,8 +43,10 @@ COARSE_BREAKS: Final = (1, 8, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """How predictors are fitted to rows. Each correction of plain least squares can be taken out;
-    `python -m tests.profiler.ablation` says what it is worth (docs/corrections.md).
+    """How predictors are fitted to rows.
+
+    Each correction of plain least squares can be taken out; `python -m tests.profiler.ablation`
+    says what it is worth (docs/corrections.md).
 
     Rows (`Table.of`):
 
@@ -137,8 +139,10 @@ def _weights(rows: Sequence[MatMulRow], fitting: Fitting) -> Floats:
 
 
 def _uncertainty(row: MatMulRow, spread: float, fitting: Fitting) -> float:
-    """Relative half-width of a row's 95 % interval. One sample has none, and that of two or three
-    is small by chance: no row is surer than its number of samples makes others of this spread.
+    """Relative half-width of a row's 95 % interval.
+
+    One sample has none, and that of two or three is small by chance: no row is surer than its
+    number of samples makes others of this spread.
     """
     if not fitting.borrow_spread:
         return fitting.unknown_spread if row.ci is None else row.ci

@@ -80,8 +80,9 @@ _KINDS: TypeAdapter[Any] = TypeAdapter(
 
 
 def journal_path(out: Path) -> Path | None:
-    """Journal of the profile `out`; a device or a pipe has none. Raises `ProfileError` for a path
-    that cannot be written.
+    """Journal of the profile `out`.
+
+    A device or a pipe has none. Raises `ProfileError` for a path that cannot be written.
     """
     try:
         if not is_replaceable(out):
@@ -188,8 +189,9 @@ def _cannot_write(path: Path, error: OSError) -> ProfileError:
 
 
 def _continue(path: Path, header: Entry) -> list[Entry]:
-    """Entries to go on from, after cutting a torn tail. Raises `ProfileError` if they are not of
-    the same devices and settings.
+    """Entries to go on from, after cutting a torn tail.
+
+    Raises `ProfileError` if they are not of the same devices and settings.
     """
     entries = read_entries(path)
     if not entries:

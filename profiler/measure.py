@@ -86,9 +86,11 @@ class Progress:
 
 
 class Meter:
-    """Measures blocks of tasks. `base` holds the reference kernels' times at the start of the run;
-    give it back to continue a run in the same units. `between` is called before reference kernels
-    are timed, some times a second: something else may run then.
+    """Measures blocks of tasks.
+
+    `base` holds the reference kernels' times at the start of the run; give it back to continue a
+    run in the same units. `between` is called before reference kernels are timed, some times a
+    second: something else may run then.
     """
 
     def __init__(
@@ -347,8 +349,9 @@ def _blend(share: float, ratios: Mapping[Phase, float]) -> float:
 def rescale(
     rows: Iterable[MatMulRow], points: Sequence[ReferencePoint], *, small: bool = False
 ) -> list[MatMulRow]:
-    """Rows in units of the run's median speed rather than of the speed at its start; `small` as in
-    `Workload`.
+    """Rows in units of the run's median speed rather than of the speed at its start.
+
+    `small` as in `Workload`.
     """
     series: dict[Reference, list[float]] = {}
     for point in points:

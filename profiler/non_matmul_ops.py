@@ -130,8 +130,9 @@ class Matmuls(NamedTuple):
 
 
 def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool = False) -> list[Op]:
-    """Every kind of operation that some architecture has between its matmuls, at these sizes;
-    with `outliers` their shadows, as with a format of static activations.
+    """Every kind of operation that some architecture has between its matmuls, at these sizes.
+
+    With `outliers` their shadows, as with a format of static activations.
     """
     h, g, d, eps = block.heads, block.kv_heads, block.head_dim, 1e-5
     shadows = [ops.Outliers(n=block.d, k=block.f, hot=block.f // x, excess=True) for x in (64, 256)]
@@ -391,8 +392,9 @@ class NonMatmulMeter:
         return found
 
     def _lengthened_by(self, calls: Sequence[BoundCall], case: Case, *, read: bool) -> float:
-        """By how much each call lengthens a queue of matmuls when it goes between two of them. With
-        `read` the calls' tensors were last used long ago.
+        """By how much each call lengthens a queue of matmuls when it goes between two of them.
+
+        With `read` the calls' tensors were last used long ago.
         """
         matmuls = self._matmuls_of(case)
         seconds = {True: 0.0, False: 0.0}
@@ -430,8 +432,9 @@ class NonMatmulMeter:
         return self._matmuls[key]
 
     def _cold_batch(self, lead: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:
-        """As `_batch`, each call on tensors that were last used long ago; behind `count` leads, so
-        that the device is awake (and has the code, if they are the same).
+        """As `_batch`, each call on tensors that were last used long ago.
+
+        Behind `count` leads, so that the device is awake (and has the code, if they are the same).
         """
         self._read(self._model_bytes)
         if not self.device.capabilities.asynchronous:

@@ -245,8 +245,9 @@ def other_s(predictor: NonMatmulPredictor, op: Op, tokens: int, context: int) ->
 
 
 def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
-    """Work terms of an operation that is not a matmul, by name; an `NonMatmulPredictor` weighs
-    them.
+    """Work terms of an operation that is not a matmul, by name.
+
+    An `NonMatmulPredictor` weighs them.
 
     calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
     feature) and the cached elements that are read, counted as float32 by their bytes; for outliers

@@ -151,9 +151,11 @@ class Stats(Record):
 
 
 class MatMulRow(Stats):
-    """Time of one matmul kernel. `seconds` is normalised by the reference kernel: `reference` is
-    reference time during the row / its median over the run (1: no drift). `skew` is mean / median
-    of the samples; `seconds` contains that of all kernels of its kind (`measure.to_means`).
+    """Time of one matmul kernel.
+
+    `seconds` is normalised by the reference kernel: `reference` is reference time during the row /
+    its median over the run (1: no drift). `skew` is mean / median of the samples; `seconds`
+    contains that of all kernels of its kind (`measure.to_means`).
     """
 
     device: DeviceKind
@@ -193,8 +195,10 @@ def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict
 
 
 class NonMatmulRow(Stats):
-    """Time of an operation that is not a matmul. `op` is the record's class name, `sizes` its sizes
-    by name, `context` the tokens that the KV cache held before the call.
+    """Time of an operation that is not a matmul.
+
+    `op` is the record's class name, `sizes` its sizes by name, `context` the tokens that the KV
+    cache held before the call.
     """
 
     device: DeviceKind
@@ -259,8 +263,10 @@ class Knots(Record):
 
 
 class Tree(Record):
-    """A regression tree as arrays over its nodes. Node i goes to `left[i]` if feature `feature[i]`
-    is ≤ `threshold[i]`, else to `right[i]`; a leaf has `feature[i] = -1` and answers `value[i]`.
+    """A regression tree as arrays over its nodes.
+
+    Node i goes to `left[i]` if feature `feature[i]` is ≤ `threshold[i]`, else to `right[i]`; a leaf
+    has `feature[i] = -1` and answers `value[i]`.
     """
 
     feature: tuple[int, ...]

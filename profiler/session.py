@@ -63,9 +63,11 @@ def profile_devices(
     step_s: float | None = None,
     every_core: MeasureEveryCore | None = None,
 ) -> DeviceProfile:
-    """Measure open devices; the caller pins the thread. Writes `out` and its journal as it goes.
-    `step_s` is what a step of the runtime costs besides its launches, which is above this room, and
-    so is what `every_core` measures while the devices are idle.
+    """Measure open devices.
+
+    The caller pins the thread. Writes `out` and its journal as it goes. `step_s` is what a step of
+    the runtime costs besides its launches, which is above this room, and so is what `every_core`
+    measures while the devices are idle.
 
     Raises `ProfileError` for options that cannot be, or a journal of another run.
     """
@@ -245,8 +247,9 @@ class Session:
         self._part("other kernels", NonMatmulRows, partial(around.others, self.records))
 
     def _checkpoint(self) -> None:
-        """Raise `ProfileError` where the budget is used up before the matmuls; called between the
-        measurements of every part.
+        """Raise `ProfileError` where the budget is used up before the matmuls.
+
+        Called between the measurements of every part.
         """
         self._check_budget(self.clock.now() + self.options.budget_s - self.spent_s)
 
@@ -283,8 +286,9 @@ class Session:
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
-        """The grid, in the order of what teaches most, until it or the budget is used up; now and
-        then and at its end the devices together.
+        """The grid, in the order of what teaches most, until it or the budget is used up.
+
+        Now and then and at its end the devices together.
         """
         tasks = self._tasks()
         self.total = len(tasks)

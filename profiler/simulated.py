@@ -15,8 +15,10 @@ from hetero.profiler.records import DeviceProfile, Phase
 def open_chip(
     profile: DeviceProfile, *, phase: Phase = "prefill", compute: bool = True, context: int = 0
 ) -> dict[DeviceKind, SimulatedDevice]:
-    """Both devices on one virtual clock. Contention is that of `phase` (and of the profile's first
-    weight format), attention's cache holds `context` tokens before the call.
+    """Both devices on one virtual clock.
+
+    Contention is that of `phase` (and of the profile's first weight format), attention's cache
+    holds `context` tokens before the call.
     """
     cost = CostModel(profile)
     measured = [entry.weight_format for entry in profile.contention if entry.phase == phase]

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 
 class TableData(NamedTuple):
-    """A titled table; `note` stands under the title. The first `lead` cells of a row name it;
-    `numbers` are columns that line up at the right.
+    """A titled table.
+
+    `note` stands under the title. The first `lead` cells of a row name it; `numbers` are columns
+    that line up at the right.
     """
 
     title: str

@@ -14,8 +14,9 @@ from hetero.profiler.interference import Interference, NoInterference, longest_w
 
 @dataclass(frozen=True, kw_only=True)
 class TimingPolicy:
-    """How launches are batched and led, and what counts as out of cache. Seconds where a name ends
-    in `_s`, bytes where it ends in `_bytes`.
+    """How launches are batched and led, and what counts as out of cache.
+
+    Seconds where a name ends in `_s`, bytes where it ends in `_bytes`.
 
     Caches:
 
@@ -79,8 +80,9 @@ class TimingPolicy:
         return int(min(max(seconds / each_s, 1), self.max_warm_ups))
 
     def batch(self, each_s: float, most: int) -> int:
-        """Return launches that take `batch_s` together, if each takes so many seconds; at most
-        `most`.
+        """Return launches that take `batch_s` together, if each takes so many seconds.
+
+        At most `most`.
         """
         return int(min(max(self.batch_s / each_s, 1), most))
 
@@ -117,8 +119,9 @@ def time_behind(
     interference: Interference | None = None,
     policy: TimingPolicy = DEFAULT,
 ) -> tuple[float, float]:
-    """Seconds of calls in a queue, from the end of those that lead; of which that end may have been
-    seen late, because a thread of ours waited for a core.
+    """Seconds of calls in a queue, from the end of those that lead.
+
+    Of which that end may have been seen late, because a thread of ours waited for a core.
     """
     interference = interference or NoInterference()
     before = interference.waits_s()
@@ -149,8 +152,10 @@ def time_calls(calls: Sequence[BoundCall], device: Device, clock: Clock) -> floa
 
 
 def poll_until_done(completion: Completion, clock: Clock, policy: TimingPolicy = DEFAULT) -> None:
-    """Return as soon as a launch is complete. A thread that sleeps wakes 0.1 ms late or, now and
-    then, milliseconds: seen so late, the leads' end makes a batch look short, and its own end long.
+    """Return as soon as a launch is complete.
+
+    A thread that sleeps wakes 0.1 ms late or, now and then, milliseconds: seen so late, the leads'
+    end makes a batch look short, and its own end long.
     """
     give_up_s = clock.now() + policy.polled_s
     while not isinstance(clock, ManualClock) and clock.now() < give_up_s:

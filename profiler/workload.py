@@ -68,8 +68,9 @@ class WeightPool:
         self._scales: dict[tuple[StorageFormat, int], Any] = {}
 
     def weight(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
-        """Return the next weight: another place in memory each time, until the block is used up. A
-        mixed one has the parts of a usual file.
+        """Return the next weight: another place in memory each time, until the block is used up.
+
+        A mixed one has the parts of a usual file.
         """
         if storage is StorageFormat.MIXED:
             rows = usual_rows(n)
@@ -148,8 +149,9 @@ class WeightPool:
 
 @dataclass
 class Runner:
-    """One task's calls, one for each copy of its weight. `cycle` counts launches; `lead` has the
-    calls that go before a timed one.
+    """One task's calls, one for each copy of its weight.
+
+    `cycle` counts launches; `lead` has the calls that go before a timed one.
     """
 
     device: Device
@@ -238,9 +240,10 @@ class Workload:
             runner.last_read[copy] = self.read_bytes
 
     def _use(self, runner: Runner, copies: list[int]) -> None:
-        """Launch these copies, not timed, as a step before would. In a small model a call's last
-        use is no longer ago than reading all its weights, and its weight, code and session are
-        still in the caches; here other tasks came between.
+        """Launch these copies, not timed, as a step before would.
+
+        In a small model a call's last use is no longer ago than reading all its weights, and its
+        weight, code and session are still in the caches; here other tasks came between.
 
         A blocking call is used as several steps would: what the other tasks have pushed out comes
         to lie where it is pushed out first, and stays only when it has been used again.

@@ -27,8 +27,9 @@ CHUNKED_AT: Final = 1 << 20  # a prompt longer than any chunk
 
 
 def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
-    """Return the step under a named strategy. Raises `PlanError` where it is unknown or cannot
-    run.
+    """Return the step under a named strategy.
+
+    Raises `PlanError` where it is unknown or cannot run.
     """
     if strategy == "auto":
         return planner.solve(scenario)
@@ -163,8 +164,9 @@ def chunk_tokens(planner: Planner, m: int) -> int:
 
 
 def longest_step(planner: Planner, strategy: str) -> int | None:
-    """Tokens of the longest call under a strategy: a chunk, or what the planner's calls hold; what
-    one graph holds where the NPU runs everything in graphs. None where nothing limits it.
+    """Tokens of the longest call under a strategy: a chunk, or what the planner's calls hold.
+
+    What one graph holds where the NPU runs everything in graphs. None where nothing limits it.
     """
     chunk = chunk_tokens(planner, CHUNKED_AT) if strategy == "chunked" else None
     in_graphs = strategy == "npu-only" and "npu" in planner.non_matmul_devices(1)

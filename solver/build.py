@@ -123,8 +123,9 @@ def assemble(
 
 
 def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[AttentionShare, ...]:
-    """Return who has which heads of attention in each prompt's call; nothing where no call shares
-    them.
+    """Return who has which heads of attention in each prompt's call.
+
+    Nothing where no call shares them.
     """
     calls = [s for s in solutions if s.scenario.phase == "prefill"]
     if not any(s.heads for s in calls):
@@ -189,8 +190,9 @@ def entries(
     pipe: bool = False,
     decoder: Planner | None = None,
 ) -> Iterable[OpPlan]:
-    """Return the plan's entries: one for each matmul and scenario; the output head once per
-    phase.
+    """Return the plan's entries: one for each matmul and scenario.
+
+    The output head once per phase.
     """
     heads: set[str] = set()
     decoder = decoder or planner
@@ -216,8 +218,9 @@ def entry(
     *,
     pipe: bool = False,
 ) -> OpPlan:
-    """One matmul, without what lost. The output head sees one token in either phase and holds for
-    every length.
+    """One matmul, without what lost.
+
+    The output head sees one token in either phase and holds for every length.
     """
     space = planner.space(name)
     head = name == "lm_head"

@@ -33,8 +33,9 @@ class ExecutionPlan(Plan):
         )
 
     def report(self, path: str | os.PathLike[str], *, compare: Sequence[Plan] = ()) -> None:
-        """Write a report, atomically: HTML, Markdown or JSON by the ending of `path`. One in
-        JSON can be loaded as the plan. Raises `PlanError`.
+        """Write a report, atomically: HTML, Markdown or JSON by the ending of `path`.
+
+        One in JSON can be loaded as the plan. Raises `PlanError`.
         """
         match report_ending(path):
             case ".md":

@@ -56,8 +56,9 @@ def choose(
     budget_bytes: float | None,
     cost: Callable[[Planner], float],
 ) -> GraphChoice:
-    """Return the best sizes for prompts of these lengths and weights. Raises `PlanError` if nothing
-    fits.
+    """Return the best sizes for prompts of these lengths and weights.
+
+    Raises `PlanError` if nothing fits.
 
     Where each size has weights of its own and memory is limited (`budget_bytes` for weights on
     both devices, or the NPU's own limit), fewer sizes leave the NPU more rows: then every number

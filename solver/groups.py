@@ -30,8 +30,10 @@ class NodeGroup:
 
 
 def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
-    """Return groups by the name of their first node; a larger one goes before what is inside it.
-    None has outliers in it, which are computed elsewhere meanwhile.
+    """Return groups by the name of their first node.
+
+    A larger one goes before what is inside it. None has outliers in it, which are computed
+    elsewhere meanwhile.
     """
     found: dict[str, NodeGroup] = {}
     i = 0
@@ -58,8 +60,9 @@ def _longest(
 
 
 def _length(before: Sequence[Node], members: Sequence[Node], kind: FusedGroup) -> int:
-    """Return number of the nodes of a layer from one on that are a group; `before` is what that
-    follows, if anything.
+    """Return number of the nodes of a layer from one on that are a group.
+
+    `before` is what that follows, if anything.
     """
     if not members:
         return 0

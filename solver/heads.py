@@ -150,8 +150,9 @@ def _option(
 def allowed(
     whole: Option, shared: Iterable[Option], heads: Heads, margin: float, objective: Objective
 ) -> list[Option]:
-    """Return what a chain may choose from: attention whole, and shared as `heads` says. A free
-    choice is closed from each state where it is not faster than the whole by a margin.
+    """Return what a chain may choose from: attention whole, and shared as `heads` says.
+
+    A free choice is closed from each state where it is not faster than the whole by a margin.
     """
     if isinstance(heads, int):
         return [o for o in shared if o.rows == heads] or [whole]

@@ -52,8 +52,9 @@ class HostCutTimes(CutTimes):
 
     @cached_property
     def restarts_s(self) -> Floats | float:
-        """See `CutTimes`: all of a start where the NPU's thread is done last, else nothing. Times
-        that vary make that a chance.
+        """See `CutTimes`: all of a start where the NPU's thread is done last, else nothing.
+
+        Times that vary make that a chance.
         """
         if not self.start_s or self.spread == (0.0, 0.0):
             return 0.0

@@ -86,8 +86,10 @@ def in_flight(
 def in_flight_of(
     planner: Planner, solutions: Sequence[Solution], request: PlanRequest
 ) -> tuple[InFlight, ...]:
-    """As `in_flight`, beside what a plan's solutions hold; none where energy is what counts, or the
-    GPU's share is bounded: those forms are for latency alone.
+    """As `in_flight`, beside what a plan's solutions hold.
+
+    None where energy is what counts, or the GPU's share is bounded: those forms are for latency
+    alone.
     """
     longest = max(x.scenario.m for x in solutions if x.scenario.phase == "prefill")
     chunk = min(chunk_tokens(planner, CHUNKED_AT), longest)

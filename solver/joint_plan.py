@@ -108,8 +108,9 @@ def solve_apart(
 
 
 def memory_of(parts: Iterable[tuple[Planner, Sequence[Solution]]]) -> Memory:
-    """Bytes of weights of planners whose weights are stored apart; the output head is the last
-    one's alone.
+    """Bytes of weights of planners whose weights are stored apart.
+
+    The output head is the last one's alone.
     """
     *others, (last, solutions) = parts
     each = [weight_memory(x, [s.without_head() for s in found]) for x, found in others]

@@ -45,8 +45,9 @@ class Table(NamedTuple):
 
 
 class KernelTimes:
-    """Times of both devices under one rule of precision. Immutable. `base` is the format of tiles
-    that name none.
+    """Times of both devices under one rule of precision.
+
+    Immutable. `base` is the format of tiles that name none.
     """
 
     def __init__(

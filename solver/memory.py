@@ -81,8 +81,10 @@ def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpNam
 
 
 def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
-    """Bytes by device; a row on both counts twice, on each as the device holds it, and one of an
-    NPU whose graphs own their weights once for each graph size.
+    """Bytes by device.
+
+    A row on both counts twice, on each as the device holds it, and one of an NPU whose graphs own
+    their weights once for each graph size.
     """
     gpu = npu = twice = graphs = 0.0
     for name, held in resident_by_op(planner, solutions).items():

@@ -59,8 +59,9 @@ class NonMatmulTimes:
 
 
 class NonMatmulCosts:
-    """Times of a model's other operators on one profile. Raises `ProfileError` if no device has
-    all of them.
+    """Times of a model's other operators on one profile.
+
+    Raises `ProfileError` if no device has all of them.
     """
 
     def __init__(self, cost: CostModel, graph: ModelGraph, overheads: Overheads) -> None:

@@ -219,10 +219,11 @@ class Placement:
     def at(
         self, phase: Phase, m: int, logit_rows: int = 1, *, form: Form = "cut"
     ) -> Iterator[Assignment]:
-        """Yield what computes a call of m tokens, in the model's order; the output head sees the
-        last `logit_rows` tokens, and is left out where that is none. Rows of several contexts
-        decode so, too; but what knows a position runs for each of them, on the same device
-        (`row_graph`). `form`: of calls in flight.
+        """Yield what computes a call of m tokens, in the model's order.
+
+        The output head sees the last `logit_rows` tokens, and is left out where that is none. Rows
+        of several contexts decode so, too; but what knows a position runs for each of them, on the
+        same device (`row_graph`). `form`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
@@ -313,9 +314,11 @@ class Placement:
         )
 
     def parts(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
-        """Return launches of a matmul node at m tokens, in the plan's order. They cover its output,
-        with the same rows wherever they share one. On a device with static shapes the rows of each
-        are one of its `segments`, unless it is prepared while a prompt waits.
+        """Return launches of a matmul node at m tokens, in the plan's order.
+
+        They cover its output, with the same rows wherever they share one. On a device with static
+        shapes the rows of each are one of its `segments`, unless it is prepared while a prompt
+        waits.
         """
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
@@ -339,8 +342,9 @@ class Placement:
         return self._tiled[key]
 
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
-        """Return what computes the matmuls of a call of m tokens, in order; the output head sees
-        one.
+        """Return what computes the matmuls of a call of m tokens, in order.
+
+        The output head sees one.
         """
         first = {node.plan_op: node for node in reversed(self.graph.nodes) if node.plan_op}
         return tuple(
@@ -423,8 +427,10 @@ class Placement:
 
     @property
     def weight_bytes(self) -> dict[DeviceKind, int]:
-        """Bytes of weights on each device. A row that two devices compute counts on both, and one
-        of a device whose graphs own their weights once for each graph size.
+        """Bytes of weights on each device.
+
+        A row that two devices compute counts on both, and one of a device whose graphs own their
+        weights once for each graph size.
         """
         found = {
             kind: sum(

@@ -146,8 +146,9 @@ class HeadCounts(_Record):
 
 
 class AttentionShare(_Record):
-    """Who computes which heads of the attention of a prompt's calls of m tokens, or of any number;
-    all heads on one device mean that of the other operators. Predicted seconds are of a layer.
+    """Who computes which heads of the attention of a prompt's calls of m tokens, or of any number.
+
+    All heads on one device mean that of the other operators. Predicted seconds are of a layer.
     """
 
     phase: Literal["prefill"]
@@ -485,9 +486,10 @@ class Plan(_Record):
 
 
 def device_of_other(op: Op, rest: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
-    """Device of an operation that is no matmul of the plan, where `rest` has the others. Outliers
-    are there to be computed while the NPU computes their matmul, so the GPU has them if there is
-    one.
+    """Device of an operation that is no matmul of the plan, where `rest` has the others.
+
+    Outliers are there to be computed while the NPU computes their matmul, so the GPU has them if
+    there is one.
     """
     return "gpu" if isinstance(op, Outliers) and "gpu" in devices else rest
 

@@ -244,8 +244,9 @@ class Planner:
         *,
         heads: Heads = 0,
     ) -> Solution:
-        """Return the step with these options and no choice left but the rest's device; so many
-        `heads` of attention are the NPU's.
+        """Return the step with these options and no choice left but the rest's device.
+
+        So many `heads` of attention are the NPU's.
         """
         single: Extra = {name: [o.unrestricted()] for name, o in options.items()}
         wanted = self.non_matmul_times(scenario, rest).values()

@@ -32,8 +32,9 @@ def solve(
     *,
     places: int = GRID_ROWS,
 ) -> list[Solution]:
-    """Best plans of all scenarios together within the limits; `weight` is how much a step counts.
-    Raises `PlanError` if none fits.
+    """Best plans of all scenarios together within the limits.
+
+    `weight` is how much a step counts. Raises `PlanError` if none fits.
     """
     (found,) = solve_parts([(planner, scenarios)], objective, limits, weight, places=places)
     return found
@@ -47,8 +48,9 @@ def solve_parts(
     *,
     places: int = GRID_ROWS,
 ) -> list[list[Solution]]:
-    """As `solve`, of planners whose weights are stored apart but lie in the same memory; the output
-    head is the last one's alone.
+    """As `solve`, of planners whose weights are stored apart but lie in the same memory.
+
+    The output head is the last one's alone.
     """
     programs = []
     for planner, scenarios in parts:

@@ -47,8 +47,9 @@ def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphC
     scenarios = scenarios_of(request.seq_lens)
 
     def cost(sized: Planner) -> float:
-        """Return expected cost of the whole plan within its memory limits; infinite if there is
-        none.
+        """Return expected cost of the whole plan within its memory limits.
+
+        Infinite if there is none.
         """
         try:
             _, solutions = solve_jointly(sized, scenarios, objective, request, [])

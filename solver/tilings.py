@@ -104,8 +104,10 @@ class MatMulSpace:
             self._graphs = self.npu_table(np.zeros(0, np.intp))
 
     def grid(self, m: int, *, every: bool = False) -> Grid:
-        """Cost every tiling of m tokens. Pieces that end at the same token share a row of the grid
-        (the fastest counts) unless `every` is set.
+        """Cost every tiling of m tokens.
+
+        Pieces that end at the same token share a row of the grid (the fastest counts) unless
+        `every` is set.
         """
         if not self.has_npu:
             return self._gpu_grid(m)

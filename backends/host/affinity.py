@@ -25,8 +25,10 @@ _held: dict[int, int] = {}  # the core of each
 
 
 def allowed_cores() -> list[int]:
-    """Cores of the calling thread, ascending; all of the process where that is held to one, and of
-    the machine where the system has no affinity.
+    """Cores of the calling thread, ascending.
+
+    All of the process where that is held to one, and of the machine where the system has no
+    affinity.
 
     Two devices need a core each: a GPU's worker on the core of the thread that happened to open it
     would share it with what that thread drives. A process that is held to one core has one.
@@ -63,8 +65,9 @@ def assign_cores() -> CoreAssignment:
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Hold the calling thread to one core, and give its old set back. Inside of such a hold another
-    one of the same core asks the system nothing.
+    """Hold the calling thread to one core, and give its old set back.
+
+    Inside of such a hold another one of the same core asks the system nothing.
     """
     thread = threading.get_native_id()
     outer = _held.get(thread)
@@ -96,9 +99,10 @@ def unpinned() -> None:
 
 
 def run_on(cores: Iterable[int]) -> None:
-    """Let the calling thread, and those that it starts, run on these cores; nothing where the
-    system has no affinity. A process inherits the affinity of the thread that started it, which may
-    be pinned.
+    """Let the calling thread, and those that it starts, run on these cores.
+
+    Nothing where the system has no affinity. A process inherits the affinity of the thread that
+    started it, which may be pinned.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

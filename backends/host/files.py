@@ -82,8 +82,9 @@ def atomic_writer(path: AnyPath, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def scratch_directory(target: Path) -> Iterator[Path]:
-    """Yield a new directory beside `target`, for `replace_directory`; gone, or moved, at the
-    end.
+    """Yield a new directory beside `target`, for `replace_directory`.
+
+    Gone, or moved, at the end.
     """
     remove_partials(target)
     partial = _partial_name(target)
@@ -156,8 +157,10 @@ def remove_partials(target: Path) -> None:
 
 
 def read_file(path: AnyPath, max_bytes: int) -> bytes:
-    """Return the contents of a file or a pipe, read once. Raises `OSError` for more than
-    `max_bytes`, and for a pipe of which nothing comes within `PIPE_WAIT_S`.
+    """Return the contents of a file or a pipe, read once.
+
+    Raises `OSError` for more than `max_bytes`, and for a pipe of which nothing comes within
+    `PIPE_WAIT_S`.
     """
     if "\0" in os.fspath(path):
         raise _error(errno.EINVAL, path)
@@ -185,8 +188,9 @@ def read_file(path: AnyPath, max_bytes: int) -> bytes:
 
 
 def read_text(path: AnyPath, max_bytes: int) -> str:
-    """Return UTF-8 text without a byte order mark, read as by `read_file`. Raises `OSError`,
-    `UnicodeDecodeError`.
+    """Return UTF-8 text without a byte order mark, read as by `read_file`.
+
+    Raises `OSError`, `UnicodeDecodeError`.
     """
     return io.TextIOWrapper(io.BytesIO(read_file(path, max_bytes)), encoding="utf-8-sig").read()
 
@@ -208,8 +212,9 @@ def sync_directory(path: Path) -> None:
 
 
 def is_replaceable(path: AnyPath) -> bool:
-    """Return whether `path` is, or would become, a regular file. Raises `OSError` where it cannot
-    tell.
+    """Return whether `path` is, or would become, a regular file.
+
+    Raises `OSError` where it cannot tell.
     """
     return not _destination(path)[1]
 
@@ -358,8 +363,9 @@ def hold(descriptor: int) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether somebody writes a file, or `hold`s it. On Windows nothing shows, but what is
-    open cannot be removed either.
+    """Return whether somebody writes a file, or `hold`s it.
+
+    On Windows nothing shows, but what is open cannot be removed either.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _OPEN)
@@ -372,8 +378,9 @@ def is_held(path: Path) -> bool:
 
 
 def remove_unheld(path: Path) -> bool:
-    """Remove a file, a link or a directory unless `is_held`; whether it is gone. Raises `OSError`,
-    on Windows also for what is open.
+    """Remove a file, a link or a directory unless `is_held`.
+
+    Whether it is gone. Raises `OSError`, on Windows also for what is open.
     """
     if path.is_symlink():
         path.unlink()

@@ -15,8 +15,10 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Processor name for people; of Arm's, its architecture with the makers and parts of its cores,
-    by which the processors of two machines differ.
+    """Processor name for people.
+
+    Of Arm's, its architecture with the makers and parts of its cores, by which the processors of
+    two machines differ.
     """
     named = _first("model name", cpuinfo)
     if named is not None:

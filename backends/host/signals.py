@@ -61,8 +61,10 @@ def _handlers() -> dict[int, Any]:
 
 
 def uninterrupted(call: Callable[[], T]) -> T:
-    """Return what a call returns. Signal handlers wait until it has ended: those of Python, which
-    the main thread alone runs. They then run before this returns, and what they raise is raised.
+    """Return what a call returns.
+
+    Signal handlers wait until it has ended: those of Python, which the main thread alone runs. They
+    then run before this returns, and what they raise is raised.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()

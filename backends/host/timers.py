@@ -62,8 +62,9 @@ def waited_for_core_s() -> float | None:
 
 
 def run_delay_s(task: Path) -> float:
-    """Seconds that a thread has waited for a core: `run_delay` of a folder of `/proc`. Raises
-    `OSError` where the thread or the file is not there.
+    """Seconds that a thread has waited for a core: `run_delay` of a folder of `/proc`.
+
+    Raises `OSError` where the thread or the file is not there.
     """
     fields = (task / "schedstat").read_text(encoding="ascii").split()
     return int(fields[1]) * 1e-9

@@ -12,8 +12,9 @@ _LINE: Final = re.compile(r"^Version:\s*(\S+)", re.MULTILINE | re.IGNORECASE)
 
 @cache
 def installed_version(name: str) -> str | None:
-    """Of a package, None where it is not installed. As `importlib.metadata.version`, which parses
-    the whole description as an e-mail.
+    """Of a package, None where it is not installed.
+
+    As `importlib.metadata.version`, which parses the whole description as an e-mail.
     """
     try:
         text = importlib.metadata.distribution(name).read_text("METADATA")

@@ -127,8 +127,10 @@ def every_core_count() -> int:
 
 
 def _spare_pyopencl_cache() -> None:
-    """Keep pyopencl from a cache of its own. It fails on one that cannot be written, or in which a
-    byte is damaged, and what it keeps (launchers in Python) is made as fast as it is read.
+    """Keep pyopencl from a cache of its own.
+
+    It fails on one that cannot be written, or in which a byte is damaged, and what it keeps
+    (launchers in Python) is made as fast as it is read.
 
     pyopencl reads the variable when it is imported; the user's own value wins.
     """

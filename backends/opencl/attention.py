@@ -44,8 +44,9 @@ def prepare_attention_heads(
     _weights: Mapping[str, WeightValue],
     whole: Attention | None = None,
 ) -> OpenCLKernel:
-    """Return the program of all heads, launched for some; of all of them as the operation
-    `whole`.
+    """Return the program of all heads, launched for some.
+
+    Of all of them as the operation `whole`.
     """
     op = heads.attention
     if device.tuning.lanes > 1:

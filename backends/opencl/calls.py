@@ -133,9 +133,10 @@ class OpenCLKernel(Kernel):
 
 
 class OpenCLCall(BoundCall):
-    """A flat list of launches with every argument set. `clSetKernelArg` retains nothing, so the
-    call keeps what its launches point to. `launches` are those, each with its arguments as they are
-    set.
+    """A flat list of launches with every argument set.
+
+    `clSetKernelArg` retains nothing, so the call keeps what its launches point to. `launches` are
+    those, each with its arguments as they are set.
     """
 
     fusible = True

@@ -47,9 +47,10 @@ class Entry(NamedTuple):
 
 
 class OpenCLDevice(Resources):
-    """One OpenCL device, `selected` before. `family`, `unified_memory` and `coherent` are those of
-    `hetero.backends.opencl.open`; `table` holds the kernels and `weight_formats` what its matmul
-    takes.
+    """One OpenCL device, `selected` before.
+
+    `family`, `unified_memory` and `coherent` are those of `hetero.backends.opencl.open`; `table`
+    holds the kernels and `weight_formats` what its matmul takes.
 
     `worker_cpu` is the core that a CPU driver's one worker is pinned to, None if it is not pinned;
     the workers are the process's, so the device that was opened last decides.

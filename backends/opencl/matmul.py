@@ -61,8 +61,9 @@ def accepts_matmul(op: MatMul) -> Acceptance:
 def prepare_matmul(
     device: Resources, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Compile a matmul on its packed weight, which is mapped where memory is unified. A mixed
-    weight takes launches for each of its parts.
+    """Compile a matmul on its packed weight, which is mapped where memory is unified.
+
+    A mixed weight takes launches for each of its parts.
     """
     weight = packed(weights)
     plans = [
@@ -147,8 +148,10 @@ def _capped(
 def cpu_launches(
     plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """One launch; where several threads share the rows of many tokens, one before it packs x for
-    all of them. Of few tokens each packs its own: that is sooner done than threads are woken.
+    """One launch.
+
+    Where several threads share the rows of many tokens, one before it packs x for all of them. Of
+    few tokens each packs its own: that is sooner done than threads are woken.
     """
     op, device, x = plan.op, plan.device, tensors["x"]
     tile = tuning.tile(plan.kind, m)
@@ -291,8 +294,9 @@ def _simt_rounding(
 def _operands(
     device: Resources, weight: PackedWeight, weights: Mapping[str, WeightValue], first: int
 ) -> _Operands:
-    """Map weights, scales and bias of rows from `first` on; what is absent is stood in for by the
-    weights.
+    """Map weights, scales and bias of rows from `first` on.
+
+    What is absent is stood in for by the weights.
     """
     data = _mapped(device, weight.data, itemsize=4 if weight.storage.bits == 8 else None)
     scales = data if weight.scales is None else _mapped(device, weight.scales)

@@ -50,7 +50,8 @@ def no_driver() -> str:
 
 @dataclass(frozen=True)
 class TestedDevice:
-    """A device that passed its self-test: its driver's candidate, its place there, its level;
+    """A device that passed its self-test: its driver's candidate, its place there, its level.
+
     `note` names drivers that come before it and that this process cannot load any more.
     """
 
@@ -128,9 +129,10 @@ def choose_driver(wanted: str | None) -> str | None:
 
 
 def place_workers(selected: Selected, device: OpenCLDevice, before: set[int]) -> None:
-    """Hold a CPU driver's threads to their cores, as far as they are known; `before` are those that
-    this process had before the device was made. All open devices of a driver share its threads:
-    they run on the cores of each, and `Device.note` says so.
+    """Hold a CPU driver's threads to their cores, as far as they are known.
+
+    `before` are those that this process had before the device was made. All open devices of a
+    driver share its threads: they run on the cores of each, and `Device.note` says so.
     """
     state, driver = loader.loaded(), selected.driver.name
     device.note = selected.note
@@ -312,9 +314,10 @@ def _native(loaded: Loaded, chosen: TestedDevice) -> cl.Device:
 
 
 def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> str:
-    """Check the number of threads, which is fixed when a driver is loaded. More threads than one
-    core needs do no harm if they are known: they are pinned to that core. Return, and warn, what
-    that costs; empty where it is as asked.
+    """Check the number of threads, which is fixed when a driver is loaded.
+
+    More threads than one core needs do no harm if they are known: they are pinned to that core.
+    Return, and warn, what that costs; empty where it is as asked.
     """
     is_pocl = WORKERS if device.platform.name == "Portable Computing Language" else None
     units = int(device.max_compute_units) if is_pocl else loaded.asked

@@ -25,8 +25,10 @@ MAX_NOTED: Final = 64
 
 
 class ProgramCache:
-    """Built programs by their source; `compiler` makes those that are missing. Control thread only,
-    but for the thread of `prewarm`, which hands over what it built.
+    """Built programs by their source.
+
+    `compiler` makes those that are missing. Control thread only, but for the thread of `prewarm`,
+    which hands over what it built.
     """
 
     def __init__(self, context: cl.Context, device: cl.Device, compiler: Compiler) -> None:

@@ -19,8 +19,9 @@ OPTIONS: Final = ("-cl-std=CL1.2", "-cl-mad-enable")
 
 @dataclass(frozen=True)
 class ProgramSource:
-    """One program to build: its name for messages, its text, the compiler's options; `files` of
-    `kernels/` that the text is, where it is some.
+    """One program to build: its name for messages, its text, the compiler's options.
+
+    `files` of `kernels/` that the text is, where it is some.
     """
 
     name: str

@@ -87,8 +87,9 @@ class Resources(Device):
         return self._mapped[buffer]
 
     def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> Memory:
-        """Memory with the array's contents: the array itself on unified memory. Kernels write into
-        it only if they are said to.
+        """Memory with the array's contents: the array itself on unified memory.
+
+        Kernels write into it only if they are said to.
         """
         self.check()
         contiguous = np.ascontiguousarray(array)
@@ -114,8 +115,9 @@ class Resources(Device):
         self._health.check("using the device")
 
     def failed(self, operation: str, code: int) -> DeviceError:
-        """Return the error of a failed command; a device that cannot recover is lost from here
-        on.
+        """Return the error of a failed command.
+
+        A device that cannot recover is lost from here on.
         """
         error = device_error(operation, code)
         if code_name(code) in FATAL or code < cl.status_code.INVALID_VALUE:

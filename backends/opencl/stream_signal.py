@@ -36,8 +36,9 @@ PROBE: Final = ProbePolicy(floats=1 << 14)
 
 
 class WaitValueCall(BoundCall):
-    """The kernel that waits; its completion is that of everything before it. Counts its
-    submissions.
+    """The kernel that waits.
+
+    Its completion is that of everything before it. Counts its submissions.
     """
 
     def __init__(self, device: Resources) -> None:
@@ -121,8 +122,9 @@ class OpenCLStreamSignal(StreamSignal):
 
 
 def find_stream_signal(device: Resources, flag: Flag | None) -> OpenCLStreamSignal | None:
-    """Return a signal that works on this device, which has this flag; probing takes
-    milliseconds.
+    """Return a signal that works on this device, which has this flag.
+
+    Probing takes milliseconds.
     """
     if flag is None or platform.machine() not in ORDERED_STORES:
         return None

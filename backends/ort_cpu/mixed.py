@@ -163,8 +163,9 @@ class _Graph:
 
 
 def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
-    """`graphs.embed` of a table in blocks. Inputs `tokens`, `data` and, views of the same bytes,
-    `floats` (d and e) and `small` (s and t).
+    """`graphs.embed` of a table in blocks.
+
+    Inputs `tokens`, `data` and, views of the same bytes, `floats` (d and e) and `small` (s and t).
     """
     builder, of = GraphBuilder(), storage.blocks
     builder.output("y", F32, ("m", op.d))

@@ -23,8 +23,9 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort.InferenceSession:
-    """Return a session on the calling thread. `weights` are used where they lie, or packed, never
-    copied.
+    """Return a session on the calling thread.
+
+    `weights` are used where they lie, or packed, never copied.
 
     Memory: no arena, which would keep the largest intermediate result of every session for good.
     """

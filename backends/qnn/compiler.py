@@ -124,8 +124,9 @@ class Compiler:
         )
 
     def _exchange(self, job: str) -> tuple[str, int, str]:
-        """Return the answer to a job; else "", the code that the child ended with and its last
-        words.
+        """Return the answer to a job.
+
+        Else "", the code that the child ended with and its last words.
         """
         if self._child is None or self._child.poll() is not None:
             self.close_quietly()

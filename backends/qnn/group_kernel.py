@@ -43,8 +43,10 @@ GroupSessions = Callable[[int, int], ort.InferenceSession]
 
 
 class GroupLaunch(NamedTuple):
-    """The graph for one context length, bound; `mask` is None without attention. `peaks` [steps, 1]
-    are the largest codes of its matmuls of codes, over the last one.
+    """The graph for one context length, bound.
+
+    `mask` is None without attention. `peaks` [steps, 1] are the largest codes of its matmuls of
+    codes, over the last one.
     """
 
     context: int

@@ -44,8 +44,9 @@ def needed() -> bool:
 
 
 def surroundings() -> list[tuple[str, Callable[[], State]]]:
-    """Return the checks apart from the backend's by name; off the device, one that there is nothing
-    to check.
+    """Return the checks apart from the backend's by name.
+
+    Off the device, one that there is nothing to check.
     """
     missing = bool(find("qnn").missing_packages())
     if not snapdragon.is_snapdragon():
@@ -133,8 +134,9 @@ def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") 
 
 
 def shared_memory_state() -> State:
-    """Return whether OpenCL and the Hexagon can work on the same bytes. Without, tensors are
-    copied.
+    """Return whether OpenCL and the Hexagon can work on the same bytes.
+
+    Without, tensors are copied.
     """
     from hetero.backends.qnn.device import QnnDevice
     from hetero.backends.qnn.opening import open as open_qnn

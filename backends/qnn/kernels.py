@@ -356,8 +356,9 @@ class Masks:
         self._masks: dict[tuple[int, int, int, bool], Mask] = {}
 
     def find(self, m: int, context: int, window: int, *, appends: bool = False) -> Mask:
-        """Return the mask of these sizes; with `appends` for graphs that add the call's own
-        keys.
+        """Return the mask of these sizes.
+
+        With `appends` for graphs that add the call's own keys.
         """
         key = (m, context, window, appends)
         if key not in self._masks:

@@ -171,8 +171,9 @@ def _no_npu(kinds: list[str]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Keep what a native library prints off standard output, where results go; that may be closed,
-    as of a service.
+    """Keep what a native library prints off standard output, where results go.
+
+    That may be closed, as of a service.
     """
     if sys.stdout is not None:
         sys.stdout.flush()

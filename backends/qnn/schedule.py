@@ -120,8 +120,9 @@ class ScheduleStore:
         self._compiler = Compiler(target)
 
     def find(self, identity: Identity, build: Callable[[], bytes]) -> Schedule:
-        """Return the schedule of a graph, from the file or from the compiler. Raises
-        `DeviceError`.
+        """Return the schedule of a graph, from the file or from the compiler.
+
+        Raises `DeviceError`.
         """
         path = self.directory / f"{entry_key(identity, self._about)}.json"
         known = _load(path)

@@ -98,8 +98,9 @@ class Target:
     shared_memory: bool = False
 
     def options(self) -> dict[str, str]:
-        """Return provider options. Misspelt ones are ignored without a word, so they are written
-        once.
+        """Return provider options.
+
+        Misspelt ones are ignored without a word, so they are written once.
         """
         options = {
             "backend_path": str(self.library.path),

@@ -293,8 +293,9 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
 
 
 def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
-    """Codes and their scales, float32 [2, G, T, D], of a chunk's bytes; of keys without those of
-    channels.
+    """Codes and their scales, float32 [2, G, T, D], of a chunk's bytes.
+
+    Of keys without those of channels.
     """
     split, quarter = 2 * op.amplitudes, op.values // 4
     at = np.arange(op.values)

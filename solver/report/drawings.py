@@ -1,5 +1,7 @@
-"""Drawings of a plan. Lanes and tiles are rectangles to scale, which are stretched to the page's
-width while their labels are text of the page and stay readable; lines are charts of matplotlib.
+"""Drawings of a plan.
+
+Lanes and tiles are rectangles to scale, which are stretched to the page's width while their labels
+are text of the page and stay readable; lines are charts of matplotlib.
 
 Rectangles are by hand because no library draws a matmul's tiles, and a chart's text would shrink
 with it on a phone.

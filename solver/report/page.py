@@ -15,8 +15,9 @@ NUMERIC = (
 
 
 def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
-    """Everything on one page; no scripts, nothing from elsewhere. Raises `UserError` where
-    matplotlib is missing.
+    """Everything on one page.
+
+    No scripts, nothing from elsewhere. Raises `UserError` where matplotlib is missing.
     """
     pictured = _pictured(plan)
     steps = [drawn for t in pictured if (drawn := drawings.step(plan, t)) is not None]

@@ -39,15 +39,17 @@ class Driver(ABC):
         return processor_levels() if self.computes_on_cpu else (GENERIC,)
 
     def environment(self, *, workers: int, level: Level, folder: Path) -> Mapping[str, str]:
-        """Variables that it reads when it is loaded or its device is first asked for; the user's
-        own values win. `workers` threads compute; `folder` is this process's own.
+        """Variables that it reads when it is loaded or its device is first asked for.
+
+        The user's own values win. `workers` threads compute; `folder` is this process's own.
         """
         del workers, level, folder
         return {}
 
     def library(self, path: str, level: Level, folder: Path, store: KernelStore) -> str:
-        """Return what to load so that `path` works at a level; may make links in `folder`, and keep
-        in the level's store what takes time to make.
+        """Return what to load so that `path` works at a level.
+
+        May make links in `folder`, and keep in the level's store what takes time to make.
         """
         del level, folder, store
         return path

@@ -37,8 +37,10 @@ HASHED_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """A driver's library. `library` is empty where the system's loader decides what is loaded;
-    `origin` says where it was found.
+    """A driver's library.
+
+    `library` is empty where the system's loader decides what is loaded; `origin` says where it was
+    found.
     """
 
     library: str

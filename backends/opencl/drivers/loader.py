@@ -45,9 +45,10 @@ class Wanted:
 
 @dataclass
 class Loaded:
-    """What this process has loaded. `workers` are threads by driver, as far as they are known;
-    `asked` is how many were asked for. `users` are open devices with the cores that each wants the
-    threads of its driver on.
+    """What this process has loaded.
+
+    `workers` are threads by driver, as far as they are known; `asked` is how many were asked for.
+    `users` are open devices with the cores that each wants the threads of its driver on.
     """
 
     platforms: list[cl.Platform]
@@ -137,8 +138,10 @@ def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables inside. The user's own values win, but for what is this process's own: the
-    kernel cache (its files are verified by `store`) and which drivers are loaded.
+    """Set variables inside.
+
+    The user's own values win, but for what is this process's own: the kernel cache (its files are
+    verified by `store`) and which drivers are loaded.
     """
     ours = {k: v for k, v in variables.items() if k not in os.environ or k in OURS}
     before = {name: os.environ.get(name) for name in ours}

@@ -39,16 +39,18 @@ def applies(platform_version: str) -> bool:
 
 
 def target_triple(device_version: str) -> str:
-    """Return the compiler's target that a device reports, `x86_64-unknown-linux-gnu`; empty if
-    none.
+    """Return the compiler's target that a device reports, `x86_64-unknown-linux-gnu`.
+
+    Empty if none.
     """
     found = REPORTED.search(device_version)
     return found["triple"] if found else ""
 
 
 def repair(device_struct: int, triple: str, cpu_name: str) -> str | None:
-    """Point the struct's `llvm_cpu` at `cpu_name`; the name that was there, None if the field was
-    not found.
+    """Point the struct's `llvm_cpu` at `cpu_name`.
+
+    The name that was there, None if the field was not found.
     """
     offset = find_field(device_struct, triple.encode() + b"\0")
     if offset is None:

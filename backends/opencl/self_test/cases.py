@@ -37,8 +37,10 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """An operation at some token counts. `tolerance` is the largest difference from the twin, as a
-    part of the twin's largest value: a kernel that is right differs by a hundredth of it.
+    """An operation at some token counts.
+
+    `tolerance` is the largest difference from the twin, as a part of the twin's largest value: a
+    kernel that is right differs by a hundredth of it.
     """
 
     op: Op
@@ -77,8 +79,9 @@ def cases() -> Iterator[Case]:
 
 
 def try_cases(device: OpenCLDevice, part: int = 0, of: int = 1) -> Iterator[tuple[int, int]]:
-    """Run every `of`-th case from `part` on; (done, of how many) after each. The last part also
-    tries the flag and the gate. Raises `WrongResultError` or `DeviceError`.
+    """Run every `of`-th case from `part` on; (done, of how many) after each.
+
+    The last part also tries the flag and the gate. Raises `WrongResultError` or `DeviceError`.
     """
     listed = list(cases())[part::of]
     random = np.random.default_rng(SEED)

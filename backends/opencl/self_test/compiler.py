@@ -36,8 +36,9 @@ NOT_KEPT: Final = ("last_accessed", "tempfile")
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel at a work-group size, as it is launched. `kinds` has a letter for each argument:
-    `b` buffer, `i` int32, `u` uint32, `f` float32.
+    """A kernel at a work-group size, as it is launched.
+
+    `kinds` has a letter for each argument: `b` buffer, `i` int32, `u` uint32, `f` float32.
     """
 
     kernel: str
@@ -84,8 +85,10 @@ class Compiler(ABC):
 
 
 class Local(Compiler):
-    """Compiles in this process, from and into the store. `folder` is where a driver that keeps
-    compiled kernels itself does so; None for one that does not.
+    """Compiles in this process, from and into the store.
+
+    `folder` is where a driver that keeps compiled kernels itself does so; None for one that does
+    not.
     """
 
     def __init__(self, store: KernelStore, folder: Path | None) -> None:

@@ -81,8 +81,10 @@ class DeviceResult(_Record):
 
 
 class SelfTestResult(_Record):
-    """A driver's devices. `problem` says why there is none, `lasting` that it will be so again as
-    long as `circumstances` are the same.
+    """A driver's devices.
+
+    `problem` says why there is none, `lasting` that it will be so again as long as `circumstances`
+    are the same.
     """
 
     schema_version: Literal[1] = 1

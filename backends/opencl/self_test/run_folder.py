@@ -30,8 +30,9 @@ PREFIX: Final = "hetero-opencl-"
 
 
 class RunFolder:
-    """`path` exists and is locked as long as this process lives. `suspects` are files that
-    processes relied on which ended without removing their folders.
+    """`path` exists and is locked as long as this process lives.
+
+    `suspects` are files that processes relied on which ended without removing their folders.
     """
 
     def __init__(self, root: Path) -> None:

@@ -97,8 +97,9 @@ class SelfTests:
         return found
 
     def store(self, candidate: Candidate, level: Level) -> KernelStore:
-        """Compiled kernels of a driver at a level; in this process's folder where the cache cannot
-        be written.
+        """Compiled kernels of a driver at a level.
+
+        In this process's folder where the cache cannot be written.
         """
         name = f"{folder_prefix(candidate)}-{level.name}"
         return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)

@@ -165,8 +165,10 @@ def _own_output() -> IO[bytes]:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input until it ends. This process ends when it is silent for
-    `IDLE_S`: by a thread, since Windows can wait for sockets alone.
+    """Yield the lines of standard input until it ends.
+
+    This process ends when it is silent for `IDLE_S`: by a thread, since Windows can wait for
+    sockets alone.
     """
     timer: threading.Timer | None = None
     while line := sys.stdin.readline():
