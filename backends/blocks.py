@@ -99,8 +99,9 @@ def group_scales(blocks: Blocks, parts: BlockParts) -> tuple[Float32Array, Float
 
 
 def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
-    """Quantise [rows, G, 32] values, each group (or half) by its range: what random weights and
-    tests need; files bring better codes.
+    """Quantise [rows, G, 32] values, each group (or half) by its range.
+
+    What random weights and tests need; files bring better codes.
     """
     rows, groups = values.shape[:2]
     count, span = block_count(blocks, groups), GROUP_SIZE // blocks.halves

@@ -42,14 +42,16 @@ class DeviceUnavailableError(DeviceError):
 
 
 class KernelBuildError(DeviceError):
-    """A driver's compiler refused a program, crashed or hung: the device is of no use to the model
-    that needs it, another one may be.
+    """A driver's compiler refused a program, crashed or hung.
+
+    The device is of no use to the model that needs it, another one may be.
     """
 
 
 class DeviceOptionError(DeviceError, UserError):
-    """Something that the user asked for by name does not exist or cannot be used here: no other
-    device stands in for it.
+    """Something that the user asked for by name does not exist or cannot be used here.
+
+    No other device stands in for it.
     """
 
 

@@ -23,8 +23,10 @@ WeightScales: TypeAlias = Literal["none", "group", "row", "block", "parts"]
 
 
 class CacheFormat(StrEnum):
-    """How cached keys and values are stored (`hetero.backends.kv_rows`): floats, or `q8`, codes of
-    8 bits with a scale for each token of a head, and one for each channel of a head.
+    """How cached keys and values are stored (`hetero.backends.kv_rows`).
+
+    Floats, or `q8`, codes of 8 bits with a scale for each token of a head, and one for each channel
+    of a head.
     """
 
     F32 = "f32"
@@ -88,8 +90,10 @@ class StorageFormat(StrEnum):
 
     @property
     def scales(self) -> WeightScales:
-        """Return what shares a scale: a `group` of `GROUP_SIZE` weights along k (fp16), a whole
-        `row` (fp32), as its `blocks` say, as the `parts` have it; `none`: floating point.
+        """Return what shares a scale.
+
+        A `group` of `GROUP_SIZE` weights along k (fp16), a whole `row` (fp32), as its `blocks` say,
+        as the `parts` have it; `none`: floating point.
         """
         return _STORAGE[self].scales
 
@@ -261,15 +265,17 @@ class WeightFormat(StrEnum):
 
     @property
     def half_is_enough(self) -> bool:
-        """Return whether fp16 arithmetic keeps to it: no integers to be exact in, no 32-bit
-        weights.
+        """Return whether fp16 arithmetic keeps to it.
+
+        No integers to be exact in, no 32-bit weights.
         """
         return self.activations.are_floats and self.storage is not StorageFormat.F32
 
 
 def activations_of(activations: Activations, storage: StorageFormat) -> Activations:
-    """Return how the input of a part is rounded: not for codes of 8 bits and floats, of which sums
-    of integers have no kernels.
+    """Return how the input of a part is rounded.
+
+    Not for codes of 8 bits and floats, of which sums of integers have no kernels.
     """
     rounded = storage is StorageFormat.Q4 or storage.scales == "block"
     return activations if rounded else FLOATS

@@ -104,8 +104,9 @@ def rounded_up(values: Array) -> Array:
 
 
 def random_rows(rows: Rows, known: int, random: np.random.Generator, *, keys: bool) -> None:
-    """Tokens and, of `keys`, scales of channels, for trials and tests: behind the first `known`
-    tokens is what poisons a result (NaN, steps that are NaN).
+    """Tokens and, of `keys`, scales of channels, for trials and tests.
+
+    Behind the first `known` tokens is what poisons a result (NaN, steps that are NaN).
     """
     rows.array[...] = LARGEST if rows.kv.coded else np.nan
     if rows.kv.coded:

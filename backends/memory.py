@@ -71,8 +71,9 @@ class HostBuffer:
 
 
 class Arena:
-    """Zero-filled parts of huge buffers, page-aligned, one behind the other: what has no room for
-    pages of 2 MiB of its own shares them with its neighbours.
+    """Zero-filled parts of huge buffers, page-aligned, one behind the other.
+
+    What has no room for pages of 2 MiB of its own shares them with its neighbours.
 
     A buffer lives as long as any part of it, so what is taken together should die together; a part
     of more than half a buffer gets its own. Any thread may take.

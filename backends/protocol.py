@@ -158,8 +158,9 @@ class Completion(ABC):
         self.wait()
 
     def span(self) -> tuple[float, float] | None:
-        """Return when a completed launch ran, in seconds of `time.perf_counter`; None if not known
-        (`Device.set_timing`).
+        """Return when a completed launch ran, in seconds of `time.perf_counter`.
+
+        None if not known (`Device.set_timing`).
         """
         return None
 
@@ -328,8 +329,9 @@ class Device(ABC):
         return None
 
     def stream_signal(self) -> StreamSignal | None:
-        """Return a signal that starts queued calls without the driver; None where a running kernel
-        does not see the host's stores in time.
+        """Return a signal that starts queued calls without the driver.
+
+        None where a running kernel does not see the host's stores in time.
         """
         return None
 
@@ -348,8 +350,10 @@ class Device(ABC):
         return None
 
     def clone_for_thread(self) -> Device | None:
-        """Return this device for another thread, which prepares kernels of its own there: their
-        calls are not ordered with those of this one. None where calls run on the calling thread.
+        """Return this device for another thread, which prepares kernels of its own there.
+
+        Their calls are not ordered with those of this one. None where calls run on the calling
+        thread.
         """
         return None
 

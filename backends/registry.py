@@ -17,8 +17,10 @@ EVERY_CORE: Final = "opencl-cores"
 
 @dataclass(frozen=True)
 class Backend:
-    """One entry of the table: kind, vendor packages, the submodule (default: the package itself)
-    that has `open(**options) -> Device`.
+    """One entry of the table.
+
+    Kind, vendor packages, the submodule (default: the package itself) that has `open(**options) ->
+    Device`.
     """
 
     name: str

@@ -38,9 +38,10 @@ DEFAULT: Final = SamplingPolicy()
 
 
 def first_tasks(tasks: Sequence[Task], policy: SamplingPolicy = DEFAULT) -> list[Task]:
-    """Return a start for every kernel in `tasks`: a typical weight at each token count, whose
-    kernels may be different ones; then the smallest and largest, and the farthest from all chosen
-    ones in (log m, log n, log k).
+    """Return a start for every kernel in `tasks`.
+
+    A typical weight at each token count, whose kernels may be different ones; then the smallest and
+    largest, and the farthest from all chosen ones in (log m, log n, log k).
     """
     chosen: list[Task] = []
     for group in by_kernel(tasks):

@@ -1,5 +1,7 @@
-"""Both processors at once: memory bandwidth and slowdown (paper section 3.3, figure 6), and what
-it costs a thread to turn from one to the other.
+"""Both processors at once.
+
+Memory bandwidth and slowdown (paper section 3.3, figure 6), and what it costs a thread to turn from
+one to the other.
 """
 
 from __future__ import annotations
@@ -102,9 +104,10 @@ def measure_concurrent(
 
 
 def decode_size(shapes: Sequence[Shape]) -> tuple[int, int, int]:
-    """(m, n, k) at which decoding is measured: of a model's the largest matmul of a block, because
-    how much the devices slow each other depends on k, and the largest is cut most. At most 2^24
-    weights, because every copy of it is read cold.
+    """(m, n, k) at which decoding is measured.
+
+    Of a model's the largest matmul of a block, because how much the devices slow each other depends
+    on k, and the largest is cut most. At most 2^24 weights, because every copy of it is read cold.
     """
     block = [shape for shape in shapes if shape.name != "lm_head"]
     if not block:

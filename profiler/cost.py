@@ -171,8 +171,9 @@ class CostModel:
         return seconds
 
     def other(self, device: DeviceKind, op: Op) -> NonMatmulPredictor:
-        """Return what predicts an operation that is not a matmul: its own times, or those of a
-        similar one by its bytes. Raises `ProfileError` without either.
+        """Return what predicts an operation that is not a matmul.
+
+        Its own times, or those of a similar one by its bytes. Raises `ProfileError` without either.
         """
         name = predict.op_name(op)
         source = self._others.get((device, self.measured_as(device, name) or name))
@@ -184,8 +185,9 @@ class CostModel:
         return source if source.op == name else proxy_predictor(source, name)
 
     def measured_as(self, device: DeviceKind, name: str) -> str | None:
-        """Return the operation whose times predict one by that name (`predict.op_name`): itself, or
-        what stands in for it (`substitutes`); None if the profile has neither.
+        """Return the operation whose times predict one by that name (`predict.op_name`).
+
+        Itself, or what stands in for it (`substitutes`); None if the profile has neither.
         """
         names = (name, *SUBSTITUTES.get(name, ()))
         return next((found for found in names if (device, found) in self._others), None)
@@ -264,7 +266,8 @@ class CostModel:
     def contention(
         self, device: DeviceKind, phase: Phase, weight_format: WeightFormat | None = None
     ) -> float:
-        """Factor (>= 1) by which kernels of a format take longer while the other device works too;
+        """Factor (>= 1) by which kernels of a format take longer while the other device works too.
+
         1 where it was not measured. Profiles may have one factor for all formats.
         """
         known = self._contention
@@ -272,9 +275,11 @@ class CostModel:
         return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
 
     def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Relative standard deviation of a matmul kernel's time: from run to run (the median over
-        the sizes that were measured) and as its device drifts, which the rows do not show because
-        they are held against reference kernels of their moment. 0 where nothing is known.
+        """Relative standard deviation of a matmul kernel's time.
+
+        From run to run (the median over the sizes that were measured) and as its device drifts,
+        which the rows do not show because they are held against reference kernels of their moment.
+        0 where nothing is known.
         """
         if self._spreads is None:
             drifts = self._drifts()
@@ -312,8 +317,9 @@ class CostModel:
         cached: bool = False,
         m: int = 0,
     ) -> float:
-        """Time to prepare one matmul graph (of m tokens) or kernel: as measured where this one was,
-        else as fitted; 0 if nothing was measured.
+        """Time to prepare one matmul graph (of m tokens) or kernel.
+
+        As measured where this one was, else as fitted; 0 if nothing was measured.
         """
         entry = self._preparation(device, weight_format)
         if entry is None:

@@ -137,8 +137,9 @@ def refuse_folder(path: str | Path) -> None:
 
 
 def own_profile_path() -> Path:
-    """Return where `hetero profile` puts this machine's profile unless told otherwise: among the
-    user's data, because ten minutes of measuring are no cache.
+    """Return where `hetero profile` puts this machine's profile unless told otherwise.
+
+    Among the user's data, because ten minutes of measuring are no cache.
     """
     return data_folder() / "profiles" / "host.json"
 
@@ -167,9 +168,10 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def shipped_host() -> str | None:
-    """Name of the shipped profile of a PC whose processor computes like this one's, None if there
-    is none: 8-bit dot products (AVX-512 VNNI) make the OpenCL kernels 1.5 to 2.5 times as fast,
-    tiles of them (AMX) ONNX Runtime's w8a8 some 8 times as fast as its w4a8.
+    """Name of the shipped profile of a PC whose processor computes like this one's.
+
+    None if there is none: 8-bit dot products (AVX-512 VNNI) make the OpenCL kernels 1.5 to 2.5
+    times as fast, tiles of them (AMX) ONNX Runtime's w8a8 some 8 times as fast as its w4a8.
     """
     names = shipped_names()
     best = chosen_level() or processor_levels()[0]

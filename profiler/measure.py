@@ -329,8 +329,9 @@ def _without_wait(sample: Sample) -> float:
 
 
 def memory_share(sizes: tuple[int, int, int], reference_s: Mapping[Phase, float]) -> float:
-    """Return how much streaming weights binds a matmul (m, n, k): 1 memory alone, 0 arithmetic
-    alone.
+    """Return how much streaming weights binds a matmul (m, n, k).
+
+    1 memory alone, 0 arithmetic alone.
 
     From what its bytes would take at the decode reference's speed and its arithmetic at the prefill
     reference's; squares, because the two overlap.

@@ -233,8 +233,9 @@ class ModelGraph(BaseModel):
         return self.model_copy(update={"nodes": nodes, "weight_format": weight_format})
 
     def in_format(self, weight_format: WeightFormat) -> Self:
-        """Return the same on matrices that are stored in another of its formats: what is planned
-        for it says so of every tile.
+        """Return the same on matrices that are stored in another of its formats.
+
+        What is planned for it says so of every tile.
         """
         if weight_format is self.weight_format:
             return self

@@ -153,8 +153,10 @@ def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool =
 
 
 def graph_ops(graph: ModelGraph) -> list[Op]:
-    """Return a model's operations between its matmuls, as they are timed: with caches of `CAPACITY`
-    tokens (whose windows are none where they are as long) and a vocabulary of 4096 tokens at most.
+    """Return a model's operations between its matmuls, as they are timed.
+
+    With caches of `CAPACITY` tokens (whose windows are none where they are as long) and a
+    vocabulary of 4096 tokens at most.
     """
     found: dict[Op, None] = {}
     for op in graph.with_capacity(CAPACITY).others:
@@ -178,8 +180,10 @@ def wanted_ops(
     graph: ModelGraph | None,
     outliers: bool = False,
 ) -> list[tuple[Op, int]]:
-    """Operations to time, each with the bytes of a layer: those of `graph` first, then those of the
-    reference blocks that have other sizes; of a quick profile every kind at one size.
+    """Operations to time, each with the bytes of a layer.
+
+    Those of `graph` first, then those of the reference blocks that have other sizes; of a quick
+    profile every kind at one size.
     """
     found: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Op, int]] = {}
 
@@ -337,8 +341,9 @@ class NonMatmulMeter:
         return [self._batch([call] * count) for _ in samples]
 
     def _leaves_caches(self, case: Case) -> bool:
-        """Return whether tensors are gone from the caches by the next layer: of many tokens, but in
-        a model that fits into them.
+        """Return whether tensors are gone from the caches by the next layer.
+
+        Of many tokens, but in a model that fits into them.
         """
         return case.m > DECODE_TOKENS and not self._small
 
@@ -349,8 +354,10 @@ class NonMatmulMeter:
         return self._model_bytes is not None and self._model_bytes < cold_bytes
 
     def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
-        """Seconds of one call as a step has it: since the last one so much else was read (None:
-        all), and its own code may be gone from the caches; what all calls share is not.
+        """Seconds of one call as a step has it.
+
+        Since the last one so much else was read (None: all), and its own code may be gone from the
+        caches; what all calls share is not.
         """
         self._read(nbytes)
         if self._other is not None:

@@ -29,8 +29,10 @@ def measure_preparation(
     weights_each: int = 3,
     checkpoint: Callable[[], None] = lambda: None,
 ) -> list[PreparationRow]:
-    """Prepare `sizes` of the pairs from the smallest to the largest: what the first run of a new
-    kernel takes with its preparation and the end of it, less what the next run takes.
+    """Prepare `sizes` of the pairs from the smallest to the largest.
+
+    What the first run of a new kernel takes with its preparation and the end of it, less what the
+    next run takes.
 
     Each is prepared for `weights_each` weights, then again for the last of them. A graph of static
     shapes holds its weight, so that all are new and their median is the cold time (one alone may be

@@ -140,8 +140,10 @@ class Environment(Record):
 
 
 class Stats(Record):
-    """Summary of raw samples: median, relative half-width of its 95 % confidence interval, samples,
-    relative spread (1.4826 · median absolute deviation / median).
+    """Summary of raw samples.
+
+    Median, relative half-width of its 95 % confidence interval, samples, relative spread (1.4826 ·
+    median absolute deviation / median).
     """
 
     seconds: Positive
@@ -289,8 +291,9 @@ class Tree(Record):
 
 
 class Regimes(Record):
-    """How a person reads a device's times: memory-bound up to `knee_m` tokens at
-    `bytes_per_s`, then compute-bound at `flops_per_s`.
+    """How a person reads a device's times.
+
+    Memory-bound up to `knee_m` tokens at `bytes_per_s`, then compute-bound at `flops_per_s`.
     """
 
     bytes_per_s: Positive | None = None
@@ -435,8 +438,9 @@ class HostSync(Record):
 
 
 class EveryCore(Record):
-    """What steps take where the GPU that is played by one core of a processor has all `cores`:
-    those of one core / speedup + layers · layer_s (`hetero.measuring.every_core`).
+    """What steps take where the GPU that is played by one core of a processor has all `cores`.
+
+    Those of one core / speedup + layers · layer_s (`hetero.measuring.every_core`).
     """
 
     weight_format: WeightFormat

@@ -208,8 +208,9 @@ class Session:
         several: bool = False,
         fits: Callable[[R], bool] = lambda _: True,
     ) -> list[R]:
-        """Return records of one part of the profile, one unless `several`: from the journal, where
-        all of them fit what is here, or measured and written to it.
+        """Return records of one part of the profile, one unless `several`.
+
+        From the journal, where all of them fit what is here, or measured and written to it.
         """
         for entry in self.journal.of_kind("part"):
             if entry["name"] == name and (several or len(entry["values"]) == 1):

@@ -92,8 +92,9 @@ def proxy_predictor(source: NonMatmulPredictor, op: str) -> NonMatmulPredictor:
 
 
 def file_substitution(profile: DeviceProfile, wanted: WeightFormat) -> Substitution | None:
-    """Return what a file's format is predicted from, None where it was measured or nothing is like
-    it.
+    """Return what a file's format is predicted from.
+
+    None where it was measured or nothing is like it.
     """
     known = {p.weight_format for p in profile.predictors}
     if wanted in known:
@@ -103,8 +104,10 @@ def file_substitution(profile: DeviceProfile, wanted: WeightFormat) -> Substitut
 
 
 def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
-    """Return the profile with records of files' formats: those that it lacks are made of their
-    substitutes', kind by kind, for a profile may have matmuls of a format and nothing else.
+    """Return the profile with records of files' formats.
+
+    Those that it lacks are made of their substitutes', kind by kind, for a profile may have matmuls
+    of a format and nothing else.
     """
     predictors: tuple[MatMulPredictor, ...] = profile.predictors
     preparation: tuple[PreparationPredictor, ...] = profile.preparation_predictors

@@ -189,9 +189,10 @@ def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> flo
 def _waits(
     device: Device, clock: Clock, repeats: int, policy: SyncPolicy = DEFAULT
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Return added latency of each way to learn of a kernel's end: from its end by the device's
-    clock, all ways in turns. Without such a clock what a launch takes over its time in a full
-    queue; that contains the start in an empty one.
+    """Return added latency of each way to learn of a kernel's end.
+
+    From its end by the device's clock, all ways in turns. Without such a clock what a launch takes
+    over its time in a full queue; that contains the start in an empty one.
     """
     call = _call(device, policy.medium)
     call.run()

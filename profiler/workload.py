@@ -92,8 +92,9 @@ class WeightPool:
         return stacked([self.weight(USUAL_PARTS[0][0], n, k)])
 
     def weights(self, op: MatMul) -> dict[str, WeightValue]:
-        """Return what a matmul without a bias takes: the next weight, and the scale of its input,
-        which is standard normal here.
+        """Return what a matmul without a bias takes.
+
+        The next weight, and the scale of its input, which is standard normal here.
         """
         found: dict[str, WeightValue] = {
             "weight": self.weight(op.weight_format.storage, op.n, op.k)
@@ -103,8 +104,9 @@ class WeightPool:
         return found
 
     def _block_scales(self, storage: StorageFormat, n: int, k: int) -> npt.NDArray[Any]:
-        """Return scales of blocks, those of 16 rows again and again: they are numbers of several
-        types, and not every byte will do.
+        """Return scales of blocks, those of 16 rows again and again.
+
+        They are numbers of several types, and not every byte will do.
         """
         if (storage, k) not in self._scales:
             rows = self._rng.standard_normal((ROWS_OF_BLOCK, k), dtype=np.float32)

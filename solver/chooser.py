@@ -40,8 +40,10 @@ class Rules:
 
 
 class SelectedCuts(NamedTuple):
-    """What of a grid can be part of a best chain: the GPU's seconds alone (None where it lacks
-    rows), and the places of the NPU alone and of cuts, with their mode.
+    """What of a grid can be part of a best chain.
+
+    The GPU's seconds alone (None where it lacks rows), and the places of the NPU alone and of cuts,
+    with their mode.
     """
 
     gpu_s: float | None
@@ -216,8 +218,9 @@ class Chooser:
         return self.objective.idle * self._copied_s(space, m, cuts, rows)
 
     def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
-        """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`: the operand to the
-        device that lacks it, a piece of the result to where it goes on.
+        """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`.
+
+        The operand to the device that lacks it, a piece of the result to where it goes on.
         """
         tokens = cuts[:, None]
         operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k

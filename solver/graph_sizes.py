@@ -19,8 +19,10 @@ DEFAULT_COUNT = 6  # as many as the paper's standard sizes
 
 
 class Budgets(NamedTuple):
-    """Of the chosen sizes together: their number without decoding's graph, the seconds that
-    preparing them takes, and the bytes that they have for themselves if the NPU computes all rows.
+    """Of the chosen sizes together.
+
+    Their number without decoding's graph, the seconds that preparing them takes, and the bytes that
+    they have for themselves if the NPU computes all rows.
     """
 
     graphs: int = DEFAULT_COUNT
@@ -129,8 +131,10 @@ class SizeProgram:
         )
 
     def _expected_s(self, chosen: set[int]) -> float:
-        """With all of them at hand each matmul may use others: the program's time or less (but for
-        the rule that a cut must beat the best single device, which more graphs can make faster).
+        """With all of them at hand each matmul may use others.
+
+        The program's time or less (but for the rule that a cut must beat the best single device,
+        which more graphs can make faster).
         """
         planner = self.with_sizes(sorted(chosen))
         solved = [planner.solve(Scenario("prefill", m)).seconds for m in self.lengths]

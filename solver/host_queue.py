@@ -181,8 +181,9 @@ def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
 
 
 def later(a: Floats, b: Floats, spread: Spread) -> Floats:
-    """Return the chance that the first of two times is the longer one, as in `longer`; 0 where
-    either is infinite.
+    """Return the chance that the first of two times is the longer one, as in `longer`.
+
+    0 where either is infinite.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         apart = (a - b) / _deviation(a, b, spread)

@@ -120,8 +120,9 @@ def _wide(tables: Sequence[Cells]) -> Cells:
 
 
 def _fitting(column: Column) -> Bools:
-    """[2, R] whether a cut fits the rows that live where: of part of the tokens, of all (where all
-    rows are no cut).
+    """[2, R] whether a cut fits the rows that live where.
+
+    Of part of the tokens, of all (where all rows are no cut).
     """
     space, held = column.space, column.held
     rows, on_npu = space.rows, space.rows <= held.npu

@@ -56,8 +56,9 @@ def with_used_cuts(
     cuts: dict[OpName, tuple[int, ...]],
     solve: Callable[[Planner], list[Solution]],
 ) -> tuple[Planner, list[Solution]]:
-    """Fewer and fewer row cuts until the solutions use all that are left: the planner that has
-    those, and its solutions.
+    """Fewer and fewer row cuts until the solutions use all that are left.
+
+    The planner that has those, and its solutions.
     """
     while True:
         limited = planner.with_rows(cuts)
@@ -76,8 +77,10 @@ def solve_within(
     request: PlanRequest,
     notes: list[str],
 ) -> list[Solution]:
-    """Return the best solutions that one plan can have: one device for the other operators of a
-    phase, weights within the memory budget and within what each device can hold.
+    """Return the best solutions that one plan can have.
+
+    One device for the other operators of a phase, weights within the memory budget and within what
+    each device can hold.
     """
     solutions = solve_free(planner, scenarios, objective)
     limits = limits_of(planner.profile, request.memory_budget_bytes)

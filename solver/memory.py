@@ -122,8 +122,9 @@ def holds_alone(planner: Tables, device: DeviceKind) -> bool:
 
 
 def graph_bytes(planner: Tables) -> float:
-    """Return what one more graph size takes if the NPU has all rows of a block: 0 where graphs
-    share.
+    """Return what one more graph size takes if the NPU has all rows of a block.
+
+    0 where graphs share.
     """
     return _all_rows_bytes(planner, "npu", head=False) if _graphs_own_weights(planner) else 0.0
 

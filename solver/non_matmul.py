@@ -43,9 +43,11 @@ Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of tho
 
 @dataclass(frozen=True)
 class NonMatmulTimes:
-    """One device's time of everything that is no matmul of a plan: before the layers, and behind
-    each matmul (those with nothing behind them are left out). `shared`: behind a matmul, the same
-    with attention's heads shared by both devices (`hetero.solver.heads`).
+    """One device's time of everything that is no matmul of a plan.
+
+    Before the layers, and behind each matmul (those with nothing behind them are left out).
+    `shared`: behind a matmul, the same with attention's heads shared by both devices
+    (`hetero.solver.heads`).
     """
 
     head: Option

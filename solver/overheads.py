@@ -1,5 +1,6 @@
-"""What a step costs beyond its kernels, as the paper has it (sections 3.1, 4.2 and 4.3): T_sync,
-T_copy, and both devices' times added up by their maximum.
+"""What a step costs beyond its kernels, as the paper has it (sections 3.1, 4.2 and 4.3).
+
+T_sync, T_copy, and both devices' times added up by their maximum.
 
 The search asks an `Overheads`, and for the tilings of a matmul the `CutTimes` that it makes. Those
 here are the paper's. `hetero.solver.host_queue` answers the same questions for a GPU that is fed by
@@ -93,8 +94,10 @@ class Overheads:
 
     @classmethod
     def slow(cls, cost: CostModel) -> Self:
-        """Without the paper's fast synchronisation: every wait is a `finish`, and activations are
-        copied on the way to the NPU and back (sections 3.1 and 4.2).
+        """Without the paper's fast synchronisation.
+
+        Every wait is a `finish`, and activations are copied on the way to the NPU and back
+        (sections 3.1 and 4.2).
         """
         sync = cost.profile.sync["gpu"]
         finish = cost.wait_s("gpu", "finish")

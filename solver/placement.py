@@ -104,8 +104,9 @@ class Part:
 
 
 class Heads(NamedTuple):
-    """One launch of an attention that both devices share: key/value heads first … stop - 1, bound
-    with `graph` tokens, padding included.
+    """One launch of an attention that both devices share.
+
+    Key/value heads first … stop - 1, bound with `graph` tokens, padding included.
     """
 
     kind: DeviceKind
@@ -242,10 +243,11 @@ class Placement:
                 yield Assignment(node, *self._other(node, phase, m), heads=heads)
 
     def heads(self, phase: Phase, m: int, form: Form = "cut") -> tuple[Heads, ...]:
-        """Return the launches of an attention of m tokens that both devices share: the NPU has the
-        first key/value heads. None where the device of the other operators has all; it has in
-        decoding, of calls that are cut for being in flight together, and where no graph holds m
-        tokens.
+        """Return the launches of an attention of m tokens that both devices share.
+
+        The NPU has the first key/value heads. None where the device of the other operators has all;
+        it has in decoding, of calls that are cut for being in flight together, and where no graph
+        holds m tokens.
         """
         if phase != "prefill" or form != "cut" or len(self._capabilities) < len(KINDS):
             return ()
@@ -305,8 +307,9 @@ class Placement:
 
     @cached_property
     def joins(self) -> bool:
-        """Return whether rows of several contexts can decode in one step: not where attention is
-        inside the graph of a whole block, which knows one position.
+        """Return whether rows of several contexts can decode in one step.
+
+        Not where attention is inside the graph of a whole block, which knows one position.
         """
         return not any(
             group.fixed and self.fused(group, "decode", 1) is not None
@@ -400,9 +403,11 @@ class Placement:
         )
 
     def _edges_of(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
-        """Rows where a device's kernels of a matmul end: at the edges of every tile that it ever
-        computes beside (its own, the other device's), so that all parts of a call meet in rows.
-        Kernels of another storage, where phases have different ones, are not cut for these.
+        """Rows where a device's kernels of a matmul end.
+
+        At the edges of every tile that it ever computes beside (its own, the other device's), so
+        that all parts of a call meet in rows. Kernels of another storage, where phases have
+        different ones, are not cut for these.
         """
         if self._prepared is not self:
             return self._prepared._edges_of(node, kind, storage)
@@ -464,9 +469,10 @@ class Placement:
         return packed_bytes(op.weight_format.storage, op.n, op.k)
 
     def _copies(self, node: Node, kind: DeviceKind) -> int:
-        """Return how often a device may come to hold the weights of a matmul: prompts of other
-        lengths than the plan lists use any graph that it has, the output head always sees one
-        token.
+        """Return how often a device may come to hold the weights of a matmul.
+
+        Prompts of other lengths than the plan lists use any graph that it has, the output head
+        always sees one token.
         """
         capabilities = self._capabilities[kind]
         if capabilities.per_graph_size != "weights" or node.name == "lm_head":
@@ -715,8 +721,9 @@ def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
 
 
 def outlier_bytes(op: Op) -> int:
-    """Bytes of the hot features' weights, and where there is excess of the whole weight: at most,
-    for a GPU may have it mapped for the matmul.
+    """Bytes of the hot features' weights, and where there is excess of the whole weight.
+
+    At most, for a GPU may have it mapped for the matmul.
     """
     assert isinstance(op, Outliers)
     slab = packed_bytes(StorageFormat.F16, op.n, op.hot) + 4 * op.hot if op.hot else 0

@@ -177,8 +177,9 @@ class InFlight(_Record):
 
 
 class Total(_Record):
-    """Predicted time of a prompt, or of a decode step: every layer, attention, norms and the output
-    head.
+    """Predicted time of a prompt, or of a decode step.
+
+    Every layer, attention, norms and the output head.
 
     `steps` are the token counts of the calls that a prompt of m tokens runs in, each behind the
     tokens of those before it. `single_devices` are the times of the plans with all matmuls on one
@@ -331,8 +332,9 @@ class Plan(_Record):
 
     @property
     def plan_id(self) -> str:
-        """Short name of the placement: equal tiles have an equal one, whatever was predicted of
-        them, and other tiles another.
+        """Short name of the placement.
+
+        Equal tiles have an equal one, whatever was predicted of them, and other tiles another.
         """
         what = {"phase", "m", "op", "n", "k", "tiles"}
         ops = sorted(op.model_dump_json(include=what) for op in self.all_ops)
@@ -345,9 +347,10 @@ class Plan(_Record):
         return tuple(tile.resolved(m) for tile in self.entry(phase, m, op).tiles)
 
     def entry(self, phase: Phase, m: int, op: str) -> OpPlan:
-        """Return the entry for one matmul at m tokens: that for exactly m, else that for any m,
-        else the next longer one without the tokens that are not there. Raises `PlanError` if there
-        is none.
+        """Return the entry for one matmul at m tokens.
+
+        That for exactly m, else that for any m, else the next longer one without the tokens that
+        are not there. Raises `PlanError` if there is none.
         """
         known: dict[int | None, OpPlan] = {}
         for found in self.ops:
@@ -358,8 +361,9 @@ class Plan(_Record):
         return entry
 
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
-        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each: as
-        `totals` name them, else as many of the longest as fit and a rest (`calls.split`).
+        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each.
+
+        As `totals` name them, else as many of the longest as fit and a rest (`calls.split`).
         """
         limit = min([x for x in (self.step_tokens, longest) if x is not None], default=tokens)
         named = [t.steps or (t.m,) for t in self.totals if (t.phase, t.m) == ("prefill", tokens)]
@@ -408,8 +412,10 @@ class Plan(_Record):
         return any(x.heads.shared for x in self.attention)
 
     def heads(self, m: int) -> HeadCounts | None:
-        """Return who has which heads of attention in a prompt's call of m tokens: as said for
-        exactly m, else for any, else for the next longer call; None where nothing is said.
+        """Return who has which heads of attention in a prompt's call of m tokens.
+
+        As said for exactly m, else for any, else for the next longer call; None where nothing is
+        said.
         """
         known = {x.m: x.heads for x in self.attention}
         longer = [count for count in known if count is not None and count > m]
@@ -495,8 +501,10 @@ def device_of_other(op: Op, rest: DeviceKind, devices: Container[DeviceKind]) ->
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
-    """Of the entries of one matmul, by their token counts: that for exactly m, else that for any,
-    else the next longer one cut off at m; None if there is none.
+    """Of the entries of one matmul, by their token counts.
+
+    That for exactly m, else that for any, else the next longer one cut off at m; None if there is
+    none.
     """
     exact = known.get(m) or known.get(None)
     longer = [count for count in known if count is not None and count > m]

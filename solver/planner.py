@@ -197,8 +197,9 @@ class Planner:
 
     @property
     def step_tokens(self) -> int | None:
-        """Tokens of the longest call: what the graphs hold, or less where the settings say so; None
-        where the NPU takes any number.
+        """Tokens of the longest call: what the graphs hold, or less where the settings say so.
+
+        None where the NPU takes any number.
         """
         return shortest(self._holds, self.settings.step_tokens)
 
@@ -207,8 +208,9 @@ class Planner:
         return self.longest_with("gpu" if "gpu" in self._non_matmul_costs.devices else "npu")
 
     def longest_with(self, rest: DeviceKind) -> int | None:
-        """Most tokens of a call whose other operators run on a device: what two graphs hold, what
-        one does where they run in graphs as well; None without graphs.
+        """Most tokens of a call whose other operators run on a device.
+
+        What two graphs hold, what one does where they run in graphs as well; None without graphs.
         """
         return self.sizes[-1] * (1 if rest == "npu" else 2) if self.sizes else None
 
@@ -255,8 +257,9 @@ class Planner:
         return min((s for s in solved if s is not None), key=lambda s: s.path.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
-        """All matmuls on one device, and the rest too if it can; None if it cannot compute or hold
-        them all.
+        """All matmuls on one device, and the rest too if it can.
+
+        None if it cannot compute or hold them all.
         """
         if not holds_alone(self, device):
             return None
@@ -273,8 +276,9 @@ class Planner:
         return self.evaluate(scenario, options, device)
 
     def preparation_s(self, m: int) -> float:
-        """Seconds to prepare the NPU's graphs of m tokens for every matmul: of each layer, or of
-        one where layers share them. 0 if it was not measured.
+        """Seconds to prepare the NPU's graphs of m tokens for every matmul.
+
+        Of each layer, or of one where layers share them. 0 if it was not measured.
         """
         weight_format = self.spec.weight_format
         block = [self.shape(x.name) for x in self.spec.matmuls if x.name != "lm_head"]
@@ -307,8 +311,9 @@ class Planner:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def names(self, *, unfused: bool | None = None) -> Iterable[OpName]:
-        """Matmuls that may be part of a plan: with `unfused` also the members of fused groups (by
-        default as the settings say).
+        """Matmuls that may be part of a plan.
+
+        With `unfused` also the members of fused groups (by default as the settings say).
         """
         unfused = self.settings.unfused if unfused is None else unfused
         for stage in (*self.spec.block, *self.spec.tail):

@@ -41,8 +41,9 @@ KEPT: Final = 256  # plans of single lengths that are remembered
 
 
 def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Lengths that stand for all prompts of up to `longest` tokens: the graphs, a little more than
-    each, and between them.
+    """Lengths that stand for all prompts of up to `longest` tokens.
+
+    The graphs, a little more than each, and between them.
     """
     sizes = [g for g in graph_sizes if g > DECODE_TOKENS] or [32, 64, 128, 256, 512, 1024]
     wanted = {m for g in sizes for m in (g, g + max(g // 16, 1), g + g // 4, g + g // 2)}

@@ -36,8 +36,9 @@ class Prompt(NamedTuple):
 
 
 def call_scenarios(steps: Sequence[int], context: int = 0) -> list[Scenario]:
-    """Return the calls of a prompt behind `context` tokens: attention of each sees those before
-    it.
+    """Return the calls of a prompt behind `context` tokens.
+
+    Attention of each sees those before it.
     """
     starts = accumulate(steps[:-1], initial=context)
     return [Scenario("prefill", m, start) for m, start in zip(steps, starts, strict=True)]
@@ -57,7 +58,8 @@ def solve_prompt(
 
 
 def prompt_alone(planner: Planner, steps: Sequence[int], kind: DeviceKind) -> Prompt | None:
-    """Return a prompt in these calls with all matmuls on one device, and the rest too if it can;
+    """Return a prompt in these calls with all matmuls on one device, and the rest too if it can.
+
     None if the device cannot compute or hold them all.
     """
     calls = [planner.single(scenario, kind) for scenario in call_scenarios(steps)]
@@ -66,7 +68,8 @@ def prompt_alone(planner: Planner, steps: Sequence[int], kind: DeviceKind) -> Pr
 
 
 def steps_alone(planner: Planner, tokens: int, kind: DeviceKind) -> tuple[int, ...]:
-    """Return the calls of a prompt on one device alone: one that runs the rest as well runs it in
-    its graphs.
+    """Return the calls of a prompt on one device alone.
+
+    One that runs the rest as well runs it in its graphs.
     """
     return split(tokens, (), longest_step(planner, f"{kind}-only") or tokens)

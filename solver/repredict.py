@@ -121,7 +121,8 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
 
 
 def _graph(planner: Planner, start: int, stop: int | None) -> int | None:
-    """Return the graph of a tile that leaves it open: the smallest that holds it; None where the
-    NPU takes any token count.
+    """Return the graph of a tile that leaves it open: the smallest that holds it.
+
+    None where the NPU takes any token count.
     """
     return next((size for size in planner.sizes if start + size >= (stop or start)), None)

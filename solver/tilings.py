@@ -131,8 +131,9 @@ class MatMulSpace:
         return Grid(alone, CutTimes(none, none), self.rows[-1:], choices, none, none < 0)
 
     def npu_table(self, counts: Ints) -> Floats:
-        """[G + 1, R] NPU seconds of every graph, the last row nothing; [L, R] of these token counts
-        where the NPU takes any.
+        """[G + 1, R] NPU seconds of every graph, the last row nothing.
+
+        [L, R] of these token counts where the NPU takes any.
         """
         if not self.sizes:
             return self.kernels.table("npu", counts, self.rows, self.k).seconds

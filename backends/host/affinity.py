@@ -40,9 +40,11 @@ def allowed_cores() -> list[int]:
 
 
 def core_count() -> int:
-    """Return how many threads of this process can compute at once: one on each allowed core, fewer
-    under a CPU quota. Quotas are rounded to the nearest, halves down: of two threads under a quota
-    of 1.5 each would stand still for a quarter of the time, and what waits for the other with it.
+    """Return how many threads of this process can compute at once.
+
+    One on each allowed core, fewer under a CPU quota. Quotas are rounded to the nearest, halves
+    down: of two threads under a quota of 1.5 each would stand still for a quarter of the time, and
+    what waits for the other with it.
     """
     cores, quota = len(allowed_cores()), cpu_quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota - 0.5)))
@@ -91,8 +93,9 @@ def pinned(core: int | None) -> Iterator[None]:
 
 
 def unpinned() -> None:
-    """Let the calling thread run on every core of the process: one that a thread inside `pinned`
-    began would stay on its core.
+    """Let the calling thread run on every core of the process.
+
+    One that a thread inside `pinned` began would stay on its core.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(threading.get_native_id(), allowed_cores())

@@ -127,8 +127,10 @@ def _move_away(target: Path, previous: Path) -> None:
 
 
 def try_room(folder: Path, nbytes: int = ROOM_BYTES) -> None:
-    """Raise `OSError` unless a file of so many bytes can be written in a folder: for want of room,
-    a quota or a limit of sizes (`ulimit -f`) a driver's compiler fails without saying so.
+    """Raise `OSError` unless a file of so many bytes can be written in a folder.
+
+    For want of room, a quota or a limit of sizes (`ulimit -f`) a driver's compiler fails without
+    saying so.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(nbytes))

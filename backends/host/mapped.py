@@ -23,7 +23,8 @@ MEMINFO: Final = Path("/proc/meminfo")
 
 
 def prefetch(memory: npt.NDArray[np.uint8]) -> threading.Thread | None:
-    """Map the pages of an array by a thread, which keeps the array alive and ends with the process;
+    """Map the pages of an array by a thread, which keeps the array alive and ends with the process.
+
     None where the system cannot, or memory is short.
     """
     if not sys.platform.startswith("linux") or 2 * memory.nbytes > available_bytes():

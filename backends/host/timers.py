@@ -34,8 +34,9 @@ def timer_slack(nanoseconds: int) -> Iterator[bool]:
 
 @cache
 def _prctl() -> Callable[..., int]:
-    """Return looked up once: that takes 0.15 ms in the middle of decoding, when all caches are
-    cold.
+    """Return looked up once.
+
+    That takes 0.15 ms in the middle of decoding, when all caches are cold.
     """
     found: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
     return found

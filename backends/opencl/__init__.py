@@ -111,8 +111,9 @@ def driver_of(platform_version: str) -> str:
 
 
 def every_core_count() -> int:
-    """Workers that a device opened with `every_core` would have; 0 if it cannot be opened, because
-    OpenCL runs in this process with another number.
+    """Workers that a device opened with `every_core` would have.
+
+    0 if it cannot be opened, because OpenCL runs in this process with another number.
     """
     if forks.is_lost("opencl"):
         return 0

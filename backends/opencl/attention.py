@@ -68,8 +68,10 @@ def prepare_attention_heads(
 
 
 def splits(heads: int, workers: int) -> int:
-    """Parts of the context in decode: as many as give each worker the same number of parts of
-    heads, where whole heads would leave some idle for a fifth of the time or more.
+    """Parts of the context in decode.
+
+    As many as give each worker the same number of parts of heads, where whole heads would leave
+    some idle for a fifth of the time or more.
     """
     rounds = -(-heads // workers)
     if heads >= BUSY_AT_LEAST * rounds * workers:
@@ -105,8 +107,10 @@ def head_vector(head_dim: int, widest: int) -> int:
 
 
 def lengths(op: Attention) -> tuple[int, int]:
-    """Return the last arguments of most kernels: how many tokens a head of the caches has room for,
-    and the window. They are no part of programs, which take seconds to compile.
+    """Return the last arguments of most kernels.
+
+    How many tokens a head of the caches has room for, and the window. They are no part of programs,
+    which take seconds to compile.
     """
     return op.capacity, op.window
 

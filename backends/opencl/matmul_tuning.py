@@ -91,8 +91,9 @@ class CpuTuning:
         return next(tile for tile in tiles if m <= tile.max_m)
 
     def nibbles_stay(self, weight_format: Kind, tile: Tile) -> bool:
-        """Return whether floats meet 4-bit weights without a shift: AVX2 has no permutation of 16
-        values, so that widening is most of the work.
+        """Return whether floats meet 4-bit weights without a shift.
+
+        AVX2 has no permutation of 16 values, so that widening is most of the work.
         """
         floats = weight_format is WeightFormat.W4A16 and not tile.planes
         return floats and self.rows == 8 and not tile.widen

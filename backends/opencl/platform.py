@@ -63,8 +63,10 @@ class TestedDevice:
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:
-    """Return where results and kernels lie: the folder that is asked for, else POCL_CACHE_DIR, else
-    the user's cache. Raises `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
+    """Return where results and kernels lie.
+
+    The folder that is asked for, else POCL_CACHE_DIR, else the user's cache. Raises
+    `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
     """
     if cache_dir is not None:
         return cache_dir
@@ -224,8 +226,9 @@ def _choose(
 
 
 def _order(wanted: str | None) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
-    """Drivers with the kinds of device that are taken of each: GPUs first, then PoCL, then other
-    drivers of processors.
+    """Drivers with the kinds of device that are taken of each.
+
+    GPUs first, then PoCL, then other drivers of processors.
     """
     listed = candidates()
     named = [d.name for d in DRIVERS]
@@ -273,8 +276,9 @@ def _nothing(
 
 
 def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
-    """Return the chosen driver, and those that are proven already: what is not loaded at first
-    cannot be later.
+    """Return the chosen driver, and those that are proven already.
+
+    What is not loaded at first cannot be later.
     """
     found = [_wanted(self_tests, chosen.candidate, chosen.level)]
     for candidate in candidates():

@@ -100,8 +100,9 @@ class Resources(Device):
             return Memory(self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous)
 
     def shared_scratch(self, nbytes: int) -> Scratch:
-        """Device memory that holds data between two launches of one call only: every call uses the
-        same memory, since the queue is in order.
+        """Device memory that holds data between two launches of one call only.
+
+        Every call uses the same memory, since the queue is in order.
         """
         held = 0 if self._scratch is None else int(self._scratch.size)
         if self._scratch is None or held < nbytes:

@@ -337,8 +337,9 @@ def _held_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> f
 
 
 def _own_bytes(weight_format: WeightFormat, *, split: bool) -> float:
-    """Return the same with what it goes on reading of ours: the scales of 4-bit weights (fp32
-    kernel).
+    """Return the same with what it goes on reading of ours.
+
+    The scales of 4-bit weights (fp32 kernel).
     """
     scales = weight_format is WeightFormat.W4A16 and not split
     return _pack_bytes(weight_format, split=split) + 4 / GROUP_SIZE * scales

@@ -135,9 +135,10 @@ def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str, out: s
 
 
 def rounded(graph: GraphBuilder, blocks: str, size: int = GROUP_SIZE) -> str:
-    """Blocks [count, size] rounded to int8 steps, by the int8 kernel itself: the product of a block
-    and 1. (One node for seven of written-out arithmetic.) 1 is 7 · 1/7: codes count from 8, and
-    what they are offset by cancels out with a smaller part of the result.
+    """Blocks [count, size] rounded to int8 steps, by the int8 kernel itself.
+
+    The product of a block and 1. (One node for seven of written-out arithmetic.) 1 is 7 · 1/7:
+    codes count from 8, and what they are offset by cancels out with a smaller part of the result.
     """
     codes = np.full((size, 1, size), 8, np.uint8)
     codes[np.arange(size), 0, np.arange(size)] = 8 + 7

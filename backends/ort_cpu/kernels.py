@@ -344,8 +344,10 @@ class AttentionHeadsKernel(OrtKernel):
 
 
 class WidenedAttentionKernel(OrtKernel):
-    """Caches that the fused operator does not read: from `WIDEN_FROM` tokens on they are widened
-    into `scratch`, one pair for all layers, and it works on that; few tokens are composed.
+    """Caches that the fused operator does not read.
+
+    From `WIDEN_FROM` tokens on they are widened into `scratch`, one pair for all layers, and it
+    works on that; few tokens are composed.
     """
 
     def __init__(

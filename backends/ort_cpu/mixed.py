@@ -55,8 +55,9 @@ def parts_of(weight: PackedWeight) -> tuple[Part, ...]:
 
 
 def graph(op: ops.MatMul, parts: tuple[Part, ...], *, split: bool) -> bytes:
-    """`split` as in `graphs.matmul`: for parts of 4 bits; 8 bits are always split, but where x is
-    rounded in groups of the same size.
+    """`split` as in `graphs.matmul`: for parts of 4 bits.
+
+    8 bits are always split, but where x is rounded in groups of the same size.
     """
     made = _Graph(op)
     found = [made.product(i, part, split=split) for i, part in enumerate(parts)]

@@ -70,8 +70,9 @@ def has_row_scales(weight: PackedWeight) -> bool:
 
 
 def row_units(weight: PackedWeight) -> npt.NDArray[np.float32]:
-    """Return what rows are divided by, [n]: the power of two that brings the norm of each to [0.5,
-    1).
+    """Return what rows are divided by, [n].
+
+    The power of two that brings the norm of each to [0.5, 1).
 
     Negative where the one scale of a row is, since QNN takes positive scales only.
     """
@@ -146,8 +147,9 @@ class _Coder:
         return self.graph.node("QuantizeLinear", values, step, self._zero, out=out)
 
     def lifts(self, x: str) -> tuple[str, str]:
-        """Powers of two by which rows of codes fit too, [m, 1], and what undoes them: comparisons,
-        since the Hexagon's own powers and quotients are not exact.
+        """Powers of two by which rows of codes fit too, [m, 1], and what undoes them.
+
+        Comparisons, since the Hexagon's own powers and quotients are not exact.
         """
         graph = self.graph
         largest = graph.node("ReduceMax", graph.node("Abs", x), graph.ints(1), keepdims=1)

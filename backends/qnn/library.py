@@ -52,8 +52,9 @@ class Library:
 
 
 def fastrpc() -> ctypes.CDLL | None:
-    """Return the library that calls into the Hexagon and shares memory with it; None where
-    absent.
+    """Return the library that calls into the Hexagon and shares memory with it.
+
+    None where absent.
     """
     names = FASTRPC.get(sys.platform, ())
     folder = driver_folder()
@@ -90,8 +91,9 @@ def image_folder(image: str, system_root: str) -> PureWindowsPath:
 
 
 def hexagon_present() -> bool:
-    """Return whether a real Hexagon can be driven here, without loading Qualcomm's compiler:
-    on Linux this user may open its device node, and everywhere the FastRPC library loads.
+    """Return whether a real Hexagon can be driven here, without loading Qualcomm's compiler.
+
+    On Linux this user may open its device node, and everywhere the FastRPC library loads.
     """
     reachable = not sys.platform.startswith("linux") or any(map(may_open, fastrpc_nodes()))
     return is_snapdragon() and reachable and fastrpc() is not None

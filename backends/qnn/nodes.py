@@ -116,8 +116,9 @@ def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
 
 
 def _static_matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
-    """Return a matmul of 8-bit codes inside a group: x is rounded by the graph, with its static
-    scale.
+    """Return a matmul of 8-bit codes inside a group.
+
+    X is rounded by the graph, with its static scale.
     """
     graph, scale = site.graph, float(checks.vector(weights, "x_scale")[0])
     graph.output(site.peak, F32, (1, 1))

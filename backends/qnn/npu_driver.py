@@ -108,8 +108,9 @@ def _accelerators() -> list[dict[str, object]]:
 
 
 def loaded_file(library: ctypes.CDLL) -> str:
-    """Return the file of a loaded library, links followed: on Linux its name ends in the
-    version.
+    """Return the file of a loaded library, links followed.
+
+    On Linux its name ends in the version.
     """
     name = Path(library._name).name
     try:

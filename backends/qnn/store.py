@@ -173,8 +173,10 @@ class GraphStore:
         return path / name if name in files else None
 
     def _compiled(self, identity: Identity, build: Callable[[], bytes]) -> Path | None:
-        """Return the compiled graph's file; None without a directory that takes one: a cache may be
-        full, or not be writable, and is then done without.
+        """Return the compiled graph's file.
+
+        None without a directory that takes one: a cache may be full, or not be writable, and is
+        then done without.
         """
         if self.directory is None or self._is_full:
             return None

@@ -262,8 +262,9 @@ def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
 
 
 def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
-    """Value by value as the record says, in float32: codes, scales and products have one rounding,
-    so that every kernel gives the same bits.
+    """Value by value as the record says, in float32.
+
+    Codes, scales and products have one rounding, so that every kernel gives the same bits.
     """
     shape = 2, op.kv_heads, op.tokens, op.head_dim
     by_channel = channels.reshape(op.kv_heads, 1, op.head_dim)
@@ -337,8 +338,9 @@ def add_positions(op: ops.AddPositions, table: Float64Array) -> tuple[Program, i
 
 
 def activate(activation: Activation, x: Float64Array) -> Float64Array:
-    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh: its tanh approximation (Hendrycks and Gimpel 2016).
-    relu: max(x, 0).
+    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh.
+
+    Its tanh approximation (Hendrycks and Gimpel 2016). relu: max(x, 0).
     """
     match activation:
         case "silu":

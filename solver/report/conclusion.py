@@ -39,8 +39,9 @@ def _who(plan: Plan) -> Sequence[str]:
 
 
 def _times(op: OpPlan, total: Total, layers: int) -> float:
-    """Return how often, for each token: the output head comes once, of a prompt for its last
-    token.
+    """Return how often, for each token.
+
+    The output head comes once, of a prompt for its last token.
     """
     if op.op != "lm_head":
         return float(layers)

@@ -137,8 +137,10 @@ def _first_line(icd: Path) -> str:
 
 @cache
 def _sampled(path: Path, size: int, *_times: int) -> str:
-    """Hash of a library's first and last megabyte and of one in the middle: hashing all of a
-    driver's hundred megabytes would take longer than loading it. Once for each state of a file.
+    """Hash of a library's first and last megabyte and of one in the middle.
+
+    Hashing all of a driver's hundred megabytes would take longer than loading it. Once for each
+    state of a file.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:

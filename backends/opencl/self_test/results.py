@@ -99,8 +99,10 @@ class SelfTestResult(_Record):
 
 
 def circumstances() -> str:
-    """Return a digest of what may keep any driver from its devices: nodes and the right to open
-    them, the system's folders, where libraries are looked for, and the boot (kernel modules).
+    """Return a digest of what may keep any driver from its devices.
+
+    Nodes and the right to open them, the system's folders, where libraries are looked for, and the
+    boot (kernel modules).
     """
     nodes = sorted({path for glob in NODES for path in ROOT.glob(glob)})
     system = sorted({path for glob in SYSTEM for path in ROOT.glob(glob)})
@@ -142,8 +144,9 @@ def result_path(root: Path, key: str) -> Path:
 
 
 def read_result(path: Path, key: str) -> SelfTestResult | None:
-    """Return the result of this key, None where there is none that is whole, or where a driver had
-    no device in other circumstances.
+    """Return the result of this key.
+
+    None where there is none that is whole, or where a driver had no device in other circumstances.
     """
     try:
         found = SelfTestResult.model_validate_json(path.read_bytes())

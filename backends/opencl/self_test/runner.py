@@ -77,8 +77,10 @@ class SelfTests:
     def examine(
         self, candidate: Candidate, forced: Level | None = None, *, retry: bool = False
     ) -> SelfTestResult:
-        """Return the result on a driver: of its best level that holds, or of the one that is
-        forced. With `retry`, one that had no device is loaded again.
+        """Return the result on a driver.
+
+        Of its best level that holds, or of the one that is forced. With `retry`, one that had no
+        device is loaded again.
         """
         key = result_key(candidate)
         path = result_path(self.root, key)

@@ -89,8 +89,10 @@ class KernelStore:
 
 
 def keep_newest(root: Path, most: int = MAX_STORES) -> None:
-    """Remove stores of a folder but those that were used last: another version's kernels, or
-    another driver's, have one of their own. Who still uses one that went compiles again.
+    """Remove stores of a folder but those that were used last.
+
+    Another version's kernels, or another driver's, have one of their own. Who still uses one that
+    went compiles again.
     """
     with contextlib.suppress(OSError):
         found = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime_ns)
