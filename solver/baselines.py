@@ -46,14 +46,14 @@ def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
 
 
 def _single(planner: Planner, scenario: Scenario, kind: DeviceKind) -> Solution:
-    found = planner.single(scenario, kind)
-    if found is None:
+    solution = planner.single(scenario, kind)
+    if solution is None:
         raise PlanError(
             f"{kind}-only: profile {planner.profile.name} has no {kind.upper()} kernels for "
             f"{planner.spec.name} in {scenario.phase} at {scenario.m} tokens: choose another "
             "strategy"
         )
-    return found
+    return solution
 
 
 def layer_level(planner: Planner, scenario: Scenario) -> Solution:
@@ -62,10 +62,10 @@ def layer_level(planner: Planner, scenario: Scenario) -> Solution:
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
         m = 1 if name == "lm_head" else scenario.m
-        found = chooser.options(planner.space(name), m)
-        options[name] = [o for o in found if not o.is_cut and o.strategy != "multi-sequence-cut"]
+        choices = chooser.options(planner.space(name), m)
+        options[name] = [o for o in choices if not o.is_cut and o.strategy != "multi-sequence-cut"]
         if len(options[name]) < 2:
-            options[name] = [o for o in found if not o.is_cut]
+            options[name] = [o for o in choices if not o.is_cut]
     return planner.solve(scenario, options=options)
 
 
@@ -103,7 +103,7 @@ def _npu(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
 
 
 def online_s(planner: Planner, m: int, strategy: str) -> float:
-    """Seconds that a prompt of m tokens waits for its graphs: those that no one has prepared."""
+    """Return the seconds that a prompt of m tokens waits for its graphs that are not prepared."""
     online = strategy == "online-prepare" and m not in planner.sizes
     return planner.preparation_s(m) if online else 0.0
 

@@ -1,4 +1,4 @@
-"""Which tilings of a matmul can be part of a best chain.
+"""Select the tilings of a matmul that can be part of a best path.
 
 Notation: T token cuts t, R row cuts r (the last one is n), C columns (a matmul and a row cut), S
 states. Times are seconds.
@@ -27,7 +27,7 @@ Cell: TypeAlias = tuple[int, int]  # a place [T, R] in a grid
 
 @dataclass(frozen=True)
 class Rules:
-    """What a tiling must keep to.
+    """Rules that a tiling must obey.
 
     margin          a cut must be this much (a fraction) faster than the best single device
     max_gpu_share   the GPU is busy for at most this share of a matmul's time
@@ -40,7 +40,10 @@ class Rules:
 
 
 class SelectedCuts(NamedTuple):
-    """What of a grid can be part of a best chain.
+    """The tilings of a grid that can be part of a best path.
+
+    The GPU's seconds alone (None where it lacks rows), and the places of the NPU alone and of cuts,
+    with their mode.
 
     The GPU's seconds alone (None where it lacks rows), and the places of the NPU alone and of cuts,
     with their mode.
@@ -52,21 +55,25 @@ class SelectedCuts(NamedTuple):
 
 
 class CheapestCuts:
-    """The cheapest cut of each of some matmuls, in each mode and from each state: `costs`
-    [S, 2, T, C] by state (one where it makes no difference) and by `MODES`, with as many columns
-    for each matmul.
+    """The cheapest cut of each of some matmuls, in each mode and from each state.
+
+    `costs` [S, 2, T, C] by state (one where it makes no difference) and by `MODES`, with as many
+    columns for each matmul.
     """
 
     def __init__(self, costs: Floats, matmuls: int) -> None:
         states, modes, cuts, columns = costs.shape
         self._width = columns // matmuls
-        apart = costs.reshape(states, modes, cuts, matmuls, self._width).swapaxes(2, 3)
-        apart = apart.reshape(states, modes, matmuls, -1)
-        self._least, self._places = apart.min(axis=-1).tolist(), apart.argmin(axis=-1).tolist()
+        by_matmul = costs.reshape(states, modes, cuts, matmuls, self._width).swapaxes(2, 3)
+        by_matmul = by_matmul.reshape(states, modes, matmuls, -1)
+        self._least, self._places = (
+            by_matmul.min(axis=-1).tolist(),
+            by_matmul.argmin(axis=-1).tolist(),
+        )
 
     def of(self, matmul: int) -> list[tuple[int, int, bool]]:
         """Places in the grid, the first of equal ones, with the mode."""
-        found: list[tuple[int, int, bool]] = []
+        places_and_modes: list[tuple[int, int, bool]] = []
         for mode, dominant in enumerate(MODES):
             best = {
                 places[mode][matmul]
@@ -75,12 +82,12 @@ class CheapestCuts:
             }
             for place in sorted(best):
                 i, j = divmod(place, self._width)
-                found.append((i, matmul * self._width + j, dominant))
-        return found
+                places_and_modes.append((i, matmul * self._width + j, dominant))
+        return places_and_modes
 
 
 class Chooser:
-    """Reduces the tilings of a matmul to the few that can be part of a best chain."""
+    """Reduces the tilings of a matmul to the few that can be part of a best path."""
 
     def __init__(self, overheads: Overheads, rules: Rules, objective: Objective) -> None:
         self.overheads, self.rules, self.objective = overheads, rules, objective
@@ -161,9 +168,10 @@ class Chooser:
         return CheapestCuts(costs, len(spaces))
 
     def cost(self, grid: Grid, m: int, mask: Bools | None = None) -> Floats:
-        """[T, R] objective of every cut of a matmul, without synchronisation that is the same for
-        all of a mode; infinite where it is not allowed. The NPU alone (all tokens, all rows) is no
-        cut.
+        """Return the [T, R] objective of every cut of a matmul, infinite where it is not allowed.
+
+        Synchronisation that is the same for all cuts of a mode is not in it. The NPU alone (all
+        tokens, all rows) is no cut.
         """
         allowed = np.ones(grid.gpu_s.shape, dtype=np.bool_) if mask is None else mask.copy()
         allowed[grid.cuts == m, -1] = False
@@ -220,7 +228,7 @@ class Chooser:
     def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
         """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`.
 
-        The operand to the device that lacks it, a piece of the result to where it goes on.
+        The operand to the device that lacks it, a piece of the result to the device that continues.
         """
         tokens = cuts[:, None]
         operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k

@@ -48,8 +48,9 @@ class ExecutionPlan(Plan):
 
 
 def report_ending(path: str | os.PathLike[str]) -> str:
-    """In which form a report of this name is written: `.md`, `.json` or `.html` (also without an
-    ending). Raises `PlanError` for another.
+    """Return the form in which a report of this name is written.
+
+    `.md`, `.json` or `.html` (also without an ending). Raises `PlanError` for another.
     """
     ending = Path(path).suffix.lower()
     if ending not in ("", ".html", ".htm", ".md", ".json"):

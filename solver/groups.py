@@ -35,14 +35,14 @@ def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str,
     A larger one goes before what is inside it. None has outliers in it, which are computed
     elsewhere meanwhile.
     """
-    found: dict[str, NodeGroup] = {}
+    groups: dict[str, NodeGroup] = {}
     i = 0
     while i < len(nodes):
         kind, count = _longest(nodes, i, fused)
         if count:
-            found[nodes[i].name] = _group(nodes, i, count, kind)
+            groups[nodes[i].name] = _group(nodes, i, count, kind)
         i += max(count, 1)
-    return found
+    return groups
 
 
 def _longest(

@@ -27,7 +27,7 @@ Spread: TypeAlias = tuple[float, float]  # relative standard deviations, GPU and
 
 @dataclass(frozen=True)
 class HostCutTimes(CutTimes):
-    """What halves make together where times vary and a thread has work of its own.
+    """Time that both parts of a cut take where times vary and a thread has work of its own.
 
     restart_s   how much longer the NPU's part takes because the thread did something else before
     spread      how much the GPU's and the NPU's times vary, as fractions of them
@@ -71,11 +71,11 @@ class HostCutTimes(CutTimes):
 class HostQueue(Overheads):
     """The paper's costs with the corrections that a profile has measurements for.
 
-    ring_s      starting what was queued ahead behind a gate (decode only); None: nothing is
+    ring_s      signalling launches that were queued ahead (decode only); None: none are
     busy_s      one submission behind others, made by the thread on which the NPU's calls block
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
-    chain_s     what a launch saves in a chain (`Device.fuse`)
+    chain_s     what a launch saves in a fused launch (`Device.fuse`)
     varies      whether times vary (`CostModel.spread`)
     """
 
@@ -119,11 +119,13 @@ class HostQueue(Overheads):
         )
 
     def at(self, m: int) -> Self:
-        """See `Overheads.at`: with gates, starting the GPU costs a ring, not a submission."""
+        """See `Overheads.at`: with stream signals, starting the GPU costs a signal, no
+        submission.
+        """
         return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
 
     def gates(self, m: int) -> bool:
-        """Return whether launches are queued ahead behind gates in a step of m tokens."""
+        """Return whether launches are queued ahead of a signal in a step of m tokens."""
         return self.ring_s is not None and phase_of(m) == "decode"
 
     def cut(self, kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
@@ -141,8 +143,10 @@ class HostQueue(Overheads):
         )
 
     def around_s(self, rest: DeviceKind) -> float:
-        """See `Overheads.around_s`: the control thread's time before the first and after the last
-        launch, and the first submission, whose queue is empty. 0 if it was not measured.
+        """See `Overheads.around_s`: the control thread's time around the launches of a step.
+
+        Before the first and after the last launch, and the first submission, whose queue is empty.
+        0 if it was not measured.
         """
         if self.step_s is None:
             return 0.0
@@ -171,9 +175,9 @@ def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
         return top
     deviation = _deviation(a, b, spread)
     with np.errstate(invalid="ignore", divide="ignore"):  # impossible ones, and those of no time
-        apart = np.abs(a - b) / -deviation
-    near = np.flatnonzero(apart > -FAR)  # elsewhere nothing is added that a float64 could hold
-    x, deviation = apart.ravel()[near], deviation.ravel()[near]
+        distance = np.abs(a - b) / -deviation
+    near = np.flatnonzero(distance > -FAR)  # elsewhere nothing is added that a float64 could hold
+    x, deviation = distance.ravel()[near], deviation.ravel()[near]
     more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * _below(x))
     total = top.ravel()
     total[near] += np.maximum(more, 0.0)
@@ -186,8 +190,8 @@ def later(a: Floats, b: Floats, spread: Spread) -> Floats:
     0 where either is infinite.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        apart = (a - b) / _deviation(a, b, spread)
-    return np.where(np.isfinite(a + b), _below(np.clip(apart, -FAR, FAR)), 0.0)
+        distance = (a - b) / _deviation(a, b, spread)
+    return np.where(np.isfinite(a + b), _below(np.clip(distance, -FAR, FAR)), 0.0)
 
 
 def _deviation(a: Floats, b: Floats, spread: Spread) -> Floats:

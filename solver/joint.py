@@ -67,13 +67,13 @@ class JointSpace:
         last = len(grid.cuts) - 1
         cost = chooser.cost_of(grid, self._allowed[-last - 1 :])
         cheapest = chooser.cheapest(self._members, m, grid, cost)
-        found: dict[OpName, list[Option]] = {}
+        options: dict[OpName, list[Option]] = {}
         for i, (name, (space, whole, held)) in enumerate(self.columns.items()):
             gpu_s = float(self._margin[m, whole]) if held.gpu == 0 else None
             on_npu = held.npu == space.n and grid.npu_s[last, whole] < INF
             picked = SelectedCuts(gpu_s, (last, whole) if on_npu else None, cheapest.of(i))
-            found[name] = chooser.made(space, m, grid, picked)
-        return found
+            options[name] = chooser.made(space, m, grid, picked)
+        return options
 
     def _grid(self, m: int) -> Grid:
         """All columns as if they were one matmul."""
@@ -120,7 +120,7 @@ def _wide(tables: Sequence[Cells]) -> Cells:
 
 
 def _fitting(column: Column) -> Bools:
-    """[2, R] whether a cut fits the rows that live where.
+    """Return [2, R] whether a cut fits the resident rows: of some tokens, and of all.
 
     Of part of the tokens, of all (where all rows are no cut).
     """

@@ -26,14 +26,14 @@ Precision: TypeAlias = Literal["auto", "a16", "a8", "any"]
 
 
 class KernelOption(NamedTuple):
-    """How a device may compute a matmul."""
+    """A format and an operand order in which a device may compute a matmul."""
 
     weight_format: WeightFormat
     order: OperandOrder
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Return the option in words, for tables."""
         return f"{self.weight_format.value}" + ("" if self.order == "plain" else " transposed")
 
 
@@ -101,10 +101,10 @@ class KernelTimes:
         """Look `choice` up for all pairs of token counts and rows at once."""
         options, tokens, rows = self.options[device], list(ms), list(ns)
         if len(options) > 1 and tokens:
-            found = self.table(device, tokens, rows, k).option
+            indices = self.table(device, tokens, rows, k).option
             for i, m in enumerate(tokens):
                 for j, n in enumerate(rows):
-                    self._choices[device, m, n, k] = options[int(found[i, j])]
+                    self._choices[device, m, n, k] = options[int(indices[i, j])]
 
     def _is_base(self, device: DeviceKind, i: int) -> bool:
         return self.options[device][i].weight_format is self.weight_format
@@ -116,17 +116,17 @@ class KernelTimes:
     def _options(self, device: DeviceKind) -> tuple[KernelOption, ...]:
         """Own format first; other activations of the same stored weights after it."""
         storage = self.weight_format.storage
-        found = [
+        options = [
             KernelOption(p.weight_format, p.order)
             for p in self.cost.profile.predictors
             if p.device == device
             and p.weight_format.storage is storage
             and self._fits(p.weight_format)
         ]
-        base = [option for option in found if option.weight_format is self.weight_format]
+        base = [option for option in options if option.weight_format is self.weight_format]
         if self.precision == "auto" and base and device not in self._quarantined:
-            found = base  # nothing else would ever be chosen
-        return tuple(sorted(found, key=lambda o: (o.weight_format is not self.weight_format, o)))
+            options = base  # nothing else would ever be chosen
+        return tuple(sorted(options, key=lambda o: (o.weight_format is not self.weight_format, o)))
 
     def _fits(self, weight_format: WeightFormat) -> bool:
         eight = weight_format.activations.bits == 8
@@ -135,7 +135,7 @@ class KernelTimes:
     def _seconds(
         self, device: DeviceKind, option: KernelOption, ms: Floats, ns: Floats, k: int
     ) -> Floats:
-        found = self.cost.table_s(
+        seconds = self.cost.table_s(
             device,
             option.weight_format,
             np.maximum(ms, 1),
@@ -144,14 +144,14 @@ class KernelTimes:
             option.order,
         )
         if device not in self._quarantined:
-            return found
+            return seconds
         decode = np.asarray([phase_of(int(m)) == "decode" for m in ms])[:, None]
         aspects = np.where(ns >= WIDE * k, 2, np.where(k >= WIDE * ns, 0, 1))
         for phase, chosen in (("decode", decode), ("prefill", ~decode)):
             for code in np.unique(aspects):
                 if not self._is_allowed(device, option, phase, int(code), k):
-                    found = np.where(chosen & (aspects == code)[None, :], np.inf, found)
-        return found
+                    seconds = np.where(chosen & (aspects == code)[None, :], np.inf, seconds)
+        return seconds
 
     def _is_allowed(
         self, device: DeviceKind, option: KernelOption, phase: str, aspect: int, k: int

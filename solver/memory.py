@@ -70,14 +70,17 @@ def union(held: Iterable[ResidentRows], n: int) -> ResidentRows:
 
 
 def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpName, ResidentRows]:
-    """Rows of every matmul; parts of a group that is apart somewhere count as themselves."""
-    found: dict[OpName, list[ResidentRows]] = {}
+    """Return the resident rows of every matmul.
+
+    Parts of a group that is unfused somewhere count as themselves.
+    """
+    needed: dict[OpName, list[ResidentRows]] = {}
     for solution in solutions:
         for name, option in solution.options.items():
             n, _ = planner.shape(name)
             m = 1 if name == "lm_head" else solution.scenario.m
-            found.setdefault(name, []).append(rows_needed(option, m, n))
-    return {name: union(held, planner.shape(name)[0]) for name, held in found.items()}
+            needed.setdefault(name, []).append(rows_needed(option, m, n))
+    return {name: union(rows, planner.shape(name)[0]) for name, rows in needed.items()}
 
 
 def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
@@ -141,7 +144,9 @@ def _all_rows_bytes(planner: Tables, device: DeviceKind, *, head: bool = True) -
 
 
 def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:
-    """Bytes of one row in all layers, held once, in the device's own layout if it has one."""
+    """Return the bytes of one row in all layers, stored once, in the device's layout if it has
+    one.
+    """
     layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)
     weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)

@@ -1,4 +1,4 @@
-"""The operators of a step that are not matmuls of plans, as stages of the chain."""
+"""The operators of a step that are not matmuls of plans, as stages of the layer DP."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of tho
 class NonMatmulTimes:
     """One device's time of everything that is no matmul of a plan.
 
+    Before the layers, and after each matmul (those with nothing after them are left out). `shared`:
+    after a matmul, the same with attention's heads shared by both devices (`hetero.solver.heads`).
+
     Before the layers, and behind each matmul (those with nothing behind them are left out).
     `shared`: behind a matmul, the same with attention's heads shared by both devices
     (`hetero.solver.heads`).
@@ -56,7 +59,7 @@ class NonMatmulTimes:
 
     @property
     def device(self) -> DeviceKind:
-        """Return which device that is."""
+        """Return the device."""
         return "gpu" if self.head.mode == "gpu" else "npu"
 
 
@@ -78,7 +81,7 @@ class NonMatmulCosts:
         reasons = {kind: self._reasons(kind) for kind in KINDS}
         self.devices = tuple(kind for kind in KINDS if not reasons[kind])
         if not self.devices:
-            missing = sorted({reason for found in reasons.values() for reason in found})
+            missing = sorted({reason for of_kind in reasons.values() for reason in of_kind})
             raise ProfileError(
                 f"profile {cost.profile.name} lacks operators of {graph.name} "
                 f"({', '.join(missing)}): take it again with `hetero profile`"
@@ -91,7 +94,7 @@ class NonMatmulCosts:
         return [check.reason for check in checks if not check]
 
     def _where(self, kind: DeviceKind, op: Op) -> DeviceKind:
-        """Return where it runs if `kind` runs the rest."""
+        """Return where it runs if `kind` runs the non-matmul ops."""
         return device_of_other(op, kind, self.cost.profile.devices)
 
     def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
@@ -102,14 +105,14 @@ class NonMatmulCosts:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what is predicted from something else, for people."""
-        found: dict[str, None] = {}
+        notes: dict[str, None] = {}
         for kind in self.devices:
             for _, share in self._shares:
                 name = op_name(share.op)
                 source = self.cost.measured_as(kind, name)
                 if source is not None and source != name:
-                    found[Substitution(name, source).note] = None
-        return tuple(found)
+                    notes[Substitution(name, source).note] = None
+        return tuple(notes)
 
     def on(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
         """Return times of m tokens after `context` others on one of `devices`."""
@@ -146,16 +149,17 @@ def timer_of(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
 
 
 def seconds_by_kind(graph: ModelGraph, non_matmul: NonMatmulTimes) -> dict[str, float]:
-    """Seconds of the other operators of a layer, each time, by what they do: `head` (before the
-    layers), then `attention`, `norm`, `activation`; by the matmul that they are behind where they
-    do several of these things.
+    """Return the seconds of a layer's other operators, each time, by what they do.
+
+    `head` (before the layers), then `attention`, `norm`, `activation`; by the matmul that they
+    follow where they do several of these things.
     """
-    found: dict[str, list[float]] = {"head": [non_matmul.head.elapsed_s]}
+    seconds_of: dict[str, list[float]] = {"head": [non_matmul.head.elapsed_s]}
     for stage in graph.block:
         if stage.name in non_matmul.behind:
             name = _kind(stage.behind) or stage.name
-            found.setdefault(name, []).append(non_matmul.behind[stage.name].elapsed_s)
-    return {name: statistics.fmean(seconds) for name, seconds in found.items()}
+            seconds_of.setdefault(name, []).append(non_matmul.behind[stage.name].elapsed_s)
+    return {name: statistics.fmean(seconds) for name, seconds in seconds_of.items()}
 
 
 def _kind(shares: Iterable[Share]) -> str | None:

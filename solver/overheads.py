@@ -22,7 +22,9 @@ from hetero.solver.kernel_times import Bools, Floats, Ints, KernelTimes
 
 @dataclass(frozen=True)
 class CutTimes:
-    """What the halves of tilings make together; of several matmuls, each has a run of columns.
+    """Time that both parts of tilings take together.
+
+    Of several matmuls, each has a run of columns.
 
     gpu_s, npu_s    [T, R] seconds of each device's part, contention included
     """
@@ -52,9 +54,7 @@ class CutTimes:
 
     @property
     def behind_gpu_s(self) -> float:
-        """Return how much longer a tiling without the GPU takes behind the GPU than behind other
-        calls.
-        """
+        """Return how much longer a tiling without the GPU takes after the GPU than after others."""
         return 0.0
 
 
@@ -66,7 +66,7 @@ class Overheads:
     submit_s    submission to an empty queue
     join_s      learning that the GPU's part of a cut is done, where that is not seen on the way
     copy_s, copy_s_per_byte    a copy of activations to or from the NPU, fixed and per byte
-    eager       the GPU's tile is queued behind its operand before the host waits for that
+    eager       the GPU's tile is queued after its operand before the host waits for that
     npu_restart_s   how much longer an NPU call takes when its thread did something else before
     """
 
@@ -110,7 +110,7 @@ class Overheads:
         )
 
     def at(self, m: int) -> Self:  # noqa: ARG002
-        """In a step of m tokens."""
+        """Return the costs in a step of m tokens."""
         return self
 
     def cut(

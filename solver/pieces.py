@@ -87,8 +87,10 @@ def npu_choices(
 
 
 class _Pairs(NamedTuple):
-    """[P] first and second graphs of one or two pieces (the first not smaller) and their sum, by
-    which they are sorted; the different sums, and the first pair of each; the token counts.
+    """Pairs [P] of a first and a second graph of one or two pieces.
+
+    The first is not smaller; sorted by their sum; with the different sums, and the first pair of
+    each, and the token counts.
     """
 
     first: Ints
@@ -108,7 +110,7 @@ def _pairs(sizes: tuple[int, ...], smaller: int) -> _Pairs:
     pairs.sort(key=lambda pair: tokens[pair[0]] + tokens[pair[1]])
     first, second = (np.asarray(x, dtype=np.intp) for x in zip(*pairs, strict=True))
     graphs = [tuple(sizes[i] for i in pair if i < one) for pair in pairs]
-    sums = np.asarray([sum(found) for found in graphs])
+    sums = np.asarray([sum(graph) for graph in graphs])
     return _Pairs(first, second, sums, *np.unique(sums, return_index=True), graphs)
 
 

@@ -168,9 +168,9 @@ class Placement:
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
         """Return the same devices and kernels with another plan within the same cuts."""
-        found = Placement(plan, self.graph, self._capabilities, source=source)
-        found._prepared = self._prepared
-        return found
+        changed = Placement(plan, self.graph, self._capabilities, source=source)
+        changed._prepared = self._prepared
+        return changed
 
     def _check_graphs(self) -> None:
         """Every graph that the plan prepares ahead must be one that the device has."""
@@ -211,7 +211,7 @@ class Placement:
         """Tokens that the longest call writes, padding included."""
         return reach(self.plan, self._capabilities)
 
-    # --- who computes what ------------------------------------------------------------------
+    # --- assignments ------------------------------------------------------------------------
 
     def rest(self, phase: Phase) -> DeviceKind:
         """Device of everything that is not a matmul."""
@@ -251,15 +251,15 @@ class Placement:
         """
         if phase != "prefill" or form != "cut" or len(self._capabilities) < len(KINDS):
             return ()
-        found = self._head_counts(m)
-        if found is None or not found.shared:
+        counts = self._head_counts(m)
+        if counts is None or not counts.shared:
             return ()
-        able, count = self._capabilities["npu"], found.npu
+        able, count = self._capabilities["npu"], counts.npu
         sizes = prepared_sizes(able)
         if sizes and m > sizes[-1]:
             return ()
         graph = padded_size(m, sizes)
-        return (Heads("gpu", count, count + found.gpu, m), Heads("npu", 0, count, graph))
+        return (Heads("gpu", count, count + counts.gpu, m), Heads("npu", 0, count, graph))
 
     def _head_counts(self, m: int) -> HeadCounts | None:
         """Return what holds for the attention of a call of m tokens."""
@@ -326,9 +326,9 @@ class Placement:
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
         if key not in self._parts:
-            found = self._split(node, self._tiles(node, phase, m, form))
-            _check_spill(node, found, m)
-            _keep(self._parts, key, found)
+            parts = self._split(node, self._tiles(node, phase, m, form))
+            _check_spill(node, parts, m)
+            _keep(self._parts, key, parts)
         return self._parts[key]
 
     def _tiles(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
@@ -336,12 +336,12 @@ class Placement:
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
         if key not in self._tiled:
-            found = [
+            tiled = [
                 self._part(node, tile, shift)
                 for entry, shift in self._at(node, phase, m, form)
                 for tile in entry.tiles
             ]
-            _keep(self._tiled, key, tuple(found))
+            _keep(self._tiled, key, tuple(tiled))
         return self._tiled[key]
 
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
@@ -357,7 +357,7 @@ class Placement:
         )
 
     def block_entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
-        """As `entries`, without the output head."""
+        """Do the same as `entries`, without the output head."""
         return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
 
     def working(self, m: int) -> frozenset[DeviceKind]:
@@ -382,7 +382,7 @@ class Placement:
         if self.rest(phase) != "npu":
             return None
         parts = [self._tiles(node, phase, m) for node in group.matmuls]
-        graphs = {part.graph for found in parts for part in found}
+        graphs = {part.graph for launches in parts for part in launches}
         whole = all(map(_is_whole_on_npu, group.matmuls, parts))
         return graphs.pop() if whole and len(graphs) == 1 else None
 
@@ -398,8 +398,8 @@ class Placement:
                 spans.setdefault((tile.order, tile.precision), set()).add(_rows(tile, shift))
         return tuple(
             Segment(rows, *how)
-            for how, found in spans.items()
-            for rows in _runs(found, self._edges_of(node, kind, _storage(node, how[1])))
+            for how, covered in spans.items()
+            for rows in _runs(covered, self._edges_of(node, kind, _storage(node, how[1])))
         )
 
     def _edges_of(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
@@ -414,14 +414,14 @@ class Placement:
         assert node.plan_op is not None
         key = (node.plan_op, kind, storage)
         if key not in self._edges:
-            found: set[int] = set()
+            edges: set[int] = set()
             for entry, _, shift in self._listed(node):
                 tiles = [x for x in entry.tiles if _storage(node, x.precision) is storage]
                 if tiles and entry.phase == "prefill":
-                    found.update(self._later_cuts(node))
+                    edges.update(self._later_cuts(node))
                 if any(tile.device == kind for tile in tiles):
-                    found.update(edge + shift for tile in entry.tiles for edge in tile.rows)
-            self._edges[key] = frozenset(found)
+                    edges.update(edge + shift for tile in entry.tiles for edge in tile.rows)
+            self._edges[key] = frozenset(edges)
         return self._edges[key]
 
     def cuts_rows(self, node: Node) -> bool:
@@ -437,7 +437,7 @@ class Placement:
         A row that two devices compute counts on both, and one of a device whose graphs own their
         weights once for each graph size.
         """
-        found = {
+        nbytes = {
             kind: sum(
                 self.rows_bytes(node, segment, kind) * self._copies(node, kind)
                 for node in self.graph.nodes
@@ -448,8 +448,8 @@ class Placement:
         }
         for node in self.graph.nodes:
             for kind in self.devices(node) if isinstance(node.op, Outliers) else ():
-                found[kind] += outlier_bytes(node.op)
-        return found
+                nbytes[kind] += outlier_bytes(node.op)
+        return nbytes
 
     @property
     def stored_bytes(self) -> int:
@@ -515,18 +515,19 @@ class Placement:
         assert node.plan_op is not None
         if (flight := self._flights.get(form, {}).get((phase, node.plan_op))) is not None:
             return [(flight[None].clipped(m), 0)]
-        unfused = self._is_apart(node, phase, m)
-        if not unfused and (found := self._entry(node.plan_op, phase, m)) is not None:
-            return [(found, 0)]
+        unfused = self._is_unfused(node, phase, m)
+        if not unfused and (whole := self._entry(node.plan_op, phase, m)) is not None:
+            return [(whole, 0)]
         parts = [(self._entry(name, phase, m), name, shift) for name, shift in node.members]
         for entry, name, _ in parts or [(None, node.plan_op, 0)]:
             if entry is None:
                 raise no_entry(name, phase, m, self._entries.get((phase, name), ()))
         return [(entry, shift) for entry, _, shift in parts if entry is not None]
 
-    def _is_apart(self, node: Node, phase: Phase, m: int) -> bool:
-        """Return whether the members of a matmul have entries for exactly m tokens, and it has
-        none: they go before what the plan says of it at other token counts.
+    def _is_unfused(self, node: Node, phase: Phase, m: int) -> bool:
+        """Return whether a matmul's members have entries for exactly m tokens, and it has none.
+
+        They go before what the plan says of it at other token counts.
         """
         assert node.plan_op is not None
         whole, *members = (
@@ -546,12 +547,13 @@ class Placement:
             return self._in_smallest_graphs(_open(known[1]).clipped(m))
         if phase == "prefill" and self._source is not None and None not in known:
             return self._source.plan_for(m).entry(phase, m, name).clipped(m)
-        found = entry_at(known, m)
-        return None if found is None else self._in_smallest_graphs(found.clipped(m))
+        planned = entry_at(known, m)
+        return None if planned is None else self._in_smallest_graphs(planned.clipped(m))
 
     def _in_smallest_graphs(self, entry: OpPlan) -> OpPlan:
-        """Return an entry for other tokens than the plan listed: `_graph_of` chooses among the
-        graphs that are prepared.
+        """Return an entry for other tokens than the plan listed.
+
+        `_graph_of` chooses among the graphs that are prepared.
         """
         tiles = [
             tile.model_copy(update={"graph_size": None})
@@ -562,8 +564,8 @@ class Placement:
         return entry.model_copy(update={"tiles": tuple(tiles)})
 
     def _sizes(self, kind: DeviceKind) -> tuple[int, ...]:
-        found = self._capabilities.get(kind)
-        return found.graph_sizes if found is not None else ()
+        capabilities = self._capabilities.get(kind)
+        return capabilities.graph_sizes if capabilities is not None else ()
 
     def _part(self, node: Node, tile: Tile, shift: int) -> Part:
         start, stop = tile.tokens
@@ -593,12 +595,12 @@ class Placement:
                 start, stop = part.rows
                 known = self._edges_of(node, part.kind, _storage(node, part.precision))
                 edges.update(e for e in known if start < e < stop)
-        found: list[Part] = []
+        joined: list[Part] = []
         for part in parts:
             inside = sorted(e for e in edges if part.rows[0] <= e <= part.rows[1])
             for span in itertools.pairwise(inside):
-                self._join(found, dataclasses.replace(part, rows=span))
-        return tuple(found)
+                self._join(joined, dataclasses.replace(part, rows=span))
+        return tuple(joined)
 
     def _join(self, found: list[Part], part: Part) -> None:
         """Append a part, or lengthen the one that ends where it begins."""
@@ -648,16 +650,16 @@ def reach(plan: ExecutionPlan, capabilities: CapabilitiesByDevice) -> int:
 
 def _by_name(ops: Iterable[OpPlan]) -> dict[tuple[Phase, str], dict[int | None, OpPlan]]:
     """Entries of each matmul by their token counts."""
-    found: dict[tuple[Phase, str], dict[int | None, OpPlan]] = {}
+    entries: dict[tuple[Phase, str], dict[int | None, OpPlan]] = {}
     for entry in ops:
-        known = found.setdefault((entry.phase, entry.op), {})
+        known = entries.setdefault((entry.phase, entry.op), {})
         if entry.m in known:
             raise PlanError(
                 f"the plan has two entries for {entry.op} in {entry.phase} at "
                 f"{entry.m or 'any'} tokens: keep one"
             )
         known[entry.m] = entry
-    return found
+    return entries
 
 
 def _open(entry: OpPlan) -> OpPlan:
@@ -686,7 +688,10 @@ def _keep(known: dict[_Call, tuple[Part, ...]], key: _Call, parts: tuple[Part, .
 
 
 def _check_spill(node: Node, parts: Iterable[Part], m: int) -> None:
-    """A padded graph may write behind the call's last token, never over another part's tokens."""
+    """Check that a padded graph writes after the call's last token alone.
+
+    Never over another part's tokens.
+    """
     for part in parts:
         if part.stop > part.tokens[1] < m:
             raise PlanError(

@@ -121,8 +121,9 @@ class OpPlan(_Record):
         return self
 
     def clipped(self, m: int) -> OpPlan:
-        """Return the same partition with the outputs of the first m tokens only (m at most the
-        entry's).
+        """Return the same partition with the outputs of the first m tokens only.
+
+        m is at most the entry's.
 
         Its times are those of the longer call.
         """
@@ -146,7 +147,10 @@ class HeadCounts(_Record):
 
 
 class AttentionShare(_Record):
-    """Who computes which heads of the attention of a prompt's calls of m tokens, or of any number.
+    """The heads of attention that each device has in a prompt's calls of m tokens.
+
+    None of m: of any number; all heads on one device mean that of the other operators. Predicted
+    seconds are of a layer.
 
     All heads on one device mean that of the other operators. Predicted seconds are of a layer.
     """
@@ -160,7 +164,8 @@ class AttentionShare(_Record):
 
 
 class InFlight(_Record):
-    """What computes a prompt's matmuls in calls that are in flight together, for any token count:
+    """The matmuls of calls of a prompt that are in flight together, for any token count.
+
     `whole` has none cut ("Fast On-device LLM Inference with NPUs", section 3.4), `both` some, so
     that both devices have as much to do in all, whatever each matmul takes. The form `cut` is that
     of the plan's own entries.
@@ -242,9 +247,10 @@ class FrontPoint(_Record):
 
 
 class Memory(_Record):
-    """Weight bytes: what each device holds in its own layout, and rows that both hold (a part of
-    both numbers). `graphs_bytes` is the part of `npu_bytes` that the same rows take again in
-    graphs of other sizes, where each has its own copy.
+    """Weight bytes: of each device in its own layout, and of rows that both have (in both).
+
+    `graphs_bytes` is the part of `npu_bytes` that the same rows take again in graphs of other
+    sizes, where each has its own copy.
     """
 
     gpu_bytes: Bytes
@@ -260,7 +266,7 @@ class Memory(_Record):
 
 
 class Residency(_Record):
-    """Where the rows of one matmul live: [0, npu_rows) on the NPU, [gpu_from, n) on the GPU.
+    """Rows of one matmul by device: [0, npu_rows) on the NPU, [gpu_from, n) on the GPU.
 
     `cuts` are the row cuts of the plan's tilings: the ends of segments to prepare.
     """
@@ -271,7 +277,7 @@ class Residency(_Record):
 
 
 class Plan(_Record):
-    """What the solver decides and the runtime executes (docs/json.md).
+    """The decisions of the solver, which the runtime executes (docs/json.md).
 
     `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
     `graph_sizes` are the token counts whose NPU graphs are prepared ahead; a tile with another
@@ -353,9 +359,9 @@ class Plan(_Record):
         are not there. Raises `PlanError` if there is none.
         """
         known: dict[int | None, OpPlan] = {}
-        for found in self.ops:
-            if (found.phase, found.op) == (phase, op):
-                known.setdefault(found.m, found)
+        for planned in self.ops:
+            if (planned.phase, planned.op) == (phase, op):
+                known.setdefault(planned.m, planned)
         if (entry := entry_at(known, m)) is None:
             raise no_entry(op, phase, m, known)
         return entry
@@ -380,8 +386,9 @@ class Plan(_Record):
     def for_graphs(
         self, graphs: Mapping[DeviceKind, Sequence[int]], *, solved: bool = False
     ) -> Self:
-        """Return the same with `steps` that devices with these NPU graphs can run (none: any token
-        count).
+        """Return the same with `steps` that devices with these NPU graphs can run.
+
+        None of them: any token count.
 
         `solved`: a solver answers for token counts that the plan does not list. Where the plan says
         nothing itself, calls are of up to `STEP_TOKENS` (of the longest entry, where all entries
@@ -412,7 +419,7 @@ class Plan(_Record):
         return any(x.heads.shared for x in self.attention)
 
     def heads(self, m: int) -> HeadCounts | None:
-        """Return who has which heads of attention in a prompt's call of m tokens.
+        """Return which device has which heads of attention in a prompt's call of m tokens.
 
         As said for exactly m, else for any, else for the next longer call; None where nothing is
         said.
@@ -442,8 +449,9 @@ class Plan(_Record):
             )
 
     def check_fits(self, spec: ModelGraph) -> None:
-        """Raise `PlanError` unless every matmul of the plan has the model's shape, and every tile
-        computes with weights as the model stores them.
+        """Raise `PlanError` unless every matmul of the plan has the model's shape.
+
+        Every tile must compute with weights as the model stores them.
 
         Names are not compared: a quantised copy of a model may be called otherwise.
         """
@@ -461,7 +469,7 @@ class Plan(_Record):
                 if tile.precision is not None and tile.precision.storage not in stored:
                     raise PlanError(
                         f"the plan computes {op.op} in {tile.precision}, which takes "
-                        f"{tile.precision.storage} weights; those of {spec.name} are "
+                        f"{tile.precision.storage} weights; {spec.name} has "
                         f"{' and '.join(sorted(stored))} ({spec.weight_format}): make a plan for "
                         "these --weights"
                     )
@@ -501,7 +509,10 @@ def device_of_other(op: Op, rest: DeviceKind, devices: Container[DeviceKind]) ->
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
-    """Of the entries of one matmul, by their token counts.
+    """Return the entry for m tokens among one matmul's entries by token count.
+
+    The one for exactly m, else for any, else the next longer one cut off at m; None if there is
+    none.
 
     That for exactly m, else that for any, else the next longer one cut off at m; None if there is
     none.
@@ -533,16 +544,19 @@ def _without_report(text: str) -> str:
     if f'"{REPORT_KEY}"' not in text:
         return text
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return text  # the model says what is wrong
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         return text
-    return json.dumps({key: value for key, value in found.items() if key != REPORT_KEY})
+    return json.dumps({key: value for key, value in document.items() if key != REPORT_KEY})
 
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
-    """Every output of [0, m) × [0, n) lies in exactly one tile (invariant 2). Raises ValueError."""
+    """Check that every output of [0, m) × [0, n) is in exactly one tile (invariant 2).
+
+    Raises ValueError.
+    """
     spans: list[tuple[int, int, int, int]] = []
     area = 0
     for tile in tiles:
@@ -562,7 +576,10 @@ def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
 
 
 def check_pieces(tiles: tuple[Tile, ...], *, what: str) -> None:
-    """The NPU computes at most two pieces along tokens per row range. Raises ValueError."""
+    """Check that the NPU computes at most two pieces along tokens per row range.
+
+    Raises ValueError.
+    """
     pieces: dict[tuple[int, int], int] = {}
     for tile in tiles:
         if tile.device == "npu":

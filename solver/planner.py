@@ -29,16 +29,18 @@ from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
 
 Extra = Mapping[OpName, list[Option]]
-MAX_SAVED: Final = 0.8  # of a step, by chains: what is measured of short launches has limits
+MAX_SAVED: Final = (
+    0.8  # of a step, by fused launches: what is measured of short launches has limits
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user decides.
+    """Settings of the user.
 
     context         tokens in the KV cache before a decode step
     row_steps       at most this many row cuts for each matmul; None: every alignment step
-    apart           try q, k, v and gate, up apart
+    apart           try q, k, v and gate, up unfused
     step_tokens     tokens of the longest call; None: what two graphs hold
     """
 
@@ -105,14 +107,14 @@ class Planner:
         """
         objective = objective or self.objective()
         self._check_length(scenario)
-        found = dict(options or {})
+        candidates = dict(options or {})
         for name in self.names(unfused=self.settings.unfused and options is None):
-            if name not in found:
+            if name not in candidates:
                 m = 1 if name == "lm_head" else scenario.m
-                found[name] = self.candidates(name, m, objective)
-        best = self._best(scenario, objective, found, rest)
+                candidates[name] = self.candidates(name, m, objective)
+        best = self._best(scenario, objective, candidates, rest)
         if self.settings.rules.shared and best is not None and len(best.devices) == 1:
-            best = self._shared(best, objective, found) or best
+            best = self._shared(best, objective, candidates) or best
         if best is None:
             raise PlanError(
                 f"no device can run {self.spec.name} in {scenario.phase} at {scenario.m} tokens "
@@ -231,11 +233,11 @@ class Planner:
             context = scenario.context
         able = self.non_matmul_devices(scenario.m)
         kinds = (only,) if only is not None and only in able else able
-        found = {kind: self._non_matmul_costs.on(kind, scenario.m, context) for kind in kinds}
-        if "gpu" in found and scenario.phase == "prefill" and self.heads != ():
+        times = {kind: self._non_matmul_costs.on(kind, scenario.m, context) for kind in kinds}
+        if "gpu" in times and scenario.phase == "prefill" and self.heads != ():
             shared = self._head_shares.at(scenario.m, context)
-            found["gpu"] = replace(found["gpu"], shared=shared) if shared else found["gpu"]
-        return found
+            times["gpu"] = replace(times["gpu"], shared=shared) if shared else times["gpu"]
+        return times
 
     def evaluate(
         self,
@@ -332,8 +334,9 @@ class Planner:
         return best
 
     def _shared(self, alone: Solution, objective: Objective, options: Extra) -> Solution | None:
-        """Return the best step of a prompt in which a matmul leaves the one device of the step
-        `alone`, margin or not, and the rest stays; None where no matmul can, and in decoding.
+        """Return the best step of a prompt in which a matmul leaves the one device of `alone`.
+
+        Margin or not, and the rest stays; None where no matmul can, and in decoding.
         """
         if alone.scenario.phase != "prefill":
             return None
@@ -354,24 +357,22 @@ class Planner:
         options: Extra,
         heads: Heads,
     ) -> Solution | None:
-        """Try fused groups and their parts; fused unless apart wins by the margin."""
+        """Try fused groups and their parts; fused unless unfused wins by the margin."""
         choices = [
             [g for g in ((stage.name,), stage.members) if g and all(p in options for p in g)]
             for stage in self.spec.block
         ]
         best: Solution | None = None
         for groups in itertools.product(*choices):
-            found = self._solve_layers(scenario, objective, non_matmul, options, groups, heads)
-            if found is None:
+            solution = self._solve_layers(scenario, objective, non_matmul, options, groups, heads)
+            if solution is None:
                 continue
-            if best is None or self._beats(found, best, objective):
-                best = found
+            if best is None or self._beats(solution, best, objective):
+                best = solution
         return best
 
     def _beats(self, found: Solution, best: Solution, objective: Objective) -> bool:
-        """Return whether a chain with groups apart is better by the margin on the groups that
-        differ.
-        """
+        """Return whether a path with groups unfused is better by the margin where they differ."""
         differ = set(best.options) - set(found.options)
         weight = sum(
             self.spec.layers * objective.cost(best.options[x].unrestricted(), 0) for x in differ
@@ -402,13 +403,13 @@ class Planner:
         chosen = block.chosen(path.block) | ending.chosen(path.tail)
         around_s = self.overheads.around_s(non_matmul.device)
         attention = next((o for o in block.others(path.block) if o.rows), None)
-        found = Solution(
+        solution = Solution(
             scenario, chosen, non_matmul, path, layers, self.power, around_s, attention
         )
-        if scenario.phase == "prefill" or not found.alone_on("gpu"):
-            return found
-        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * found.seconds)
-        return found._replace(around_s=around_s - saved_s)
+        if scenario.phase == "prefill" or not solution.alone_on("gpu"):
+            return solution
+        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * solution.seconds)
+        return solution._replace(around_s=around_s - saved_s)
 
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:
@@ -430,7 +431,7 @@ class Planner:
 
 
 class _Run:
-    """Stages of a chain: matmuls of plans, each with what runs behind it, if anything does."""
+    """Stages of a path: matmuls of plans, each with the operators after it."""
 
     def __init__(
         self,
@@ -453,7 +454,7 @@ class _Run:
         return {name: option for name, option in named if name is not None}
 
     def others(self, options: Sequence[Option]) -> list[Option]:
-        """Options of what is behind matmuls."""
+        """Return the options of the operators after matmuls."""
         return [o for name, o in zip(self._names, options, strict=True) if name is None]
 
 

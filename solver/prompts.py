@@ -1,4 +1,4 @@
-"""What a prompt takes in all: call after call, each behind the tokens of those before it."""
+"""Times of whole prompts: call after call, each after the tokens of those before it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Prompt(NamedTuple):
     @property
     def joules(self) -> float | None:
         """Predicted energy; None if the profile does not say."""
-        found = [call.joules for call in self.calls]
-        return None if None in found else sum(x for x in found if x is not None)
+        energies = [call.joules for call in self.calls]
+        return None if None in energies else sum(x for x in energies if x is not None)
 
 
 def call_scenarios(steps: Sequence[int], context: int = 0) -> list[Scenario]:
@@ -63,8 +63,8 @@ def prompt_alone(planner: Planner, steps: Sequence[int], kind: DeviceKind) -> Pr
     None if the device cannot compute or hold them all.
     """
     calls = [planner.single(scenario, kind) for scenario in call_scenarios(steps)]
-    found = [call for call in calls if call is not None]
-    return prompt_of(found) if len(found) == len(calls) else None
+    solved = [call for call in calls if call is not None]
+    return prompt_of(solved) if len(solved) == len(calls) else None
 
 
 def steps_alone(planner: Planner, tokens: int, kind: DeviceKind) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a plan takes by another profile: the same tiles, that profile's times.
+"""Times of a plan by another profile: the same tiles, that profile's times.
 
 For a plan that was written by hand, and for one that is compared with measurements: a profile taken
 beside them knows how fast the devices were just then.
@@ -46,8 +46,8 @@ def repredict(
     placement = Placement(plan, spec, {})
     tiles = {
         (step, entry.op): entry.tiles
-        for found in calls.values()
-        for step in found
+        for scenarios in calls.values()
+        for step in scenarios
         for entry in placement.entries(step.phase, step.m)
     }
     rows: dict[OpName, set[int]] = {}
@@ -71,8 +71,8 @@ def repredict(
         return online_s(prepared, step.m, plan.strategy) if step.phase == "prefill" else 0.0
 
     return {
-        step: prompt_of(map(solve, found)).seconds + sum(map(preparation_s, found))
-        for step, found in calls.items()
+        step: prompt_of(map(solve, scenarios)).seconds + sum(map(preparation_s, scenarios))
+        for step, scenarios in calls.items()
     }
 
 
@@ -84,7 +84,7 @@ def _calls(plan: ExecutionPlan, step: Scenario) -> list[Scenario]:
 
 
 def _with_graphs_of(planner: Planner, partitions: Iterable[Sequence[Tile]]) -> Planner:
-    """With the graphs that are prepared while a prompt waits."""
+    """Return the planner with the graphs that are prepared while a prompt waits."""
     used = {t.graph_size for tiles in partitions for t in tiles if t.device == "npu"}
     late = {size for size in used if size is not None} - set(planner.sizes)
     return planner.with_graph_sizes((*planner.sizes, *late)) if late else planner

@@ -25,7 +25,7 @@ MAX_SIZES = 64
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `hetero plan` asks for; its help has the meaning of each.
+    """The request of `hetero plan`; its help has the meaning of each option.
 
     `step_tokens`: the longest call, which longer prompts run in several of (None: as many tokens
     as two NPU graphs hold).
@@ -55,20 +55,21 @@ class PlanRequest:
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Of seconds and of joules in the objective."""
+        """Return the weights of seconds and of joules in the objective."""
         return (0.0, 1.0) if self.objective == "energy" else (1.0, 0.0)
 
     @property
     def distribution(self) -> dict[int, float]:
         """Return how often a prompt of each length comes; 1 on average."""
         weights = self.length_weights or (1.0,) * len(self.seq_lens)
-        found = dict.fromkeys(sorted(self.seq_lens), 0.0)
+        weight_of = dict.fromkeys(sorted(self.seq_lens), 0.0)
         for m, weight in zip(self.seq_lens, weights, strict=True):
-            found[m] += weight
-        return {m: weight * len(found) / sum(weights) for m, weight in found.items()}
+            weight_of[m] += weight
+        return {m: weight * len(weight_of) / sum(weights) for m, weight in weight_of.items()}
 
     def in_calls(self, longest: int | None) -> PlanRequest:
-        """Return the same for the calls of at most `longest` tokens that the prompts run in:
+        """Return the same for the calls of at most `longest` tokens that the prompts run in.
+
         `seq_lens` are their lengths, and each comes as often as the prompts have it.
         """
         if longest is None or max(self.seq_lens) <= longest:
@@ -88,7 +89,7 @@ class PlanRequest:
         return self.distribution[scenario.m]
 
     def check(self) -> None:
-        """Raises `PlanError` for a value that means nothing, or takes too long."""
+        """Raise `PlanError` for a value that means nothing, or takes too long."""
         auto = self.graph_sizes == "auto"
         most = MAX_LENGTHS_AUTO if auto else MAX_LENGTHS
         where = " with --graph-sizes auto" if auto else ""

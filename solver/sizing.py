@@ -20,7 +20,7 @@ from hetero.solver.request import PlanRequest, scenarios_of
 def planner_for(
     spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, unfused: bool = True
 ) -> tuple[Planner, list[str]]:
-    """Return a planner with the graph sizes that were asked for, and what to say about it."""
+    """Return a planner with the requested graph sizes, and notes on them."""
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
     settings = Settings(request.precision, rules, request.context, unfused, step_tokens=step)

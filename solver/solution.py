@@ -54,7 +54,10 @@ class Solution(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Key/value heads of attention on the NPU beside the GPU; 0 where one device has all."""
+        """Return the key/value heads of attention on the NPU besides the GPU's.
+
+        0 where one device has all.
+        """
         return self.attention.rows if self.attention is not None else 0
 
     def without_head(self) -> Solution:

@@ -61,8 +61,9 @@ class Grid:
         return self.choices.cuts
 
     def pieces(self, cut: int, row: int) -> Pieces:
-        """Return the fastest pieces for a cut and a number of rows (places in `cuts` and
-        `rows`).
+        """Return the fastest pieces for a cut and a number of rows.
+
+        Both are places in `cuts` and `rows`.
         """
         group = self.choices.group(cut)
         choice = group.start
@@ -153,8 +154,9 @@ class MatMulSpace:
         return self.kernels.table("gpu", counts, rows, self.k).seconds
 
     def fastest(self, choices: Choices, table: Floats) -> tuple[Floats, Floats]:
-        """[T, R] times of the fastest pieces for each cut, and [P, R] of every choice, from a table
-        of graphs (or, where the NPU takes any token count, of all token counts).
+        """Return [T, R] times of the fastest pieces for each cut, and [P, R] of every choice.
+
+        From a table of graphs (or, where the NPU takes any token count, of all token counts).
         """
         if not self.sizes:
             free = table[choices.cuts]

@@ -1,4 +1,4 @@
-"""What a plan comes to, in four sentences: who computes, why, what it gains, how sure that is."""
+"""A plan's conclusion in four sentences: the devices, the reason, the gain, the certainty."""
 
 from __future__ import annotations
 

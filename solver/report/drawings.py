@@ -55,7 +55,7 @@ class Label(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What one device does in a block."""
+    """Work of one device in a block."""
 
     name: str
     busy: str
@@ -73,7 +73,7 @@ class Block(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One matmul: its tiles, who computes what, why, and what else there was."""
+    """One matmul: its tiles, the devices, the reason, and the alternatives."""
 
     op: str
     svg: Markup
@@ -129,7 +129,7 @@ def block_bars(plan: Plan, total: Total) -> list[Bar]:
         part = op.op if op.op in total.rest_s else between.get(op.op, "")
         seconds = total.rest_s.get(part, 0.0)
         if seconds:
-            name = f"behind {part}" if part == op.op else part
+            name = f"after {part}" if part == op.op else part
             bars.append(Bar(rest, now, now + seconds, name, True))
             now += seconds
     return bars
