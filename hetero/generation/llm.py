@@ -159,7 +159,7 @@ class LLM:
         )
         try:
             try:
-                with self.devices.foreseen(self._purpose) as compiled:
+                with self.devices.prewarm(self._purpose) as compiled:
                     self._engine, self._own = make(warm=not compiled)
             except KernelBuildError as error:
                 self.devices.without_gpu(str(error), npu)

@@ -145,7 +145,7 @@ class Engine:
         self._admit(len(self.contexts.open_contexts()))
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
         for device in self.devices.values():
-            device.settle()
+            device.compact_weights()
         owner = self.devices.get("npu") or self.devices["gpu"]
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())

@@ -46,7 +46,7 @@ class Executor:
         try:  # around `disable` too: a signal handler may raise right after it
             gc.disable()  # a collection in the middle of a step costs milliseconds
             if step.bell is not None:
-                step.bell.settle()
+                step.bell.reset()
             walked = self._walk(step, on_device_busy)
             if step.bell is not None:
                 step.bell.check()

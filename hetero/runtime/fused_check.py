@@ -75,7 +75,7 @@ def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
 def _tell(devices: Devices, why: str) -> None:
     """And let the next start try again."""
     for device in devices.values():
-        device.doubt()
+        device.discard_prewarm()
     warnings.warn(
         f"decoding runs call by call because the same kernels in one launch (a chain) {why}",
         FallbackWarning,

@@ -1,6 +1,6 @@
 """Submissions in a row as one, for runs of a step that nobody times call by call.
 
-A device that can chain calls (`Device.chain`) hands over between them without its driver. A chain
+A device that can chain calls (`Device.fuse`) hands over between them without its driver. A chain
 counts as the last of its launches, so it ends where a launch is waited for. It is short enough that
 a thread which has left it (another process has the core) is back in the next one.
 """
@@ -28,7 +28,7 @@ def fuse_program(
     for kind in {run[0].kind for run in runs}:
         own = [at for at, run in enumerate(runs) if run[0].kind == kind and len(run) >= SHORTEST]
         stages = [_stages(runs[at], launches) for at in own]
-        calls = devices[KINDS[kind]].chain(stages) if stages else None
+        calls = devices[KINDS[kind]].fuse(stages) if stages else None
         for at, call in zip(own, calls or (), strict=bool(calls)):
             instead[at] = runs[at][-1]._replace(target=call.submit)
     if not instead:
@@ -45,7 +45,7 @@ def _runs(program: Sequence[Action], launches: Sequence[Launch]) -> Iterator[Run
     awaited = {action.launch for action in program if action.code in (WAIT, SIGNAL)}
     run: list[Action] = []
     for action in program:
-        fits = action.code == SUBMIT and launches[action.launch].call.chains
+        fits = action.code == SUBMIT and launches[action.launch].call.fusible
         if run and not (fits and action.kind == run[0].kind):
             yield from _parts(run)
             run = []

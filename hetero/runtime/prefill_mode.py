@@ -24,7 +24,7 @@ from hetero.runtime.slots import SlotRef, slot_of
 from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.calls import split
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.placement import Able, Placement
+from hetero.solver.placement import CapabilitiesByDevice, Placement
 from hetero.solver.plan import Form
 from hetero.solver.report.content import FORMS
 from hetero.solver.report.units import duration
@@ -91,7 +91,7 @@ class PrefillModes:
         placement: Placement,
         costs: LaunchCosts | None,
         order: Order,
-        able: Able,
+        able: CapabilitiesByDevice,
         *,
         window: int,
     ) -> None:

@@ -29,8 +29,8 @@ from hetero.backends.protocol import (
     BoundCall,
     Completion,
     DeviceKind,
-    Doorbell,
     Operand,
+    StreamSignal,
 )
 
 Span: TypeAlias = tuple[int, int]
@@ -74,7 +74,7 @@ def raise_flags(
     program: list[Action],
     launches: list[Launch],
     flags: Mapping[DeviceKind, BoundCall],
-    bell: Doorbell | None,
+    bell: StreamSignal | None,
 ) -> list[Action]:
     """Put a flag behind every launch that is waited for, but gates; wait for the flag instead."""
     flagged: dict[int, int] = {}
@@ -82,7 +82,7 @@ def raise_flags(
         flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
         if flag is not None and action.launch not in flagged:
             launch = launches[action.launch]
-            if bell is not None and launch.call is bell.gate:
+            if bell is not None and launch.call is bell.wait_value:
                 continue
             flagged[action.launch] = len(launches)
             launches.append(launch._replace(node=f"{launch.node} flag", call=flag, outputs=()))
@@ -100,8 +100,8 @@ def raise_flags(
 
 
 def prequeue(
-    program: list[Action], launches: list[Launch], bells: Mapping[DeviceKind, Doorbell]
-) -> tuple[list[Action], Doorbell | None]:
+    program: list[Action], launches: list[Launch], bells: Mapping[DeviceKind, StreamSignal]
+) -> tuple[list[Action], StreamSignal | None]:
     """The program with gates, and its doorbell; as it is where gates would gain nothing."""
     kinds = {action.kind for action in program if action.code == SUBMIT}
     bell = bells.get(KINDS[min(kinds)]) if len(kinds) == 1 else None
@@ -115,7 +115,7 @@ class _Ahead:
     """Groups are runs of submissions between which the control thread runs nothing."""
 
     def __init__(
-        self, program: list[Action], launches: list[Launch], bell: Doorbell, kind: int
+        self, program: list[Action], launches: list[Launch], bell: StreamSignal, kind: int
     ) -> None:
         self.launches, self.bell, self.kind = launches, bell, kind
         self.before: list[Action] = []  # up to the first group
@@ -138,7 +138,7 @@ class _Ahead:
     def _gate(self, group: int) -> int:
         """The place of a group's gate among the launches."""
         launch = self.launches[self.groups[group][0].launch]
-        gate = Launch(f"{launch.node} gate", launch.kind, self.bell.gate, launch.tokens, None)
+        gate = Launch(f"{launch.node} gate", launch.kind, self.bell.wait_value, launch.tokens, None)
         self.launches.append(gate)
         return len(self.launches) - 1
 
@@ -155,7 +155,7 @@ class _Ahead:
         for i, others in enumerate(self.others):
             if i in self.gates:
                 end = self.gates.get(i + 1, self.groups[i][-1].launch)
-                found.append(Action(SIGNAL, end, self.kind, self.bell.ring))
+                found.append(Action(SIGNAL, end, self.kind, self.bell.signal))
             for at in range(len(others) + 1):
                 found += places.get((i, at), [])
                 found += others[at : at + 1]
@@ -211,7 +211,7 @@ class _Ahead:
         return [*held, block[-1]]
 
     def _submission(self, code: int, gate: int) -> Action:
-        return Action(code, gate, self.kind, self.bell.gate.submit)
+        return Action(code, gate, self.kind, self.bell.wait_value.submit)
 
 
 def _behind_run(others: Sequence[Action]) -> int:

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Doorbell, Operand
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand, StreamSignal
 from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
 from hetero.runtime.fused_launch import fuse_program
 from hetero.runtime.handover import Handover
@@ -63,7 +63,7 @@ class Step:
     copied_bytes: int = 0
     counts: Mapping[DeviceKind, int] = field(default_factory=dict)
     completions: list[Completion | None] = field(default_factory=list)
-    bell: Doorbell | None = None
+    bell: StreamSignal | None = None
     chunks: tuple[int, ...] = ()
     kinds: tuple[DeviceKind, ...] = KINDS
     layers: Mapping[int, int] = field(default_factory=dict)
@@ -239,7 +239,7 @@ class BoundLaunches:
 
     # --- binding ----------------------------------------------------------------------------
 
-    def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, Doorbell]) -> Step:
+    def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, StreamSignal]) -> Step:
         """The step that runs a schedule of the graph, with gates where `bells` can open them."""
         order = [step.launch for step in schedule if isinstance(step, Start)]
         launches = [self._launch(i) for i in order]

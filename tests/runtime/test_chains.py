@@ -15,7 +15,7 @@ class Call(BoundCall):
     """That its device may chain, or not."""
 
     def __init__(self, number: int, chains: bool) -> None:
-        self.name, self.m, self.chains = f"{number}", 1, chains
+        self.name, self.m, self.fusible = f"{number}", 1, chains
         self.number = number
 
     def run(self) -> None: ...
@@ -38,7 +38,7 @@ class Device:
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
 
-    def chain(self, runs: Any) -> list[Chained] | None:
+    def fuse(self, runs: Any) -> list[Chained] | None:
         return None if self.refuses else [Chained(run) for run in runs]
 
 
@@ -89,7 +89,7 @@ def check(seed: int) -> int:
         assert {(x.code, x.kind) for x in replaced} == {(SUBMIT, action.kind)}
         assert (action.code, action.launch) == (SUBMIT, members[-1])
         assert not awaited & set(members[:-1]), "a wait would find nothing"
-        assert all(launches[number].call.chains for number in members)
+        assert all(launches[number].call.fusible for number in members)
         assert SHORTEST <= len(members) <= LONGEST
         for stage in whole:
             assert len({launches[number].node for number in stage}) == 1

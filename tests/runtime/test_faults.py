@@ -250,7 +250,7 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
     engine = Engine(loaded.weights, plan, devices, max_seq_len=80)  # type: ignore[arg-type]
     if engine.steps.step(context_of(engine), "decode", 1).bell is None:
         engine.close()
-        pytest.skip("no doorbell works on this device")
+        pytest.skip("no stream signal works on this device")
     monkeypatch.setattr(
         engine.synchroniser.contention, "preempted", lambda *_: None
     )  # keeps its gates
@@ -318,8 +318,8 @@ def test_a_gate_that_gave_up_drops_the_gpu(
 ) -> None:
     with gated_engine(folder, monkeypatch, "npu") as engine:
         bell = engine.steps.step(context_of(engine), "decode", 1).bell
-        bell.gate._call = bell.gate._bound(1)  # type: ignore[union-attr]
-        with pytest.warns(FallbackWarning, match="waiting at a gate"):
+        bell.wait_value._call = bell.wait_value._bound(1)  # type: ignore[union-attr]
+        with pytest.warns(FallbackWarning, match="waiting for the control thread"):
             assert answer(engine) == wanted
         assert set(engine.devices) == {"npu"}
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from hetero import LLM
-from hetero.backends.opencl.proving.compiler import Remote, Variant
+from hetero.backends.opencl.self_test.compiler import Remote, Variant
 from tests.checkpoints import CASES, make_checkpoint
 
 PROMPT = list(range(1, 50))  # longer than the windows

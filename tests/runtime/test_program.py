@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.backends.protocol import BoundCall, Completion, Doorbell
+from hetero.backends.protocol import BoundCall, Completion, StreamSignal
 from hetero.runtime.program import (
     FAR,
     LONG,
@@ -38,15 +38,15 @@ class Call(BoundCall):
         raise AssertionError
 
 
-class Bell(Doorbell):
-    """A doorbell that nobody hears."""
+class Bell(StreamSignal):
+    """A signal that no device waits for."""
 
-    gate = Call("gate")
+    wait_value = Call("gate")
 
-    def ring(self) -> None:
+    def signal(self) -> None:
         """Nothing."""
 
-    release = settle = check = ring
+    release = reset = check = signal
 
 
 def written(program: str) -> tuple[list[Action], list[Launch]]:

@@ -11,7 +11,7 @@ from hetero.backends.protocol import (
     BoundCall,
     Device,
     DeviceKind,
-    Doorbell,
+    StreamSignal,
 )
 from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
 from hetero.runtime.waits.prediction import SleepTimes
@@ -48,7 +48,7 @@ class Synchroniser(SharedWaits):
             clock=clock, queued_s=queued_s,
         )  # fmt: skip
         fast, trials = method == "fast", Trials(devices, policy, clock)
-        self.bells: dict[DeviceKind, Doorbell] = trials.bells() if fast and gates else {}
+        self.bells: dict[DeviceKind, StreamSignal] = trials.bells() if fast and gates else {}
         self.flags: dict[DeviceKind, BoundCall] = trials.flags(self.bells) if fast else {}
         self._wait_points: dict[tuple[WaitKey, DeviceKind], WaitPoint] = {}
 

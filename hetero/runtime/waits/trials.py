@@ -15,7 +15,7 @@ from hetero.backends.protocol import (
     Completion,
     Device,
     DeviceKind,
-    Doorbell,
+    StreamSignal,
 )
 from hetero.runtime.waits.policy import WaitPolicy
 
@@ -31,17 +31,17 @@ class Trials:
         self._policy, self._clock = policy, clock
         self._polled = {kind: device for kind, device in devices.items() if _is_polled(device)}
 
-    def bells(self) -> dict[DeviceKind, Doorbell]:
+    def bells(self) -> dict[DeviceKind, StreamSignal]:
         """Doorbells of the devices on which ringing is faster than submitting."""
-        found: dict[DeviceKind, Doorbell] = {}
+        found: dict[DeviceKind, StreamSignal] = {}
         for kind, device in self._polled.items():
             flag = device.flag()
-            bell = device.doorbell() if flag is not None else None
+            bell = device.stream_signal() if flag is not None else None
             if flag is not None and bell is not None and self.bell_is_faster(device, flag, bell):
                 found[kind] = bell
         return found
 
-    def flags(self, bells: Mapping[DeviceKind, Doorbell]) -> dict[DeviceKind, BoundCall]:
+    def flags(self, bells: Mapping[DeviceKind, StreamSignal]) -> dict[DeviceKind, BoundCall]:
         """Flags of the devices on which watching one is faster than asking the driver."""
         found: dict[DeviceKind, BoundCall] = {}
         for kind, device in self._polled.items():
@@ -50,18 +50,18 @@ class Trials:
                 found[kind] = flag
         return found
 
-    def bell_is_faster(self, device: Device, flag: BoundCall, bell: Doorbell) -> bool:
+    def bell_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal) -> bool:
         """A small kernel's end after submitting it to an idle queue and after a ring, in turns."""
         call = self._trial(device)
         by_submission, by_ring = [], []
-        bell.settle()
+        bell.reset()
         for _ in range(self._policy.trials):
             self._clock.sleep(self._policy.calibration_s)  # the queue falls asleep
             by_submission.append(self._end_s([call, flag], None))
             by_ring.append(self._end_s([call, flag], bell))
         return statistics.median(by_ring) < statistics.median(by_submission)
 
-    def flag_is_faster(self, device: Device, flag: BoundCall, bell: Doorbell | None) -> bool:
+    def flag_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal | None) -> bool:
         """A small kernel's end by its event and by a flag behind it, in turns.
 
         Where launches wait behind gates, so does this one: querying the driver for a launch that is
@@ -75,19 +75,19 @@ class Trials:
             by_flag.append(self._end_s([call, flag], bell))
         return statistics.median(by_flag) < self._policy.flag_gain * statistics.median(by_event)
 
-    def _end_s(self, calls: Sequence[BoundCall], bell: Doorbell | None) -> float:
+    def _end_s(self, calls: Sequence[BoundCall], bell: StreamSignal | None) -> float:
         """Return seconds from submitting some calls, or ringing the bell that they wait for, until
         the last one's end is seen.
         """
         if bell is not None:
-            bell.gate.submit()
+            bell.wait_value.submit()
         else:
             start_s = self._clock.now()
         *_, last = [call.submit() for call in calls]
         if bell is not None:
             self._clock.sleep(self._policy.calibration_s)
             start_s = self._clock.now()
-            bell.ring()
+            bell.signal()
         self._spin(last)
         return self._clock.now() - start_s
 

@@ -10,18 +10,18 @@ from hetero.backends.host.clock import ManualClock, SystemClock
 from hetero.backends.ops import GatedAct, Op, RMSNorm
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import open_device
-from hetero.profiler.other_ops import (
+from hetero.profiler.non_matmul_ops import (
     BLOCKS,
     Block,
     Case,
-    OtherMeter,
-    fit_others,
+    NonMatmulMeter,
+    fit_non_matmul,
     layer_bytes,
     reference_ops,
     sizes_of,
 )
 from hetero.profiler.predict import other_s
-from hetero.profiler.records import DECODE_TOKENS, OtherPredictor, OtherRow
+from hetero.profiler.records import DECODE_TOKENS, NonMatmulPredictor, NonMatmulRow
 
 WARM_S, FRESH_S = 8e-6, 30e-6
 NORM = RMSNorm(d=64, eps=1e-5)
@@ -40,7 +40,7 @@ def timed(
 
     clock = ManualClock()
     device = null.open(kind="npu", asynchronous=asynchronous, cost=cost, clock=clock)
-    meter = OtherMeter("npu", device, clock, cold=cold, model_bytes=model_bytes)
+    meter = NonMatmulMeter("npu", device, clock, cold=cold, model_bytes=model_bytes)
     return meter.time(Case(NORM, m, 0, 1 << 12)).seconds
 
 
@@ -75,7 +75,7 @@ def test_a_small_model_leaves_all_in_the_caches() -> None:
 
 def test_many_tokens_are_timed_behind_all_other_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int | None] = []
-    monkeypatch.setattr(OtherMeter, "_read", lambda _, nbytes=None: read.append(nbytes))
+    monkeypatch.setattr(NonMatmulMeter, "_read", lambda _, nbytes=None: read.append(nbytes))
     for asynchronous in (False, True):
         timed(8 * DECODE_TOKENS, cold=1 << 16, asynchronous=asynchronous)
         assert set(read) == {None}
@@ -98,9 +98,9 @@ def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int
     def true_s(m: int, f: int) -> float:
         return 2e-6 + m * f * (1e-10 if m <= DECODE_TOKENS else 3e-10)
 
-    rows: list[tuple[OtherRow, Op]] = [
+    rows: list[tuple[NonMatmulRow, Op]] = [
         (
-            OtherRow(
+            NonMatmulRow(
                 device="gpu",
                 op="GatedAct",
                 sizes={"f": f},
@@ -115,7 +115,7 @@ def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int
         for f in (4864, 8192)[:blocks]
         for m in (1, 8, 64, 256, 1024)
     ]
-    (found,) = fit_others(rows)
+    (found,) = fit_non_matmul(rows)
     assert (found.decode is None) == (blocks == 1)
     if blocks == 2:
         for m in (2, 300):
@@ -127,7 +127,7 @@ def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int
 def test_the_model_that_is_measured_for_weighs_most() -> None:
     """Attention of large caches takes longer for each element than the model's own."""
     small, large = Block(256, 768, 8, 4, 32), Block(2048, 8192, 32, 8, 64)
-    rows: list[tuple[OtherRow, Op]] = []
+    rows: list[tuple[NonMatmulRow, Op]] = []
     for block, slower in ((small, 1.0), (large, 1.5)):
         attention = ops.Attention(
             heads=block.heads, kv_heads=block.kv_heads, head_dim=block.head_dim, capacity=2048
@@ -135,7 +135,7 @@ def test_the_model_that_is_measured_for_weighs_most() -> None:
         for m in (1, 8, 64, 256):
             for context in (0, 256, 1000):
                 cached = block.kv_heads * block.head_dim * (context + m)
-                row = OtherRow(
+                row = NonMatmulRow(
                     device="npu",
                     op="Attention",
                     sizes=sizes_of(attention),
@@ -148,7 +148,7 @@ def test_the_model_that_is_measured_for_weighs_most() -> None:
                 )
                 rows.append((row, attention))
 
-    def error(predictor: OtherPredictor) -> float:
+    def error(predictor: NonMatmulPredictor) -> float:
         """The largest of the small model's rows of few tokens."""
         return max(
             abs(other_s(predictor, op, row.m, row.context) / row.seconds - 1)
@@ -156,7 +156,10 @@ def test_the_model_that_is_measured_for_weighs_most() -> None:
             if row.m <= DECODE_TOKENS and row.sizes["heads"] == small.heads
         )
 
-    (alike,), (own,) = fit_others(rows), fit_others(rows, reference_ops(small, WeightFormat.F32))
+    (alike,), (own,) = (
+        fit_non_matmul(rows),
+        fit_non_matmul(rows, reference_ops(small, WeightFormat.F32)),
+    )
     assert error(own) < 0.02 < error(alike)
 
 
@@ -166,7 +169,7 @@ def test_every_kind_is_checked_and_timed(backend: str) -> None:
     options = {"kind": kind} if backend == "reference" else {}
     device = open_device(backend, **options)
     try:
-        meter = OtherMeter(kind, device, SystemClock())
+        meter = NonMatmulMeter(kind, device, SystemClock())
         for op in reference_ops(Block(64, 96, 4, 2, 16), WeightFormat.F32):
             assert meter.check(op) is None
         assert meter.time(Case(ops.AddPositions(d=64, rows=128), 32, 0, 1 << 12)).seconds > 0
@@ -178,7 +181,7 @@ def test_every_kind_is_checked_and_timed(backend: str) -> None:
 def test_a_small_vocabulary_is_looked_up_within_its_table(backend: str) -> None:
     with open_device(backend) as device:
         kind = device.capabilities.kind
-        meter = OtherMeter(kind, device, SystemClock(), cold=0)
+        meter = NonMatmulMeter(kind, device, SystemClock(), cold=0)
         for vocab in (4096, 50):  # the smaller one after the larger one has drawn its tokens
             embed = ops.Embed(vocab=vocab, d=32, weight_format=WeightFormat.W4A16)
             assert meter.check(embed) is None

@@ -11,7 +11,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.ops import Op
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.profiler import bandwidth, energy, other_ops, preparation
+from hetero.profiler import bandwidth, energy, non_matmul_ops, preparation
 from hetero.profiler import sync as sync_costs
 from hetero.profiler.environment import read_environment
 from hetero.profiler.grid import Task
@@ -23,8 +23,8 @@ from hetero.profiler.records import (
     DeviceSync,
     Environment,
     HostSync,
-    OtherPredictor,
-    OtherRow,
+    NonMatmulPredictor,
+    NonMatmulRow,
     Power,
     PreparationRow,
     Quarantine,
@@ -37,18 +37,18 @@ STAGE_TASK = (128, 2048)  # m and k of the matmuls whose rows tell a stage
 STAGE_WEIGHT = (1024, 1024)  # n and k of those whose tokens do
 # When both devices are measured at once: a shared machine has bursts of seconds in which its memory
 # is slow, or its two cores are threads of one, and a stretch of rounds may lie within one.
-STRETCHES: Final = tuple(f"bandwidth {turn}" for turn in range(1, 6))
+BANDWIDTH_REPEATS: Final = tuple(f"bandwidth {turn}" for turn in range(1, 6))
 R = TypeVar("R", bound=Record)
 
 
-class Together(Record):
+class ConcurrentBandwidth(Record):
     """Both devices at once."""
 
     bandwidth: Bandwidth
     contention: tuple[Contention, ...]
 
     @classmethod
-    def median(cls, found: Sequence[Together]) -> Together:
+    def median(cls, found: Sequence[ConcurrentBandwidth]) -> ConcurrentBandwidth:
         """The median of every value of measurements of the same devices and formats."""
         first = found[0]
         return cls(
@@ -75,16 +75,16 @@ class MaybePower(Record):
     note: str
 
 
-class Others(Record):
+class NonMatmulRows(Record):
     """The kernels that are not matmuls."""
 
-    rows: tuple[OtherRow, ...]
-    predictors: tuple[OtherPredictor, ...]
+    rows: tuple[NonMatmulRow, ...]
+    predictors: tuple[NonMatmulPredictor, ...]
     quarantined: tuple[Quarantine, ...]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class DeviceOverheads:
     """Measures the parts, each when it is asked for. `virtual`: null devices, whose results are not
     checked, on a clock that threads know nothing of. `checkpoint` is called between measurements
     and may end them by an exception.
@@ -160,16 +160,16 @@ class Surroundings:
             checkpoint=self.checkpoint,
         )
 
-    def together(self) -> list[Together]:
-        """Bandwidth and contention, one of the `STRETCHES`."""
+    def together(self) -> list[ConcurrentBandwidth]:
+        """Bandwidth and contention, one of the `BANDWIDTH_REPEATS`."""
         formats = dict.fromkeys((self.weight_format, *self.options.weight_formats))
-        alone, contention = bandwidth.measure_together(
+        alone, contention = bandwidth.measure_concurrent(
             self.workload,
             tuple(formats),
             shapes=self.options.shapes,
             rounds=2 if self.options.quick else 5,
         )
-        return [Together(bandwidth=alone, contention=contention)]
+        return [ConcurrentBandwidth(bandwidth=alone, contention=contention)]
 
     def power(self) -> list[MaybePower]:
         """Power of each device and both."""
@@ -179,13 +179,15 @@ class Surroundings:
         loads = {n: bandwidth.load(self.workload, self.weight_format, n) for n in names}
         return [MaybePower(power=energy.measure_power(self.clock, loads), note="")]
 
-    def others(self, records: Mapping[DeviceKind, DeviceRecord]) -> list[Others]:
+    def others(self, records: Mapping[DeviceKind, DeviceRecord]) -> list[NonMatmulRows]:
         """The kernels that are not matmuls: checked, timed, fitted."""
         timed, quarantined = self.timed_others(records)
         return [
-            Others(
+            NonMatmulRows(
                 rows=tuple(row for row, _ in timed),
-                predictors=other_ops.fit_others(timed, self.options.own_ops, self.options.fitting),
+                predictors=non_matmul_ops.fit_non_matmul(
+                    timed, self.options.own_ops, self.options.fitting
+                ),
                 quarantined=tuple(quarantined),
             )
         ]
@@ -194,12 +196,12 @@ class Surroundings:
         self,
         records: Mapping[DeviceKind, DeviceRecord],
         wanted: Callable[[DeviceKind, Op], bool] = lambda *_: True,
-    ) -> tuple[list[tuple[OtherRow, Op]], list[Quarantine]]:
+    ) -> tuple[list[tuple[NonMatmulRow, Op]], list[Quarantine]]:
         """Those that are wanted, checked and timed; and those that are wrong."""
-        timed: list[tuple[OtherRow, Op]] = []
+        timed: list[tuple[NonMatmulRow, Op]] = []
         quarantined: list[Quarantine] = []
         for kind in self.devices:
-            meter = other_ops.OtherMeter(
+            meter = non_matmul_ops.NonMatmulMeter(
                 kind,
                 self.devices[kind],
                 self.clock,
@@ -209,7 +211,7 @@ class Surroundings:
                 weight_format=self.weight_format,
                 pool=self.workload.pool,
             )
-            cases = other_ops.cases(
+            cases = non_matmul_ops.cases(
                 records[kind],
                 self.weight_format,
                 quick=self.options.quick,
@@ -225,7 +227,10 @@ class Surroundings:
         return timed, quarantined
 
     def _good(
-        self, meter: other_ops.OtherMeter, wanted: Mapping[Op, Any], quarantined: list[Quarantine]
+        self,
+        meter: non_matmul_ops.NonMatmulMeter,
+        wanted: Mapping[Op, Any],
+        quarantined: list[Quarantine],
     ) -> set[Op]:
         """Operations that the device takes and computes correctly; wrong ones are listed."""
         good = set()

@@ -1,4 +1,4 @@
-"""What trials found: a small JSON file for each driver on this processor, checked when read."""
+"""What self-tests found: a small JSON file for each driver on this processor, checked when read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetero.backends.host.versions import installed_version
 from hetero.backends.opencl.drivers.icd import DEVICE_NODES, Candidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.kernel_files import sources_digest
-from hetero.backends.opencl.proving.store import write_whole
+from hetero.backends.opencl.self_test.store import write_whole
 
 SCHEMA_VERSION: Final = 1
 FOLDER: Final = "verdicts"
@@ -44,7 +44,7 @@ class _Record(pydantic.BaseModel):
 
 
 class Attempt(_Record):
-    """A trial of one level. `lasting`: it would end the same way again."""
+    """A self-test of one level. `lasting`: it would end the same way again."""
 
     level: str
     outcome: Outcome
@@ -59,7 +59,7 @@ class Attempt(_Record):
         return f"level {self.level} {verb}{f' ({self.detail})' if self.detail else ''}"
 
 
-class DeviceVerdict(_Record):
+class DeviceResult(_Record):
     """A device as its driver describes it, and how its levels did."""
 
     platform: str
@@ -71,7 +71,7 @@ class DeviceVerdict(_Record):
     attempts: tuple[Attempt, ...] = ()
 
     def attempt(self, level: Level) -> Attempt | None:
-        """The trial of a level, None if it was not tried."""
+        """The self-test of a level, None if it was not tried."""
         return next((a for a in self.attempts if a.level == level.name), None)
 
     @property
@@ -80,7 +80,7 @@ class DeviceVerdict(_Record):
         return f"{self.platform} / {self.name}"
 
 
-class Verdict(_Record):
+class SelfTestResult(_Record):
     """A driver's devices. `problem` says why there is none, `lasting` that it will be so again as
     long as `circumstances` are the same.
     """
@@ -93,7 +93,7 @@ class Verdict(_Record):
     problem: str = ""
     lasting: bool = True
     circumstances: str = ""
-    devices: tuple[DeviceVerdict, ...] = ()
+    devices: tuple[DeviceResult, ...] = ()
 
 
 def circumstances() -> str:
@@ -114,8 +114,8 @@ def circumstances() -> str:
     return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
 
 
-def verdict_key(candidate: Candidate) -> str:
-    """Everything that a verdict depends on."""
+def result_key(candidate: Candidate) -> str:
+    """Everything that a result depends on."""
     environment = sorted(
         f"{name}={value}"
         for name, value in os.environ.items()
@@ -134,17 +134,17 @@ def verdict_key(candidate: Candidate) -> str:
     return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
 
 
-def verdict_path(root: Path, key: str) -> Path:
-    """Where a verdict is kept."""
+def result_path(root: Path, key: str) -> Path:
+    """Where a result is kept."""
     return root / FOLDER / f"{key[:32]}.json"
 
 
-def read_verdict(path: Path, key: str) -> Verdict | None:
-    """The verdict of this key, None where there is none that is whole, or where a driver had no
+def read_result(path: Path, key: str) -> SelfTestResult | None:
+    """The result of this key, None where there is none that is whole, or where a driver had no
     device in other circumstances.
     """
     try:
-        found = Verdict.model_validate_json(path.read_bytes())
+        found = SelfTestResult.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     if found.key != key or (found.problem and found.circumstances != circumstances()):
@@ -154,18 +154,18 @@ def read_verdict(path: Path, key: str) -> Verdict | None:
     return found
 
 
-def write_verdict(path: Path, verdict: Verdict) -> None:
+def write_result(path: Path, result: SelfTestResult) -> None:
     """Keep what would end the same way again. Raises `OSError`."""
     kept = [
         device.model_copy(update={"attempts": tuple(a for a in device.attempts if a.lasting)})
-        for device in verdict.devices
+        for device in result.devices
     ]
-    content = verdict.model_copy(update={"devices": tuple(kept)}).model_dump_json(indent=1)
+    content = result.model_copy(update={"devices": tuple(kept)}).model_dump_json(indent=1)
     write_whole(path, content.encode())
 
 
-def drop_verdicts(paths: list[Path]) -> None:
-    """Forget verdicts: what they say is tried again."""
+def drop_results(paths: list[Path]) -> None:
+    """Forget results: what they say is tried again."""
     for path in paths:
         if path.parent.name == FOLDER and path.suffix == ".json":
             with contextlib.suppress(OSError):

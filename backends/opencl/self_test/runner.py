@@ -1,9 +1,9 @@
-"""Trials: a driver and a level are used in this process only after a child has used them.
+"""Self-tests: a driver and a level are used in this process only after a child has used them.
 
 For each driver the best level of this machine is tried first; a child that crashes, hangs or
 computes something else than the numpy twin costs a sentence, and the next level down is tried. What
-was found is kept with everything it depends on (`verdicts`), and the kernels that a trial compiled
-are those that the first model loads (`store`).
+was found is kept with everything it depends on (`results`), and the kernels that a self-test
+compiled are those that the first model loads (`store`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from hetero.backends.host.affinity import core_count
 from hetero.backends.host.limits import time_limit
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.drivers.levels import LEVELS, Level
-from hetero.backends.opencl.proving.run_folder import run_folder
-from hetero.backends.opencl.proving.store import KernelStore, keep_newest
-from hetero.backends.opencl.proving.supervisor import Job, Worker, WorkerGoneError, hello
-from hetero.backends.opencl.proving.verdicts import (
-    Attempt,
-    DeviceVerdict,
-    Verdict,
-    circumstances,
-    drop_verdicts,
-    read_verdict,
-    verdict_key,
-    verdict_path,
-    write_verdict,
-)
 from hetero.backends.opencl.reports import CHECKING, PREPARING
+from hetero.backends.opencl.self_test.results import (
+    Attempt,
+    DeviceResult,
+    SelfTestResult,
+    circumstances,
+    drop_results,
+    read_result,
+    result_key,
+    result_path,
+    write_result,
+)
+from hetero.backends.opencl.self_test.run_folder import run_folder
+from hetero.backends.opencl.self_test.store import KernelStore, keep_newest
+from hetero.backends.opencl.self_test.supervisor import Job, Worker, WorkerGoneError, hello
 
 MOST_PARTS: Final = 4
-LOCK_S: Final = 300.0  # how long another process's trial of the same is waited for
+LOCK_S: Final = 300.0  # how long another process's self-test of the same is waited for
 
 Tell: TypeAlias = Callable[[str], None]
 
@@ -53,8 +53,8 @@ def tell_on_stderr(sentence: str) -> None:
 
 
 @dataclass
-class Trials:
-    """Verdicts of this machine's drivers, from the cache in `root` or by trial."""
+class SelfTests:
+    """Results of this machine's drivers, from the cache in `root` or by self-test."""
 
     root: Path
     tell: Tell = tell_on_stderr
@@ -62,32 +62,32 @@ class Trials:
     def __post_init__(self) -> None:
         self.run = run_folder(self.root)
         self._suspected = set(self.run.suspects)
-        drop_verdicts(self.run.suspects)
+        drop_results(self.run.suspects)
         self.run.suspects.clear()
 
-    def known(self, candidate: Candidate) -> Verdict | None:
-        """The kept verdict, None where there is none."""
-        key = verdict_key(candidate)
-        return self._read(verdict_path(self.root, key), key)
+    def known(self, candidate: Candidate) -> SelfTestResult | None:
+        """The kept result, None where there is none."""
+        key = result_key(candidate)
+        return self._read(result_path(self.root, key), key)
 
     def path(self, candidate: Candidate) -> Path:
-        """Where a driver's verdict is kept."""
-        return verdict_path(self.root, verdict_key(candidate))
+        """Where a driver's result is kept."""
+        return result_path(self.root, result_key(candidate))
 
     def examine(
         self, candidate: Candidate, forced: Level | None = None, *, retry: bool = False
-    ) -> Verdict:
-        """The verdict on a driver: of its best level that holds, or of the one that is forced. With
+    ) -> SelfTestResult:
+        """The result on a driver: of its best level that holds, or of the one that is forced. With
         `retry`, one that had no device is loaded again.
         """
-        key = verdict_key(candidate)
-        path = verdict_path(self.root, key)
+        key = result_key(candidate)
+        path = result_path(self.root, key)
         levels = (forced,) if forced is not None else candidate.driver.levels()
         found = self._read(path, key, retry)
         if found is not None and _is_complete(found, levels):
             return found
         with self._one_at_a_time(path):
-            found = self._read(path, key, retry) or Verdict(
+            found = self._read(path, key, retry) or SelfTestResult(
                 key=key, library=candidate.library, origin=candidate.origin,
                 driver=candidate.driver.name, circumstances=circumstances(),
             )  # fmt: skip
@@ -109,30 +109,30 @@ class Trials:
         return Job(candidate.library, candidate.origin, level.name, str(folder), stores)
 
     def _try_levels(
-        self, candidate: Candidate, verdict: Verdict, levels: tuple[Level, ...]
-    ) -> Verdict:
+        self, candidate: Candidate, result: SelfTestResult, levels: tuple[Level, ...]
+    ) -> SelfTestResult:
         again = self.path(candidate) in self._suspected
         meter = _Meter(self.tell, CHECKING if again else PREPARING)
         for level in levels:
-            verdict = self._try_level(candidate, verdict, level, levels, meter)
-            if verdict.problem or all(passed_level(d, levels) for d in verdict.devices):
+            result = self._try_level(candidate, result, level, levels, meter)
+            if result.problem or all(passed_level(d, levels) for d in result.devices):
                 break
         meter.end()
-        for device in verdict.devices:
+        for device in result.devices:
             for attempt in device.attempts:
                 if attempt.outcome != "passed":
                     self.tell(f"OpenCL by {device.title}: {attempt.sentence}")
-        return verdict
+        return result
 
     def _try_level(
         self,
         candidate: Candidate,
-        verdict: Verdict,
+        result: SelfTestResult,
         level: Level,
         levels: tuple[Level, ...],
         meter: _Meter,
-    ) -> Verdict:
-        """The verdict with an attempt of this level for each device of which none passed."""
+    ) -> SelfTestResult:
+        """The result with an attempt of this level for each device of which none passed."""
         store = self.store(candidate, level)
         used = store.is_used()
         child = _Child(self, candidate, level, 0)
@@ -140,11 +140,11 @@ class Trials:
             rows = child.rows()
         except WorkerGoneError as gone:
             problem = f"loading it {gone.outcome} ({gone.detail})"
-            return verdict.model_copy(update={"problem": problem, "lasting": gone.lasting})
-        devices = verdict.devices or tuple(DeviceVerdict.model_validate(row) for row in rows)
+            return result.model_copy(update={"problem": problem, "lasting": gone.lasting})
+        devices = result.devices or tuple(DeviceResult.model_validate(row) for row in rows)
         if not devices:
             child.close()
-            return verdict.model_copy(update={"problem": "CL_DEVICE_NOT_FOUND"})
+            return result.model_copy(update={"problem": "CL_DEVICE_NOT_FOUND"})
         others = [_Child(self, candidate, level, part) for part in range(1, _parts(candidate))]
         children = [child, *others]
         tried = []
@@ -159,7 +159,7 @@ class Trials:
             attempts = (*device.attempts, attempt)
             tried.append(device.model_copy(update={"attempts": attempts}))
         child.close()
-        return verdict.model_copy(update={"devices": tuple(tried)})
+        return result.model_copy(update={"devices": tuple(tried)})
 
     def _one_at_a_time(self, path: Path) -> AbstractContextManager[object]:
         """Two first starts at once: the second takes what the first has found."""
@@ -171,29 +171,29 @@ class Trials:
             return nullcontext()
         return _Held(lock)
 
-    def _read(self, path: Path, key: str, retry: bool = False) -> Verdict | None:
-        found = read_verdict(path, key) or _UNKEPT.get(path)
+    def _read(self, path: Path, key: str, retry: bool = False) -> SelfTestResult | None:
+        found = read_result(path, key) or _UNKEPT.get(path)
         return None if found is not None and retry and found.problem else found
 
-    def _keep(self, path: Path, verdict: Verdict) -> None:
-        if not verdict.lasting:
+    def _keep(self, path: Path, result: SelfTestResult) -> None:
+        if not result.lasting:
             return
         try:
-            write_verdict(path, verdict)
+            write_result(path, result)
             keep_newest(self.root / "kernels")
         except OSError as error:
-            passed = any(a.outcome == "passed" for d in verdict.devices for a in d.attempts)
+            passed = any(a.outcome == "passed" for d in result.devices for a in d.attempts)
             if passed and path not in _UNKEPT:
                 self.tell(
                     f"kernels cannot be kept in {self.root} ({error.strerror}), so they are "
                     "prepared at every start: make it writable, or name another in XDG_CACHE_HOME"
                 )
             if passed:
-                _UNKEPT[path] = verdict
+                _UNKEPT[path] = result
 
 
-# By path, of this process: verdicts that could not be written, and those of the same file later.
-_UNKEPT: dict[Path, Verdict] = {}
+# By path, of this process: results that could not be written, and those of the same file later.
+_UNKEPT: dict[Path, SelfTestResult] = {}
 
 
 class _Held(AbstractContextManager[object]):
@@ -205,11 +205,13 @@ class _Held(AbstractContextManager[object]):
 
 
 class _Child:
-    """The child that tries one part of a level's cases, made anew after it died."""
+    """The child that tries one part of a level's cases, started again after it died."""
 
-    def __init__(self, trials: Trials, candidate: Candidate, level: Level, part: int) -> None:
+    def __init__(
+        self, self_tests: SelfTests, candidate: Candidate, level: Level, part: int
+    ) -> None:
         self.level = level
-        self._trials = trials
+        self._self_tests = self_tests
         self._candidate = candidate
         self._part = part
         self._started = 0
@@ -221,9 +223,9 @@ class _Child:
         Each process has a folder of its own: what killed one is not there for the next.
         """
         self._started += 1
-        name = f"trial-{_short(self._candidate.fingerprint())}-{self.level.name}"
-        folder = self._trials.run.path / f"{name}-{self._part}-{self._started}"
-        self._worker, rows = hello(self._trials.job(self._candidate, self.level, folder))
+        name = f"self-test-{_short(self._candidate.fingerprint())}-{self.level.name}"
+        folder = self._self_tests.run.path / f"{name}-{self._part}-{self._started}"
+        self._worker, rows = hello(self._self_tests.job(self._candidate, self.level, folder))
         return tuple(rows)
 
     def attempt(self, device: int, parts: int, meter: _Meter) -> Attempt:
@@ -234,7 +236,7 @@ class _Child:
             if self._worker is None:
                 self.rows()
             assert self._worker is not None
-            self._worker.say({"do": "trial", "device": device, "part": self._part, "of": parts})
+            self._worker.say({"do": "self-test", "device": device, "part": self._part, "of": parts})
             answer = self._worker.hear()
             while "done" in answer:
                 meter.show(self._part, answer["done"], answer["all"])
@@ -262,12 +264,12 @@ class _Child:
 
 
 def _parts(candidate: Candidate) -> int:
-    """Children that share a trial's cases: compilers take one core each."""
+    """Children that share a self-test's cases: compilers take one core each."""
     return min(MOST_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
 
 
 def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:
-    """All parts of a trial at once; the first that did not pass speaks for all."""
+    """All parts of a self-test at once; the first that did not pass speaks for all."""
     with ThreadPoolExecutor(len(children)) as pool:
         ends = list(pool.map(lambda c: c.attempt(device, len(children), meter), children))
     said: Attempt = min(ends, key=lambda end: end.outcome == "passed")
@@ -303,17 +305,17 @@ class _Meter:
             print(file=sys.stderr)
 
 
-def _is_complete(verdict: Verdict, levels: tuple[Level, ...]) -> bool:
+def _is_complete(result: SelfTestResult, levels: tuple[Level, ...]) -> bool:
     """Whether there is nothing left to try of these levels."""
-    if verdict.problem:
+    if result.problem:
         return True
-    return bool(verdict.devices) and all(
+    return bool(result.devices) and all(
         passed_level(device, levels) is not None or all(device.attempt(level) for level in levels)
-        for device in verdict.devices
+        for device in result.devices
     )
 
 
-def passed_level(device: DeviceVerdict, levels: tuple[Level, ...]) -> Level | None:
+def passed_level(device: DeviceResult, levels: tuple[Level, ...]) -> Level | None:
     """The best of these levels that passed."""
     for level in levels:
         attempt = device.attempt(level)

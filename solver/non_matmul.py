@@ -42,7 +42,7 @@ Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of tho
 
 
 @dataclass(frozen=True)
-class Rests:
+class NonMatmulTimes:
     """One device's time of everything that is no matmul of a plan: before the layers, and behind
     each matmul (those with nothing behind them are left out). `shared`: behind a matmul, the same
     with attention's heads shared by both devices (`hetero.solver.heads`).
@@ -58,14 +58,14 @@ class Rests:
         return "gpu" if self.head.mode == "gpu" else "npu"
 
 
-class RestCosts:
+class NonMatmulCosts:
     """Times of a model's other operators on one profile. Raises `ProfileError` if no device has
     all of them.
     """
 
     def __init__(self, cost: CostModel, graph: ModelGraph, overheads: Overheads) -> None:
         self.cost, self.graph, self.overheads = cost, graph, overheads
-        self._known: dict[tuple[DeviceKind, int, int], Rests] = {}
+        self._known: dict[tuple[DeviceKind, int, int], NonMatmulTimes] = {}
         stages = (*graph.block, *graph.tail)
         self._shares: list[tuple[OpName | None, Share]] = [
             *((None, share) for share in graph.head),
@@ -108,7 +108,7 @@ class RestCosts:
                     found[Substitution(name, source).note] = None
         return tuple(found)
 
-    def on(self, kind: DeviceKind, m: int, context: int) -> Rests:
+    def on(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
         """Times of m tokens after `context` others on one of `devices`."""
         key = (kind, m, context)
         if key not in self._known:
@@ -117,7 +117,7 @@ class RestCosts:
             self._known[key] = self._rests(kind, m, context)
         return self._known[key]
 
-    def _rests(self, kind: DeviceKind, m: int, context: int) -> Rests:
+    def _rests(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
         if kind not in self._timers:
             self._timers[kind] = [
                 timer_of(self.cost, self._where(kind, x.op), x.op) for _, x in self._shares
@@ -127,7 +127,7 @@ class RestCosts:
         for (name, share), timer in zip(self._shares, self._timers[kind], strict=True):
             times[name] = times.get(name, 0.0) + share.times * timer(tokens, context)
         overheads = self.overheads.at(m)
-        return Rests(
+        return NonMatmulTimes(
             _option(kind, times.pop(None), overheads),
             {name: _option(kind, x, overheads) for name, x in times.items() if name is not None},
         )
@@ -142,16 +142,16 @@ def timer_of(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
     return lambda tokens, context: other_s(predictor, op, tokens, context)
 
 
-def seconds_by_kind(graph: ModelGraph, rests: Rests) -> dict[str, float]:
+def seconds_by_kind(graph: ModelGraph, non_matmul: NonMatmulTimes) -> dict[str, float]:
     """Seconds of the other operators of a layer, each time, by what they do: `head` (before the
     layers), then `attention`, `norm`, `activation`; by the matmul that they are behind where they
     do several of these things.
     """
-    found: dict[str, list[float]] = {"head": [rests.head.together_s]}
+    found: dict[str, list[float]] = {"head": [non_matmul.head.elapsed_s]}
     for stage in graph.block:
-        if stage.name in rests.behind:
+        if stage.name in non_matmul.behind:
             name = _kind(stage.behind) or stage.name
-            found.setdefault(name, []).append(rests.behind[stage.name].together_s)
+            found.setdefault(name, []).append(non_matmul.behind[stage.name].elapsed_s)
     return {name: statistics.fmean(seconds) for name, seconds in found.items()}
 
 

@@ -38,8 +38,8 @@ from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
 from hetero.profiler.records import (
     DECODE_TOKENS,
     DeviceRecord,
-    OtherPredictor,
-    OtherRow,
+    NonMatmulPredictor,
+    NonMatmulRow,
     Quarantine,
 )
 from hetero.profiler.stats import relative_errors, summarize
@@ -54,7 +54,7 @@ CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherPolicy:
+class NonMatmulPolicy:
     """How operations that are not matmuls are timed. Seconds where a name ends in `_s`.
 
     samples          of a case,
@@ -95,7 +95,7 @@ class OtherPolicy:
     attention_pairs: int = 5
 
 
-DEFAULT: Final = OtherPolicy()
+DEFAULT: Final = NonMatmulPolicy()
 
 
 class Block(NamedTuple):
@@ -239,7 +239,7 @@ def cases(
     return found
 
 
-class OtherMeter:
+class NonMatmulMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
     They are timed as in a step, behind other reading of up to `cold` bytes (0: in a loop).
@@ -263,7 +263,7 @@ class OtherMeter:
         model_bytes: int | None = None,
         weight_format: WeightFormat = WeightFormat.F32,
         pool: WeightPool | None = None,
-        policy: OtherPolicy = DEFAULT,
+        policy: NonMatmulPolicy = DEFAULT,
     ) -> None:
         self.kind, self.device, self.clock = kind, device, clock
         self.policy = policy
@@ -297,12 +297,12 @@ class OtherMeter:
                 return found
         return None
 
-    def time(self, case: Case) -> OtherRow:
+    def time(self, case: Case) -> NonMatmulRow:
         """Median of a few batches of launches, or of calls where a step has one at a time."""
         call, tensors = self._bind(case.op, case.m, case.context)
         call.run()
         summary = summarize(self._samples(case, call, tensors))
-        return OtherRow(
+        return NonMatmulRow(
             device=self.kind,
             op=op_name(case.op),
             sizes=sizes_of(case.op),
@@ -422,7 +422,7 @@ class OtherMeter:
             for _ in range(count):
                 kernel = self.device.prepare(op, self._pool.weights(op))
                 found.append(kernel.bind(tensors, case.m))
-            self.device.settle()
+            self.device.compact_weights()
             found[0].run()
             each_s = max(self._batch(found[: policy.turns]), policy.least_s)
             leads = TimingPolicy().leads(policy.lead_s, each_s)
@@ -512,15 +512,17 @@ def sizes_of(op: Op) -> dict[str, int]:
     }
 
 
-def fit_others(
-    rows: Iterable[tuple[OtherRow, Op]], own: Iterable[Op] = (), fitting: Fitting = DEFAULT_FITTING
-) -> tuple[OtherPredictor, ...]:
+def fit_non_matmul(
+    rows: Iterable[tuple[NonMatmulRow, Op]],
+    own: Iterable[Op] = (),
+    fitting: Fitting = DEFAULT_FITTING,
+) -> tuple[NonMatmulPredictor, ...]:
     """One predictor for each device and kind of operation: non-negative weights of its work.
 
     `own` are the operations of the one model that the profile is for: others, whose tensors may lie
     in other caches (attention of eight times as many heads), say little about its times.
     """
-    groups: dict[tuple[DeviceKind, str], list[tuple[OtherRow, Op]]] = {}
+    groups: dict[tuple[DeviceKind, str], list[tuple[NonMatmulRow, Op]]] = {}
     for row, op in rows:
         groups.setdefault((row.device, row.op), []).append((row, op))
     known = [sizes_of(op) for op in own]
@@ -533,10 +535,10 @@ def fit_others(
 def _fit_one(
     kind: DeviceKind,
     name: str,
-    rows: list[tuple[OtherRow, Op]],
+    rows: list[tuple[NonMatmulRow, Op]],
     own: Sequence[dict[str, int]],
     fitting: Fitting,
-) -> OtherPredictor:
+) -> NonMatmulPredictor:
     terms = [work(op, row.m, row.context) for row, op in rows]
     columns = np.asarray([list(term.values()) for term in terms])
     seconds = np.asarray([row.seconds for row, _ in rows])
@@ -551,7 +553,7 @@ def _fit_one(
     predicted = np.empty_like(seconds)
     for side, found in zip(sides, fits, strict=True):
         predicted[side] = columns[side] @ found
-    return OtherPredictor(
+    return NonMatmulPredictor(
         device=kind,
         op=name,
         coefficients=named[-1],

@@ -25,7 +25,7 @@ from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.host.files import try_room
 
 RUNS: Final = "runs"
-USED: Final = "used"  # file in the folder: verdicts that the process relies on, a line each
+USED: Final = "used"  # file in the folder: results that the process relies on, a line each
 PREFIX: Final = "hetero-opencl-"
 
 

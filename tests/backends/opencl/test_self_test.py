@@ -1,4 +1,4 @@
-"""Trials in child processes: faults end on the next level down, whatever the processor is."""
+"""Self-tests in child processes: faults end on the next level down, whatever the processor is."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.opencl.drivers import levels
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.proving import supervisor, trial, verdicts
-from hetero.backends.opencl.proving.compiler import Variant
-from hetero.backends.opencl.proving.store import SUFFIX
-from hetero.backends.opencl.proving.trial import Trials, passed_level
-from hetero.backends.opencl.proving.verdicts import Verdict
 from hetero.backends.opencl.reports import CHECKING, PREPARING
+from hetero.backends.opencl.self_test import results, runner, supervisor
+from hetero.backends.opencl.self_test.compiler import Variant
+from hetero.backends.opencl.self_test.results import SelfTestResult
+from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
+from hetero.backends.opencl.self_test.store import SUFFIX
 from tests.thinning import ALL
 
 PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))
@@ -38,14 +38,14 @@ def linked(path: Path, link: Path) -> None:
 
 
 @pytest.fixture
-def trials(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
-    """With a cache of its own that has every kernel and no verdict."""
+def self_tests(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SelfTests:
+    """With a cache of its own that has every kernel and no result."""
     for path in kernels.glob(f"*/*{SUFFIX}"):
         link = tmp_path / "kernels" / path.parent.name / path.name
         link.parent.mkdir(parents=True, exist_ok=True)
         linked(path, link)
     monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
-    return Trials(tmp_path, tell=lambda _: None)
+    return SelfTests(tmp_path, tell=lambda _: None)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *, first: int | None = FEW, **planted: object) -> None:
@@ -55,12 +55,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, *, first: int | None = FEW, **planted
 
 
 def has_flags(monkeypatch: pytest.MonkeyPatch, flags: frozenset[str]) -> None:
-    for module in (levels, verdicts):
+    for module in (levels, results):
         monkeypatch.setattr(module, "cpu_flags", lambda: flags)
 
 
-def outcomes(verdict: Verdict) -> list[tuple[str, str]]:
-    return [(a.level, a.outcome) for a in verdict.devices[0].attempts]
+def outcomes(result: SelfTestResult) -> list[tuple[str, str]]:
+    return [(a.level, a.outcome) for a in result.devices[0].attempts]
 
 
 FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
@@ -70,21 +70,21 @@ FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("depth", range(len(OWN)), ids=[level.name for level in OWN])
 def test_a_fault_ends_on_the_next_level_down(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, depth: int, fault: str
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, depth: int, fault: str
 ) -> None:
     """On a processor whose best level this is; it is named, and the next one is used."""
     level, below = OWN[depth], OWN[depth + 1 : depth + 2]
     has_flags(monkeypatch, level.flags)
     plant(monkeypatch, faults={level.name: fault})
     said: list[str] = []
-    trials.tell = said.append
-    verdict = trials.examine(pocl)
-    assert outcomes(verdict) == [(level.name, FAULTS[fault]), *((x.name, "passed") for x in below)]
-    assert passed_level(verdict.devices[0], OWN) is (below[0] if below else None)
+    self_tests.tell = said.append
+    result = self_tests.examine(pocl)
+    assert outcomes(result) == [(level.name, FAULTS[fault]), *((x.name, "passed") for x in below)]
+    assert passed_level(result.devices[0], OWN) is (below[0] if below else None)
     assert [level.name in sentence for sentence in said if sentence != PREPARING] == [True]
     # What was found is kept: nothing is tried again.
     monkeypatch.setattr(supervisor, "worker_command", lambda: ("false",))
-    assert Trials(trials.root, tell=pytest.fail).examine(pocl) == verdict
+    assert SelfTests(self_tests.root, tell=pytest.fail).examine(pocl) == result
 
 
 # LLVM 14's name for each processor, and which flags of a level it has: at most those of this one.
@@ -113,7 +113,7 @@ PROCESSORS = [
 
 @pytest.mark.parametrize(("name", "llvm", "level"), PROCESSORS, ids=[p[0] for p in PROCESSORS])
 def test_every_processor_computes_right(
-    trials: Trials,
+    self_tests: SelfTests,
     pocl: Candidate,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -127,10 +127,10 @@ def test_every_processor_computes_right(
     if not flags <= OWN[0].flags:
         pytest.skip(f"this processor has no {level}")
     has_flags(monkeypatch, flags)
-    monkeypatch.setattr(trial, "MOST_PARTS", 1)  # children whose start takes as long as the rest
+    monkeypatch.setattr(runner, "MOST_PARTS", 1)  # children whose start takes as long as the rest
     first = next(p[0] for p in PROCESSORS if p[2] == level)
     plant(monkeypatch, first=None if ALL or name == first else FEW, cpu_name=llvm)
-    assert outcomes(trials.examine(pocl)) == [(level, "passed")]
+    assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
 
 
 @pytest.mark.skipif(
@@ -139,88 +139,92 @@ def test_every_processor_computes_right(
 def test_without_the_repair_such_a_processor_fails(
     pocl: Candidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the repair is for, and that a trial finds it out: LLVM crashes, or compiles for ever."""
+    """What the repair is for, and that a self-test finds it out: LLVM crashes, or compiles for
+    ever.
+    """
     monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
     monkeypatch.setattr(supervisor, "SILENCE_S", 10.0)
     plant(monkeypatch, first=None, cpu_name="znver3", unrepaired=True)
-    verdict = Trials(tmp_path, tell=lambda _: None).examine(pocl, OWN[0])
-    ((level, outcome),) = outcomes(verdict)
+    result = SelfTests(tmp_path, tell=lambda _: None).examine(pocl, OWN[0])
+    ((level, outcome),) = outcomes(result)
     assert (level, outcome in ("crashed", "failed", "hung")) == (OWN[0].name, True)
 
 
 def test_kernels_of_an_earlier_run_are_not_blamed_on_the_level(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An entry that is whole but wrong: it is compiled again before the level is given up."""
-    store = trials.store(pocl, OWN[0])
+    store = self_tests.store(pocl, OWN[0])
     entries = sorted(store.folders[0].iterdir())
     for path in entries:
         files = store.get(path.stem)
         assert files is not None
         store.put(path.stem, dict.fromkeys(files, b"\x7fELF"))
     plant(monkeypatch)
-    assert outcomes(trials.examine(pocl)) == [(OWN[0].name, "passed")]
+    assert outcomes(self_tests.examine(pocl)) == [(OWN[0].name, "passed")]
 
 
 def test_a_run_that_was_killed_is_tried_again(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    trials.examine(pocl)
-    assert trials.known(pocl) is not None
-    verdicts.drop_verdicts([trials.path(pocl), trials.root / "elsewhere.json"])
-    assert trials.known(pocl) is None
+    self_tests.examine(pocl)
+    assert self_tests.known(pocl) is not None
+    results.drop_results([self_tests.path(pocl), self_tests.root / "elsewhere.json"])
+    assert self_tests.known(pocl) is None
 
 
 def test_after_a_run_that_was_killed_it_says_so(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    trials.examine(pocl)
+    self_tests.examine(pocl)
     said: list[str] = []
-    trials.run.suspects.append(trials.path(pocl))
-    again = Trials(trials.root, tell=said.append)
+    self_tests.run.suspects.append(self_tests.path(pocl))
+    again = SelfTests(self_tests.root, tell=said.append)
     assert outcomes(again.examine(pocl)) == [(OWN[0].name, "passed")]
     assert said == [CHECKING]
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
 def test_a_broken_verdict_is_made_anew(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, damage: str
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    path = trials.path(pocl)
+    path = self_tests.path(pocl)
     path.parent.mkdir()
     path.write_text(damage, encoding="utf-8")
     plant(monkeypatch)
-    assert outcomes(trials.examine(pocl)) == [(OWN[0].name, "passed")]
-    assert trials.known(pocl) is not None
+    assert outcomes(self_tests.examine(pocl)) == [(OWN[0].name, "passed")]
+    assert self_tests.known(pocl) is not None
 
 
 def test_what_is_killed_from_outside_is_not_kept(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child that the system ended for want of memory says nothing of the level."""
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     monkeypatch.setattr(supervisor, "worker_command", lambda: (sys.executable, "-c", code))
-    verdict = trials.examine(pocl)
-    assert "SIGKILL" in verdict.problem
-    assert trials.known(pocl) is None
+    result = self_tests.examine(pocl)
+    assert "SIGKILL" in result.problem
+    assert self_tests.known(pocl) is None
 
 
 def test_a_silent_child_is_a_hang(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = (sys.executable, "-c", "import time; time.sleep(60)")
     monkeypatch.setattr(supervisor, "worker_command", lambda: silent)
     monkeypatch.setattr(supervisor, "SILENCE_S", 0.3)
-    assert "hung (no answer for 0.3 s" in trials.examine(pocl).problem
+    assert "hung (no answer for 0.3 s" in self_tests.examine(pocl).problem
 
 
 class TestSupervisor:
     """Compiling for a running model in a child."""
 
-    def build(self, trials: Trials, pocl: Candidate, text: str, kernel: str | None = None) -> None:
-        job = trials.job(pocl, OWN[0], trials.run.path / "test")
+    def build(
+        self, self_tests: SelfTests, pocl: Candidate, text: str, kernel: str | None = None
+    ) -> None:
+        job = self_tests.job(pocl, OWN[0], self_tests.run.path / "test")
         builder = supervisor.Supervisor(job, 0)
         variant = None if kernel is None else Variant(kernel, (1,), (1,), "i")
         try:
@@ -229,44 +233,44 @@ class TestSupervisor:
             builder.close()
 
     def test_a_wrong_program_is_an_error_with_its_log(
-        self, trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+        self, self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plant(monkeypatch)
         with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE") as caught:
-            self.build(trials, pocl, "__kernel void broken( {")
+            self.build(self_tests, pocl, "__kernel void broken( {")
         assert "error:" in str(caught.value)
         assert "test.cl" in caught.value.operation
 
     def test_a_kernel_that_crashes_costs_an_error(
-        self, trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+        self, self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plant(monkeypatch)
         crash = "__kernel void down(const int n) { *(volatile __global int *)(size_t)16 = n; }"
         with pytest.raises(DeviceError, match=r"crashed.*SIGSEGV"):
-            self.build(trials, pocl, crash, "down")
+            self.build(self_tests, pocl, crash, "down")
 
     def test_what_compiles_is_kept(
-        self, trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+        self, self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plant(monkeypatch)
         text = "__kernel void fine(const int n) { }"
-        self.build(trials, pocl, text, "fine")
-        store = trials.store(pocl, OWN[0])
+        self.build(self_tests, pocl, text, "fine")
+        store = self_tests.store(pocl, OWN[0])
         source = ProgramSource("test.cl", text, ())
         assert store.get(source.digest)
         assert store.get(Variant("fine", (1,), (1,), "i").entry(source))
 
 
 def test_progress_is_said_once(
-    trials: Trials,
+    self_tests: SelfTests,
     pocl: Candidate,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     plant(monkeypatch)
-    trials.tell = trial.tell_on_stderr
-    trials.examine(pocl)
-    trials.examine(pocl)
+    self_tests.tell = runner.tell_on_stderr
+    self_tests.examine(pocl)
+    self_tests.examine(pocl)
     out, err = capfd.readouterr()
     assert (out, err) == ("", f"hetero: {PREPARING}\n")
 
@@ -322,7 +326,7 @@ CHANGES = (open_node, mount_sys, boot, enable, show_gpu, find_libraries, give_ti
 @pytest.mark.parametrize("code", [NOTHING, CRASH], ids=["no device", "crash"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_no_device_is_looked_for_again_when_its_cause_may_be_gone(
-    trials: Trials,
+    self_tests: SelfTests,
     pocl: Candidate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -330,44 +334,44 @@ def test_no_device_is_looked_for_again_when_its_cause_may_be_gone(
     code: str,
 ) -> None:
     root = tmp_path / "root"
-    monkeypatch.setattr(verdicts, "ROOT", root)
+    monkeypatch.setattr(results, "ROOT", root)
     started = count_children(monkeypatch, code)
-    problem = trials.examine(pocl).problem
+    problem = self_tests.examine(pocl).problem
     assert "CL_DEVICE_NOT_FOUND" in problem or "crashed" in problem
-    assert trials.examine(pocl).problem == problem
-    assert Trials(trials.root).known(pocl) is not None
+    assert self_tests.examine(pocl).problem == problem
+    assert SelfTests(self_tests.root).known(pocl) is not None
     assert len(started) == 1  # the same circumstances: not tried again
     change(root, monkeypatch)
-    assert Trials(trials.root).known(pocl) is None
-    trials.examine(pocl)
+    assert SelfTests(self_tests.root).known(pocl) is None
+    self_tests.examine(pocl)
     assert len(started) == 2
 
 
 def test_the_right_to_open_a_node_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
     open_node(tmp_path, monkeypatch)
-    before = verdicts.circumstances()
+    before = results.circumstances()
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert verdicts.circumstances() != before
+    assert results.circumstances() != before
 
 
 def test_a_driver_without_a_device_is_loaded_again_on_request(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `hetero doctor` does; a driver that passed is not."""
     started = count_children(monkeypatch, NOTHING)
     for _ in range(2):
-        assert trials.examine(pocl, retry=True).problem
+        assert self_tests.examine(pocl, retry=True).problem
     assert len(started) == 2
     monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
     plant(monkeypatch)
-    assert outcomes(trials.examine(pocl, retry=True))[0][1] == "passed"
+    assert outcomes(self_tests.examine(pocl, retry=True))[0][1] == "passed"
     monkeypatch.setattr(supervisor, "worker_command", lambda: ("false",))
-    assert outcomes(trials.examine(pocl, retry=True))[0][1] == "passed"
+    assert outcomes(self_tests.examine(pocl, retry=True))[0][1] == "passed"
 
 
 def test_a_child_that_works_is_no_hang(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine, where it had no core for longer than the limit."""
     asked: list[int] = []
@@ -380,19 +384,19 @@ def test_a_child_that_works_is_no_hang(
     monkeypatch.setattr(supervisor, "Patience", Working)
     monkeypatch.setattr(supervisor, "SILENCE_S", 0.05)
     plant(monkeypatch)
-    assert outcomes(trials.examine(pocl)) == [(OWN[0].name, "passed")]
+    assert outcomes(self_tests.examine(pocl)) == [(OWN[0].name, "passed")]
     assert asked
 
 
 @pytest.mark.parametrize("room", [True, False])
 def test_what_a_full_disk_breaks_is_not_kept(
-    trials: Trials, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, room: bool
+    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     """A driver's compiler does not say why it fails."""
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
-        "from hetero.backends.opencl.proving import worker\n"
+        "from hetero.backends.opencl.self_test import worker\n"
         "from hetero.backends.errors import DeviceError\n"
         "def fail(*_): raise DeviceError('opencl', 'building add', 'CL_BUILD_PROGRAM_FAILURE')\n"
         "worker.try_cases = fail\n"
@@ -400,6 +404,6 @@ def test_what_a_full_disk_breaks_is_not_kept(
         "worker.main()\n"
     )
     monkeypatch.setattr(supervisor, "worker_command", lambda: (sys.executable, "-c", code))
-    assert {outcome for _, outcome in outcomes(trials.examine(pocl))} == {"failed"}
-    kept = Trials(trials.root).known(pocl)
+    assert {outcome for _, outcome in outcomes(self_tests.examine(pocl))} == {"failed"}
+    kept = SelfTests(self_tests.root).known(pocl)
     assert kept is None or bool(kept.devices[0].attempts) == room

@@ -15,7 +15,7 @@ import pytest
 from hetero.backends import ops
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl import chain
+from hetero.backends.opencl import fused_launch
 from hetero.backends.opencl.calls import OpenCLCall
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.kernel_files import source
@@ -48,7 +48,7 @@ OPS: tuple[Op, ...] = (
 def device(device: OpenCLDevice) -> OpenCLDevice:
     """Whose work-groups are of one work-item: not a processor's without AVX2."""
     if device.tuning.lanes > 1:
-        pytest.skip(f"{device.tuning.family} has no chains")
+        pytest.skip(f"{device.tuning.family} has no fused launches")
     return device
 
 
@@ -81,17 +81,17 @@ class Calls:
         return [x.array.tobytes() for x in (*self._outputs, *(x for x, _ in self._caches))]
 
 
-def chained(device: OpenCLDevice, stages: Stages) -> OpenCLCall:
-    found = device.chain([stages])
+def fused(device: OpenCLDevice, stages: Stages) -> OpenCLCall:
+    found = device.fuse([stages])
     assert found is not None
     return found[0]
 
 
 @pytest.mark.parametrize("m", [1, 7])
-def test_a_chain_computes_what_its_calls_do(device: OpenCLDevice, m: int) -> None:
+def test_a_fused_launch_computes_the_same_as_its_calls(device: OpenCLDevice, m: int) -> None:
     made = Calls(device, OPS, m, seed=m)
     wanted = made.after(made.calls)
-    whole = chained(device, [[call] for call in made.calls])
+    whole = fused(device, [[call] for call in made.calls])
     for _ in range(3):  # it leaves its counters as it found them
         assert made.after([whole]) == wanted
     assert made.after([whole, whole]) == wanted
@@ -99,10 +99,10 @@ def test_a_chain_computes_what_its_calls_do(device: OpenCLDevice, m: int) -> Non
 
 
 def test_several_runs(device: OpenCLDevice) -> None:
-    """One program, a chain for each."""
+    """One program, a fused launch for each."""
     made = Calls(device, OPS, 1, seed=11)
     wanted = made.after(made.calls)
-    found = device.chain([[[x] for x in made.calls[:6]], [[x] for x in made.calls[6:]]])
+    found = device.fuse([[[x] for x in made.calls[:6]], [[x] for x in made.calls[6:]]])
     assert found is not None
     first, second = found
     assert first.launches[0][0].program is second.launches[0][0].program
@@ -114,7 +114,7 @@ def test_calls_of_a_stage(device: OpenCLDevice) -> None:
     made = Calls(device, (OPS[1], ATTENTION, ATTENTION, ATTENTION, OPS[2]), 1, seed=5)
     wanted = made.after(made.calls)
     first, *rows, last = made.calls
-    whole = chained(device, [[first], rows, [last]])
+    whole = fused(device, [[first], rows, [last]])
     assert made.after([whole]) == wanted
 
 
@@ -124,12 +124,12 @@ def test_calls_of_a_stage_wait_where_they_may_share_memory(
 ) -> None:
     """Scratch, or the launches of one call: no race would show on one thread."""
     calls = Calls(device, (OPS[op],) * 3, 1, seed=3).calls
-    waits = [entry.waits for entry in chain._entries([calls, calls[:1]])]
+    waits = [entry.waits for entry in fused_launch._entries([calls, calls[:1]])]
     assert (waits[0], waits[-1]) == (True, True)
     assert not any(waits[1:3]) if apart else all(waits)
 
 
-@pytest.mark.parametrize("patience", [-(1 << 60), chain.PATIENCE])
+@pytest.mark.parametrize("patience", [-(1 << 60), fused_launch.PATIENCE])
 def test_any_number_of_work_groups(
     device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch, patience: int
 ) -> None:
@@ -137,8 +137,8 @@ def test_any_number_of_work_groups(
     made = Calls(device, OPS[:4], 1, seed=6)
     wanted = made.after(made.calls)
     monkeypatch.setattr(device, "threads", 5)
-    monkeypatch.setattr(chain, "PATIENCE", patience)
-    whole = chained(device, [[call] for call in made.calls])
+    monkeypatch.setattr(fused_launch, "PATIENCE", patience)
+    whole = fused(device, [[call] for call in made.calls])
     for _ in range(3):
         assert made.after([whole]) == wanted
 
@@ -147,36 +147,36 @@ def test_devices_that_have_none(variant: OpenCLDevice) -> None:
     """Whose memory is not the host's, or whose work-groups are of several work-items."""
     plain = variant.unified_memory and variant.coherent and variant.tuning.lanes == 1
     made = Calls(variant, OPS[1:2], 1, seed=7)
-    assert (variant.chain([[made.calls]]) is not None) == plain
+    assert (variant.fuse([[made.calls]]) is not None) == plain
 
 
-def test_calls_of_another_device_are_not_chained(
+def test_calls_of_another_device_are_not_fused(
     device: OpenCLDevice, fresh_device: OpenCLDevice
 ) -> None:
     made = [*Calls(device, OPS[1:2], 1, seed=8).calls, *Calls(fresh_device, OPS[1:2], 1, 9).calls]
-    assert device.chain([[made]]) is None
+    assert device.fuse([[made]]) is None
 
 
 THREADS = """
 import sys
 import numpy as np
-from hetero.backends.opencl import chain
+from hetero.backends.opencl import fused_launch
 from hetero.backends.registry import open_device
-from tests.backends.opencl.test_opencl_chain import OPS, Calls
-chain.PATIENCE = int(sys.argv[1])
+from tests.backends.opencl.test_fused_launch import OPS, Calls
+fused_launch.PATIENCE = int(sys.argv[1])
 with open_device("opencl-cores") as device:
     assert device.threads > 1
     made = Calls(device, [op for op in OPS for _ in range(3)], 1, seed=10)
     wanted = made.after(made.calls)
     stages = [made.calls[i : i + 3] for i in range(0, len(made.calls), 3)]
-    whole = device.chain([stages])[0]
+    whole = device.fuse([stages])[0]
     for run in range(300):
         assert made.after([whole]) == wanted, run
 """
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("patience", [-(1 << 60), 1000, chain.PATIENCE])
+@pytest.mark.parametrize("patience", [-(1 << 60), 1000, fused_launch.PATIENCE])
 @pytest.mark.usefixtures("device")
 def test_threads_hand_over(patience: int) -> None:
     """On every core, whoever leaves: three hundred runs in a process of their own."""

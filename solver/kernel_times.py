@@ -44,7 +44,7 @@ class Table(NamedTuple):
     option: Ints
 
 
-class Kernels:
+class KernelTimes:
     """Times of both devices under one rule of precision. Immutable. `base` is the format of tiles
     that name none.
     """

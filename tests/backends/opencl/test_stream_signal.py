@@ -10,7 +10,7 @@ import pytest
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.opencl.doorbell import OpenCLDoorbell
+from hetero.backends.opencl.stream_signal import OpenCLStreamSignal
 from hetero.backends.ops import Add
 from hetero.backends.protocol import BoundCall, Completion
 
@@ -18,10 +18,10 @@ WIDTH = 1000
 
 
 @pytest.fixture
-def bell(device: OpenCLDevice) -> OpenCLDoorbell:
-    found = device.doorbell()
+def bell(device: OpenCLDevice) -> OpenCLStreamSignal:
+    found = device.stream_signal()
     if found is None:
-        pytest.skip("no doorbell works on this device")
+        pytest.skip("no stream signal works on this device")
     found.settle()
     return found
 
@@ -42,72 +42,72 @@ def until(completion: Completion) -> None:
 
 
 def test_nothing_passes_a_closed_gate_and_nothing_is_stale(
-    device: OpenCLDevice, bell: OpenCLDoorbell
+    device: OpenCLDevice, bell: OpenCLStreamSignal
 ) -> None:
     """Always one group ahead, as a decode step has them."""
     call, x, y = adder(device)
     y.array[:] = np.nan
-    bell.gate.submit()
+    bell.wait_value.submit()
     for i in range(300):
         call.submit()
-        following = bell.gate.submit()
+        following = bell.wait_value.submit()
         assert np.isnan(y.array).all()
         x.array[:] = i
-        bell.ring()
+        bell.signal()
         until(following)
         assert (y.array == 2 * i).all()
         y.array[:] = np.nan
-    bell.ring()
+    bell.signal()
     device.finish()
     bell.check()
 
 
 def test_release_lets_everything_go_and_numbers_start_anew(
-    device: OpenCLDevice, bell: OpenCLDoorbell
+    device: OpenCLDevice, bell: OpenCLStreamSignal
 ) -> None:
     call, x, y = adder(device)
     for rung in range(3):
         for _ in range(3):
-            bell.gate.submit()
+            bell.wait_value.submit()
             end = call.submit()
         for _ in range(rung):
-            bell.ring()
+            bell.signal()
         bell.release()
         end.wait(20)
-        bell.ring()  # one too many, as an interruption may leave it
-        bell.settle()
+        bell.signal()  # one too many, as an interruption may leave it
+        bell.reset()
         y.array[:] = np.nan
-        reached, end = bell.gate.submit(), call.submit()
+        reached, end = bell.wait_value.submit(), call.submit()
         until(reached)
         assert np.isnan(y.array).all()
         x.array[:] = rung
-        bell.ring()
+        bell.signal()
         end.wait(20)
         assert (y.array == 2 * rung).all()
 
 
-def test_a_gate_gives_up_and_says_so(device: OpenCLDevice, bell: OpenCLDoorbell) -> None:
-    patient, bell.gate._call = bell.gate._call, bell.gate._bound(1000)  # type: ignore[attr-defined]
-    bell.gate.submit().wait(20)
-    bell.gate._call = patient  # type: ignore[attr-defined]
-    with pytest.raises(DeviceError, match="opencl: waiting at a gate for the control thread"):
+def test_a_gate_gives_up_and_says_so(device: OpenCLDevice, bell: OpenCLStreamSignal) -> None:
+    patient, bell.wait_value._call = bell.wait_value._call, bell.wait_value._bound(1000)  # type: ignore[attr-defined]
+    bell.wait_value.submit().wait(20)
+    bell.wait_value._call = patient  # type: ignore[attr-defined]
+    with pytest.raises(DeviceError, match="opencl: waiting for the control thread's signal"):
         bell.check()
-    bell.settle()
+    bell.reset()
     bell.check()
 
 
-def test_numbers_go_round(device: OpenCLDevice, bell: OpenCLDoorbell) -> None:
+def test_numbers_go_round(device: OpenCLDevice, bell: OpenCLStreamSignal) -> None:
     call, x, y = adder(device)
     start = 2**32 - 2
     bell._words[:] = 0
     bell._words[[0, 16]] = start
-    bell._opened = bell._gate.submissions = start
+    bell._opened = bell._wait_value.submissions = start
     for i in range(4):
-        bell.gate.submit()
+        bell.wait_value.submit()
         end = call.submit()
         x.array[:] = i
-        bell.ring()
+        bell.signal()
         end.wait(20)
         assert (y.array == 2 * i).all()
-    bell.settle()
+    bell.reset()
     bell.check()

@@ -12,7 +12,7 @@ Costs = tuple[float, float]  # entered from `GPU`, from `HOST`
 Priced = list[list[tuple[Option, Costs]]]
 
 
-class Chain(NamedTuple):
+class LayerPath(NamedTuple):
     """The best chain: its cost, and the chosen option of every operator."""
 
     cost: float
@@ -21,9 +21,9 @@ class Chain(NamedTuple):
     tail: tuple[Option, ...]
 
 
-def solve_chain(
+def solve_layers(
     head: Stages, block: Stages, tail: Stages, layers: int, objective: Objective
-) -> Chain | None:
+) -> LayerPath | None:
     """Minimise head + layers × block + tail, all layers alike. None if no chain is possible.
 
     How an option leaves does not depend on how it was entered. So layers 2 … L enter the block as
@@ -31,7 +31,7 @@ def solve_chain(
     """
     starts = _forward(_priced(head, objective), {GPU: (0.0, ())})
     stages, ending = _priced(block, objective), _priced(tail, objective)
-    best: Chain | None = None
+    best: LayerPath | None = None
     for wrap in sorted({option.leaves for option in block[-1]}):
         for start, (before, first) in starts.items():
             ends = _block_from(stages, start, wrap, layers)
@@ -41,7 +41,7 @@ def solve_chain(
             for after, last in _forward(ending, {wrap: (0.0, ())}).values():
                 total = before + inside + after
                 if total < INF and (best is None or total < best.cost):
-                    best = Chain(total, first, middle, last)
+                    best = LayerPath(total, first, middle, last)
     return best
 
 
@@ -87,7 +87,7 @@ class Walk(NamedTuple):
     steps: tuple[tuple[Option, int, int], ...]
 
 
-def walk(chain: Chain, layers: int) -> Walk:
+def walk(chain: LayerPath, layers: int) -> Walk:
     """Every (option, state it is entered from, how often), and the seconds of it all."""
     steps: list[tuple[Option, int, int]] = []
     state = GPU

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hetero.backends.opencl.drivers.icd import candidates
-from hetero.backends.opencl.proving.trial import folder_prefix
-from hetero.backends.opencl.proving.verdicts import verdict_key, verdict_path
+from hetero.backends.opencl.self_test.results import result_key, result_path
+from hetero.backends.opencl.self_test.runner import folder_prefix
 
 
 class Reachable(NamedTuple):
-    """Files of verdicts, and how the names of folders with kernels begin, before the level."""
+    """Files of results, and how the names of folders with kernels begin, before the level."""
 
-    verdicts: frozenset[Path]
+    results: frozenset[Path]
     kernels: frozenset[str]
 
 
@@ -21,6 +21,6 @@ def reachable(root: Path) -> Reachable:
     """Of this machine, this hetero and this environment; another's are under other names."""
     found = candidates()
     return Reachable(
-        frozenset(verdict_path(root, verdict_key(x)) for x in found),
+        frozenset(result_path(root, result_key(x)) for x in found),
         frozenset(folder_prefix(x) for x in found),
     )

@@ -1,13 +1,13 @@
-"""Bound calls of a CPU device as one launch: what a step of few tokens is made of.
+"""Bound calls of a CPU device as one launch, for steps of few tokens.
 
 A driver's in-order queue ends one kernel, wakes its threads and begins the next: 13 us of each of
-150 launches on two threads, and as much again until all of them are at work, where a step of a
-small model computes 0.1 ms. Here the kernels of all calls are functions of one program, and one
-kernel (`kernels/chain.cl`) runs them by a table; its work-groups, one for each thread, hand over by
-counters in memory.
+150 launches on two threads, and as much again until all of them work, where a step of a small model
+computes 0.1 ms. Here the kernels of all calls are functions of one program, and one kernel
+(`kernels/fused_launch.cl`, a megakernel) runs them by a table; its work-groups, one for each
+thread, hand over by counters in memory.
 
-A kernel finds its arguments in the table, buffers as addresses. That is for devices whose memory is
-the host's and whose kernels are work-items on threads: a work-group of one is then a call.
+A kernel reads its arguments from the table, buffers as addresses. That is for devices whose memory
+is the host's and whose kernels are work-items on threads: a work-group of one is then a call.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hetero.backends.opencl.calls import Launch, Native, OpenCLCall
 from hetero.backends.opencl.failures import decoded
 from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
-from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
 from hetero.backends.opencl.resources import Memory, Resources, Scratch
+from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
 from hetero.backends.protocol import Stages
 
 HEAD: Final = 4  # words of an entry before its arguments
 LINE: Final = 16  # 32-bit words
 BUFFERS: Final = 8  # parameters of the kernel `addresses`
-PATIENCE: Final = 400_000  # cycles, about 0.15 ms: see chain.cl
+PATIENCE: Final = 400_000  # cycles, about 0.15 ms: see fused_launch.cl
 ARGUMENTS: Final = {
     "b": "(__global void *)a[{}]",
     "i": "(int)a[{}]",
@@ -55,7 +55,7 @@ _WORD = re.compile(r"\b[A-Za-z_]\w*\b")
 
 
 class Called(NamedTuple):
-    """A kernel that a chain calls, and the letters of its arguments (`Variant`)."""
+    """A kernel that a fused launch calls, and the letters of its arguments (`Variant`)."""
 
     source: ProgramSource
     kernel: str
@@ -71,8 +71,8 @@ class _Entry(NamedTuple):
     called: tuple[int, str, str]
 
 
-def chain(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
-    """Each run of calls as one; None on devices, and of calls, for which this is not made. Calls of
+def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
+    """Return each run of calls as one, or None for devices and calls that cannot be fused. Calls of
     one stage do not wait for each other, where they can do without.
     """
     if device.tuning.lanes > 1 or not (device.coherent and device.unified_memory):
@@ -88,19 +88,19 @@ def chain(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
         return None
     called = tuple(Called(source, *key[1:]) for key, source in kernels.items())
     width = HEAD + max(len(entry.values) for entry in every)
-    program = device.programs.take(_chain_source(called, width, PATIENCE))
+    program = device.programs.take(_fused_source(called, width, PATIENCE))
     numbers = {key: number for number, key in enumerate(kernels)}
     where = _addresses(device, program, every)
-    found = []
+    fused = []
     for run, stages in zip(entries, runs, strict=True):
         table = _table(run, numbers, where, width)
         state = device.constant(np.zeros((len(run) + 1) * LINE, dtype=np.int32), written=True)
         args = (len(run), device.constant(table), state)
-        launch = Launch(program, "chain", (device.threads,), (1,), args)
+        launch = Launch(program, "fused_launch", (device.threads,), (1,), args)
         members = [call for stage in stages for call in stage]
         name = f"{len(members)} calls, the last of which is {members[-1].name}"
-        found.append(OpenCLCall(device, name, members[-1].m, [launch], {}, keep=tuple(members)))
-    return found
+        fused.append(OpenCLCall(device, name, members[-1].m, [launch], {}, keep=tuple(members)))
+    return fused
 
 
 def _table(
@@ -109,7 +109,7 @@ def _table(
     where: Mapping[int, int],
     width: int,
 ) -> npt.NDArray[np.uint64]:
-    """What chain.cl reads: a row for each launch."""
+    """Return the table that fused_launch.cl reads: a row for each launch."""
     table = np.zeros((len(run), width), dtype=np.uint64)
     for row, entry in zip(table, run, strict=True):
         wide, groups = entry.launch.global_size[0], int(np.prod(entry.launch.global_size))
@@ -121,21 +121,21 @@ def _table(
 def _entries(stages: Stages) -> Iterator[_Entry]:
     for stage in stages:
         calls = [call for call in stage if isinstance(call, OpenCLCall)]
-        apart = all(len(call.launches) == 1 and not _uses_scratch(call) for call in calls)
+        independent = all(len(call.launches) == 1 and not _uses_scratch(call) for call in calls)
         for i, call in enumerate(calls):
             for launch, values in call.launches:
                 called = id(launch.program), launch.name, argument_kinds(values)
-                yield _Entry(launch, values, not (apart and i), called)
+                yield _Entry(launch, values, not (independent and i), called)
 
 
 def _uses_scratch(call: OpenCLCall) -> bool:
-    """Whether it works in memory that other calls work in, too."""
+    """Return whether a call works in memory that other calls use too."""
     return any(isinstance(value, Scratch) for _, values in call.launches for value in values)
 
 
 @lru_cache(maxsize=256)
 def _is_plain(program: ProgramSource) -> bool:
-    """Whether its kernels ask for no more than `_functions` gives them."""
+    """Return whether its kernels need no more than `_functions` provides."""
     left = _GROUP.sub("", program.text).replace("get_local_id(0)", "")
     own = [option for option in program.options if not option.startswith("-D")]
     return "get_" not in left and own == list(OPTIONS)
@@ -150,7 +150,7 @@ def _word(value: Native, where: Mapping[int, int]) -> int:
 
 
 def _addresses(device: Resources, program: cl.Program, entries: Sequence[_Entry]) -> dict[int, int]:
-    """Where every buffer lies, by its handle: a kernel tells, once for each."""
+    """Return the address of every buffer by its handle; a kernel reports each once."""
     values = (value for entry in entries for value in entry.values)
     buffers = {x.int_ptr: x for x in values if isinstance(x, Memory)}
     if unknown := [buffer for buffer in buffers.values() if not buffer.address]:
@@ -159,8 +159,8 @@ def _addresses(device: Resources, program: cl.Program, entries: Sequence[_Entry]
 
 
 def _ask(device: Resources, program: cl.Program, unknown: Sequence[Memory]) -> None:
-    found = np.zeros(BUFFERS, dtype=np.uint64)
-    out = device.constant(found, written=True)
+    addresses = np.zeros(BUFFERS, dtype=np.uint64)
+    out = device.constant(addresses, written=True)
     kernel = cl.Kernel(program, "addresses")
     kinds = "i" + "b" * (1 + BUFFERS)
     variant = Variant("addresses", (1,), (1,), kinds)
@@ -173,7 +173,7 @@ def _ask(device: Resources, program: cl.Program, unknown: Sequence[Memory]) -> N
                 kernel.set_arg(2 + at, part[min(at, len(part) - 1)])
             cl.enqueue_nd_range_kernel(device.queue, kernel, (1,), (1,))
             device.queue.finish()
-            for buffer, address in zip(part, map(int, found), strict=False):
+            for buffer, address in zip(part, map(int, addresses), strict=False):
                 buffer.address = address
 
 
@@ -181,8 +181,10 @@ def _ask(device: Resources, program: cl.Program, unknown: Sequence[Memory]) -> N
 
 
 @lru_cache(maxsize=16)
-def _chain_source(called: tuple[Called, ...], width: int, patience: int) -> ProgramSource:
-    """The functions of all kernels, `run_group` that calls one by its number, the kernel."""
+def _fused_source(called: tuple[Called, ...], width: int, patience: int) -> ProgramSource:
+    """Return the functions of all kernels, `run_group` that calls one by its number, and the
+    kernel.
+    """
     prefixes: dict[str, str] = {}
     texts: list[str] = []
     cases: list[str] = []
@@ -199,13 +201,13 @@ def _chain_source(called: tuple[Called, ...], width: int, patience: int) -> Prog
         f"  switch (which) {{\n{''.join(cases)}  }}\n}}\n"
     )
     macros = f"#define ENTRY {width}\n#define PATIENCE {patience}\n"
-    text = "".join([*texts, run_group, macros, source("fences.cl"), source("chain.cl")])
-    return ProgramSource("chain.cl", text, OPTIONS)
+    text = "".join([*texts, run_group, macros, source("fences.cl"), source("fused_launch.cl")])
+    return ProgramSource("fused_launch.cl", text, OPTIONS)
 
 
 def _functions(program: ProgramSource, prefix: str) -> str:
-    """A program's text with its kernels as functions of a group, after its macros. Whatever it
-    declares has the prefix, since other programs declare the same names.
+    """Return a program's text with its kernels as functions of a group, after its macros. All its
+    declarations get the prefix, since other programs declare the same names.
     """
     given = (option[2:].partition("=") for option in program.options if option[:2] == "-D")
     text = "".join(f"#define {name} {value}\n" for name, _, value in given) + program.text

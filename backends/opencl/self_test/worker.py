@@ -29,11 +29,11 @@ from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.backends.opencl.drivers.loader import Loaded, Wanted, load
 from hetero.backends.opencl.matmul import WEIGHT_FORMATS
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.proving.cases import WrongResultError, try_cases
-from hetero.backends.opencl.proving.compiler import Local, Variant
-from hetero.backends.opencl.proving.store import KernelStore
-from hetero.backends.opencl.proving.supervisor import IDLE_S, Job
 from hetero.backends.opencl.selected import Selected
+from hetero.backends.opencl.self_test.cases import WrongResultError, try_cases
+from hetero.backends.opencl.self_test.compiler import Local, Variant
+from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.supervisor import IDLE_S, Job
 from hetero.backends.opencl.table import TABLE
 
 BUFFER_BYTES = 1 << 16
@@ -48,8 +48,8 @@ def main() -> None:
     _say(answers, session.hello())
     for question in questions:
         asked = json.loads(question)
-        if asked["do"] == "trial":
-            for answer in session.trial(asked["device"], asked["part"], asked["of"]):
+        if asked["do"] == "self-test":
+            for answer in session.run_cases(asked["device"], asked["part"], asked["of"]):
                 _say(answers, answer)
         else:
             _say(answers, session.build(asked))
@@ -78,7 +78,7 @@ class Session:
             return {"error": ["loading the driver", str(error), ""], "lasting": False}
         return {"devices": [_row(device) for device in self._devices()]}
 
-    def trial(self, index: int, part: int, of: int) -> Iterator[dict[str, Any]]:
+    def run_cases(self, index: int, part: int, of: int) -> Iterator[dict[str, Any]]:
         """Progress, then the outcome of one part of the cases with a word on it."""
         try:
             device, _ = self._open(index)

@@ -1,4 +1,4 @@
-"""What a trial runs: every family of kernels once, on random data, against the numpy twin.
+"""What a self-test runs: every family of kernels once, on random data, against the numpy twin.
 
 A family is one kernel source with one set of features: matmuls of each weight format for one token,
 a few and many; attention by rows and by tiles; norms, rotations, activations, sums, look-ups, and
@@ -86,7 +86,7 @@ def try_cases(device: OpenCLDevice, part: int = 0, of: int = 1) -> Iterator[tupl
         _try(device, case, random)
         yield number, len(listed)
     if part == of - 1 and device.flag() is not None:
-        device.doorbell()
+        device.stream_signal()
     device.finish()
 
 

@@ -26,9 +26,9 @@ from hetero.backends.errors import KernelBuildError
 from hetero.backends.host.child import child_command
 from hetero.backends.host.limits import VARIABLE, Patience, time_limit
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.proving.compiler import Variant
+from hetero.backends.opencl.self_test.compiler import Variant
 
-MODULE: Final = "hetero.backends.opencl.proving.worker"
+MODULE: Final = "hetero.backends.opencl.self_test.worker"
 # The longest wait for one line, in which one program or kernel is compiled (`Patience`).
 SILENCE_S: float = 60.0
 ENDING_S: Final = 0.2

@@ -18,7 +18,7 @@ MOST_ERROR: Final = 0.3
 PREFILL_TOKENS: Final = 256
 
 
-class Verdict(NamedTuple):
+class QualityGrade(NamedTuple):
     """Sentences, each with what it is about before a colon; what is wrong, empty if nothing."""
 
     sentences: tuple[str, ...]
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
         return not self.problems
 
 
-def judge(profile: DeviceProfile) -> Verdict:
+def grade(profile: DeviceProfile) -> QualityGrade:
     """The verdict on a profile."""
     problems = tuple(_problems(profile))
     said = list(_speeds(profile))
@@ -45,7 +45,7 @@ def judge(profile: DeviceProfile) -> Verdict:
             f"Measured: {coverage.measured_tasks} of {coverage.grid_tasks} matmuls, those that "
             f"teach most first; the others are predicted from them{_left(profile)}"
         )
-    return Verdict((*said, *(f"Bad: {problem}" for problem in problems)), problems)
+    return QualityGrade((*said, *(f"Bad: {problem}" for problem in problems)), problems)
 
 
 def _left(profile: DeviceProfile) -> str:

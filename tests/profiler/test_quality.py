@@ -16,10 +16,10 @@ from hetero.measuring.profiling import LEAST_BUDGET_S, lock_path
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.pages import COLORS
+from hetero.profiler.quality import MOST_ERROR, grade
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
-from hetero.profiler.verdict import MOST_ERROR, judge
 from tests.helpers import Command
 from tests.profiler.fakes import devices, options
 
@@ -48,7 +48,7 @@ def with_error(profile: DeviceProfile, error: float) -> DeviceProfile:
 
 
 def test_who_is_faster_is_what_the_profile_measured(host: DeviceProfile) -> None:
-    found = judge(host)
+    found = grade(host)
     assert found.good
     n, k = max(((r.n, r.k) for r in host.matmuls), key=lambda pair: pair[0] * pair[1])
     model, form = CostModel(host), host.predictors[0].weight_format
@@ -59,20 +59,20 @@ def test_who_is_faster_is_what_the_profile_measured(host: DeviceProfile) -> None
 
 
 def test_a_profile_that_predicts_badly_is_bad(host: DeviceProfile) -> None:
-    assert judge(with_error(host, 0.9 * MOST_ERROR)).good
-    assert judge(with_error(host, 1.1 * MOST_ERROR)).problems == (
+    assert grade(with_error(host, 0.9 * MOST_ERROR)).good
+    assert grade(with_error(host, 1.1 * MOST_ERROR)).problems == (
         "NPU prefill is predicted with a mean error of 33%",
     )
     gpu = tuple(p for p in host.predictors if p.device == "gpu")
     assert (
         "nothing of the NPU was measured"
-        in judge(host.model_copy(update={"predictors": gpu})).problems
+        in grade(host.model_copy(update={"predictors": gpu})).problems
     )
     few = tuple(p.model_copy(update={"validation": p.validation[:1]}) for p in host.predictors)
     assert "too little of GPU prefill" in " ".join(
-        judge(host.model_copy(update={"predictors": few})).problems
+        grade(host.model_copy(update={"predictors": few})).problems
     )
-    assert judge(DeviceProfile.load("snapdragon-8-gen-3")).good  # simulated: nothing to check
+    assert grade(DeviceProfile.load("snapdragon-8-gen-3")).good  # simulated: nothing to check
 
 
 @pytest.mark.parametrize(("quick", "budget_s"), [(True, 29.0), (False, 1.0), (False, 74.0)])
@@ -114,7 +114,7 @@ def test_a_finished_profile_is_not_measured_again_by_resume(
     assert (done.returncode, done.stdout.strip()) == (1, str(out))
     assert "this profile is bad" in done.stderr
     found = json.loads(command("profile", "--resume", "--out", str(out), "--json").stdout)
-    assert (found["good"], found["verdict"][-1][:4]) == (False, "Bad:")
+    assert (found["good"], found["quality"][-1][:4]) == (False, "Bad:")
 
 
 class Texts(HTMLParser):
@@ -140,7 +140,7 @@ def test_the_page_of_a_chip_that_is_not_here_has_nothing_of_measuring() -> None:
 
 def test_the_page_says_the_verdict_in_the_colours_of_plans(host: DeviceProfile) -> None:
     page = to_html(host)
-    for said in judge(host).sentences:
+    for said in grade(host).sentences:
         assert said in Texts(page).said
     for kind in ("gpu", "npu"):
         assert f"--{kind}: {COLORS[kind]}" in page  # the style's

@@ -16,7 +16,7 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
 
 
-def solve_together(
+def solve_jointly(
     planner: Planner,
     scenarios: Sequence[Scenario],
     objective: Objective,
@@ -146,10 +146,10 @@ def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution])
     """All lengths of a phase with one device for the rest, as a plan has it: the best together."""
     prefill = [s for s in solutions if s.scenario.phase == "prefill"]
     kinds = _able(planner, prefill)
-    if len({s.rests.device for s in prefill}) < 2:
+    if len({s.non_matmul.device for s in prefill}) < 2:
         return solutions
     tried = [[planner.solve(s.scenario, objective, rest=k) for s in prefill] for k in kinds]
-    best = min(tried, key=lambda found: sum(s.chain.cost for s in found))
+    best = min(tried, key=lambda found: sum(s.path.cost for s in found))
     return [*best, *(s for s in solutions if s.scenario.phase == "decode")]
 
 
@@ -157,8 +157,8 @@ def _able(planner: Planner, solutions: Sequence[Solution]) -> list[DeviceKind]:
     """Devices that some of the solutions have for the other operators, and all could have."""
     return [
         kind
-        for kind in sorted({s.rests.device for s in solutions})
-        if all(kind in planner.rest_devices(s.scenario.m) for s in solutions)
+        for kind in sorted({s.non_matmul.device for s in solutions})
+        if all(kind in planner.non_matmul_devices(s.scenario.m) for s in solutions)
     ]
 
 
@@ -175,7 +175,7 @@ def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective)
             ]
             for k in kinds
         ]
-        found += min(tried, key=lambda group: sum(s.chain.cost for s in group)) if kinds else []
+        found += min(tried, key=lambda group: sum(s.path.cost for s in group)) if kinds else []
     return found
 
 
