@@ -36,7 +36,7 @@ from hetero.generation.own_contexts import OwnContexts
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import find_bundle
 from hetero.models.tokenizer import Tokenizer
-from hetero.placement.choosing import Choice, Wishes, choose, plan_on
+from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.model_graph import ModelGraph
@@ -129,7 +129,7 @@ class LLM:
             given.check_fits(spec)
             device = _device_of(given, device)
         budget = None if memory_budget is None else parse_size(memory_budget)
-        wishes = Wishes(
+        request = PlacementRequest(
             mode=device,
             gpu=gpu,
             npu=npu,
@@ -142,7 +142,7 @@ class LLM:
             max_gpu_share=max_gpu_share,
             weight_budget_bytes=self._weight_budget(budget),
         )
-        self.choice: Choice = choose(spec, wishes)
+        self.choice: Choice = choose(spec, request)
         options = {} if bundle is None else bundle.npu_options(model)
         self.devices: DeviceSet = open_devices(
             self.choice.mode, gpu=self.choice.gpu or gpu, npu=npu, compiled=options
