@@ -22,7 +22,7 @@ from hetero.contexts.lanes import Lane
 from hetero.contexts.service import App, AppContext
 from hetero.contexts.working_set import Held, Switch
 from hetero.errors import UserError
-from hetero.generation.loop import GenerationResult, Later, Piece
+from hetero.generation.loop import GenerationResult, Pending, Piece
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str = "",
         **options: Any,
-    ) -> WholeSteps[Piece | Later | None]:
+    ) -> WholeSteps[Piece | Pending | None]:
         """Pieces of the answer to a whole text, which text `at` becomes; None for a step that gave
         none. Texts of another `salt` are not used. With `echo` and `logprobs` nothing is: every
         token is computed.
@@ -80,7 +80,7 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str,
         options: dict[str, Any],
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         service, text, tokens = self.app.service, self.texts[at], list(tokens)
         whole = options.get("echo") and options.get("logprobs") is not None
         with service._turn.taken(), self._working(at):
@@ -172,7 +172,7 @@ class RecentTexts:
         options: dict[str, Any],
         ended: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         text.switch = switch
         yield from self.app.service._steps(lane, tokens, options, ended)
 

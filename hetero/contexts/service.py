@@ -53,7 +53,7 @@ from hetero.contexts.working_set import CallTimes, Held, Switch, WorkingSet
 from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
-from hetero.generation.loop import GenerationResult, Later, Piece, decode_together
+from hetero.generation.loop import GenerationResult, Pending, Piece, decode_together
 from hetero.placement.planning import parse_size
 from hetero.runtime.kv.attention_stats import AttentionMass
 from hetero.runtime.kv.context import Context
@@ -195,12 +195,12 @@ class Service:
         """Whether another stream of this thread can begin."""
         return self._lanes.room()
 
-    def decode_together(self, beside: Callable[[], object] = lambda: None) -> None:
+    def decode_together(self, on_device_busy: Callable[[], object] = lambda: None) -> None:
         """Compute the next token of all streams at work, in as few steps of the devices as can be;
-        reading on gives what came of it. `beside` is called once meanwhile: it may read on where
-        the last thing that a stream gave is `LATER`.
+        reading on gives the result. `on_device_busy` is called once while the devices compute: it
+        may read on where the last item of a stream is `PENDING`.
         """
-        decode_together(self.llm.engine, self._lanes.answers(), beside)
+        decode_together(self.llm.engine, self._lanes.answers(), on_device_busy)
 
     @whole
     def warm(self) -> None:
@@ -252,9 +252,9 @@ class Service:
         tokens: Sequence[int],
         options: dict[str, Any],
         results: list[GenerationResult],
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         """Pieces of the answer to a whole text on a lane, step by step. With the option `ahead`
-        there may be a `LATER` before a piece, but not before the first.
+        there may be a `PENDING` before a piece, but not before the first.
         """
         options = options | {"context": lane.active, "reuse": True}
         ahead, begun = options.pop("ahead", False), False
@@ -444,12 +444,12 @@ class AppContext:
 
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
         """Pieces of the answer. One that is not read to its end is not part of the context."""
-        steps = WholeSteps[Piece | Later | None](self._answer(prompt, options, []))
+        steps = WholeSteps[Piece | Pending | None](self._answer(prompt, options, []))
         return (piece for piece in steps if isinstance(piece, Piece))
 
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
-    ) -> WholeSteps[Piece | Later | None]:
+    ) -> WholeSteps[Piece | Pending | None]:
         """Pieces of the answer to a whole text, which takes the place of the context's own; what
         they share at the beginning is kept. None for a step of the devices that gave none. The
         result is added to `results` when all is on the disk. Options are those of `LLM.stream`.
@@ -458,7 +458,7 @@ class AppContext:
 
     def _become_answered(
         self, tokens: Sequence[int], results: list[GenerationResult], options: dict[str, Any]
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         with self.app.service._turn.taken(), self._at_work():
             ended: list[GenerationResult] = []
             with self.app.service._lanes.taken(self._held.root, tokens) as lane:
@@ -511,7 +511,7 @@ class AppContext:
 
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
@@ -543,7 +543,7 @@ class AppContext:
         options: dict[str, Any],
         results: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         self.last_switch = switch
         options = {"chat": self._log.text.chat} | options
         yield from self.app.service._steps(lane, whole, options, results)
