@@ -18,8 +18,8 @@ from hetero.backends.host.files import sync_directory
 from hetero.backends.host.signals import WholeSteps, whole
 from hetero.contexts.codec import RAW
 from hetero.contexts.compaction import compact
-from hetero.contexts.lanes import Lane
 from hetero.contexts.service import App, AppContext
+from hetero.contexts.slots import Slot
 from hetero.contexts.working_set import Held, Switch
 from hetero.errors import UserError
 from hetero.generation.loop import GenerationResult, Pending, Piece
@@ -93,12 +93,12 @@ class RecentTexts:
             before, text.held = text.held, Held(self.app.name, root, tokens, chunks)
             service._working.release(before.chunks)
             ended: list[GenerationResult] = []
-            with service._lanes.taken(root, tokens) as lane:
-                run = partial(self._run, lane, text, tokens, options, ended)
-                yield from lane.working.answering(text.held, tokens, run)
-                lane.working.tick()
-                lane.working.leave(text.held, RAW)
-                lane.working.swap_out(text.held, durable=False)  # gone with the process
+            with service._slots.taken(root, tokens) as slot:
+                run = partial(self._run, slot, text, tokens, options, ended)
+                yield from slot.working.answering(text.held, tokens, run)
+                slot.working.tick()
+                slot.working.leave(text.held, RAW)
+                slot.working.swap_out(text.held, durable=False)  # gone with the process
             results += ended
 
     @contextmanager
@@ -122,7 +122,7 @@ class RecentTexts:
         with service._turn.taken():
             self._check(at)
             text = self.texts[at]
-            service._lanes.forget(text.held.root)
+            service._slots.forget(text.held.root)
             service.swap.drain()
             service._working.release(text.held.chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
@@ -166,7 +166,7 @@ class RecentTexts:
 
     def _run(
         self,
-        lane: Lane,
+        slot: Slot,
         text: RecentText,
         tokens: list[int],
         options: dict[str, Any],
@@ -174,7 +174,7 @@ class RecentTexts:
         switch: Switch,
     ) -> Iterator[Piece | Pending | None]:
         text.switch = switch
-        yield from self.app.service._steps(lane, tokens, options, ended)
+        yield from self.app.service._steps(slot, tokens, options, ended)
 
     def _root(self, salt: str) -> bytes:
         data = salt.encode("utf-8", "surrogatepass")

@@ -33,7 +33,6 @@ from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
-from hetero.contexts.lanes import Lane, Lanes
 from hetero.contexts.measured import (
     MEASURES,
     errors_of,
@@ -45,6 +44,7 @@ from hetero.contexts.measured import (
 )
 from hetero.contexts.prompt_times import price_prompts
 from hetero.contexts.ratios import Rule
+from hetero.contexts.slots import Slot, SlotPool
 from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
 from hetero.contexts.turn import WAIT_S, Turn
@@ -132,7 +132,7 @@ class Service:
             self._closers.callback(self.swap.close)
             self._codec, times, shared = codec, CallTimes(), SharedDecoder(decoder)
 
-            def lane(active: Context) -> Lane:
+            def slot(active: Context) -> Slot:
                 if kv_bits == "mixed":
                     active.mass = AttentionMass(self.llm.max_seq_len)
                 working = WorkingSet(
@@ -147,13 +147,13 @@ class Service:
                     decoder=shared,
                     times=times,
                 )
-                return Lane(active, working)
+                return Slot(active, working)
 
-            first = lane(self._active)
+            first = slot(self._active)
             self._working = first.working
             self._closers.callback(self._working.close)
-            self._lanes = Lanes(first, lambda: lane(self.llm.new_context()), parallel)
-            self._closers.callback(self._lanes.close)
+            self._slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
+            self._closers.callback(self._slots.close)
             self._apps: dict[str, App] = {}
         except BaseException:
             self.close()
@@ -189,18 +189,18 @@ class Service:
     @property
     def work(self) -> Work:
         """What the devices have done for all calls."""
-        return total(lane.active.work for lane in self._lanes)
+        return total(slot.active.work for slot in self._slots)
 
     def room(self) -> bool:
         """Whether another stream of this thread can begin."""
-        return self._lanes.room()
+        return self._slots.room()
 
     def decode_together(self, on_device_busy: Callable[[], object] = lambda: None) -> None:
         """Compute the next token of all streams at work, in as few steps of the devices as can be;
         reading on gives the result. `on_device_busy` is called once while the devices compute: it
         may read on where the last item of a stream is `PENDING`.
         """
-        decode_together(self.llm.engine, self._lanes.answers(), on_device_busy)
+        decode_together(self.llm.engine, self._slots.answers(), on_device_busy)
 
     @whole
     def warm(self) -> None:
@@ -209,7 +209,7 @@ class Service:
             engine = self.llm.engine
             contexts = [
                 held.enter_context(engine.new_context())
-                for _ in range(min(self._lanes.most, engine.most_rows))
+                for _ in range(min(self._slots.most, engine.most_rows))
             ]
             with engine.lock:
                 engine.warm_rows(contexts)
@@ -248,7 +248,7 @@ class Service:
 
     def _steps(
         self,
-        lane: Lane,
+        slot: Slot,
         tokens: Sequence[int],
         options: dict[str, Any],
         results: list[GenerationResult],
@@ -256,10 +256,10 @@ class Service:
         """Pieces of the answer to a whole text on a lane, step by step. With the option `ahead`
         there may be a `PENDING` before a piece, but not before the first.
         """
-        options = options | {"context": lane.active, "reuse": True}
+        options = options | {"context": slot.active, "reuse": True}
         ahead, begun = options.pop("ahead", False), False
         with self.llm.stream(tokens, **options) as answer:
-            lane.answer = answer
+            slot.answer = answer
             while not answer.finished:
                 piece = answer.advance() if ahead and begun else answer.step()
                 begun = begun or piece is not None
@@ -461,12 +461,12 @@ class AppContext:
     ) -> Iterator[Piece | Pending | None]:
         with self.app.service._turn.taken(), self._at_work():
             ended: list[GenerationResult] = []
-            with self.app.service._lanes.taken(self._held.root, tokens) as lane:
-                run = partial(self._run, lane, list(tokens), options, ended)
-                yield from lane.working.answering(self._held, list(tokens), run)
-                used = lane.working.tick()
-                self._log.append(lane.active.tokens, self._log.text.messages, used=used)
-                self._leave(lane)
+            with self.app.service._slots.taken(self._held.root, tokens) as slot:
+                run = partial(self._run, slot, list(tokens), options, ended)
+                yield from slot.working.answering(self._held, list(tokens), run)
+                used = slot.working.tick()
+                self._log.append(slot.active.tokens, self._log.text.messages, used=used)
+                self._leave(slot)
             results += ended
 
     @whole
@@ -498,7 +498,7 @@ class AppContext:
             if self._deleted:
                 return
             self._check()
-            service._lanes.forget(self._held.root)
+            service._slots.forget(self._held.root)
             service.swap.drain()
             self._log.delete()
             service._working.release(self._held.chunks)
@@ -518,13 +518,13 @@ class AppContext:
         service, text = self.app.service, self._log.text
         with service._turn.taken(), self._at_work():
             whole, messages = self._whole(prompt, options)
-            with service._lanes.taken(self._held.root, whole) as lane:
-                run = partial(self._run, lane, whole, options, results)
-                yield from lane.working.answering(self._held, whole, run)
+            with service._slots.taken(self._held.root, whole) as slot:
+                run = partial(self._run, slot, whole, options, results)
+                yield from slot.working.answering(self._held, whole, run)
                 said = [*messages, {"role": "assistant", "content": results[0].text}]
-                used = lane.working.tick()
-                self._log.append(lane.active.tokens, said if text.chat else (), used=used)
-                self._leave(lane)
+                used = slot.working.tick()
+                self._log.append(slot.active.tokens, said if text.chat else (), used=used)
+                self._leave(slot)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -538,7 +538,7 @@ class AppContext:
 
     def _run(
         self,
-        lane: Lane,
+        slot: Slot,
         whole: list[int],
         options: dict[str, Any],
         results: list[GenerationResult],
@@ -546,13 +546,13 @@ class AppContext:
     ) -> Iterator[Piece | Pending | None]:
         self.last_switch = switch
         options = {"chat": self._log.text.chat} | options
-        yield from self.app.service._steps(lane, whole, options, results)
+        yield from self.app.service._steps(slot, whole, options, results)
 
-    def _leave(self, lane: Lane) -> None:
+    def _leave(self, slot: Slot) -> None:
         service = self.app.service
-        chunks = lane.working.leave(self._held, service.compression.first)
+        chunks = slot.working.leave(self._held, service.compression.first)
         service.compression.apply(service.memory, chunks)
-        lane.working.swap_out(self._held)
+        slot.working.swap_out(self._held)
 
     def _whole(self, prompt: str, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
         """Tokens of the text with the prompt; the messages, of a chat."""
