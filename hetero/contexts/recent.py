@@ -19,7 +19,7 @@ from hetero.backends.host.signals import WholeSteps, whole
 from hetero.contexts.codec import RAW
 from hetero.contexts.compaction import compact
 from hetero.contexts.service import App, AppContext
-from hetero.contexts.slots import Slot
+from hetero.contexts.slot_pool import Slot
 from hetero.contexts.working_set import Held, Switch
 from hetero.errors import UserError
 from hetero.generation.loop import GenerationResult, Pending, Piece
@@ -83,7 +83,7 @@ class RecentTexts:
     ) -> Iterator[Piece | Pending | None]:
         service, text, tokens = self.app.service, self.texts[at], list(tokens)
         whole = options.get("echo") and options.get("logprobs") is not None
-        with service._turn.taken(), self._working(at):
+        with service._lock.taken(), self._working(at):
             self._calls += 1
             root, text.used = self._root(salt), self._calls
             with service.memory.lock:
@@ -119,7 +119,7 @@ class RecentTexts:
     def erase(self, at: int) -> int:
         """Forget a text; how many tokens it had."""
         service = self.app.service
-        with service._turn.taken():
+        with service._lock.taken():
             self._check(at)
             text = self.texts[at]
             service._slots.forget(text.held.root)

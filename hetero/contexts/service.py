@@ -44,10 +44,10 @@ from hetero.contexts.measured import (
 )
 from hetero.contexts.prompt_times import price_prompts
 from hetero.contexts.ratios import Rule
-from hetero.contexts.slots import Slot, SlotPool
+from hetero.contexts.service_lock import WAIT_S, ServiceLock
+from hetero.contexts.slot_pool import Slot, SlotPool
 from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
-from hetero.contexts.turn import WAIT_S, Turn
 from hetero.contexts.unbound import UnboundApps
 from hetero.contexts.working_set import CallTimes, Held, Switch, WorkingSet
 from hetero.errors import QuotaError, UserError
@@ -109,7 +109,7 @@ class Service:
         self._vault = vault_of(encryption_key)
         self._owns = not isinstance(model, LLM)
         self.llm = _model(model, options)
-        self._turn = Turn(wait_s, joins=parallel > 1)
+        self._lock = ServiceLock(wait_s, joins=parallel > 1)
         self._closers = ExitStack()
         if self._owns:
             self._closers.callback(self.llm.close)
@@ -164,7 +164,7 @@ class Service:
         """An application, by a name of its choice; its contexts from before are there."""
         if not isinstance(app, str) or not app:
             raise UserError(f"an app's name must be a text that is not empty, got {app!r}")
-        with self._turn.taken():
+        with self._lock.taken():
             if app not in self._apps:
                 folder, root = self._directory.app(app), self._directory.root(app)
                 files = ChunkFiles(folder, self._codec, self.disk, self._vault)
@@ -205,7 +205,7 @@ class Service:
     @whole
     def warm(self) -> None:
         """Make what streams that are at work together need, so that none of them waits for it."""
-        with ExitStack() as held, self._turn.taken(), suppress(UserError):
+        with ExitStack() as held, self._lock.taken(), suppress(UserError):
             engine = self.llm.engine
             contexts = [
                 held.enter_context(engine.new_context())
@@ -219,8 +219,8 @@ class Service:
         """Write what is to be written, free model and folder; idempotent. Waits for another
         thread's call, and raises `UserError` where that does not end.
         """
-        self._turn.end()
-        if not self._turn.lost:
+        self._lock.end()
+        if not self._lock.lost:
             self._closers.close()
 
     def __enter__(self) -> Self:
@@ -264,7 +264,7 @@ class Service:
                 piece = answer.advance() if ahead and begun else answer.step()
                 begun = begun or piece is not None
                 yield piece
-                self._turn.check()
+                self._lock.check()
         results.append(answer.result())
 
     def _opened(self, path: Path) -> ServiceDirectory:
@@ -359,7 +359,7 @@ class App:
             text.messages = [{"role": "system", "content": system}]
         elif system:
             text.tokens = self.service.llm.encode(system)
-        with self.service._turn.taken():
+        with self.service._lock.taken():
             return self._added(text, name)
 
     def _added(self, text: Text, name: str | None = None) -> AppContext:
@@ -431,7 +431,7 @@ class AppContext:
         """Its text is this one, and on the disk, when this returns; what it has of its keys and
         values stays.
         """
-        with self.app.service._turn.taken():
+        with self.app.service._lock.taken():
             self._check()
             self._log.append(tokens, ())
 
@@ -459,7 +459,7 @@ class AppContext:
     def _become_answered(
         self, tokens: Sequence[int], results: list[GenerationResult], options: dict[str, Any]
     ) -> Iterator[Piece | Pending | None]:
-        with self.app.service._turn.taken(), self._at_work():
+        with self.app.service._lock.taken(), self._at_work():
             ended: list[GenerationResult] = []
             with self.app.service._slots.taken(self._held.root, tokens) as slot:
                 run = partial(self._run, slot, list(tokens), options, ended)
@@ -473,7 +473,7 @@ class AppContext:
     def fork(self) -> AppContext:
         """An equal context, which goes its own way; chunks are shared."""
         service, text = self.app.service, self._log.text
-        with service._turn.taken():
+        with service._lock.taken():
             self._check()
             other = self.app._added(
                 replace(
@@ -494,7 +494,7 @@ class AppContext:
     def delete(self) -> None:
         """Text, keys and values are gone from the disk when this returns; idempotent."""
         service = self.app.service
-        with service._turn.taken():
+        with service._lock.taken():
             if self._deleted:
                 return
             self._check()
@@ -516,7 +516,7 @@ class AppContext:
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
         service, text = self.app.service, self._log.text
-        with service._turn.taken(), self._at_work():
+        with service._lock.taken(), self._at_work():
             whole, messages = self._whole(prompt, options)
             with service._slots.taken(self._held.root, whole) as slot:
                 run = partial(self._run, slot, whole, options, results)

@@ -54,8 +54,8 @@ class SlotPool:
 
     @contextmanager
     def taken(self, root: bytes, tokens: Sequence[int]) -> Iterator[Slot]:
-        """A lane for a call on a text of this root: of the idle ones that whose cache holds most of
-        its beginning, else that which was used longest ago. Raises `UserError` if all are at work.
+        """Lend a slot for a call on a text of this root: the idle one whose cache shares the
+        longest prefix with it, else the least recently used. Raises `UserError` if all are busy.
         """
         if not self.room():
             raise UserError(
