@@ -57,7 +57,7 @@ def test_decisions_of_other_code_are_stale(home: Path, monkeypatch: pytest.Monke
     folder = home / "cache" / "hetero" / "decisions"
     monkeypatch.setattr(decisions, "folder", lambda: folder)
     decisions.keep("a" * 64, decisions.Decision("gpu", "opencl", "why", (), {"gpu": 1.0}))
-    assert decisions.kept("a" * 64) is not None
+    assert decisions.load_cached("a" * 64) is not None
     before = json.loads((folder / f"{'a' * 40}.json").read_text())
     made(folder / "old.json").write_text(json.dumps(before | {"code": "another"}))
     made(folder / ".x.json.0123abcd.partial")

@@ -1,4 +1,4 @@
-"""Whose turn it is: one thread of a service at a time."""
+"""The lock of a service: one thread at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hetero.backends.host.signals import let_handlers_run
 from hetero.errors import UserError
 
 WAIT_S: Final = 600.0  # for the calls of other threads
-_LOOK_S: Final = 0.1  # how often signals are looked for meanwhile
+_POLL_S: Final = 0.1  # how often signals are looked for meanwhile
 
 
-class Turn:
-    """Taken by each call. Other threads wait, for `wait_s` at most; the same thread is refused, or
-    `joins`: its calls that overlap have the turn together.
+class ServiceLock:
+    """Held by each call. Other threads wait, for `wait_s` at most; the same thread is refused, or
+    with `joins` its overlapping calls share the lock.
 
     Raises `UserError` there, when the service is closed, and in a child that was forked from its
     process, whose threads are not in the child.
@@ -35,7 +35,7 @@ class Turn:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """No call of another thread runs inside the block."""
+        """Hold the lock inside the block."""
         self.check()
         mine = self._owner == threading.get_ident()
         if mine and not self._joins:
@@ -57,14 +57,14 @@ class Turn:
                 self._lock.release()
 
     def check(self) -> None:
-        """Raise where no call can be."""
+        """Raise `UserError` where no call can begin."""
         if self.lost:
             raise UserError(f"this service cannot be used here: {forks.REASON}; {forks.REMEDY}")
         if self._closed:
             raise UserError("this service was closed: open another one on its directory")
 
     def end(self) -> None:
-        """No call begins from here on; return when none of another thread runs."""
+        """Refuse further calls, and wait for those of other threads."""
         self._closed = True
         if not self.lost and self._owner != threading.get_ident():
             self._acquire()
@@ -72,7 +72,7 @@ class Turn:
 
     def _acquire(self) -> None:
         give_up_s = time.monotonic() + self.wait_s
-        while not self._lock.acquire(timeout=min(_LOOK_S, self.wait_s)):
+        while not self._lock.acquire(timeout=min(_POLL_S, self.wait_s)):
             let_handlers_run()
             if time.monotonic() > give_up_s:
                 raise UserError(

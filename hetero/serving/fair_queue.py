@@ -1,4 +1,4 @@
-"""Whose turn it is: first come first served inside an app, apps one after another."""
+"""A fair queue: first come first served inside an app, round robin between apps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class FairQueue(Generic[T]):
     """A queue for each app. An app that has just been served is the last to be served again."""
 
     def __init__(self) -> None:
@@ -19,11 +19,11 @@ class Turns(Generic[T]):
         return sum(map(len, self._queues.values()))
 
     def add(self, app: str, item: T) -> None:
-        """Behind everything else of its app."""
+        """Append an item to its app's queue."""
         self._queues.setdefault(app, deque()).append(item)
 
     def next(self, allowed: Callable[[T], bool] = lambda _: True) -> T | None:
-        """The item whose turn it is; None if there is none. An app whose first item is not
+        """Remove and return the next item; None if there is none. An app whose first item is not
         `allowed` to begin is passed over, and keeps its place.
         """
         app = next((app for app, queue in self._queues.items() if allowed(queue[0])), None)
@@ -35,14 +35,14 @@ class Turns(Generic[T]):
             self._queues[app] = queue  # behind the other apps
         return item
 
-    def remove(self, wanted: Callable[[T], bool]) -> list[T]:
-        """Items that are no longer in the queues."""
-        gone = []
+    def remove(self, matches: Callable[[T], bool]) -> list[T]:
+        """Remove and return the matching items."""
+        removed = []
         for app, queue in list(self._queues.items()):
-            gone += [item for item in queue if wanted(item)]
-            left = deque(item for item in queue if not wanted(item))
+            removed += [item for item in queue if matches(item)]
+            left = deque(item for item in queue if not matches(item))
             if left:
                 self._queues[app] = left
             else:
                 del self._queues[app]
-        return gone
+        return removed

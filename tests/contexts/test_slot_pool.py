@@ -13,7 +13,7 @@ from hetero import LLM, Service, UserError
 from hetero.backends.host import files
 from hetero.contexts import service as services
 from hetero.contexts.recent import RecentTexts
-from hetero.generation.loop import LATER, Piece
+from hetero.generation.loop import PENDING, Piece
 from tests.contexts.models import open_llm
 from tests.runtime.models import tiny_model
 
@@ -81,7 +81,7 @@ def test_pieces_that_come_later_are_the_same(llm: LLM, tmp_path: Path) -> None:
                 del streams[i]
 
         def beside() -> None:
-            waiting = [i for i in streams if last.get(i) is LATER]
+            waiting = [i for i in streams if last.get(i) is PENDING]
             besides.append(bool(waiting))
             for i in waiting:
                 read(i)
@@ -92,7 +92,7 @@ def test_pieces_that_come_later_are_the_same(llm: LLM, tmp_path: Path) -> None:
             for i in list(streams):
                 first = not said[i]
                 read(i)
-                assert not (first and last[i] is LATER)
+                assert not (first and last[i] is PENDING)
         assert sum(besides) >= 10
         for i, (context, found, whole) in enumerate(zip(contexts, results, alone, strict=True)):
             text = whole.text.partition(stop)[0] if i == 1 else whole.text
