@@ -21,12 +21,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
-from tests.helpers import Command
-from tests.thinning import ALL, thinned
+from tests.support.helpers import Command
+from tests.support.thinning import ALL, thinned
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See `tests.thinning`."""
+    """See `tests.support.thinning`."""
     config.addinivalue_line("markers", "pairwise: the gate runs every pair of values, not all sets")
     config.addinivalue_line("markers", "sampled(n): the gate runs one in n of the parameter sets")
     config.addinivalue_line("markers", "thorough: not run by the gate")
@@ -50,11 +50,11 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def devices_share_programs() -> Iterator[None]:
-    """See `tests.sharing`."""
+    """See `tests.support.sharing`."""
     if ALL or importlib.util.find_spec("pyopencl") is None:
         yield
         return
-    from tests.sharing import shared
+    from tests.support.sharing import shared
 
     with shared():
         yield

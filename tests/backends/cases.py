@@ -29,8 +29,8 @@ from hetero.backends.protocol import (
 )
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import PART_STORAGES, pack, stacked
-from tests.helpers import assert_close
-from tests.thinning import ALL
+from tests.support.helpers import assert_close
+from tests.support.thinning import ALL
 
 CACHES = ("k_cache", "v_cache")
 

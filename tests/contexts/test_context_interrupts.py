@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from hetero import LLM, Context
-from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids
 from tests.contexts.test_sliding import run
-from tests.interrupts import deadline, handler, interrupted, places
 from tests.runtime.models import tiny_model
-from tests.thinning import ALL
+from tests.support.checkpoints import CASES, make_checkpoint, relative_error
+from tests.support.interrupts import deadline, handler, interrupted, places
+from tests.support.thinning import ALL
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals of POSIX"),

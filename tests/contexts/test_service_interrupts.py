@@ -16,8 +16,8 @@ from hetero import LLM, Service
 from hetero.backends.host.signals import whole
 from hetero.contexts.service import App, AppContext
 from tests.contexts.test_service import evicted, opened
-from tests.interrupts import Interrupt, deadline, handler, in_thread, interrupted, places
-from tests.thinning import ALL
+from tests.support.interrupts import Interrupt, deadline, handler, in_thread, interrupted, places
+from tests.support.thinning import ALL
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals of POSIX"),

@@ -26,9 +26,9 @@ from hetero.models.safetensors_file import SafetensorsFile
 from hetero.models.sliding import KEPT, Sliding, stride_of
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.sizes import cache_layout
-from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids
+from tests.support.checkpoints import CASES, make_checkpoint, relative_error
 
 LENGTH = 448
 WINDOW = 24  # of the checkpoints

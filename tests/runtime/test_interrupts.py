@@ -14,8 +14,16 @@ from typing import Any
 import pytest
 
 from hetero import LLM, UserError
-from tests.interrupts import Interrupt, Place, deadline, handler, in_thread, interrupted, places
-from tests.thinning import ALL, examples
+from tests.support.interrupts import (
+    Interrupt,
+    Place,
+    deadline,
+    handler,
+    in_thread,
+    interrupted,
+    places,
+)
+from tests.support.thinning import ALL, examples
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals of POSIX"),

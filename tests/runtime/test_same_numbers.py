@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hetero import LLM
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     CASES,
     DEFAULT,
     HARD,

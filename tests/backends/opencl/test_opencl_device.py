@@ -28,7 +28,7 @@ from hetero.backends.opencl.drivers import loader
 from hetero.backends.opencl.table import TABLE
 from hetero.backends.registry import open_device
 from tests.backends.opencl.oracles import tensors_for
-from tests.thinning import ALL
+from tests.support.thinning import ALL
 
 ADD = ops.Add(d=24)
 

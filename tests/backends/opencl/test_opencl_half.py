@@ -15,7 +15,7 @@ from hetero.backends.reference.compute import program
 from hetero.backends.registry import open_device
 from hetero.backends.weights import pack
 from tests.backends.cases import make_weights
-from tests.helpers import assert_close
+from tests.support.helpers import assert_close
 
 FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16)
 

@@ -26,7 +26,7 @@ from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.backends.reference.compute import quantized_activations, static_codes
 from hetero.backends.weights import PackedWeight, pack
-from tests.thinning import ALL, examples
+from tests.support.thinning import ALL, examples
 
 CPU_FAMILIES = ("pocl-avx512-vnni", "pocl-avx512", "pocl")
 _OWN = f"pocl-{levels.processor_levels()[0].name}"

@@ -22,7 +22,7 @@ from hetero.backends.opencl.proving.store import SUFFIX
 from hetero.backends.opencl.proving.trial import Trials, passed_level
 from hetero.backends.opencl.proving.verdicts import Verdict
 from hetero.backends.opencl.reports import CHECKING, PREPARING
-from tests.thinning import ALL
+from tests.support.thinning import ALL
 
 PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))
 OWN = levels.processor_levels()
