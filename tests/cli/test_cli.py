@@ -112,7 +112,7 @@ def without_cache(place: str, tmp_path: Path) -> dict[str, str]:
     ("place", "why"),
     [
         ("/dev/null/cache", "Not a directory"),
-        pytest.param("/proc/nope", "No such file or directory", marks=pytest.mark.thorough),
+        pytest.param("/proc/nope", "No such file or directory", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_cache_that_cannot_be_written_changes_nothing(
@@ -129,7 +129,7 @@ def test_a_cache_that_cannot_be_written_changes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_devices_compute_below_a_home_that_is_no_folder(tmp_path: Path) -> None:
     result = hetero("doctor", env=without_cache("/dev/null/cache", tmp_path))
     assert result.returncode == 0, result.stdout

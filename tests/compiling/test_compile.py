@@ -21,7 +21,7 @@ from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.support.checkpoints import Case, make_checkpoint
 from tests.support.helpers import own_cache
-from tests.support.thinning import examples
+from tests.support.selection import exhaustive
 
 pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
@@ -71,7 +71,7 @@ def test_a_begun_bundle_is_not_gone_on_with_differently(interrupted: Path) -> No
 
 
 def test_a_bundle_runs_as_it_is(bundle: Path) -> None:
-    count = examples(3, 8)  # of tokens, which take the emulator a second each
+    count = 8 if exhaustive() else 3  # of tokens, which take the emulator a second each
     with LLM("demo", device="gpu", max_seq_len=96) as llm:
         expected = llm.generate("Once upon a time", max_tokens=count).text
     with LLM(str(bundle)) as llm:

@@ -140,8 +140,8 @@ def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
-        *(pytest.param(k, 0, marks=[pytest.mark.thorough] if k in MILD else []) for k in KINDS),
-        *(pytest.param("random", seed, marks=pytest.mark.thorough) for seed in (1, 2, 3)),
+        *(pytest.param(k, 0, marks=[pytest.mark.exhaustive] if k in MILD else []) for k in KINDS),
+        *(pytest.param("random", seed, marks=pytest.mark.exhaustive) for seed in (1, 2, 3)),
     ],
 )
 def test_a_bundle_has_the_graphs_that_any_prompt_runs(

@@ -32,7 +32,7 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from tests.runtime.models import tiny_model
 from tests.support.helpers import Command
-from tests.support.thinning import ALL
+from tests.support.selection import exhaustive
 
 CONTEXT = 8192
 EVERY_LENGTH = (
@@ -40,7 +40,7 @@ EVERY_LENGTH = (
     1536, 1537, 2000, 2047, 2048, 2049, 2050, 2560, 2561, 3000, 3500, 4095, 4096, 4097, 5000, 5633,
     6500, 7168, 7169, 8000, 8127, 8128,
 )  # fmt: skip
-LENGTHS = EVERY_LENGTH[:: 1 if ALL else 2]
+LENGTHS = EVERY_LENGTH[:: 1 if exhaustive() else 2]
 SLACK = 0.02  # of a time, where neighbours have other cuts
 
 

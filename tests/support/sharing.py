@@ -3,7 +3,7 @@ it, and the child that compiles.
 
 A driver reads a source again to find what was compiled of it, which is most of what opening a model
 takes, and a child takes half a second to start. Processes that tests start have these for each
-device, as has a run with `HETERO_TEST_ALL=1`.
+device, as has a run with `--exhaustive`.
 """
 
 from __future__ import annotations

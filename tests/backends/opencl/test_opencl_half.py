@@ -58,7 +58,7 @@ OUTLIERS = (500.0, 1000.0, 4000.0, 1e4, 6e4, 7e4, 1e6, 1e30)
 @pytest.mark.parametrize(
     "weight_format",
     # Storages of files compile for minutes; the contract has them, with a bias.
-    [pytest.param(x, marks=[pytest.mark.thorough] * x.of_file, id=x.value) for x in WeightFormat],
+    [pytest.param(x, marks=[pytest.mark.exhaustive] * x.of_file, id=x.value) for x in WeightFormat],
 )
 @pytest.mark.parametrize("m", [1, 2, 8, 40])
 def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightFormat, m: int) -> None:

@@ -22,7 +22,7 @@ from hetero.backends.opencl.proving.store import SUFFIX
 from hetero.backends.opencl.proving.trial import Trials, passed_level
 from hetero.backends.opencl.proving.verdicts import Verdict
 from hetero.backends.opencl.reports import CHECKING, PREPARING
-from tests.support.thinning import ALL
+from tests.support.selection import exhaustive
 
 PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))
 OWN = levels.processor_levels()
@@ -129,7 +129,7 @@ def test_every_processor_computes_right(
     has_flags(monkeypatch, flags)
     monkeypatch.setattr(trial, "MOST_PARTS", 1)  # children whose start takes as long as the rest
     first = next(p[0] for p in PROCESSORS if p[2] == level)
-    plant(monkeypatch, first=None if ALL or name == first else FEW, cpu_name=llvm)
+    plant(monkeypatch, first=None if exhaustive() or name == first else FEW, cpu_name=llvm)
     assert outcomes(trials.examine(pocl)) == [(level, "passed")]
 
 
