@@ -63,6 +63,7 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the tests without a failure."""
-        if not hasattr(self._config, "workerinput") and self._config.cache is not None:
+        cache = getattr(self._config, "cache", None)  # absent without its plugin
+        if not hasattr(self._config, "workerinput") and cache is not None:
             passed = [name for name, found in self._outcomes.items() if "failed" not in found]
-            self._config.cache.set(PASSED, passed)
+            cache.set(PASSED, passed)
