@@ -19,8 +19,8 @@ from hetero.profiler.files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
-from tests.helpers import assert_close
 from tests.runtime.plans import random_plan
+from tests.support.helpers import assert_close
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 
