@@ -25,7 +25,7 @@ from hetero.runtime.prefill_mode import SAME, PrefillModes
 from hetero.runtime.schedule import in_order, seconds_of
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight
-from hetero.solver.memory import ResidentRows, Limits
+from hetero.solver.memory import Limits, ResidentRows
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Form, InFlight, OpPlan, Tile
 from hetero.solver.planner import Planner
