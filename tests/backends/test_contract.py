@@ -33,7 +33,7 @@ from tests.backends.cases import (
     tolerance,
 )
 from tests.backends.conftest import GRAPH_SIZES
-from tests.helpers import assert_close
+from tests.support.helpers import assert_close
 
 EDGE_TOKENS = (1, 2, 31, 32, 33)
 SHAPES = ((1, 32), (33, 96), (37, 172), (96, 32), (64, 320), (130, 64))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hetero import LLM, UserError
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids, numbers, run_in_threads
-from tests.thinning import examples
+from tests.support.selection import examples
 
 PROMPTS = [ids(1, 40), ids(2, 3), ids(3, 23)]
 OPTIONS: dict[str, Any] = {"max_tokens": 7, "logprobs": 1, "temperature": 1.1}

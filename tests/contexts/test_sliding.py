@@ -5,7 +5,6 @@ that keep everything, whatever is appended, cut off, forked, kept on disk or shi
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +25,16 @@ from hetero.models.safetensors_file import SafetensorsFile
 from hetero.models.sliding import KEPT, Sliding, stride_of
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.sizes import cache_layout
-from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids
+from tests.support.checkpoints import CASES, make_checkpoint, relative_error
+from tests.support.selection import examples
 
 LENGTH = 448
 WINDOW = 24  # of the checkpoints
 OFF = {"f32": 2e-5, "f16": 2e-3, "q8": 0.03}  # a key that was computed in another order rounds so
 FEW = settings(
-    max_examples=10 if os.environ.get("HETERO_TEST_ALL") else 3,
+    max_examples=examples(3, 10),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

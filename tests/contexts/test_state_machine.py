@@ -16,9 +16,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hetero import Context, UserError
 from hetero.runtime.engine import ContextFullError, Engine
-from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
 from tests.runtime.test_faults import make_engine
+from tests.support.checkpoints import relative_error
 
 ROOM = 5  # contexts within the budget, with the twin's
 LONGEST = 80  # of `make_engine`

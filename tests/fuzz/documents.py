@@ -34,9 +34,9 @@ from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
-from tests import tiny_files
 from tests.fuzz.target import SEPARATOR, Target
 from tests.profiler.fakes import devices, options
+from tests.support import tiny_files
 
 try:
     from hetero.backends.qnn import store

@@ -20,8 +20,8 @@ from hetero.profiler.quality import MAX_ERROR, grade
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
-from tests.helpers import Command
 from tests.profiler.fakes import devices, options
+from tests.support.helpers import Command
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.program import SUBMIT
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
+from tests.support.checkpoints import relative_error
 
 PROMPT = [1, 2, 3, 5, 8]
 

@@ -26,9 +26,9 @@ from hetero.runtime.step import Step
 from hetero.runtime.waits import WaitPolicy
 from hetero.runtime.waits.trials import Trials
 from hetero.solver.handmade import single_device
-from tests.checkpoints import relative_error
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import random_plan
+from tests.support.checkpoints import relative_error
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
 TOKENS = np.random.default_rng(6).integers(0, 263, 40).tolist()

@@ -13,7 +13,7 @@ pytest.importorskip("pyopencl")
 
 from hetero import LLM
 from hetero.backends.opencl.self_test.compiler import Remote, Variant
-from tests.checkpoints import CASES, make_checkpoint
+from tests.support.checkpoints import CASES, make_checkpoint
 
 PROMPT = list(range(1, 50))  # longer than the windows
 

@@ -23,10 +23,10 @@ from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.placement import Placement
-from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import WAYS, open_llm, plan_of
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
+from tests.support.checkpoints import CASES, make_checkpoint, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 

@@ -36,7 +36,7 @@ from hetero.runtime.slots import SlotRef
 from hetero.runtime.step import Step
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_order, random_plan
-from tests.thinning import examples
+from tests.support.selection import examples
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
 PROMPT = 45

@@ -26,7 +26,7 @@ from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
-from tests.helpers import Command
+from tests.support.helpers import Command
 
 PROFILES = ("host", "host-amx", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")
 LENGTHS = (64, 135, 256, 1024)

@@ -29,7 +29,7 @@ from tests.solver.instances import (
     planner_of,
     random_instance,
 )
-from tests.thinning import examples
+from tests.support.selection import examples
 
 
 @pytest.mark.parametrize("block", range(examples(4, 10)))

@@ -144,7 +144,7 @@ def test_fused_launches_share_a_program(device: OpenCLDevice) -> None:
     assert len(used) == 1
 
 
-@pytest.mark.thorough  # 10 GiB of addresses
+@pytest.mark.exhaustive  # 10 GiB of addresses
 @pytest.mark.parametrize("name", ["default", "lanes"])
 def test_heads_beyond_two_to_the_31_bytes_from_the_first(opened_variant: Any, name: str) -> None:
     """Offsets of heads do not fit 32 bits; the keys are those of a short cache."""

@@ -22,7 +22,7 @@ from hetero.backends.opencl.self_test.compiler import Variant
 from hetero.backends.opencl.self_test.results import SelfTestResult
 from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
 from hetero.backends.opencl.self_test.store import SUFFIX
-from tests.thinning import ALL
+from tests.support.selection import exhaustive
 
 PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))
 OWN = levels.processor_levels()
@@ -129,7 +129,7 @@ def test_every_processor_computes_right(
     has_flags(monkeypatch, flags)
     monkeypatch.setattr(runner, "MAX_PARTS", 1)  # children whose start takes as long as the rest
     first = next(p[0] for p in PROCESSORS if p[2] == level)
-    plant(monkeypatch, first=None if ALL or name == first else FEW, cpu_name=llvm)
+    plant(monkeypatch, first=None if exhaustive() or name == first else FEW, cpu_name=llvm)
     assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
 
 
