@@ -18,7 +18,7 @@ from hetero.profiler.records import DeviceRecord, MatMulRow
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPolicy:
-    """Which tasks are measured first.
+    """Policy of the order in which tasks are measured.
 
     start_share   of a kernel's tasks that are measured before anything is predicted,
     start_least   and at least so many
@@ -61,7 +61,7 @@ def first_tasks(tasks: Sequence[Task], policy: SamplingPolicy = DEFAULT) -> list
 
 
 def _levels(group: Sequence[Task], elements: int) -> list[int]:
-    """For each token count the place of the weight that is nearest to so many elements."""
+    """Return for each token count the place of the weight that is nearest to so many elements."""
 
     def off(task: Task) -> float:
         return abs(math.log2(task.n * task.k / elements))

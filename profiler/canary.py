@@ -1,4 +1,6 @@
-"""The numeric canary: a kernel that computes wrongly on this driver is found before it is timed."""
+"""The numeric canary: a kernel that computes wrongly on this driver is detected before it is
+timed.
+"""
 
 from __future__ import annotations
 
@@ -108,5 +110,5 @@ def _entry(task: Task, error: float | None, failure: str) -> Quarantine:
 
 
 def _detail(name: str, error: float | None, tolerance: float) -> str:
-    found = "gives values that are not finite" if error is None else f"is off by {error:.2g}"
-    return f"{name} {found} of its size (tolerance {tolerance:.2g})"
+    problem = "gives values that are not finite" if error is None else f"is off by {error:.2g}"
+    return f"{name} {problem} of its size (tolerance {tolerance:.2g})"

@@ -1,4 +1,4 @@
-"""Compiler mode: a profile of a chip that nobody here holds, from what its compiler schedules.
+"""Compiler mode: a profile of a chip that is not at hand, from its compiler's schedules.
 
 Qualcomm's compiler runs on a PC and writes for each graph what the NPU will do with it
 (`hetero.backends.qnn.schedule`). A small physical model turns that into seconds:
@@ -154,11 +154,11 @@ class Scheduler:
 
     def work(self, n: int, k: int, m: int) -> Work:
         """Return what a call of m tokens does in all its launches."""
-        found = [self.schedule(n, k, rows) for rows in _launches(n, k, m)]
+        schedules = [self.schedule(n, k, rows) for rows in _launches(n, k, m)]
         return Work(
-            len(found),
-            sum(schedule.dram_bytes for schedule in found),
-            sum(schedule.hvx.vtcm_bytes for schedule in found),
+            len(schedules),
+            sum(schedule.dram_bytes for schedule in schedules),
+            sum(schedule.hvx.vtcm_bytes for schedule in schedules),
         )
 
     def close(self) -> None:
@@ -192,8 +192,9 @@ def compiler_profile(
     directory: Path | None = None,
     progress: Callable[[Event], None] | None = None,
 ) -> DeviceProfile:
-    """Return the profile of a chip by its compiler: `compiler-predicted` NPU matmuls, the rest
-    simulated.
+    """Return the profile of a chip by its compiler.
+
+    NPU matmuls are `compiler-predicted`, the rest is simulated.
 
     Raises `ProfileError`, `DeviceError`.
     """

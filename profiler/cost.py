@@ -34,19 +34,19 @@ from hetero.profiler.substitutes import SUBSTITUTES, proxy_predictor, with_file_
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
-LONGEST_S: Final = 1e9  # of a kernel: nobody has waited for one
+LONGEST_S: Final = 1e9  # of a kernel: longer than any
 WaitMethod: TypeAlias = Literal["fast", "flag", "event", "finish"]
 
 
 class Cost(NamedTuple):
-    """Seconds, and whether the shape lies outside the measured range. Arrays of one shape."""
+    """Seconds, and whether the shape is outside the measured range. Arrays of one shape."""
 
     seconds: Floats
     extrapolated: npt.NDArray[np.bool_]
 
 
 class Allowed(NamedTuple):
-    """Whether the solver may use a kernel; `reason` is empty when it may."""
+    """Answer to whether the solver may use a kernel; `reason` is empty when it may."""
 
     ok: bool
     reason: str = ""
@@ -124,8 +124,9 @@ class CostModel:
         k: int,
         order: OperandOrder = "plain",
     ) -> Floats:
-        """[M, N] seconds of all pairs of token counts ms [M] and rows ns [N], as `matmul_s` has
-        them. Raises `ProfileError` as it does.
+        """Return the [M, N] seconds of all pairs of token counts ms [M] and rows ns [N].
+
+        As `matmul_s` has them. Raises `ProfileError` as it does.
         """
         predictor, record = self._predictor(device, weight_format, order), self.device(device)
         return self._sound(predict.predict_table(predictor, record, ms, ns, float(k)))
@@ -171,7 +172,7 @@ class CostModel:
         return seconds
 
     def other(self, device: DeviceKind, op: Op) -> NonMatmulPredictor:
-        """Return what predicts an operation that is not a matmul.
+        """Return the predictor of an operation that is not a matmul.
 
         Its own times, or those of a similar one by its bytes. Raises `ProfileError` without either.
         """
@@ -187,10 +188,10 @@ class CostModel:
     def measured_as(self, device: DeviceKind, name: str) -> str | None:
         """Return the operation whose times predict one by that name (`predict.op_name`).
 
-        Itself, or what stands in for it (`substitutes`); None if the profile has neither.
+        Itself, or its proxy (`substitutes`); None if the profile has neither.
         """
         names = (name, *SUBSTITUTES.get(name, ()))
-        return next((found for found in names if (device, found) in self._others), None)
+        return next((source for source in names if (device, source) in self._others), None)
 
     def allowed(
         self,
@@ -215,8 +216,9 @@ class CostModel:
         return Allowed(True)
 
     def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:  # noqa: ARG002
-        """Return whether an operation that is not a matmul (or what stands in for it) was measured
-        and computes correctly.
+        """Return whether an operation that is not a matmul was measured and is correct.
+
+        Or its proxy was.
         """
         name = predict.op_name(op)
         source = self.measured_as(device, name)
@@ -228,26 +230,33 @@ class CostModel:
         return Allowed(True)
 
     def submit_s(self, device: DeviceKind, queue: Literal["busy", "empty"] = "busy") -> float:
-        """Cost of submitting a kernel behind others, or to an empty queue; 0 if calls block."""
+        """Return the cost of submitting a kernel after others, or to an empty queue.
+
+        0 if calls block.
+        """
         sync = self._sync(device)
         return sync.submit_busy_s if queue == "busy" else sync.submit_empty_s
 
     def ring_s(self, device: DeviceKind) -> float | None:
-        """Cost of starting what was queued behind a gate; None if the device has no gates."""
+        """Return the cost of a stream signal, which starts queued calls; None without signals."""
         return self._sync(device).ring_s
 
     def chain_s(self, device: DeviceKind) -> float:
-        """Return what a launch saves in a chain; 0 if the device has none."""
+        """Return what a launch saves in a fused launch; 0 if the device has none."""
         return self._sync(device).chain_s or 0.0
 
     def wait_s(self, device: DeviceKind, method: WaitMethod = "fast") -> float:
-        """From the kernel's end until the host knows; 0 where calls block or it is unknown."""
+        """Return the seconds from the kernel's end until the host knows.
+
+        0 where calls block or it is unknown.
+        """
         waits = self._sync(device).wait_s
         return waits.get(method, min(waits.values(), default=0.0))
 
     def restart_s(self) -> float:
-        """Return how much longer an NPU call takes after other work of its thread than after a
-        call.
+        """Return how much longer an NPU call takes after other work than after a call.
+
+        The work is its thread's.
         """
         sync = self.profile.sync.get("npu")
         return 0.0 if sync is None else sync.restart_s
@@ -278,7 +287,7 @@ class CostModel:
         """Relative standard deviation of a matmul kernel's time.
 
         From run to run (the median over the sizes that were measured) and as its device drifts,
-        which the rows do not show because they are held against reference kernels of their moment.
+        which the rows do not show because they are compared with reference kernels of their moment.
         0 where nothing is known.
         """
         if self._spreads is None:
@@ -298,14 +307,14 @@ class CostModel:
 
     def bandwidth(self, who: Literal["gpu", "npu", "both"]) -> float | None:
         """Weight bytes per second in decode; None if it was not measured."""
-        found = self.profile.bandwidth
+        speeds = self.profile.bandwidth
         match who:
             case "gpu":
-                return found.gpu_alone_bytes_per_s
+                return speeds.gpu_alone_bytes_per_s
             case "npu":
-                return found.npu_alone_bytes_per_s
+                return speeds.npu_alone_bytes_per_s
             case "both":
-                return found.together_bytes_per_s
+                return speeds.together_bytes_per_s
 
     def prepare_s(
         self,
@@ -341,11 +350,11 @@ class CostModel:
         self, device: DeviceKind, weight_format: WeightFormat
     ) -> PreparationPredictor | None:
         wanted = (device, weight_format)
-        found = self.profile.preparation_predictors
-        return next((e for e in found if (e.device, e.weight_format) == wanted), None)
+        predictors = self.profile.preparation_predictors
+        return next((e for e in predictors if (e.device, e.weight_format) == wanted), None)
 
     def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:
-        """Mean power while these devices work; None if the platform does not tell."""
+        """Return the mean power while these devices work; None if the platform has no meter."""
         power = self.profile.power
         if power is None:
             return None

@@ -1,4 +1,7 @@
-"""Power, where the platform tells: RAPL, hwmon or the battery in sysfs. Else absent, with why."""
+"""Power, where the platform has a meter: RAPL, hwmon or the battery in sysfs.
+
+Else absent, with the reason.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def read_environment(*, gpu_core: int | None, control_core: int | None) -> Envir
 
 def package_versions() -> dict[str, str]:
     """Installed versions of what runs the kernels."""
-    found = {name: installed_version(name) for name in PACKAGES}
-    known = {name: version for name, version in found.items() if version is not None}
+    versions = {name: installed_version(name) for name in PACKAGES}
+    known = {name: version for name, version in versions.items() if version is not None}
     return {"python": platform.python_version(), **known}
 
 

@@ -47,7 +47,7 @@ def read_profile(path: str | Path) -> str:
 
 
 def parse_document(text: str, path: str | Path, current_version: int) -> Document:
-    """As `read_document`, of the text that was read from `path`."""
+    """Do the same as `read_document` for the text that was read from `path`."""
     try:
         document = json.loads(text)
         if "\\u" in text:  # half of a pair is no text, and would only fail where it is written
@@ -137,7 +137,7 @@ def refuse_folder(path: str | Path) -> None:
 
 
 def own_profile_path() -> Path:
-    """Return where `hetero profile` puts this machine's profile unless told otherwise.
+    """Return where `hetero profile` puts this machine's profile by default.
 
     Among the user's data, because ten minutes of measuring are no cache.
     """
@@ -147,7 +147,7 @@ def own_profile_path() -> Path:
 def cached_profile_path() -> Path:
     """Return where earlier versions put it.
 
-    It is still read there, and first starts are kept beside.
+    It is still read there, and records of first starts are stored next to it.
     """
     return cache_folder() / "profiles" / "host.json"
 
@@ -168,7 +168,7 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def shipped_host() -> str | None:
-    """Name of the shipped profile of a PC whose processor computes like this one's.
+    """Return the name of the shipped profile of a PC whose processor computes like this one's.
 
     None if there is none: 8-bit dot products (AVX-512 VNNI) make the OpenCL kernels 1.5 to 2.5
     times as fast, tiles of them (AMX) ONNX Runtime's w8a8 some 8 times as fast as its w4a8.

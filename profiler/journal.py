@@ -1,7 +1,8 @@
-"""The journal beside a profile: a JSON line for everything that is finished.
+"""The journal next to a profile: a JSON line for everything that is finished.
 
 Each line has the checksum of the rest of it (`crc32`), so that a damaged one is noticed, and is one
-of the kinds below; the first line that is not ends what a run goes on from.
+of the kinds below; the first damaged line ends what a run continues from.
+
 """
 
 from __future__ import annotations
@@ -171,17 +172,17 @@ def to_line(entry: Entry) -> str:
 def _entry(line: bytes) -> Entry | None:
     """Return the entry of a whole, undamaged line of a known kind."""
     try:
-        found = json.loads(line.decode("utf-8"))
-        if not line.endswith(b"\n") or not isinstance(found, dict):
+        entry = json.loads(line.decode("utf-8"))
+        if not line.endswith(b"\n") or not isinstance(entry, dict):
             return None
-        told = found.pop("crc32", None)
-        if told != zlib.crc32(json.dumps(found, allow_nan=False).encode()):
+        checksum = entry.pop("crc32", None)
+        if checksum != zlib.crc32(json.dumps(entry, allow_nan=False).encode()):
             return None
-        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a pair is no text
-        _KINDS.validate_python(found)
+        json.dumps(entry, ensure_ascii=False).encode("utf-8")  # half of a pair is no text
+        _KINDS.validate_python(entry)
     except (ValueError, RecursionError):
         return None
-    return found
+    return entry
 
 
 def _cannot_write(path: Path, error: OSError) -> ProfileError:

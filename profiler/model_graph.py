@@ -121,7 +121,7 @@ class Node:
 
     @property
     def writes(self) -> set[str]:
-        """Slots that it writes, its caches left out."""
+        """Return the slots that it writes, without its caches."""
         return {slot for port, slot in self.slots.items() if port in OUTPUT_PORTS}
 
 
@@ -144,8 +144,9 @@ class Share(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A matmul of a plan, the members that it may be cut into, and what runs behind it before the
-    next one.
+    """A matmul of a plan, the members that it may be cut into, and the operators after it.
+
+    They run before the next matmul.
     """
 
     name: OpName
@@ -154,7 +155,7 @@ class Stage(NamedTuple):
 
     @property
     def attends(self) -> bool:
-        """Return whether attention is behind it."""
+        """Return whether attention follows it."""
         return any(isinstance(share.op, Attention) for share in self.behind)
 
 
@@ -194,7 +195,7 @@ class ModelGraph(BaseModel):
         update: Mapping[str, Any] | None = None,
         deep: bool = False,  # noqa: ARG002  (nothing in it can be changed)
     ) -> Self:
-        """Return a copy that is validated, and derives all anew that it derives."""
+        """Return a copy that is validated, and derives everything again."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**fields | dict(update or {}))
 
@@ -240,8 +241,8 @@ class ModelGraph(BaseModel):
         if weight_format is self.weight_format:
             return self
         others = tuple(x for x in (self.weight_format, *self.also) if x is not weight_format)
-        found = self.with_weight_format(weight_format)
-        return found.model_copy(update={"also": others, "base": self.base or self.weight_format})
+        graph = self.with_weight_format(weight_format)
+        return graph.model_copy(update={"also": others, "base": self.base or self.weight_format})
 
     @cached_property
     def layers(self) -> int:
@@ -267,16 +268,16 @@ class ModelGraph(BaseModel):
     @cached_property
     def shapes(self) -> dict[OpName, tuple[int, int]]:
         """(n, k) of every matmul and of the members of fused ones."""
-        found: dict[OpName, tuple[int, int]] = {}
+        shapes: dict[OpName, tuple[int, int]] = {}
         for node in self.nodes:
-            if node.plan_op is None or node.plan_op in found:
+            if node.plan_op is None or node.plan_op in shapes:
                 continue
             assert isinstance(node.op, MatMul)
-            found[node.plan_op] = (node.op.n, node.op.k)
+            shapes[node.plan_op] = (node.op.n, node.op.k)
             stops = [*(start for _, start in node.members[1:]), node.op.n]
             for (name, start), stop in zip(node.members, stops, strict=False):
-                found[name] = (stop - start, node.op.k)
-        return found
+                shapes[name] = (stop - start, node.op.k)
+        return shapes
 
     @cached_property
     def head(self) -> tuple[Share, ...]:
@@ -285,12 +286,12 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def block(self) -> tuple[Stage, ...]:
-        """The matmuls of a layer, each with what runs behind it."""
+        """Return the matmuls of a layer, each with the operators after it."""
         return tuple(self._stage(name, self.layers) for name in self._in_layers)
 
     @cached_property
     def tail(self) -> tuple[Stage, ...]:
-        """The matmuls behind the layers."""
+        """Return the matmuls after the layers."""
         return tuple(self._stage(x, 1) for x in self._plan_ops if x not in self._in_layers)
 
     @cached_property
@@ -312,13 +313,13 @@ class ModelGraph(BaseModel):
     @cached_property
     def _plan_ops(self) -> dict[OpName, tuple[MatMul, int]]:
         """Every matmul of plans by name, and how often it occurs."""
-        found: dict[OpName, tuple[MatMul, int]] = {}
+        counted: dict[OpName, tuple[MatMul, int]] = {}
         for node in self.nodes:
             if node.plan_op is not None:
                 assert isinstance(node.op, MatMul)
-                count = found[node.plan_op][1] if node.plan_op in found else 0
-                found[node.plan_op] = (node.op, count + 1)
-        return found
+                count = counted[node.plan_op][1] if node.plan_op in counted else 0
+                counted[node.plan_op] = (node.op, count + 1)
+        return counted
 
     @cached_property
     def _in_layers(self) -> tuple[OpName, ...]:
@@ -327,15 +328,15 @@ class ModelGraph(BaseModel):
     @cached_property
     def _behind(self) -> dict[OpName | None, list[Op]]:
         """Operations by the matmul that they follow; None: before all of them."""
-        found: dict[OpName | None, list[Op]] = {None: []}
+        followers: dict[OpName | None, list[Op]] = {None: []}
         last: OpName | None = None
         for node in self.nodes:
             if node.plan_op is None:
-                found[last].append(node.op)
+                followers[last].append(node.op)
             else:
                 last = node.plan_op
-                found.setdefault(last, [])
-        return found
+                followers.setdefault(last, [])
+        return followers
 
     # What is read off the sizes of single operations, for files of other programs.
 
@@ -380,16 +381,16 @@ class ModelGraph(BaseModel):
 
 def slot_shapes(nodes: Iterable[Node], m: int = 1) -> dict[str, tuple[int, ...]]:
     """Shape of every slot's tensor for m tokens. Raises `ValueError` where nodes disagree."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         for port, slot in node.slots.items():
             shape = port_shape(node.op, port, m)
-            if found.setdefault(slot, shape) != shape:
+            if shapes.setdefault(slot, shape) != shape:
                 raise ValueError(
                     f"{node.name}: {port} has the shape {shape} for {m} tokens, slot {slot} has "
-                    f"{found[slot]}"
+                    f"{shapes[slot]}"
                 )
-    return found
+    return shapes
 
 
 def _check_layers(layers: Sequence[int | None]) -> None:
@@ -414,7 +415,7 @@ def _check_matmuls(nodes: Sequence[Node]) -> None:
         if known.setdefault(node.plan_op, (node.op, node.members)) != (node.op, node.members):
             raise ValueError(f"{node.name}: {node.plan_op} differs from layer to layer")
         if not layered:
-            raise ValueError(f"{node.name}: a matmul of plans is part of a layer or behind them")
+            raise ValueError(f"{node.name}: a matmul of plans is part of a layer or after them")
         order.setdefault(node.layer, []).append(node.plan_op)
     last = 1 + max(node.layer for node in nodes if node.layer is not None)
     first, tail = order.get(0, []), order.get(None, [])
@@ -424,7 +425,10 @@ def _check_matmuls(nodes: Sequence[Node]) -> None:
 
 
 def _check_slots(nodes: Sequence[Node]) -> None:
-    """What is read was written before and has one shape; tokens, position and caches come along."""
+    """Check that what is read was written before and has one shape.
+
+    Tokens, position and caches are inputs of the graph.
+    """
     slot_shapes(nodes)
     written: set[str] = set()
     for node in nodes:

@@ -74,7 +74,7 @@ def fit_preparation(rows: Iterable[PreparationRow]) -> tuple[PreparationPredicto
     groups: dict[tuple[DeviceKind, WeightFormat], list[PreparationRow]] = {}
     for row in rows:
         groups.setdefault((row.device, row.weight_format), []).append(row)
-    return tuple(_fit(kind, f, found) for (kind, f), found in sorted(groups.items()))
+    return tuple(_fit(kind, f, rows) for (kind, f), rows in sorted(groups.items()))
 
 
 def _once(device: Device, op: MatMul, weights: Mapping[str, WeightValue], clock: Clock) -> float:

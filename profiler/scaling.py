@@ -44,7 +44,7 @@ PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePolicy:
-    """How a profile's reference kernels are timed on another machine, within seconds.
+    """Policy of timing a profile's reference kernels on another machine, within seconds.
 
     min_samples  undisturbed ones of a kernel
     warm_s         launches of a kernel before it is timed take so long at most
@@ -108,14 +108,14 @@ class _Own:
         self._measured = {row.kind for row in profile.matmuls}
 
     def matmul(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Of a format; one that the profile has derived from others has that of the first."""
+        """Return the factor of a format; one derived from others has that of the first."""
         factor = self._factors.get((device, phase, weight_format))
         if factor is None and (device, phase, weight_format) not in self._measured:
             factor = self._factors.get((device, phase, self._first.get(device, weight_format)))
         return 1.0 if factor is None else factor
 
     def rest(self, device: DeviceKind, phase: Phase) -> float:
-        """Of what has no format."""
+        """Return the factor of what has no format."""
         first = self._first.get(device)
         return 1.0 if first is None else self.matmul(device, phase, first)
 
@@ -173,19 +173,18 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def reference_tasks(profile: DeviceProfile) -> tuple[Task, ...]:
-    """Return the reference kernels of every device and phase, in every format that the profile has
-    of it.
+    """Return the reference kernels of every device and phase, in every format of the profile.
 
     Raises `ProfileError` for a profile that measured no kernels (of a simulated chip).
     """
     formats = dict.fromkeys(row.kind for row in profile.matmuls if row.order == "plain")
-    found = [
+    tasks = [
         _reference(profile, device, phase, weight_format)
         for device, phase, weight_format in formats
     ]
-    if not found:
+    if not tasks:
         raise ProfileError(f"profile {profile.name} has no times of kernels that ran")
-    return tuple(found)
+    return tuple(tasks)
 
 
 def _reference(
@@ -241,13 +240,13 @@ def time_references(
         taken += 1
         if waited_s <= Settings().disturbed * seconds:
             clean[index].append(seconds)
-    return [statistics.median(found) for found in clean]
+    return [statistics.median(seconds) for seconds in clean]
 
 
 def factors_of(
     profile: DeviceProfile, tasks: Sequence[Task], seconds: Sequence[float]
 ) -> dict[Kind, float]:
-    """Factors from the medians of the reference kernels.
+    """Return factors from the medians of the reference kernels.
 
     A profile's seconds are means, so medians are first multiplied by what is typical of their kind;
     and they are those of its predictors, which plans are made from and which no single row spoils.
@@ -255,12 +254,12 @@ def factors_of(
     """
     cost = CostModel(profile)
     skews = typical(profile.matmuls, lambda row: row.skew)
-    found: dict[Kind, float] = {}
+    factors: dict[Kind, float] = {}
     for task, median_s in zip(tasks, seconds, strict=True):
         kind = (task.device, phase_of(task.m), task.weight_format)
         predicted = cost.matmul_s(task.device, task.weight_format, task.m, task.n, task.k)
         factor = median_s * skews.get(kind, 1.0) / float(predicted.seconds)
         if not 1 / MOST <= factor <= MOST:  # NaN is not either
             raise ProfileError(f"a reference kernel of the {task.device} took {median_s:g} s")
-        found[kind] = factor
-    return found
+        factors[kind] = factor
+    return factors

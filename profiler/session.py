@@ -148,7 +148,7 @@ class Session:
             if all(wanted in d.capabilities.weight_formats for d in self.devices.values()):
                 return wanted
         raise ProfileError(
-            "no weight format that was asked for runs on every device: choose one of "
+            "no requested weight format runs on every device: choose one of "
             + ", ".join(
                 f"{kind}: {' '.join(d.capabilities.weight_formats)}"
                 for kind, d in self.devices.items()
@@ -174,7 +174,7 @@ class Session:
         )
         if self.workload.small:
             size = f"{self.workload.cold / 1e6:.1f} MB"
-            self.notes.append(f"weights lie in the caches as those of a model of {size} do")
+            self.notes.append(f"weights are in the caches as in a model of {size}")
         base = {
             (entry["device"], entry["phase"]): entry["seconds"]
             for entry in self.journal.of_kind("base")
@@ -215,10 +215,10 @@ class Session:
         for entry in self.journal.of_kind("part"):
             if entry["name"] == name and (several or len(entry["values"]) == 1):
                 with suppress(ValidationError):  # then it is measured again
-                    found = [kind.model_validate(value) for value in entry["values"]]
-                    if all(map(fits, found)):
-                        self.parts[name] = found
-                        return found
+                    records = [kind.model_validate(value) for value in entry["values"]]
+                    if all(map(fits, records)):
+                        self.parts[name] = records
+                        return records
         self._report(name)
         self._checkpoint()
         made = make()
@@ -266,15 +266,15 @@ class Session:
         )
 
     def _host_sync(self) -> list[HostSync]:
-        (found,) = self._around.sleep()
-        return [found.model_copy(update={"step_s": self._step_s})]
+        (costs,) = self._around.sleep()
+        return [costs.model_copy(update={"step_s": self._step_s})]
 
     def _every_core(self) -> list[EveryCore]:
         if self._measure_every_core is None:
             return []
         try:
             return self._measure_every_core(self._checkpoint)
-        except DeviceError as error:  # the profile is of the devices, this is beside them
+        except DeviceError as error:  # the profile is of the devices; this is an extra
             self.notes.append(str(error))
             return []
 
@@ -287,7 +287,7 @@ class Session:
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
-        """The grid, in the order of what teaches most, until it or the budget is used up.
+        """Measure the grid, in the order of what teaches most, until it or the budget is used up.
 
         Now and then and at its end the devices together.
         """
@@ -390,14 +390,14 @@ class Session:
             return True
         self._canaries.add(key)
         try:
-            found = None
+            problem = None
             if not self.virtual:
-                found = canary.check_matmul(task, self.workload.runner(task))
+                problem = canary.check_matmul(task, self.workload.runner(task))
         except (DeviceError, ValueError) as error:
-            found = canary.failed_matmul(task, str(error))
-        if found is not None:
-            self._quarantine(found)
-        return found is None
+            problem = canary.failed_matmul(task, str(error))
+        if problem is not None:
+            self._quarantine(problem)
+        return problem is None
 
     def _quarantine(self, entry: Quarantine, *, write: bool = True) -> None:
         self.quarantined.append(entry)
@@ -451,18 +451,18 @@ class Session:
         return checks
 
     def _gains(self) -> list[str]:
-        found: list[EveryCore] = self.parts["every core"]
-        if not found:
+        gains_of: list[EveryCore] = self.parts["every core"]
+        if not gains_of:
             return []
-        gains = ", ".join(f"{x.weight_format} {x.phase} {x.speedup:.2f} x" for x in found)
-        return [f"OpenCL alone on {found[0].cores} cores instead of one: {gains}"]
+        gains = ", ".join(f"{x.weight_format} {x.phase} {x.speedup:.2f} x" for x in gains_of)
+        return [f"OpenCL alone on {gains_of[0].cores} cores instead of one: {gains}"]
 
     def _report(self, what: str) -> None:
         left_s = max(self.options.budget_s - self.spent_s, 0.0)
         self.progress(Event(what, len(self.rows), self.total, left_s))
 
     def _snapshot(self) -> None:
-        """What there is, as a valid profile, in case the process is killed."""
+        """Write the records so far as a valid profile, in case the process is killed."""
         if self.out is not None:
             self._profile(finished=False).save(self.out)
 

@@ -14,15 +14,15 @@ from hetero.profiler.interference import Interference, NoInterference, longest_w
 
 @dataclass(frozen=True, kw_only=True)
 class TimingPolicy:
-    """How launches are batched and led, and what counts as out of cache.
+    """Policy of batching launches, of warm-up launches, and of what counts as out of cache.
 
     Seconds where a name ends in `_s`, bytes where it ends in `_bytes`.
 
     Caches:
 
-    cache_bytes       size of the last-level cache where the system does not tell it
+    cache_bytes       size of the last-level cache where the system does not report it
     colder            so many times that cache is read to push everything out of it,
-    max_cold_bytes   and at most so much
+    max_cold_bytes    and at most so much
     uses              of a blocking call of a small model before it is timed, if they read no more
                       than the caches hold
 
@@ -33,19 +33,19 @@ class TimingPolicy:
     max_copies
     kept_bytes        kernels beyond this are dropped, least recently used first
 
-    Leads, the calls before a timed one:
+    Warm-up launches, the calls before a timed one:
 
-    lead_size         n, k of their weight
-    lead_s            how long they run in an asynchronous device's queue: a core that was idle
+    warm_up_size      n, k of their weight
+    warm_up_s         how long they run in an asynchronous device's queue: a core that was idle
                       takes some time to full speed
-    max_warm_ups        and at most so many
-    lead_calls        where calls block
-    late              share of a batch's time that the leads' end may be seen late by
+    max_warm_ups      and at most so many
+    warm_up_calls     where calls block
+    late              share of a batch's time that the warm-ups' end may be seen late by
 
     Batches:
 
     batch_s           launches are batched up to this long, so that submission is hidden
-    longest_batch     launches of a small model's batch: so many are submitted while the leads run
+    longest_batch     launches of a small model's batch, which are submitted while the warm-ups run
     held_up_s         a launch that is longer makes no batch, whatever held it up
     repeats           further launches that are timed before the length of a batch is chosen
     small_repeats     of a small model, where they cost little
@@ -62,10 +62,10 @@ class TimingPolicy:
     max_copies: int = 64
     kept_bytes: int = 1 << 31
 
-    lead_size: tuple[int, int] = (512, 512)
-    lead_s: float = 3e-3
+    warm_up_size: tuple[int, int] = (512, 512)
+    warm_up_s: float = 3e-3
     max_warm_ups: int = 256
-    lead_calls: int = 2
+    warm_up_calls: int = 2
     late: float = 0.02
 
     batch_s: float = 4e-3
@@ -75,7 +75,7 @@ class TimingPolicy:
     small_repeats: int = 2
     polled_s: float = 0.1
 
-    def leads(self, seconds: float, each_s: float) -> int:
+    def warm_ups(self, seconds: float, each_s: float) -> int:
         """Return how many leads keep a queue at work for so long."""
         return int(min(max(seconds / each_s, 1), self.max_warm_ups))
 
@@ -112,22 +112,22 @@ def cold_bytes(policy: TimingPolicy = DEFAULT) -> int:
     return min(policy.colder * cache, policy.max_cold_bytes)
 
 
-def time_behind(
-    leads: Sequence[BoundCall],
+def time_after(
+    warm_ups: Sequence[BoundCall],
     calls: Sequence[BoundCall],
     clock: Clock,
     interference: Interference | None = None,
     policy: TimingPolicy = DEFAULT,
 ) -> tuple[float, float]:
-    """Seconds of calls in a queue, from the end of those that lead.
+    """Return the seconds of calls in a queue, from the end of their warm-up launches.
 
     Of which that end may have been seen late, because a thread of ours waited for a core.
     """
     interference = interference or NoInterference()
     before = interference.waits_s()
-    lead = [call.submit() for call in leads][-1]
+    warm_up = [call.submit() for call in warm_ups][-1]
     batch = [call.submit() for call in calls]
-    poll_until_done(lead, clock, policy)
+    poll_until_done(warm_up, clock, policy)
     start_s = clock.now()
     late_s = longest_wait_s(before, interference.waits_s())
     poll_until_done(batch[-1], clock, policy)

@@ -8,8 +8,8 @@ model that a profile is taken for: a small one's stay in the caches.
 Only the weight shall be cold. In a step the same code ran a moment ago and the GPU's worker is
 awake; after so much reading the first call would also pay for its instructions, page tables and a
 sleeping core (70 to 150 µs on a PC: more than a small matmul of one token, a tenth of one of 64).
-So a launch follows a *lead*, the same kernel on a small weight: on an asynchronous device right
-before it in the queue.
+So a launch follows a *warm-up launch*, the same kernel on a small weight: on an asynchronous device
+right before it in the queue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hetero.backends.weights import (
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.predict import weight_bytes
-from hetero.profiler.timing import DEFAULT, TimingPolicy, cold_bytes, time_behind, time_calls
+from hetero.profiler.timing import DEFAULT, TimingPolicy, cold_bytes, time_after, time_calls
 
 # Storages of a usual GGUF file (Q4_K_M), and how many of its weights each has.
 USUAL_PARTS: Final = ((StorageFormat.Q4_K, 0.8), (StorageFormat.Q6_K, 0.2))
@@ -56,8 +56,9 @@ def usual_rows(n: int) -> list[tuple[StorageFormat, int]]:
 
 
 class WeightPool:
-    """Random weights of any shape as views of one block of memory per storage format, and of one
-    with their scales. Weights of `nbytes` in all lie in places of their own.
+    """Random weights of any shape as views of one block of memory per storage format.
+
+    And of one with their scales. Weights of `nbytes` in all are in places of their own.
     """
 
     def __init__(self, nbytes: int, seed: int = 0) -> None:
@@ -96,15 +97,15 @@ class WeightPool:
 
         The next weight, and the scale of its input, which is standard normal here.
         """
-        found: dict[str, WeightValue] = {
+        values: dict[str, WeightValue] = {
             "weight": self.weight(op.weight_format.storage, op.n, op.k)
         }
         if op.weight_format.activations.static:
-            found["x_scale"] = np.full(1, 4 / op.weight_format.activations.largest, np.float32)
-        return found
+            values["x_scale"] = np.full(1, 4 / op.weight_format.activations.largest, np.float32)
+        return values
 
     def _block_scales(self, storage: StorageFormat, n: int, k: int) -> npt.NDArray[Any]:
-        """Return scales of blocks, those of 16 rows again and again.
+        """Return scales of blocks, repeating the scales of 16 rows.
 
         They are numbers of several types, and not every byte will do.
         """
@@ -153,7 +154,7 @@ class WeightPool:
 class Runner:
     """One task's calls, one for each copy of its weight.
 
-    `cycle` counts launches; `lead` has the calls that go before a timed one.
+    `cycle` counts launches; `warm_ups` has the calls that go before a timed one.
     """
 
     device: Device
@@ -164,7 +165,7 @@ class Runner:
     batch: int = 1
     cycle: int = 0
     last_read: list[int] = field(default_factory=list)
-    lead: list[BoundCall] = field(default_factory=list)
+    warm_ups: list[BoundCall] = field(default_factory=list)
 
     def next_copies(self, count: int | None = None) -> list[int]:
         """Return indices of the copies that the next `count` launches use (default: a batch)."""
@@ -187,7 +188,7 @@ class Workload:
 
     caches    bytes of reading that leave nothing in them; 0: never read
     cold      bytes that are read between two uses of a weight
-    small     whether weights may so lie in the caches
+    small     whether weights may so stay in the caches
     policy    the numbers that all timing depends on
     """
 
@@ -221,7 +222,7 @@ class Workload:
         self._leads: dict[Task, list[BoundCall]] = {}
 
     def runner(self, task: Task) -> Runner:
-        """Bound calls of a task, made when first asked for."""
+        """Return the bound calls of a task, made at first use."""
         if task not in self._runners:
             self._runners[task] = self._bind(task, self._prepare(task))
         key = (task.device, task.op)
@@ -266,7 +267,7 @@ class Workload:
             self._use(runner, copies)
         self.evict(runner, copies)
         before = self.interference.waits_s()
-        seconds = self._behind_lead(runner, copies)
+        seconds = self._after_warm_ups(runner, copies)
         if seconds is None:
             # A batch that was seen late is forgotten. To read the counters pushes a blocking
             # call's code out of the caches, as the large weight of a call before it does.
@@ -277,20 +278,20 @@ class Workload:
         waited_s = longest_wait_s(before, self.interference.waits_s())
         return seconds / len(copies), waited_s / len(copies)
 
-    def _behind_lead(self, runner: Runner, copies: list[int]) -> float | None:
-        """Seconds of a batch in a queue, from the end of its leads on.
+    def _after_warm_ups(self, runner: Runner, copies: list[int]) -> float | None:
+        """Return the seconds of a batch in a queue, from the end of its warm-up launches.
 
-        None where the batch is still to be launched: where there is no queue (the leads have run
+        None where the batch is still to be launched: where there is no queue (the warm-ups have run
         then), or if a thread of ours had to wait for a core meanwhile, because who sees the leads'
         end late finds the batch too short.
         """
-        if not runner.lead or not runner.device.capabilities.asynchronous:
-            for call in runner.lead:
+        if not runner.warm_ups or not runner.device.capabilities.asynchronous:
+            for call in runner.warm_ups:
                 call.run()
             return None
         calls = [runner.calls[copy] for copy in copies]
-        seconds, late_s = time_behind(
-            runner.lead, calls, self.clock, self.interference, self.policy
+        seconds, late_s = time_after(
+            runner.warm_ups, calls, self.clock, self.interference, self.policy
         )
         if late_s <= self.policy.late * seconds:
             return seconds
@@ -298,8 +299,9 @@ class Workload:
         return None
 
     def warm_up(self, runner: Runner, repeats: int | None = None, max_s: float = math.inf) -> float:
-        """Launch every copy once, as far as `max_s` reaches, then choose how many launches make a
-        batch. Returns seconds.
+        """Launch every copy once within `max_s`, then choose how many launches make a batch.
+
+        Returns seconds.
 
         The length of a batch follows from the shortest of several timings (`repeats`, or the
         policy's): one that was held up would make batches of one launch, and each sample the time
@@ -351,12 +353,12 @@ class Workload:
         calls = [kernel.bind(tensors, task.m) for kernel in prepared.kernels]
         long_ago = [-self.cold] * len(calls)
         device = self.devices[task.device]
-        lead = self._lead(task)
-        return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, lead=lead)
+        warm_ups = self._warm_ups(task)
+        return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, warm_ups=warm_ups)
 
-    def _lead(self, task: Task) -> list[BoundCall]:
+    def _warm_ups(self, task: Task) -> list[BoundCall]:
         """Return calls of a small weight to go before those of a task."""
-        n, k = self.policy.lead_size
+        n, k = self.policy.warm_up_size
         small = task._replace(n=n, k=k)
         if small not in self._leads:
             tensors = {
@@ -368,10 +370,10 @@ class Workload:
         return self._leads[small]
 
     def _long_enough(self, call: BoundCall, device: DeviceKind) -> list[BoundCall]:
-        """So many of a call that they keep a queue busy for `lead_s`."""
+        """Return so many of a call that they keep a queue busy for `warm_up_s`."""
         policy = self.policy
         if not self.devices[device].capabilities.asynchronous:
-            return [call] * policy.lead_calls
+            return [call] * policy.warm_up_calls
         call.run()
         start_s = self.clock.now()
         call.run()
@@ -380,7 +382,7 @@ class Workload:
         start_s = self.clock.now()
         [call.submit() for _ in range(policy.max_copies)][-1].wait()
         each_s = max((self.clock.now() - start_s) / policy.max_copies, 1e-6)
-        return [call] * policy.leads(policy.lead_s, each_s)
+        return [call] * policy.warm_ups(policy.warm_up_s, each_s)
 
     def _prepare(self, task: Task) -> _Prepared:
         key = (task.device, task.op)

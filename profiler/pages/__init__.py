@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import jinja2
     from markupsafe import Markup
 
-# Okabe and Ito's palette, told apart by the colour-blind; a device has its colour everywhere.
+# Okabe and Ito's palette, safe for the colour-blind; a device has its colour everywhere.
 COLORS: Final[dict[str, str]] = {
     "gpu": "#0072B2", "npu": "#D55E00", "both": "#009E73", "rest": "#9AA1A9",
 }  # fmt: skip
@@ -30,7 +30,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def markup(svg: str) -> Markup:
-    """Return a drawing of ours, as it is."""
+    """Return a drawing of ours unescaped."""
     from markupsafe import Markup  # as Jinja, of which it is a part
 
     return Markup(svg)
